@@ -1,0 +1,318 @@
+"""One epoch of an AsyncDataLoader: the stages wired together, in the order in which a batch passes them.
+
+Data path: sampler -> scheduler -> pool -> worker -> ring -> reorder -> delivery -> pin_memory -> [async_iterator].
+
+    _start       pool          worker processes and their rings            workers/pool.py
+                 scheduler     who gets which task; order                  scheduler.py
+                 queue         what is ready                               here
+                 pin stage     page-locked copies, if asked for            pin_memory.py
+                 pipeline      the scheduler's hands                       pipeline.py
+    __anext__    wait          for the queue
+                 open          a view of the slot, or a copy               delivery.py
+                 advance       the sampler by one; the credit goes back    pipeline.py
+
+Ownership: the event loop refers to the pool, the pool to the pipeline, the pipeline to the queue, and none of them to
+the iterator. So an iterator that is dropped (``break``) dies at once, and takes its workers with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from asyncloader.delivery import LARGE, Opener, raise_worker_error
+from asyncloader.errors import LoaderClosed, LoaderTimeout
+from asyncloader.events import Action, Deliver, Finish
+from asyncloader.options import LoaderSpec, make_scheduler, warn_over_length, worker_setup
+from asyncloader.pin_memory import Pinned, PinStage, torch_pin
+from asyncloader.pipeline import ENDED, NOTHING, Pipeline, WorkerFailure, prime, pull
+from asyncloader.statistics import Statistics
+from asyncloader.workers.pool import Answer, WorkerPool
+
+__all__ = ["AsyncLoaderIterator", "PoolShelf"]
+
+T = TypeVar("T")
+
+
+class PoolShelf(Protocol):
+    """Where an iterator gets its workers from and leaves them: the loader's persistent ones, or none."""
+
+    def take(self) -> WorkerPool | None:
+        """Idle workers to be used again; None: start new ones."""
+
+    def leave(self, pool: WorkerPool) -> bool:
+        """Offer the workers for the next iterator; False: stop them."""
+
+
+class ReadyQueue:
+    """What is ready for the consumer. `put` never blocks; `wait` loses nothing when cancelled."""
+
+    def __init__(self) -> None:
+        self.items: deque[Action] = deque()
+        self._waiters: deque[asyncio.Future[None]] = deque()
+
+    def put(self, item: Action) -> None:
+        """In the loop's thread."""
+        self.items.append(item)
+        self._wake()
+
+    def _wake(self) -> None:
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+
+    async def wait(self) -> None:
+        """Until something is there."""
+        while not self.items:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                if self.items:
+                    self._wake()  # this one was told, but will not take it
+                raise
+
+    def discard(self) -> None:
+        """Throw away what nobody will take; memory comes back."""
+        while self.items:
+            item = self.items.popleft()
+            if isinstance(item, Deliver) and isinstance(item.outcome, Answer):
+                item.outcome.discard()
+
+
+class AsyncLoaderIterator(Generic[T]):
+    """Iterates once over a loader with workers. Made by ``aiter(loader)``; belongs to the loop that first awaits it.
+
+    `__anext__` may be cancelled at any point; the batch that it would have given comes with the next one. Dropping the
+    iterator, or `aclose`, frees the workers.
+    """
+
+    def __init__(
+        self, spec: LoaderSpec[Any], draws: _BaseDataLoaderIter, statistics: Statistics, shelf: PoolShelf
+    ) -> None:
+        self._spec = spec
+        self._draws = draws
+        self._statistics = statistics
+        self._shelf = shelf
+        source = spec.async_index_source
+        self._source = source
+        self._scheduler, credits = make_scheduler(spec)
+        self._credits = credits
+        # The sampler is advanced here and in `__anext__`, in the caller's thread, as torch does it.
+        sampler = None if spec.iterable or source is not None else draws._sampler_iter
+        self._sampler: Any = sampler
+        self._offers = prime(sampler, credits * spec.num_workers)
+        if self._offers and self._offers[-1] is ENDED:
+            self._sampler = None
+        self._timeout = spec.timeout
+        self._queue = ReadyQueue()
+        self._opener = Opener(statistics)
+        self._pin: PinStage | None = None
+        self.pool: WorkerPool | None = None
+        self._pipeline: Pipeline | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._copying: tuple[Deliver, asyncio.Future[Any]] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
+        self._over: BaseException | None = None
+        self._closed = False
+        self._owner = os.getpid()
+        self._begun = statistics.begin()
+        self._yielded = 0
+
+    def __aiter__(self) -> AsyncLoaderIterator[T]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._draws._index_sampler)
+
+    def __repr__(self) -> str:
+        state = "over" if self._over else "running" if self._pipeline else "new"
+        return f"<AsyncLoaderIterator {state}, {len(self._queue.items)} ready>"
+
+    def __reduce__(self) -> Any:
+        raise NotImplementedError("{} cannot be pickled", type(self).__name__)
+
+    @property
+    def queue_depth(self) -> int:
+        """Batches that are ready and not taken."""
+        return len(self._queue.items)
+
+    # ------------------------------------------------------------------------------------------- starting
+
+    async def _ensure_started(self) -> None:
+        if self._closed:
+            raise LoaderClosed("this iterator was closed")
+        if self._starting is None:
+            self._loop = asyncio.get_running_loop()
+            self._thread = threading.get_ident()
+            self._starting = self._loop.create_task(self._start())
+        # Shielded: a cancelled caller leaves the start to the next one, and to `aclose`.
+        await asyncio.shield(self._starting)
+
+    async def _start(self) -> None:
+        spec = self._spec
+        pool = self._shelf.take()
+        if pool is None:
+            make = _pool_maker(spec, self._draws, self._credits)
+            # A fork must happen in the thread that the user's code runs in; the other methods need not block the loop.
+            pool = make() if spec.start_method == "fork" else await asyncio.to_thread(make)
+        self.pool = pool
+        put: Callable[[Action], None] = self._queue.put
+        if self._draws._pin_memory:
+            loop, queue = asyncio.get_running_loop(), self._queue
+            pin = torch_pin(self._draws._pin_memory_device)
+            self._pin = PinStage(self._opener, pin, lambda item: _put_from_thread(loop, queue, item))
+            put = self._pin.put
+        self._pipeline = Pipeline(pool, self._scheduler, put, self._source)
+        self._pipeline.start(self._offers, self._draws._shared_seed)
+        self._offers = []
+
+    # ------------------------------------------------------------------------------------------- iterating
+
+    async def __anext__(self) -> T:
+        begin = perf_counter()
+        items = self._queue.items
+        if self._copying is None and not items:
+            await self._wait()
+        waited = perf_counter() - begin
+        if self._copying is not None:
+            item, batch = await self._finish_copy()
+        else:
+            item = items.popleft()  # type: ignore[assignment]
+            if not isinstance(item, Deliver):
+                return await self._end(item)
+            outcome = item.outcome
+            if isinstance(outcome, Answer):
+                if outcome.result.nbytes >= LARGE and Opener.will_copy(outcome):
+                    loop = asyncio.get_running_loop()
+                    self._copying = (item, loop.run_in_executor(None, self._opener.open, outcome))
+                    item, batch = await self._finish_copy()
+                else:
+                    batch = self._opener.open(outcome)
+            else:
+                batch = outcome.batch if isinstance(outcome, Pinned) else None
+        self._advance(item.seq)
+        if isinstance(item.outcome, WorkerFailure):
+            self._statistics.batch(0, 0, 0, waited, item.outcome.busy, self._spec.num_workers)
+            raise_worker_error(item.outcome.error)
+        result = item.outcome.result
+        if not self._yielded:
+            self._statistics.first_batch(self._begun)
+        self._statistics.batch(
+            result.samples, result.nbytes, result.pickled, waited, result.busy, self._spec.num_workers
+        )
+        self._yielded += 1
+        self._draws._num_yielded = self._yielded
+        warn_over_length(self._draws)
+        return batch  # type: ignore[no-any-return]
+
+    async def _wait(self) -> None:
+        if self._over is not None:
+            raise self._over
+        if self._pipeline is None:
+            await self._ensure_started()
+        if not self._timeout:
+            await self._queue.wait()
+            return
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._queue.wait()
+        except TimeoutError:
+            raise LoaderTimeout(self._timeout) from None
+
+    async def _finish_copy(self) -> tuple[Deliver, Any]:
+        assert self._copying is not None
+        item, future = self._copying
+        batch = await asyncio.shield(future)
+        self._copying = None
+        return item, batch
+
+    def _advance(self, seq: int) -> None:
+        offer: Any = NOTHING
+        if self._sampler is not None:
+            offer = pull(self._sampler)
+            if offer is ENDED:
+                self._sampler = None
+        if self._pipeline is not None:
+            self._pipeline.advance(seq, offer)
+
+    async def _end(self, item: Action) -> T:
+        self._over = StopAsyncIteration() if isinstance(item, Finish) else item.error  # type: ignore[union-attr]
+        await self.aclose()
+        raise self._over
+
+    # --------------------------------------------------------------------------------------------- closing
+
+    async def aclose(self) -> None:
+        """Free the workers, and wait until they are gone unless they are persistent. Idempotent."""
+        if self._starting is not None and not self._starting.done():
+            await asyncio.wait([self._starting])
+        pool, reader = self._let_go()
+        if reader is not None:
+            with contextlib.suppress(asyncio.CancelledError):
+                await reader
+        if pool is not None:
+            await asyncio.shield(asyncio.to_thread(pool.stop))
+
+    def close(self) -> None:
+        """`aclose` for code that is not async: blocks until the workers are gone. In the loop's thread, or after it."""
+        pool, _ = self._let_go()
+        if pool is not None:
+            pool.stop()
+
+    def _let_go(self) -> tuple[WorkerPool | None, asyncio.Task[None] | None]:
+        """Stop the pipeline; return the pool if it is to be stopped, and the task that must still be awaited."""
+        if self._closed:
+            return None, None
+        self._closed = True
+        if self._over is None:
+            self._over = LoaderClosed("this iterator was closed")
+        pipeline, self._pipeline = self._pipeline, None
+        reader = pipeline.close() if pipeline is not None else None
+        if self._pin is not None:
+            self._pin.close()
+        self._queue.discard()
+        pool = self.pool
+        if pool is None or self._shelf.leave(pool):
+            return None, reader
+        return pool, reader
+
+    def __del__(self) -> None:
+        if getattr(self, "_closed", True) or os.getpid() != self._owner:
+            return
+        loop = self._loop
+        if loop is not None and not loop.is_closed() and threading.get_ident() != self._thread:
+            # Collected in another thread: the loop's own must let go of the readers first.
+            pool, pipeline = self.pool, self._pipeline
+            if pipeline is not None:
+                loop.call_soon_threadsafe(pipeline.close)
+            if pool is not None:
+                loop.call_soon_threadsafe(pool.stop_soon)
+            return
+        pool, _ = self._let_go()
+        if pool is not None:
+            pool.stop_soon()
+
+
+def _pool_maker(
+    spec: LoaderSpec[Any], draws: _BaseDataLoaderIter, credits: int
+) -> Callable[[], WorkerPool]:
+    setup, context, ring_bytes = worker_setup(spec, draws), spec.worker_context, spec.ring_bytes
+    return lambda: WorkerPool(context, setup, credits, ring_bytes)
+
+
+def _put_from_thread(loop: asyncio.AbstractEventLoop, queue: ReadyQueue, item: Action) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop was closed under a copy in flight
+        loop.call_soon_threadsafe(queue.put, item)

@@ -1,0 +1,216 @@
+"""AsyncDataLoader: the asynchronous loader's public face.
+
+Data path: options -> [async_loader] -> async_iterator (read that one next: it wires the stages), or inline without workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from asyncloader.async_iterator import AsyncLoaderIterator
+from asyncloader.errors import LoaderClosed
+from asyncloader.explain import explain
+from asyncloader.inline import InlineIterator
+from asyncloader.options import DEFAULT_CONCURRENCY, LoaderSpec
+from asyncloader.statistics import Statistics
+from asyncloader.workers.pool import WorkerPool
+
+__all__ = ["AsyncDataLoader"]
+
+T = TypeVar("T")
+
+_SPEC_NAMES = frozenset(
+    "dataset batch_size batch_sampler sampler num_workers collate_fn pin_memory drop_last timeout worker_init_fn "
+    "multiprocessing_context generator prefetch_factor persistent_workers pin_memory_device in_order ring_bytes "
+    "concurrency".split()
+)
+
+
+class AsyncDataLoader(Generic[T]):
+    """Loads batches in worker processes and gives them to ``async for``.
+
+    Takes all arguments of `torch.utils.data.DataLoader`, with their meanings, defaults and errors; then, by keyword:
+
+    Args:
+        ring_bytes: upper bound of each worker's ring in bytes; default None: it follows the batches seen.
+        concurrency: samples that a worker awaits at a time when the dataset's methods are ``async``; default 256.
+
+    The options can be read as attributes under their own names. The dataset may have ``async def __getitem__``,
+    ``async def __getitems__`` or `__aiter__`; `sampler` and `batch_sampler` may be async iterables. With
+    ``num_workers=0`` a blocking dataset is read in one thread of its own, an async one on the running loop.
+
+    Several iterators may run at a time. With ``persistent_workers=True`` the workers outlive an iterator and serve the
+    next one, also under another event loop; `aclose` (or ``async with``) ends them.
+
+    Raises:
+        ValueError, TypeError: options out of range, in torch's words.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        num_workers: int = 0,
+        collate_fn: Any = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Any = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        ring_bytes: int | None = None,
+        concurrency: int = DEFAULT_CONCURRENCY,
+    ) -> None:
+        self._spec: LoaderSpec[Any] = LoaderSpec(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+            ring_bytes=ring_bytes,
+            concurrency=concurrency,
+        )
+        self._statistics = Statistics()
+        # Weak: an iterator that is dropped must die, and free its workers, at once.
+        self._newest: weakref.ref[AsyncLoaderIterator[T] | InlineIterator[T]] | None = None
+        self._draws: _BaseDataLoaderIter | None = None
+        self._idle_pool: WorkerPool | None = None
+        self._closed = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _SPEC_NAMES:
+            return getattr(self._spec, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __len__(self) -> int:
+        """Batches in an epoch. TypeError when the sampler or dataset has no length."""
+        return len(self._spec)
+
+    def __aiter__(self) -> AsyncLoaderIterator[T] | InlineIterator[T]:
+        """A new epoch. Random numbers are drawn now, as torch's loader does at ``iter()``; workers start at the first
+        ``anext()``.
+
+        Raises:
+            LoaderClosed: after `aclose`.
+        """
+        if self._closed:
+            raise LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
+        spec = self._spec
+        iterator: AsyncLoaderIterator[T] | InlineIterator[T]
+        if spec.num_workers == 0:
+            iterator = InlineIterator(spec, self._statistics)
+        else:
+            spec.check_worker_number_rationality()
+            iterator = AsyncLoaderIterator(spec, self._draw(), self._statistics, _Shelf(self))
+        self._newest = weakref.ref(iterator)
+        return iterator
+
+    def _draw(self) -> _BaseDataLoaderIter:
+        """torch's random draws for an iterator: the same numbers from the same generators, in the same order.
+
+        Persistent workers keep their base seed, as in torch: only the sampler is begun anew.
+        """
+        if self._draws is not None and self._idle_pool is not None:
+            self._draws._reset(self._spec)
+            return self._draws
+        draws = _BaseDataLoaderIter(self._spec)
+        draws._reset(self._spec, first_iter=True)
+        if self._spec.persistent_workers:
+            self._draws = draws
+        return draws
+
+    async def __aenter__(self) -> AsyncDataLoader[T]:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __enter__(self) -> AsyncDataLoader[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def aclose(self) -> None:
+        """End the newest iterator and idle workers; wait until their processes are gone. Idempotent."""
+        self._closed = True
+        newest = self._newest_iterator()
+        if newest is not None:
+            await newest.aclose()
+        pool, self._idle_pool = self._idle_pool, None
+        if pool is not None:
+            await asyncio.shield(asyncio.to_thread(pool.stop))
+
+    def close(self) -> None:
+        """`aclose` for code that is not async. Blocks until the processes are gone. Idempotent."""
+        self._closed = True
+        newest = self._newest_iterator()
+        if newest is not None:
+            newest.close()
+        pool, self._idle_pool = self._idle_pool, None
+        if pool is not None:
+            pool.stop()
+
+    def _newest_iterator(self) -> AsyncLoaderIterator[T] | InlineIterator[T] | None:
+        return None if self._newest is None else self._newest()
+
+    def stats(self) -> dict[str, float]:
+        """Counters over all iterators so far, as a flat dictionary of floats. O(1)."""
+        newest = self._newest_iterator()
+        return self._statistics.snapshot(0 if newest is None else newest.queue_depth)
+
+    def explain(self) -> str:
+        """The effective configuration, and one sentence on what bounds the run and what to change."""
+        newest = self._newest_iterator()
+        pool = newest.pool if isinstance(newest, AsyncLoaderIterator) else None
+        return explain(type(self).__name__, self._spec, self._statistics, pool or self._idle_pool)
+
+    def __repr__(self) -> str:
+        spec = self._spec
+        return f"<AsyncDataLoader batch_size={spec.batch_size} num_workers={spec.num_workers}>"
+
+
+class _Shelf:
+    """The place of a loader's persistent workers between two iterators."""
+
+    def __init__(self, loader: AsyncDataLoader[Any]) -> None:
+        self._loader = loader
+
+    def take(self) -> WorkerPool | None:
+        pool, self._loader._idle_pool = self._loader._idle_pool, None
+        if pool is not None and pool.broken:
+            pool.stop_soon()
+            return None
+        return pool
+
+    def leave(self, pool: WorkerPool) -> bool:
+        loader = self._loader
+        if not loader._spec.persistent_workers or loader._closed or loader._idle_pool is not None or pool.broken:
+            return False
+        loader._idle_pool = pool
+        return True

@@ -1,0 +1,145 @@
+"""The one place where sync meets async: a private event loop in a daemon thread.
+
+Data path: loader -> [bridge] -> pipeline.
+
+The loop never runs in the caller's thread, so it works in scripts, threads, notebooks and under a running loop alike.
+The thread exists only while somebody needs it (`acquire` to `release`): between epochs a process that forks has no
+thread of ours.
+
+Guarantees: `call` returns at once and keeps the order of calls from one thread; the loop is woken once for several of
+them. After a fork the child's copy is dead, and says so instead of waiting for a thread that is not there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from asyncloader.errors import LoaderClosed
+
+__all__ = ["Bridge", "loop_factory"]
+
+T = TypeVar("T")
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """uvloop's loop where it is installed, asyncio's otherwise."""
+    if sys.platform != "win32":
+        with contextlib.suppress(ImportError):
+            import uvloop
+
+            return uvloop.new_event_loop
+    return asyncio.new_event_loop
+
+
+class Bridge:
+    """A loop thread that starts when first acquired and ends when last released."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._woken = False
+        self._owner = os.getpid()
+
+    @property
+    def inside(self) -> bool:
+        """Whether this is the loop's own thread, which must not wait for itself."""
+        return self._thread is threading.current_thread()
+
+    def acquire(self) -> None:
+        """Start the thread unless it runs. Pair with `release`."""
+        with self._lock:
+            self._users += 1
+            if self._thread is None:
+                self._owner = os.getpid()
+                self._loop = loop_factory()()
+                self._thread = threading.Thread(
+                    target=_run, args=(self._loop,), name="asyncloader-loop", daemon=True
+                )
+                self._thread.start()
+
+    def release(self) -> None:
+        """End the thread if nobody else needs it; waits for it, except in its own thread."""
+        with self._lock:
+            self._users -= 1
+            if self._users or self._thread is None or self._loop is None:
+                return
+            thread, loop = self._thread, self._loop
+            self._thread = self._loop = None
+            self._calls.clear()
+            self._woken = False
+        if os.getpid() != self._owner:
+            return
+        loop.call_soon_threadsafe(loop.stop)
+        if thread is not threading.current_thread():
+            thread.join()
+
+    def call(self, function: Callable[..., object], *args: Any) -> None:
+        """Have the loop call `function`, after all that it was asked before. Does not wait.
+
+        Raises:
+            LoaderClosed: the loop is gone.
+        """
+        self._calls.append((function, args))
+        if not self._woken:
+            self._woken = True
+            self._alive().call_soon_threadsafe(self._run_calls)
+
+    def _run_calls(self) -> None:
+        # Cleared first: a call that comes from now on wakes the loop again.
+        self._woken = False
+        calls = self._calls
+        while calls:
+            function, args = calls.popleft()
+            function(*args)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the loop and wait for it.
+
+        Raises:
+            LoaderClosed: the loop is gone.
+            RuntimeError: called from the loop's own thread.
+        """
+        if self.inside:
+            coroutine.close()
+            raise RuntimeError("a loader's own loop cannot wait for itself")
+        try:
+            future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._alive())
+        except BaseException:
+            coroutine.close()
+            raise
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _alive(self) -> asyncio.AbstractEventLoop:
+        loop = self._loop
+        if loop is None or os.getpid() != self._owner:
+            where = "it was closed" if os.getpid() == self._owner else "this is a forked child of the process that made it"
+            raise LoaderClosed(f"the loader's event loop is gone: {where}; make a new iterator")
+        return loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        pending = asyncio.all_tasks(loop)
+        for task in pending:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()

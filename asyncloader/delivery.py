@@ -1,0 +1,76 @@
+"""An answer becomes a batch: a view of the slot if the ring can spare it, a private copy if not.
+
+Data path: reorder -> [delivery] -> pin_memory / device -> consumer.
+
+Threads: all answers of a pool are opened by one thread at a time (the consumer's, or the pinning stage's). The rule that
+decides between view and copy, and why it cannot deadlock, is in `workers/ring.py`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from asyncloader.statistics import Statistics
+from asyncloader.workers.codec import copy_out
+from asyncloader.workers.pool import Answer
+from asyncloader.workers.ring import oneoff_anchor
+
+__all__ = ["LARGE", "Opener", "raise_worker_error"]
+
+LARGE = 1 << 20
+"""Bytes from which on a copy is too long for an event loop's thread (about 0.1 ms)."""
+
+_PICKLE_WARNING_BYTES = 1 << 20
+
+
+class Opener:
+    """Opens answers for one iterator.
+
+    Args:
+        statistics: where copies are counted.
+    """
+
+    def __init__(self, statistics: Statistics) -> None:
+        self._statistics = statistics
+        self._warned = False
+
+    @staticmethod
+    def will_copy(answer: Answer) -> bool:
+        """Whether opening the answer now copies its bytes."""
+        return answer.ring is not None and not answer.ring.may_lend()
+
+    def open(self, answer: Answer) -> Any:
+        """The batch. The answer must not be used afterwards."""
+        result, template, ring, fd = answer
+        if result.pickled > _PICKLE_WARNING_BYTES and not self._warned:
+            self._warned = True
+            _warn_pickled(result.pickled)
+        if ring is not None:
+            if ring.may_lend():
+                return template.build(ring.lend(result.slot, result.nbytes))
+            self._statistics.copy_outs += 1
+            try:
+                return copy_out(template, ring.look(result.slot, result.nbytes), result.nbytes)
+            finally:
+                ring.give_back(result.slot)
+        return template.build(None if fd is None else oneoff_anchor(fd, result.nbytes))
+
+
+def raise_worker_error(error: Any) -> None:
+    """Raise what a worker raised: its own type, with the worker's number and traceback in the text.
+
+    `error` is torch's `ExceptionWrapper` or an error of ours.
+    """
+    if isinstance(error, BaseException):
+        raise error
+    error.reraise()
+
+
+def _warn_pickled(nbytes: int) -> None:
+    warnings.warn(
+        f"A batch carries {nbytes:,} bytes of Python objects that are not tensors or arrays. They are unpickled in the "
+        "main process, which holds the GIL meanwhile. Return tensors or numpy arrays from collate_fn (or encode strings "
+        "as bytes in one tensor) to let them travel through shared memory.",
+        stacklevel=4,
+    )

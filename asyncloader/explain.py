@@ -1,0 +1,103 @@
+"""The text of ``loader.explain()``: the effective configuration, and one sentence on what bounds the run.
+
+Data path: beside the consumer. Pure, but for asking how many CPUs there are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data._utils import collate as torch_collate
+
+from asyncloader.options import LoaderSpec, usable_cpus
+from asyncloader.statistics import Statistics
+from asyncloader.workers.fetch import is_async_dataset
+from asyncloader.workers.pool import WorkerPool
+
+__all__ = ["explain", "verdict"]
+
+_HEALTHY_WAIT = 0.05  # the share of time at which torch's own profiler plugin begins to call a run input-bound
+_BUSY = 0.8
+
+
+def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: WorkerPool | None) -> str:
+    """Several lines of text for people."""
+    lines = [f"{name}: {_workers(spec)}"]
+    if spec.num_workers:
+        lines.append(f"memory: {_rings(spec, pool)}")
+        lines.append(f"collation: {_collation(spec)}")
+        lines.append(f"order: {_order(spec)}")
+    lines.append(f"pinning: {_pinning(spec)}")
+    if statistics.copy_outs:
+        lines.append(
+            f"copies: {statistics.copy_outs} of {statistics.batches} batches were copied out of their ring, because "
+            "the consumer held more batches than the ring can spare"
+        )
+    lines.append(verdict(statistics, spec.num_workers, usable_cpus()))
+    return "\n".join(lines)
+
+
+def _workers(spec: LoaderSpec[Any]) -> str:
+    kind = "async" if is_async_dataset(spec.dataset) else "blocking"
+    if not spec.num_workers:
+        return f"no workers, {kind} dataset read in this process"
+    keep = "persistent" if spec.persistent_workers else "for one epoch"
+    return (
+        f"{spec.num_workers} workers by {spec.start_method}, {keep}, {spec.prefetch_factor} batches ahead each, "
+        f"{kind} dataset"
+    )
+
+
+def _rings(spec: LoaderSpec[Any], pool: WorkerPool | None) -> str:
+    bound = "following the batches seen" if spec.ring_bytes is None else f"bounded by ring_bytes={spec.ring_bytes:,}"
+    if pool is None:
+        return f"one anonymous ring a worker, {bound}"
+    sizes = ", ".join(f"{keeper.nbytes:,}" for keeper in pool.rings)
+    return f"one anonymous ring a worker of {sizes} bytes (virtual until used), {bound}"
+
+
+def _collation(spec: LoaderSpec[Any]) -> str:
+    if spec.collate_fn is torch_collate.default_collate:
+        return "default, straight into the ring (one copy)"
+    name = getattr(spec.collate_fn, "__qualname__", repr(spec.collate_fn))
+    return f"{name} makes the batch in private memory, which is then copied to the ring (a second copy)"
+
+
+def _order(spec: LoaderSpec[Any]) -> str:
+    return "task order" if spec.in_order else "as batches complete"
+
+
+def _pinning(spec: LoaderSpec[Any]) -> str:
+    import torch
+
+    if not spec.pin_memory:
+        return "off"
+    if not torch.accelerator.is_available():
+        return "asked for, but there is no accelerator: plain memory"
+    return "page-locked copies, made in a thread ahead of the consumer"
+
+
+def verdict(statistics: Statistics, num_workers: int, cpus: int) -> str:
+    """What bounds the run, and what to change: one sentence."""
+    if not statistics.batches or not statistics.elapsed_s:
+        return "Nothing was loaded yet."
+    wait = min(1.0, statistics.wait_s / statistics.elapsed_s)
+    if wait < _HEALTHY_WAIT:
+        return f"Consumer-bound: it waited for data {wait:.0%} of the time; the loader keeps up, nothing to change."
+    head = f"Input-bound: the consumer waited {wait:.0%} of the time"
+    if not num_workers:
+        return f"{head} while samples were read in its own process; set num_workers to {max(1, min(4, cpus))} to read ahead."
+    busy = min(1.0, statistics.busy_s / statistics.worker_s) if statistics.worker_s else 0.0
+    if busy >= _BUSY:
+        if num_workers < cpus:
+            return f"{head} and workers were {busy:.0%} busy; raise num_workers from {num_workers} to {cpus} ({cpus} CPUs allowed)."
+        return (
+            f"{head} and workers were {busy:.0%} busy on all {cpus} CPUs; make __getitem__ cheaper "
+            "(decode less, cache, or fetch with async methods if it waits for I/O)."
+        )
+    if statistics.copy_outs * 2 > statistics.batches:
+        return f"{head} while batches were copied out of the rings; hold fewer batches at a time."
+    return (
+        f"{head} though workers were only {busy:.0%} busy: batches are small or uneven; raise batch_size, or "
+        "prefetch_factor, or set in_order=False."
+    )

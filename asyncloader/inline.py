@@ -1,0 +1,187 @@
+"""Loading without workers, for AsyncDataLoader with ``num_workers=0``.
+
+Data path: sampler -> [inline: fetch -> collate] -> consumer.
+
+A blocking dataset is read in one executor thread (always the same, so that thread-bound handles and the global random
+generators see one caller), an async one on the running loop. Nothing is read ahead: the sampler and the dataset are
+advanced by `__anext__` alone, so random numbers are drawn in torch's order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.utils.data
+from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from asyncloader.errors import LoaderClosed
+from asyncloader.options import LoaderSpec, warn_over_length
+from asyncloader.pin_memory import torch_pin
+from asyncloader.statistics import Statistics
+from asyncloader.workers.fetch import is_async_dataset, make_async_fetcher, make_blocking_fetcher
+
+__all__ = ["InlineIterator", "batch_nbytes", "count_samples", "make_inline_fetcher"]
+
+T = TypeVar("T")
+
+
+def make_inline_fetcher(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter) -> Any:
+    """The fetcher for this process: an `AsyncFetcher` for an async dataset, else torch's own."""
+    dataset = draws._dataset
+    if isinstance(dataset, (IterDataPipe, MapDataPipe)):
+        torch.utils.data.graph_settings.apply_sharding(dataset, draws._world_size, draws._rank)
+    if is_async_dataset(dataset):
+        return make_async_fetcher(
+            dataset,
+            iterable=spec.iterable,
+            auto_collation=bool(spec._auto_collation),
+            collate=spec.collate_fn,
+            drop_last=spec.drop_last,
+            concurrency=spec.concurrency,
+        )
+    return make_blocking_fetcher(
+        dataset,
+        iterable=spec.iterable,
+        auto_collation=bool(spec._auto_collation),
+        collate=spec.collate_fn,
+        drop_last=spec.drop_last,
+    )
+
+
+def count_samples(spec: LoaderSpec[Any], index: Any) -> int:
+    """How many samples a batch of this index has (an iterable dataset's last one may have fewer)."""
+    return len(index) if spec._auto_collation and hasattr(index, "__len__") else 1
+
+
+def batch_nbytes(batch: Any) -> int:
+    """Bytes of the tensors of a batch, as far as plain containers show them."""
+    if isinstance(batch, torch.Tensor):
+        return batch.numel() * batch.element_size()
+    if isinstance(batch, dict):
+        return sum(map(batch_nbytes, batch.values()))
+    if isinstance(batch, (list, tuple)):
+        return sum(map(batch_nbytes, batch))
+    return 0
+
+
+class InlineIterator(Generic[T]):
+    """Iterates once over a loader without workers. A cancelled `__anext__` loses no batch."""
+
+    queue_depth = 0
+
+    def __init__(self, spec: LoaderSpec[Any], statistics: Statistics) -> None:
+        if spec.timeout:
+            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+        self._spec = spec
+        self._statistics = statistics
+        self._draws = _BaseDataLoaderIter(spec)
+        self._async = is_async_dataset(self._draws._dataset)
+        self._fetcher: Any = None if self._async else make_inline_fetcher(spec, self._draws)
+        self._source = spec.async_index_source
+        self._indices: AsyncIterator[Any] | None = None
+        self._pin = torch_pin(self._draws._pin_memory_device) if self._draws._pin_memory else None
+        self._executor = ThreadPoolExecutor(1, "asyncloader-fetch")
+        self._pending: asyncio.Future[tuple[Any, int]] | None = None
+        self._over: BaseException | None = None
+        self._begun = statistics.begin()
+
+    def __aiter__(self) -> InlineIterator[T]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._draws._index_sampler)
+
+    def __repr__(self) -> str:
+        return f"<InlineIterator {'over' if self._over else 'running'}>"
+
+    async def __anext__(self) -> T:
+        if self._over is not None:
+            raise self._over
+        begin = perf_counter()
+        if self._pending is None:
+            self._pending = asyncio.ensure_future(self._next())
+        # Shielded: if the caller is cancelled, the batch stays pending and the next call gives it.
+        try:
+            batch, samples = await asyncio.shield(self._pending)
+        except asyncio.CancelledError:
+            raise
+        except StopAsyncIteration as end:
+            self._end(end)
+            raise
+        except BaseException:
+            self._pending = None
+            raise
+        self._pending = None
+        passed = perf_counter() - begin
+        if not self._draws._num_yielded:
+            self._statistics.first_batch(self._begun)
+        self._statistics.batch(samples, batch_nbytes(batch), 0, passed, passed, 1)
+        self._draws._num_yielded += 1
+        warn_over_length(self._draws)
+        return batch  # type: ignore[no-any-return]
+
+    async def _next(self) -> tuple[Any, int]:
+        index = await self._next_index()
+        if self._async:
+            if self._fetcher is None:
+                self._fetcher = make_inline_fetcher(self._spec, self._draws)
+            batch = await self._fetcher.fetch(index)
+        else:
+            batch = await self._in_thread(self._fetch, index)
+        if self._pin is not None:
+            batch = await self._in_thread(self._pin, batch)
+        return batch, count_samples(self._spec, index)
+
+    def _in_thread(self, function: Any, argument: Any) -> Awaitable[Any]:
+        return asyncio.get_running_loop().run_in_executor(self._executor, function, argument)
+
+    def _fetch(self, index: Any) -> Any:
+        try:
+            return self._fetcher.fetch(index)
+        except StopIteration:
+            raise StopAsyncIteration from None  # a future cannot carry StopIteration
+
+    async def _next_index(self) -> Any:
+        if self._source is None:
+            try:
+                return next(self._draws._sampler_iter)
+            except StopIteration:
+                raise StopAsyncIteration from None
+        if self._indices is None:
+            self._indices = aiter(self._source)
+        return await anext(self._indices)
+
+    def _end(self, error: BaseException) -> None:
+        self._over = error
+        self._pending = None
+        self._executor.shutdown(wait=False)
+
+    async def aclose(self) -> None:
+        """Let a fetch in progress end, and stop. Idempotent."""
+        pending, self._pending = self._pending, None
+        if self._over is None:
+            self._end(LoaderClosed("this iterator was closed"))
+        if pending is not None:
+            if self._async:
+                pending.cancel()
+            await asyncio.wait([pending])
+            if not pending.cancelled():
+                pending.exception()
+        await asyncio.to_thread(self._executor.shutdown)
+
+    def close(self) -> None:
+        """`aclose` for code that is not async."""
+        if self._over is None:
+            self._end(LoaderClosed("this iterator was closed"))
+        self._executor.shutdown(wait=True)
+
+    def __del__(self) -> None:
+        executor = getattr(self, "_executor", None)
+        if executor is not None:
+            executor.shutdown(wait=False)

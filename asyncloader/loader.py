@@ -1,0 +1,351 @@
+"""DataLoader: the sync facade, a real `torch.utils.data.DataLoader` over the async core.
+
+Data path: sampler -> scheduler -> pool -> worker -> ring -> reorder -> delivery -> pin_memory -> [loader].
+
+What runs where: the sampler is advanced and batches are opened in the caller's thread, in `next()`; the pipeline runs in
+the bridge's loop thread; between the two there is one queue each way. Workers are started in the caller's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import weakref
+from time import perf_counter
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from asyncloader.bridge import Bridge
+from asyncloader.delivery import Opener, raise_worker_error
+from asyncloader.errors import LoaderClosed, LoaderTimeout
+from asyncloader.events import Action, Deliver, Fail, Finish
+from asyncloader.explain import explain
+from asyncloader.inline import batch_nbytes, count_samples, make_inline_fetcher
+from asyncloader.options import LoaderSpec, make_scheduler, warn_over_length, worker_setup
+from asyncloader.pin_memory import Pinned, PinStage, torch_pin
+from asyncloader.pipeline import ENDED, NOTHING, Pipeline, WorkerFailure, prime, pull
+from asyncloader.statistics import Statistics
+from asyncloader.workers.fetch import is_async_dataset
+from asyncloader.workers.pool import Answer, WorkerPool
+
+__all__ = ["DataLoader"]
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class DataLoader(LoaderSpec[T_co]):
+    """torch's DataLoader, with batches that arrive through shared-memory rings.
+
+    Signature, checks, attributes and batches are torch's; arguments of our own come last, by keyword only (see
+    `LoaderSpec`). Datasets may have ``async`` methods, samplers may be async iterables.
+    """
+
+    @property
+    def _state(self) -> _FacadeState:
+        # Made on demand and kept under a private name: copies and pickles of a loader begin with fresh state.
+        state: _FacadeState | None = self.__dict__.get("_asyncloader_state")
+        if state is None:
+            state = self.__dict__["_asyncloader_state"] = _FacadeState()
+        return state
+
+    def _get_iterator(self) -> _BaseDataLoaderIter:
+        state = self._state
+        if state.closed:
+            raise LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
+        iterator: _InlineIter | _WorkerIter
+        if self.num_workers == 0:
+            iterator = _InlineIter(self)
+        else:
+            self.check_worker_number_rationality()
+            iterator = _WorkerIter(self)
+        state.newest = weakref.ref(iterator)
+        return iterator
+
+    def __enter__(self) -> DataLoader[T_co]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the newest iterator and its workers; wait until they are gone. Idempotent."""
+        state = self._state
+        state.closed = True
+        newest = state.iterator()
+        self._iterator = None
+        if newest is not None:
+            newest._shutdown_workers()
+
+    def stats(self) -> dict[str, float]:
+        """Counters over all iterators so far, as a flat dictionary of floats. O(1)."""
+        newest = self._state.iterator()
+        return self._state.statistics.snapshot(0 if newest is None else newest.queue_depth)
+
+    def explain(self) -> str:
+        """The effective configuration, and one sentence on what bounds the run and what to change."""
+        newest = self._state.iterator()
+        pool = newest._pool if isinstance(newest, _WorkerIter) else None
+        return explain(type(self).__name__, self, self._state.statistics, pool)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state.pop("_asyncloader_state", None)
+        return state
+
+    def __repr__(self) -> str:
+        return f"<DataLoader batch_size={self.batch_size} num_workers={self.num_workers}>"
+
+
+class _FacadeState:
+    """What a loader has beyond its options."""
+
+    def __init__(self) -> None:
+        self.statistics = Statistics()
+        self.bridge = Bridge()
+        self.closed = False
+        self.newest: weakref.ref[_InlineIter | _WorkerIter] | None = None
+
+    def iterator(self) -> _InlineIter | _WorkerIter | None:
+        return None if self.newest is None else self.newest()
+
+
+class _CountedNext(_BaseDataLoaderIter):
+    """torch's `__next__`, with the profiler's range only while a profiler looks (it costs 10 microseconds)."""
+
+    def __next__(self) -> Any:
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            with torch.autograd.profiler.record_function(self._profile_name):
+                data = self._next_data()
+        else:
+            data = self._next_data()
+        self._num_yielded += 1
+        if self._IterableDataset_len_called is not None:
+            warn_over_length(self)
+        return data
+
+
+class _InlineIter(_CountedNext):
+    """Without workers: torch's fetcher in the caller's thread; async datasets and samplers on the bridge's loop."""
+
+    queue_depth = 0
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        super().__init__(loader)
+        if self._timeout:
+            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+        self._spec = loader
+        self._statistics = loader._state.statistics
+        self._source = loader.async_index_source
+        self._indices: Any = None
+        self._async = is_async_dataset(self._dataset)
+        self._bridge: Bridge | None = None
+        if self._async or self._source is not None:
+            self._bridge = loader._state.bridge
+            self._bridge.acquire()
+        self._dataset_fetcher: Any = None if self._async else make_inline_fetcher(loader, self)
+        self._pin = torch_pin(self._pin_memory_device) if self._pin_memory else None
+        self._begun = self._statistics.begin()
+
+    def _next_data(self) -> Any:
+        begin = perf_counter()
+        if self._bridge is None:
+            index = next(self._sampler_iter)
+            data = self._dataset_fetcher.fetch(index)
+        else:
+            try:
+                index, data = self._bridge.run(self._fetch())
+            except StopAsyncIteration:
+                raise StopIteration from None
+        if self._pin is not None:
+            data = self._pin(data)
+        passed = perf_counter() - begin
+        if not self._num_yielded:
+            self._statistics.first_batch(self._begun)
+        self._statistics.batch(count_samples(self._spec, index), batch_nbytes(data), 0, passed, passed, 1)
+        return data
+
+    async def _fetch(self) -> tuple[Any, Any]:
+        index = await self._next_index_async()
+        if self._async:
+            if self._dataset_fetcher is None:
+                self._dataset_fetcher = make_inline_fetcher(self._spec, self)
+            return index, await self._dataset_fetcher.fetch(index)
+        return index, self._dataset_fetcher.fetch(index)
+
+    async def _next_index_async(self) -> Any:
+        if self._source is None:
+            index = pull(self._sampler_iter)
+            if index is ENDED:
+                raise StopAsyncIteration
+            return index
+        if self._indices is None:
+            self._indices = aiter(self._source)
+        return await anext(self._indices)
+
+    def _shutdown_workers(self) -> None:
+        bridge, self._bridge = self._bridge, None
+        if bridge is not None:
+            bridge.release()
+
+    def __del__(self) -> None:
+        if getattr(self, "_bridge", None) is not None:
+            self._shutdown_workers()
+
+
+class _WorkerIter(_CountedNext):
+    """With workers. The loop's thread refers to the pipeline and the queue, never to this object: it dies when dropped."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        super().__init__(loader)
+        self._shutdown = True  # until there is something to shut down
+        self._spec = loader
+        self._statistics = loader._state.statistics
+        self._bridge = loader._state.bridge
+        self._opener = Opener(self._statistics)
+        self._owner = os.getpid()
+        self._pipeline: Pipeline | None = None
+        self._pin: PinStage | None = None
+        make_scheduler(loader)  # torch finds a bad prefetch_factor before it starts anything
+        credits = loader.prefetch_factor or 0
+        self._begun = self._statistics.begin()
+        # Forked here, in the caller's thread and before the loop's thread exists.
+        self._pool = WorkerPool(loader.worker_context, worker_setup(loader, self), credits, loader.ring_bytes)
+        self._workers = [process.process for process in self._pool.processes]
+        self._shutdown = False
+        self._bridge.acquire()
+        try:
+            self._reset(loader, first_iter=True)
+        except BaseException:
+            self._shutdown_workers()
+            raise
+
+    @property
+    def queue_depth(self) -> int:
+        """Batches that are ready and not taken."""
+        return self._queue.qsize()
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """Begin an epoch; with persistent workers torch's loader calls this for every one after the first."""
+        super()._reset(loader, first_iter)
+        if not first_iter:
+            self._begun = self._statistics.begin()
+            self._end_epoch()
+            if self._pool.broken:
+                self._pool.stop()
+                self._pool = WorkerPool(
+                    loader.worker_context, worker_setup(loader, self), loader.prefetch_factor, loader.ring_bytes
+                )
+                self._workers = [process.process for process in self._pool.processes]
+        self._over: BaseException | None = None
+        self._queue: queue.SimpleQueue[Action] = queue.SimpleQueue()
+        source = loader.async_index_source
+        sampler = None if loader.iterable or source is not None else self._sampler_iter
+        scheduler, credits = make_scheduler(loader)
+        offers = prime(sampler, credits * loader.num_workers)
+        self._sampler: Any = None if offers and offers[-1] is ENDED else sampler
+        sink = self._queue.put
+        if self._pin_memory:
+            self._pin = PinStage(self._opener, torch_pin(self._pin_memory_device), sink)
+            sink = self._pin.put
+        self._pipeline = Pipeline(self._pool, scheduler, sink, source)
+        self._bridge.call(_start, self._pipeline, offers, self._shared_seed, sink)
+
+    def _next_data(self) -> Any:
+        if self._over is not None:
+            raise self._over
+        begin = perf_counter()
+        try:
+            item = self._queue.get(timeout=self._timeout or None)
+        except queue.Empty:
+            raise LoaderTimeout(self._timeout) from None
+        waited = perf_counter() - begin
+        if not isinstance(item, Deliver):
+            self._end(item)
+        outcome = item.outcome
+        if isinstance(outcome, Answer):
+            batch = self._opener.open(outcome)
+        else:
+            batch = outcome.batch if isinstance(outcome, Pinned) else None
+        offer: Any = NOTHING
+        if self._sampler is not None:
+            offer = pull(self._sampler)
+            if offer is ENDED:
+                self._sampler = None
+        assert self._pipeline is not None
+        self._bridge.call(self._pipeline.advance, item.seq, offer)
+        if isinstance(outcome, WorkerFailure):
+            self._statistics.batch(0, 0, 0, waited, outcome.busy, self._num_workers)
+            raise_worker_error(outcome.error)
+        if not self._num_yielded:
+            self._statistics.first_batch(self._begun)
+        result = outcome.result
+        self._statistics.batch(result.samples, result.nbytes, result.pickled, waited, result.busy, self._num_workers)
+        return batch
+
+    def _end(self, item: Action) -> NoReturn:
+        if isinstance(item, Finish):
+            self._over = StopIteration()
+            if self._persistent_workers:
+                self._end_epoch()
+            else:
+                self._shutdown_workers()
+        else:
+            self._over = item.error  # type: ignore[union-attr]
+            self._shutdown_workers()
+        raise self._over
+
+    def _end_epoch(self) -> None:
+        """Take the pool out of the loop and drop what nobody will take."""
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is not None:
+            self._bridge.run(_close(pipeline))
+        pin, self._pin = self._pin, None
+        if pin is not None:
+            pin.close()
+        while not self._queue.empty():
+            item = self._queue.get()
+            if isinstance(item, Deliver) and isinstance(item.outcome, Answer):
+                item.outcome.discard()
+
+    def _shutdown_workers(self) -> None:
+        """End the epoch and the workers; wait until they are gone. Idempotent. The name is torch's."""
+        if self._shutdown or os.getpid() != self._owner:
+            return
+        self._shutdown = True
+        if self._over is None:
+            self._over = LoaderClosed("this iterator was shut down")
+        if self._bridge.inside:
+            # Collected by the loop's own thread, which cannot wait for itself.
+            if self._pipeline is not None:
+                self._pipeline.close()
+            self._pool.stop_soon()
+            self._bridge.release()
+            return
+        try:
+            self._end_epoch()
+        finally:
+            self._bridge.release()
+            self._pool.stop()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_shutdown", True):
+            self._shutdown_workers()
+
+
+def _start(pipeline: Pipeline, offers: list[Any], shared_seed: int | None, sink: Any) -> None:
+    """In the loop's thread."""
+    try:
+        pipeline.start(offers, shared_seed)
+    except Exception as error:
+        sink(Fail(error))
+
+
+async def _close(pipeline: Pipeline) -> None:
+    reader = pipeline.close()
+    if reader is not None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await reader

@@ -1,0 +1,215 @@
+"""The shell around the scheduler: carries its actions out and feeds it what comes of them.
+
+Data path: sampler -> [pipeline: scheduler -> pool -> reorder] -> delivery -> consumer.
+
+One pipeline serves one iterator, in one event loop's thread. What is for the consumer leaves through `sink`, in order:
+`Deliver`, and at last `Finish` or `Fail`. The consumer answers each delivery with `advance`, and with it hands in what
+the sampler gave (a plain sampler is advanced in the consumer's thread, see `sampler.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
+from typing import Any, Final
+
+from asyncloader.events import (
+    Action,
+    Assign,
+    Completed,
+    Deliver,
+    Delivered,
+    Died,
+    Event,
+    Exhausted,
+    Fail,
+    Finish,
+    Offered,
+    Pull,
+    SamplerEnded,
+    Started,
+)
+from asyncloader.scheduler import Scheduler
+from asyncloader.workers.pool import Answer, Listener, WorkerPool
+
+__all__ = ["ENDED", "NOTHING", "Pipeline", "WorkerFailure", "prime", "pull"]
+
+
+class _Mark:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+ENDED: Final = _Mark("ENDED")
+"""In place of an index: the sampler has no more."""
+NOTHING: Final = _Mark("NOTHING")
+"""In place of an index: there is no plain sampler, or it ended before."""
+
+
+def pull(sampler: Any) -> Any:
+    """The sampler's next index, or `ENDED`."""
+    return next(sampler, ENDED)
+
+
+def prime(sampler: Any, count: int) -> list[Any]:
+    """The first `count` indices, as torch draws them before it waits for the first batch; None has none."""
+    offers: list[Any] = []
+    while sampler is not None and len(offers) < count:
+        offers.append(pull(sampler))
+        if offers[-1] is ENDED:
+            break
+    return offers
+
+
+class WorkerFailure:
+    """A task's outcome when user code raised: `error` is an exception, or torch's wrapper of one."""
+
+    __slots__ = ("busy", "error")
+
+    def __init__(self, error: Any, busy: float) -> None:
+        self.error = error
+        self.busy = busy
+
+
+class Pipeline(Listener):
+    """Args:
+        pool: started workers.
+        scheduler: a fresh one for this epoch.
+        sink: takes what is for the consumer; must not block.
+        source: an async source of indices; None when the consumer hands them in, or the dataset is iterable.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        scheduler: Scheduler,
+        sink: Callable[[Action], None],
+        source: AsyncIterable[Any] | None = None,
+    ) -> None:
+        self._pool = pool
+        self._scheduler = scheduler
+        self._sink = sink
+        self._source = source
+        self._offers: deque[Any] = deque()
+        self._allowed = 0  # how many more indices the async source may be asked for
+        self._allow: asyncio.Event | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._source_error: Exception | None = None
+        self._closed = False
+
+    # ------------------------------------------------------------------------------- from the consumer's side
+
+    def start(self, offers: Iterable[Any], shared_seed: int | None) -> None:
+        """Begin: attach to the running loop and give the workers their first tasks."""
+        if self._closed:
+            return
+        loop = asyncio.get_running_loop()
+        self._scheduler.epoch = self._pool.attach(loop, self, shared_seed)
+        if self._source is not None:
+            self._allow = asyncio.Event()
+            self._reader = loop.create_task(self._read(self._source))
+        self._offers.extend(offers)
+        self._handle(Started())
+
+    def advance(self, seq: int, offer: Any) -> None:
+        """The consumer took delivery `seq`, and the sampler gave `offer` (an index, `ENDED` or `NOTHING`)."""
+        if self._closed:
+            return
+        if offer is not NOTHING:
+            self._offers.append(offer)
+        self._handle(Delivered(seq))
+
+    def close(self) -> asyncio.Task[None] | None:
+        """Stop at once. The reader of an async source is cancelled and returned, to be awaited. Idempotent."""
+        if self._closed:
+            return None
+        self._closed = True
+        self._pool.detach()
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.cancel()
+        return reader
+
+    # ---------------------------------------------------------------------------------- from the pool's side
+
+    def on_answer(self, worker: int, answer: Answer) -> None:
+        self._handle(Completed(worker, answer.result.seq, answer))
+
+    def on_error(self, worker: int, seq: int, busy: float, error: Any) -> None:
+        self._handle(Completed(worker, seq, WorkerFailure(error, busy)))
+
+    def on_exhausted(self, worker: int, seq: int, busy: float) -> None:
+        self._handle(Exhausted(worker, seq))
+
+    def on_death(self, worker: int, error: BaseException) -> None:
+        self._handle(Died(worker, error))
+
+    def on_failure(self, error: Exception) -> None:
+        self._handle(Died(-1, error))
+
+    # ------------------------------------------------------------------------------------------- the shell
+
+    def _handle(self, event: Event) -> None:
+        try:
+            self._carry_out(self._scheduler.handle(event))
+        except Exception as error:
+            # No memory for a grown ring, no descriptors left, an index that does not pickle: the consumer must hear it.
+            self._sink(Fail(error))
+            self.close()
+
+    def _carry_out(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Deliver):
+                self._sink(action)
+            elif isinstance(action, Assign):
+                task = action.task
+                self._pool.assign(action.worker, task.epoch, task.seq, task.index)
+            elif isinstance(action, Pull):
+                self._pull(action.count)
+            elif isinstance(action, Finish) and self._source_error is not None:
+                self._sink(Fail(self._source_error))
+            else:
+                self._sink(action)
+
+    def _pull(self, count: int) -> None:
+        if self._allow is not None:
+            self._allowed += count
+            self._allow.set()
+            return
+        for _ in range(count):
+            if not self._offers:
+                return  # the sampler ended before
+            offer = self._offers.popleft()
+            self._carry_out(self._scheduler.handle(SamplerEnded() if offer is ENDED else Offered(offer)))
+
+    async def _read(self, source: AsyncIterable[Any]) -> None:
+        """Read the async source ahead, as far as credits allow."""
+        assert self._allow is not None
+        try:
+            await self._allow.wait()
+            async with _closing(aiter(source)) as indices:
+                async for index in indices:
+                    self._allowed -= 1
+                    self._handle(Offered(index))
+                    if not self._allowed:
+                        self._allow.clear()
+                        await self._allow.wait()
+        except Exception as error:  # raised to the consumer after the batches that were asked for before it
+            self._source_error = error
+        if not self._closed:
+            self._handle(SamplerEnded())
+
+
+@contextlib.asynccontextmanager
+async def _closing(iterator: AsyncIterator[Any]) -> AsyncIterator[AsyncIterator[Any]]:
+    """Close an async generator in this task, rather than whenever the loop finds it abandoned."""
+    try:
+        yield iterator
+    finally:
+        if isinstance(iterator, AsyncGenerator):
+            await iterator.aclose()

@@ -1,0 +1,219 @@
+"""Who gets which task, and when a batch may go to the consumer. A pure state machine: no I/O, no clock, no asyncio.
+
+Data path: sampler -> [scheduler] -> pool -> worker -> ring -> [scheduler: reorder] -> consumer.
+
+`handle(event)` returns actions; the shell (`pipeline.py`) carries them out, and what comes of an action is the next
+event. The rules:
+
+* A worker has `credits` tasks outstanding at most on average (torch's `prefetch_factor`); a task is outstanding from
+  `Assign` until the consumer took its outcome (`Delivered`). So at most ``credits * workers`` batches exist ahead of the
+  consumer.
+* ``assignment="round_robin"`` is torch's: the next worker in turn that still has data. With ``in_order=False`` it takes
+  only a worker with fewer than its share outstanding. The same batches then come from the same workers as in torch,
+  which decides what a worker's random numbers are used for.
+* ``assignment="least_loaded"`` gives the task to the worker with the fewest unanswered ones; it is used where no
+  promise binds a batch to a worker.
+* Iterable datasets have no sampler: the scheduler offers itself a task a credit, and another when a worker's copy ends
+  (the tasks that this worker still held are void).
+* A worker that dies ends the epoch with `Fail`. Its tasks are idempotent and still known here (`outstanding`), so that
+  a scheduler that heals only has to assign them again under the same numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from asyncloader.events import (
+    Action,
+    Assign,
+    Completed,
+    Deliver,
+    Delivered,
+    Died,
+    Event,
+    Exhausted,
+    Fail,
+    Finish,
+    Offered,
+    Pull,
+    SamplerEnded,
+    Started,
+    Task,
+)
+from asyncloader.reorder import ReorderBuffer
+
+__all__ = ["Assignment", "Scheduler"]
+
+Assignment = Literal["round_robin", "least_loaded"]
+
+
+class Scheduler:
+    """Decides one epoch.
+
+    Args:
+        workers: number of workers, at least 1.
+        credits: tasks outstanding a worker, at least 1.
+        in_order: deliver in task order (True) or as they complete.
+        iterable: the workers iterate their own copies; there is no sampler.
+        assignment: see the module's text.
+        epoch: goes into each task, so that answers of an abandoned epoch are told apart.
+    """
+
+    def __init__(
+        self,
+        *,
+        workers: int,
+        credits: int,
+        in_order: bool = True,
+        iterable: bool = False,
+        assignment: Assignment = "round_robin",
+        epoch: int = 0,
+    ) -> None:
+        if workers < 1 or credits < 1:
+            raise ValueError(f"workers and credits must be at least 1, got workers={workers}, credits={credits}")
+        self.workers = workers
+        self.credits = credits
+        self.in_order = in_order
+        self.iterable = iterable
+        self.assignment: Assignment = assignment
+        self.epoch = epoch
+        self._active = [True] * workers
+        self._load = [0] * workers  # tasks assigned and not yet delivered (or void)
+        self._unanswered = [0] * workers  # tasks assigned and not yet completed (or void)
+        self._owner: dict[int, int] = {}  # seq -> worker, for every task that is not delivered or void
+        self._unanswered_tasks: dict[int, Task] = {}
+        self._reorder: ReorderBuffer[Deliver] = ReorderBuffer()
+        self._send_seq = 0
+        self._turn = 0  # the worker whose turn it is
+        self._offers_ended = False
+        self._over = False
+
+    # -------------------------------------------------------------------------------------------- reading
+
+    @property
+    def outstanding(self) -> dict[int, Task]:
+        """Tasks given to workers and not answered yet, by sequence number (a copy)."""
+        return dict(self._unanswered_tasks)
+
+    @property
+    def undelivered(self) -> int:
+        """Tasks whose outcome the consumer has not taken yet."""
+        return len(self._owner)
+
+    @property
+    def over(self) -> bool:
+        """`Finish` or `Fail` was issued."""
+        return self._over
+
+    def __repr__(self) -> str:
+        return (
+            f"<Scheduler epoch={self.epoch} sent={self._send_seq} unanswered={len(self._unanswered_tasks)} "
+            f"undelivered={len(self._owner)} next={self._reorder.next_seq} over={self._over}>"
+        )
+
+    # -------------------------------------------------------------------------------------------- deciding
+
+    def handle(self, event: Event) -> list[Action]:
+        """Take one event; return what is to be done now, in order.
+
+        Raises:
+            ValueError: an event that cannot be (an answer that nobody waits for, a task beyond the credits).
+        """
+        if self._over:
+            return []
+        # Ordered by how often each comes.
+        if isinstance(event, Completed):
+            return self._completed(event)
+        if isinstance(event, Delivered):
+            return self._delivered(event)
+        if isinstance(event, Offered):
+            return self._offered(event.index)
+        if isinstance(event, SamplerEnded):
+            self._offers_ended = True
+            return self._finish_if_done()
+        if isinstance(event, Exhausted):
+            return self._exhausted(event)
+        if isinstance(event, Started):
+            return self._started()
+        self._over = True
+        return [Fail(event.error)]
+
+    def _started(self) -> list[Action]:
+        count = self.credits * self.workers
+        if not self.iterable:
+            return [Pull(count)]
+        actions: list[Action] = []
+        for _ in range(count):
+            actions += self._offered(None)
+        return actions
+
+    def _offered(self, index: Any) -> list[Action]:
+        if len(self._owner) >= self.credits * self.workers:
+            raise ValueError(
+                f"a task was offered beyond the credits: {len(self._owner)} undelivered, "
+                f"{self.credits} credits x {self.workers} workers"
+            )
+        worker = self._choose()
+        if worker is None:
+            return []  # every copy of the iterable dataset has ended
+        seq = self._send_seq
+        self._send_seq += 1
+        task = Task(self.epoch, seq, index)
+        self._owner[seq] = worker
+        self._unanswered_tasks[seq] = task
+        self._load[worker] += 1
+        self._unanswered[worker] += 1
+        return [Assign(worker, task)]
+
+    def _choose(self) -> int | None:
+        if self.assignment == "least_loaded":
+            candidates = [w for w in range(self.workers) if self._active[w]]
+            return min(candidates, key=self._unanswered.__getitem__, default=None)
+        share = 0 if self.in_order else self.credits * self.workers // max(1, sum(self._active))
+        for _ in range(self.workers):
+            worker = self._turn
+            self._turn = (worker + 1) % self.workers
+            if self._active[worker] and (self.in_order or self._load[worker] < share):
+                return worker
+        return None
+
+    def _completed(self, event: Completed) -> list[Action]:
+        seq = event.seq
+        if self._unanswered_tasks.pop(seq, None) is None:
+            raise ValueError(f"task {seq} was answered but not outstanding (worker {event.worker})")
+        worker = self._owner[seq]
+        self._unanswered[worker] -= 1
+        deliver = Deliver(seq, worker, event.outcome)
+        if not self.in_order:
+            return [deliver]
+        return list(self._reorder.push(seq, deliver))
+
+    def _delivered(self, event: Delivered) -> list[Action]:
+        worker = self._owner.pop(event.seq, None)
+        if worker is None:
+            raise ValueError(f"task {event.seq} was delivered twice")
+        self._load[worker] -= 1
+        if self.iterable:
+            return self._offered(None) + self._finish_if_done()
+        if self._offers_ended:
+            return self._finish_if_done()
+        return [Pull(1)]
+
+    def _exhausted(self, event: Exhausted) -> list[Action]:
+        worker = event.worker
+        self._active[worker] = False
+        actions: list[Action] = []
+        for seq in [s for s, w in self._owner.items() if w == worker and s in self._unanswered_tasks]:
+            del self._owner[seq], self._unanswered_tasks[seq]
+            self._load[worker] -= 1
+            self._unanswered[worker] -= 1
+            if self.in_order:
+                actions += self._reorder.skip(seq)
+        return actions + self._offered(None) + self._finish_if_done()
+
+    def _finish_if_done(self) -> list[Action]:
+        no_more = not any(self._active) if self.iterable else self._offers_ended
+        if self._owner or not no_more:
+            return []
+        self._over = True
+        return [Finish()]

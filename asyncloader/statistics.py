@@ -1,0 +1,92 @@
+"""What a loader did so far, as numbers: always on, a few additions a batch.
+
+Data path: beside the consumer.
+
+Time counts while an iterator is in use: from its start to its last batch or its end. Pauses between epochs do not count.
+Updated by the consumer's thread alone; read from any.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+__all__ = ["Statistics"]
+
+
+class Statistics:
+    """Counters of one loader over all of its iterators."""
+
+    __slots__ = (
+        "_mark",
+        "batches",
+        "busy_s",
+        "bytes",
+        "copy_outs",
+        "elapsed_s",
+        "first_batch_s",
+        "pickled",
+        "restarts",
+        "samples",
+        "wait_s",
+        "worker_s",
+    )
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.samples = 0
+        self.bytes = 0
+        self.pickled = 0
+        self.wait_s = 0.0
+        self.elapsed_s = 0.0
+        self.busy_s = 0.0  # seconds that workers spent on tasks
+        self.worker_s = 0.0  # seconds that they existed in iterators' time
+        self.copy_outs = 0
+        self.restarts = 0
+        self.first_batch_s = 0.0
+        self._mark = 0.0
+
+    def begin(self) -> float:
+        """An iterator starts now; returns the time, for `first_batch`."""
+        self._mark = perf_counter()
+        return self._mark
+
+    def first_batch(self, begun: float) -> None:
+        """An iterator gave its first batch. The figure kept is that of the newest iterator."""
+        self.first_batch_s = perf_counter() - begun
+
+    def batch(self, samples: int, nbytes: int, pickled: int, waited: float, busy: float, workers: int) -> None:
+        """A batch was delivered, for which the consumer waited `waited` seconds and a worker spent `busy`."""
+        now = perf_counter()
+        passed = now - self._mark
+        self._mark = now
+        self.batches += 1
+        self.samples += samples
+        self.bytes += nbytes
+        self.pickled += pickled
+        self.wait_s += waited
+        self.elapsed_s += passed
+        self.busy_s += busy
+        self.worker_s += passed * workers
+
+    def snapshot(self, queue_depth: int) -> dict[str, float]:
+        """A flat dictionary of floats, a fresh one each time.
+
+        ``data/wait_frac`` is the share of the iterators' time that the consumer waited; ``data/worker_busy_frac`` that
+        of the workers' time in which they had work; rates are per second of the iterators' time.
+        """
+        elapsed = self.elapsed_s or float("inf")
+        return {
+            "data/batches": float(self.batches),
+            "data/samples": float(self.samples),
+            "data/bytes": float(self.bytes),
+            "data/wait_s": self.wait_s,
+            "data/wait_frac": min(1.0, self.wait_s / elapsed),
+            "data/batches_per_sec": self.batches / elapsed,
+            "data/samples_per_sec": self.samples / elapsed,
+            "data/bytes_per_sec": self.bytes / elapsed,
+            "data/queue_depth": float(queue_depth),
+            "data/copy_outs": float(self.copy_outs),
+            "data/time_to_first_batch_s": self.first_batch_s,
+            "data/worker_busy_frac": min(1.0, self.busy_s / self.worker_s) if self.worker_s else 0.0,
+            "data/worker_restarts": float(self.restarts),
+        }

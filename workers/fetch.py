@@ -1,0 +1,168 @@
+"""From an index to samples: the fetchers of a worker, blocking and asynchronous.
+
+Data path: scheduler -> worker: [fetch] -> collate -> codec -> ring.
+
+Blocking datasets go through torch's own fetchers, so that `__getitems__`, short last batches, `drop_last` and the end of
+an iterable dataset are torch's to the letter. Datasets with ``async def __getitem__`` (or `__getitems__`, or
+`__aiter__`) have their samples fetched concurrently and put back in the order of the indices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import _DatasetKind as DatasetKind
+
+__all__ = ["AsyncFetcher", "BlockingFetcher", "is_async_dataset", "make_async_fetcher", "make_blocking_fetcher"]
+
+
+class BlockingFetcher(Protocol):
+    """torch's protocol: an index (or a list of them) to a collated batch; StopIteration at a stream's end."""
+
+    def fetch(self, possibly_batched_index: Any) -> Any: ...
+
+
+class AsyncFetcher(Protocol):
+    """The same, awaited. The end of a stream is StopAsyncIteration."""
+
+    async def fetch(self, index: Any) -> Any: ...
+
+
+def is_async_dataset(dataset: Any) -> bool:
+    """Whether samples must be awaited: the dataset's own methods, or those of what it is a view of."""
+    kind = type(dataset)
+    if hasattr(kind, "__aiter__") and not hasattr(kind, "__iter__"):
+        return True
+    for name in ("__getitem__", "__getitems__"):
+        if inspect.iscoroutinefunction(getattr(kind, name, None)):
+            return True
+    if hasattr(kind, "__aiter__"):
+        # torch's IterableDataset gives every subclass an `__iter__`, which raises; one of its own wins.
+        return "__iter__" not in _own_methods(kind)
+    if isinstance(dataset, Subset):
+        return is_async_dataset(dataset.dataset)
+    if isinstance(dataset, ConcatDataset):
+        return any(is_async_dataset(part) for part in dataset.datasets)
+    return False
+
+
+def _own_methods(kind: type) -> set[str]:
+    names: set[str] = set()
+    for base in kind.__mro__:
+        if base.__module__.startswith(("torch.", "typing", "builtins")):
+            break
+        names.update(vars(base))
+    return names
+
+
+def make_blocking_fetcher(
+    dataset: Any, *, iterable: bool, auto_collation: bool, collate: Callable[[Any], Any], drop_last: bool
+) -> BlockingFetcher:
+    """torch's fetcher for this kind of dataset. An iterable dataset's `__iter__` is called here.
+
+    `collate` gets a list of samples, or one sample without automatic batching.
+    """
+    kind = DatasetKind.Iterable if iterable else DatasetKind.Map
+    fetcher: BlockingFetcher = DatasetKind.create_fetcher(kind, dataset, auto_collation, collate, drop_last)
+    return fetcher
+
+
+def make_async_fetcher(
+    dataset: Any,
+    *,
+    iterable: bool,
+    auto_collation: bool,
+    collate: Callable[[Any], Any],
+    drop_last: bool,
+    concurrency: int,
+) -> AsyncFetcher:
+    """The fetcher of an asynchronous dataset; at most `concurrency` samples are awaited at a time."""
+    if iterable:
+        return _AsyncIterableFetcher(dataset, auto_collation, collate, drop_last)
+    return _AsyncMapFetcher(dataset, auto_collation, collate, concurrency)
+
+
+class _AsyncMapFetcher:
+    def __init__(
+        self, dataset: Any, auto_collation: bool, collate: Callable[[Any], Any], concurrency: int
+    ) -> None:
+        self._dataset = dataset
+        self._auto_collation = auto_collation
+        self._collate = collate
+        self._room = asyncio.Semaphore(concurrency)
+        self._batched = callable(getattr(dataset, "__getitems__", None))
+
+    async def fetch(self, index: Any) -> Any:
+        if not self._auto_collation:
+            return self._collate(await self._one(index))
+        if self._batched:
+            samples = self._dataset.__getitems__(index)
+            if inspect.isawaitable(samples):
+                async with self._room:
+                    samples = await samples
+            if any(inspect.isawaitable(s) for s in samples):  # a Subset of an asynchronous dataset
+                samples = await self._all(samples, self._settle)
+            return self._collate(samples)
+        return self._collate(await self._all(index, self._one))
+
+    async def _one(self, index: Any) -> Any:
+        async with self._room:
+            sample = self._dataset[index]
+            return await sample if inspect.isawaitable(sample) else sample
+
+    async def _settle(self, sample: Any) -> Any:
+        async with self._room:
+            return await sample if inspect.isawaitable(sample) else sample
+
+    async def _all(self, items: Iterable[Any], fetch: Callable[[Any], Awaitable[Any]]) -> list[Any]:
+        """Fetch concurrently, answer in order. The first error (by time) cancels the others and is raised alone."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(_as_coroutine(fetch(item))) for item in items]
+        except BaseExceptionGroup as errors:
+            first = errors.exceptions[0]
+            raise first.with_traceback(first.__traceback__) from None
+        return [task.result() for task in tasks]
+
+
+async def _as_coroutine(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
+
+
+class _AsyncIterableFetcher:
+    def __init__(
+        self, dataset: Any, auto_collation: bool, collate: Callable[[Any], Any], drop_last: bool
+    ) -> None:
+        self._iterator: AsyncIterator[Any] = aiter(dataset)
+        self._auto_collation = auto_collation
+        self._collate = collate
+        self._drop_last = drop_last
+        self._ended = False
+        self._turn = asyncio.Lock()  # tasks of one worker read its stream one after the other, in their order
+
+    async def fetch(self, index: Sequence[Any] | None) -> Any:
+        async with self._turn:
+            if self._ended:
+                raise StopAsyncIteration
+            if not self._auto_collation:
+                return self._collate(await self._next())
+            assert index is not None
+            samples: list[Any] = []
+            try:
+                while len(samples) < len(index):
+                    samples.append(await self._next())
+            except StopAsyncIteration:
+                if not samples or self._drop_last:
+                    raise
+            return self._collate(samples)
+
+    async def _next(self) -> Any:
+        try:
+            return await anext(self._iterator)
+        except StopAsyncIteration:
+            self._ended = True
+            raise

@@ -1,0 +1,159 @@
+"""The workers' common set-up as bytes: pickled once for all workers, with torch's own reductions.
+
+Data path: pool start-up (spawn and forkserver; a forked worker inherits the objects themselves).
+
+`multiprocessing` would pickle the dataset anew for each process. Here it is pickled once, into an anonymous segment that
+every worker maps. Pickling happens as if for a child process, so that what may only be shared by inheritance (locks,
+queues, connections, tensors in shared memory) is shared as torch's loader shares it: the descriptors are collected
+beside the bytes, and every worker gets its own duplicates of them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import threading
+from multiprocessing import context, reduction
+from typing import Any
+
+from asyncloader.workers import segment
+from asyncloader.workers.info import WorkerSetup
+
+__all__ = ["InheritedFd", "Payload", "explain_unpicklable"]
+
+_receiving = threading.local()
+
+
+class InheritedFd:
+    """A descriptor that reaches the child when the object is pickled as an argument of its `Process`."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __reduce__(self) -> Any:
+        return _inherited, (reduction.DupFd(self.fd),)
+
+
+def _inherited(duplicate: Any) -> InheritedFd:
+    return InheritedFd(duplicate.detach())
+
+
+class _CollectedFd:
+    """Stands in the payload for a descriptor: its place among those that travel beside it."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def detach(self) -> int:
+        return os.dup(_receiving.fds[self.place])
+
+
+class _Collector:
+    """What `multiprocessing.reduction` asks of the process object that it pickles for."""
+
+    DupFd = _CollectedFd
+
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+
+    def duplicate_for_child(self, fd: int) -> int:
+        self.fds.append(fd)
+        return len(self.fds) - 1
+
+
+class Payload:
+    """A pickled `WorkerSetup` in shared memory. Pickles as an argument of a `Process`; `load` in the child.
+
+    Keep it, and the set-up, until every worker has started: it owns a descriptor, and the set-up owns those beside it.
+    """
+
+    def __init__(self, fd: int, nbytes: int, fds: list[int]) -> None:
+        self.fd = fd
+        self.nbytes = nbytes
+        self.fds = fds
+
+    @classmethod
+    def dump(cls, setup: WorkerSetup) -> Payload:
+        """Pickle the set-up.
+
+        Raises:
+            Exception: whatever pickling raises; `explain_unpicklable` tells which part it was.
+        """
+        collector = _Collector()
+        context.set_spawning_popen(collector)  # type: ignore[attr-defined]
+        try:
+            data = reduction.ForkingPickler.dumps(tuple(setup), pickle.HIGHEST_PROTOCOL)
+        finally:
+            context.set_spawning_popen(None)  # type: ignore[attr-defined]
+        nbytes = len(data)
+        fd = segment.create(nbytes)
+        try:
+            segment.reserve(fd, 0, nbytes)
+            segment.map_segment(fd, nbytes)[:] = data
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, nbytes, collector.fds)
+
+    def __reduce__(self) -> Any:
+        return _received_payload, (InheritedFd(self.fd), self.nbytes, [InheritedFd(fd) for fd in self.fds])
+
+    def load(self) -> WorkerSetup:
+        """Unpickle in the child; takes the descriptors."""
+        memory = mmap.mmap(self.fd, self.nbytes, prot=mmap.PROT_READ)
+        _receiving.fds = self.fds
+        try:
+            return WorkerSetup(*pickle.loads(memory))
+        finally:
+            del _receiving.fds
+            self.close()
+            for fd in self.fds:
+                os.close(fd)
+
+    def close(self) -> None:
+        """Close the payload's descriptor (those beside it belong to the set-up)."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _received_payload(fd: InheritedFd, nbytes: int, fds: list[InheritedFd]) -> Payload:
+    return Payload(fd.fd, nbytes, [f.fd for f in fds])
+
+
+def explain_unpicklable(setup: WorkerSetup) -> str | None:
+    """Which part of the set-up cannot be pickled, down to an attribute; None when all of it can."""
+    for name in ("dataset", "collate_fn", "worker_init_fn"):
+        path, value = _find_unpicklable(name, getattr(setup, name), depth=3)
+        if path is not None:
+            return f"{path} = {_short(value)} is what cannot be pickled"
+    return None
+
+
+def _find_unpicklable(path: str, value: Any, depth: int) -> tuple[str | None, Any]:
+    if _pickles(value):
+        return None, None
+    inner = getattr(value, "__dict__", None)
+    if depth and isinstance(inner, dict):
+        for name, attribute in inner.items():
+            found, culprit = _find_unpicklable(f"{path}.{name}", attribute, depth - 1)
+            if found is not None:
+                return found, culprit
+    return path, value
+
+
+def _pickles(value: Any) -> bool:
+    context.set_spawning_popen(_Collector())  # type: ignore[attr-defined]
+    try:
+        reduction.ForkingPickler.dumps(value)
+    except Exception:
+        return False
+    finally:
+        context.set_spawning_popen(None)  # type: ignore[attr-defined]
+    return True
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -1,0 +1,158 @@
+"""One worker process as the main process sees it: started, watched, stopped.
+
+Data path: scheduler -> pool -> [process] -> worker.
+
+*Death* is a file descriptor that becomes readable: the process's pidfd, which no other process can hold back. For a
+child of the fork server, whose exit code only the server learns, it is the sentinel, through which the server tells it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import weakref
+from time import monotonic
+from typing import Any
+
+from asyncloader.errors import WorkerDied
+from asyncloader.workers import wire
+from asyncloader.workers.channel import Channel, channel_pair
+from asyncloader.workers.info import WorkerSetup
+from asyncloader.workers.payload import InheritedFd, Payload
+from asyncloader.workers.worker import worker_main
+
+__all__ = ["WorkerProcess", "wait_for_deaths"]
+
+_FORKSERVER_REPORTS = 5.0  # seconds to wait for the fork server to report the exit code of a child that is gone
+
+
+class WorkerProcess:
+    """A worker process and the control channel to it.
+
+    Args:
+        context: a multiprocessing context.
+        worker_id: 0 to ``num_workers - 1``.
+        setup: the set-up itself for a forked worker, otherwise the pickled one.
+        own_pidfd: this process's pidfd, which the worker watches; None where there is none.
+
+    Raises:
+        OSError: the process could not be started.
+    """
+
+    def __init__(
+        self, context: Any, worker_id: int, setup: WorkerSetup | Payload, own_pidfd: int | None
+    ) -> None:
+        self.worker_id = worker_id
+        ours, theirs = channel_pair()
+        self.channel = Channel(ours)
+        self._pidfd: int | None = None
+        self._owner = os.getpid()
+        _processes.add(self)
+        try:
+            self.process = context.Process(
+                target=_entry,
+                args=(
+                    worker_id,
+                    InheritedFd(theirs.fileno()),
+                    None if own_pidfd is None else InheritedFd(own_pidfd),
+                    setup,
+                ),
+                name=f"asyncloader-worker-{worker_id}",
+                daemon=True,
+            )
+            self.process.start()
+        except BaseException:
+            self.channel.close()
+            raise
+        finally:
+            _detach_in_parent(theirs)
+        self.pid: int = self.process.pid
+        if context.get_start_method() != "forkserver" and hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):
+                self._pidfd = os.pidfd_open(self.pid)
+
+    @property
+    def death_fd(self) -> int:
+        """Readable once the process has ended."""
+        return self.process.sentinel if self._pidfd is None else self._pidfd
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process still runs (asks the kernel, does not wait)."""
+        return bool(self.process.is_alive())
+
+    def death(self) -> WorkerDied:
+        """The error for a process that ended unasked; call when `death_fd` is readable."""
+        self.process.join(_FORKSERVER_REPORTS)
+        return WorkerDied(self.worker_id, self.pid, self.process.exitcode)
+
+    def request_stop(self) -> None:
+        """Ask the worker to leave. Does not wait; an idle worker leaves at once."""
+        with contextlib.suppress(OSError):
+            self.channel.send(wire.pack(wire.STOP))
+        with contextlib.suppress(OSError):
+            self.channel.sock.shutdown(socket.SHUT_WR)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.process.terminate()
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+
+    def release(self) -> None:
+        """Reap the process, which must have ended, and close what this side holds. Idempotent."""
+        self.channel.close()
+        self.process.join()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+        _processes.discard(self)
+
+    def forget_in_child(self) -> None:
+        """In a process forked from ours: close our ends, so that they do not outlive us there."""
+        self.channel.close()
+        if self._pidfd is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._pidfd)
+            self._pidfd = None
+
+    def __repr__(self) -> str:
+        return f"<WorkerProcess {self.worker_id} pid={self.pid}>"
+
+
+_processes: weakref.WeakSet[WorkerProcess] = weakref.WeakSet()
+
+
+def _entry(
+    worker_id: int, control: InheritedFd, parent: InheritedFd | None, setup: WorkerSetup | Payload
+) -> None:
+    """In the child. A forked one holds copies of everything that its parent had open: close our kind at once."""
+    for process in list(_processes):
+        process.forget_in_child()
+    worker_main(worker_id, control, parent, setup)
+
+
+def _detach_in_parent(theirs: socket.socket) -> None:
+    theirs.close()
+
+
+def wait_for_deaths(processes: list[WorkerProcess], seconds: float) -> list[WorkerProcess]:
+    """Wait until all have ended or the time is over; return those still alive. Blocks; holds no GIL meanwhile."""
+    deadline = monotonic() + seconds
+    alive = list(processes)
+    poll = select.poll()
+    for process in alive:
+        poll.register(process.death_fd, select.POLLIN)
+    while alive:
+        left = deadline - monotonic()
+        ended = {fd for fd, _ in poll.poll(max(0.0, left) * 1000)}
+        for process in [p for p in alive if p.death_fd in ended]:
+            poll.unregister(process.death_fd)
+            alive.remove(process)
+        if left <= 0:
+            break
+    return alive

@@ -1,0 +1,215 @@
+"""One worker's ring: a fixed set of slots in one segment, handed out, lent, taken back.
+
+Data path: scheduler -> worker -> [ring] -> reorder -> consumer.
+
+States of a slot, all of them known to the main process alone:
+
+    free --take()--> assigned --lend()--> leased --last view dies--> free
+                         \\----give_back() (copied out, nothing in it, void)----> free
+    leased --retire()--> retired: never used again (a forked child may still look into it)
+
+The worker learns its slot with the task and writes there and nowhere else; it keeps no list of its own. So a worker
+that is killed can leave no lock and no list half changed.
+
+*No deadlock by construction.* A ring has more slots than credits. A task holds at most one slot from its assignment
+until its batch is delivered, so tasks hold at most `credits` slots. `may_lend` is true only while fewer than
+``slots - credits`` slots are leased or retired; otherwise the caller copies the batch out and gives the slot back at
+once. Hence a free slot is left for every task that the credits allow, however many batches the consumer keeps. (And a
+task that finds none all the same, while an epoch that was abandoned still drains, writes to a one-off segment.)
+
+Threads: `take` and `give_back` may be called by the loop thread while `lend` and `may_lend` are called by the one
+consumer thread. What they share is `_free`, a deque whose `append` and `pop` are atomic; everything about leases
+belongs to the consumer's side.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+
+from asyncloader.workers import segment
+from asyncloader.workers.layout import PAGE, align
+from asyncloader.workers.lease import Anchor, Lease, make_anchor
+
+__all__ = ["Ring", "WorkerRing", "oneoff_anchor"]
+
+
+class Ring:
+    """The main process's side.
+
+    Args:
+        slots: number of slots.
+        slot_bytes: size of each, a multiple of the page.
+        credits: slots that tasks may hold at a time, less than `slots`.
+        number: tells this ring from those that the same worker had before.
+
+    Raises:
+        RingMemoryError: a ring of this size cannot be had.
+    """
+
+    def __init__(self, slots: int, slot_bytes: int, credits: int, number: int = 0) -> None:
+        if not 0 < credits < slots:
+            raise ValueError(f"a ring needs more slots than credits, got slots={slots}, credits={credits}")
+        self.slots = slots
+        self.slot_bytes = slot_bytes
+        self.credits = credits
+        self.number = number
+        self.fd: int | None = segment.create(slots * slot_bytes)
+        try:
+            self._memory = segment.map_segment(self.fd, slots * slot_bytes)
+        except BaseException:
+            self.close_fd()
+            raise
+        # The last in is the first out: the slot that was free last is the warmest, and slots that are never
+        # needed are never touched.
+        self._free: deque[int] = deque(reversed(range(slots)))
+        self._generation = [0] * slots
+        self._leases: dict[int, Lease] = {}  # slot -> its living lease
+        self._released: deque[Lease] = deque()
+        self._retired: set[int] = set()
+        self._append_released = self._released.append
+        _live_rings.add(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole ring (virtual: slots take memory when first used)."""
+        return self.slots * self.slot_bytes
+
+    @property
+    def leased(self) -> int:
+        """Slots that the consumer holds, as far as is known."""
+        return len(self._leases)
+
+    @property
+    def worn(self) -> bool:
+        """So many slots are retired that lending would stop for good: the ring should be replaced."""
+        return len(self._retired) >= self.slots - self.credits
+
+    @property
+    def idle(self) -> bool:
+        """No slot is assigned, leased or retired."""
+        self.reclaim()
+        return len(self._free) == self.slots
+
+    def __repr__(self) -> str:
+        return (
+            f"<Ring {self.number}: {self.slots} slots x {self.slot_bytes} bytes, "
+            f"{len(self._free)} free, {len(self._leases)} leased, {len(self._retired)} retired>"
+        )
+
+    def close_fd(self) -> None:
+        """Close the descriptor once the worker has it; the mapping stays."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+    # ------------------------------------------------------------------------------------- loop thread
+
+    def take(self) -> int | None:
+        """A free slot for a task, or None."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return None
+
+    def give_back(self, slot: int) -> None:
+        """An assigned slot is not needed any more (nothing was written, or it was copied out)."""
+        self._free.append(slot)
+
+    # ------------------------------------------------------------------------------------- consumer thread
+
+    def reclaim(self) -> None:
+        """Take back the slots whose last view has died since the last call."""
+        released = self._released
+        while released:
+            lease = released.popleft()
+            slot = lease.slot
+            # A release of an older generation is stale: the slot was retired, or belongs to somebody else now.
+            if self._generation[slot] == lease.generation and self._leases.pop(slot, None) is not None:
+                self._generation[slot] += 1
+                self._free.append(slot)
+
+    def may_lend(self) -> bool:
+        """Whether a view may be handed out; if not, the batch must be copied out."""
+        self.reclaim()
+        return len(self._leases) + len(self._retired) < self.slots - self.credits
+
+    def lend(self, slot: int, nbytes: int) -> Anchor:
+        """Lease an assigned slot to the consumer: its first `nbytes`. It comes back when the anchor dies."""
+        anchor = self.look(slot, nbytes)
+        self._leases[slot] = Lease(anchor, self._append_released, slot, self._generation[slot])
+        return anchor
+
+    def look(self, slot: int, nbytes: int) -> Anchor:
+        """An anchor without a lease, to copy an assigned slot out."""
+        return make_anchor(self._memory, slot * self.slot_bytes, nbytes)
+
+    def retire(self) -> None:
+        """Never use the leased slots again: after a fork the child may look into them as long as it lives."""
+        for slot in list(self._leases):
+            self._generation[slot] += 1
+            self._retired.add(slot)
+            self._leases.pop(slot, None)
+
+
+class WorkerRing:
+    """The worker's side: where slot `n` is, and pages for it the first time.
+
+    Args:
+        fd: the segment's descriptor, owned by this object.
+        slots: number of slots.
+        slot_bytes: size of each.
+    """
+
+    def __init__(self, fd: int, slots: int, slot_bytes: int) -> None:
+        self.fd = fd
+        self.slot_bytes = slot_bytes
+        self.memory = segment.map_segment(fd, slots * slot_bytes)
+        self._reserved = [0] * slots  # bytes of each slot whose pages are there
+
+    def offset(self, slot: int, nbytes: int) -> int:
+        """Where the slot starts; the pages of its first `nbytes` are there.
+
+        Raises:
+            RingMemoryError: no memory for pages that were never used before.
+        """
+        start = slot * self.slot_bytes
+        if self._reserved[slot] < nbytes:
+            wanted = min(align(nbytes, PAGE), self.slot_bytes)
+            segment.reserve(self.fd, start, wanted)
+            self._reserved[slot] = wanted
+        return start
+
+    def close(self) -> None:
+        """Close the descriptor. The mapping goes with the last reference to this object."""
+        os.close(self.fd)
+
+
+def oneoff_anchor(fd: int, nbytes: int) -> Anchor:
+    """Map a segment that holds one batch. Takes the descriptor; the memory goes with the last view."""
+    try:
+        return make_anchor(segment.map_segment(fd, nbytes), 0, nbytes)
+    finally:
+        os.close(fd)
+
+
+# Rings of this process, for the fork hook. A weak set: a ring needs no closing.
+_live_rings: weakref.WeakSet[Ring] = weakref.WeakSet()
+_hook_lock = threading.Lock()
+_hook_installed = False
+
+
+def _retire_before_fork() -> None:
+    for ring in list(_live_rings):
+        ring.retire()
+
+
+def install_fork_hook() -> None:
+    """Retire leased slots before every fork of this process from now on. Once; called when workers first start."""
+    global _hook_installed
+    with _hook_lock:
+        if not _hook_installed and hasattr(os, "register_at_fork"):
+            os.register_at_fork(before=_retire_before_fork)
+            _hook_installed = True

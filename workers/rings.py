@@ -1,0 +1,107 @@
+"""The rings that one worker has had, and when it gets another.
+
+Data path: scheduler -> [rings, one keeper a worker] -> worker -> ring -> consumer.
+
+A worker starts with a small ring. When a batch does not fit, it comes in a one-off segment, and before the next task the
+worker is sent a larger ring. The old one goes when its last task is answered and its last lease ends: nobody has to
+close it, the memory goes with the last reference.
+
+The keeper knows which slot each unanswered task holds, so that slots of tasks that will never be answered (the dataset
+ended, the epoch was abandoned) come back.
+"""
+
+from __future__ import annotations
+
+from asyncloader.workers import segment, wire
+from asyncloader.workers.layout import FIRST_SLOT_BYTES, PAGE, fit_slot_bytes, slot_count
+from asyncloader.workers.ring import Ring
+
+__all__ = ["RingKeeper"]
+
+
+class RingKeeper:
+    """Args:
+        credits: tasks that the worker may have outstanding.
+        ring_bytes: bound on the ring's size, None for none.
+
+    Raises:
+        RingMemoryError: `ring_bytes` is more than the machine can hold.
+    """
+
+    def __init__(self, credits: int, ring_bytes: int | None) -> None:
+        self._credits = credits
+        self._slots = slot_count(credits)
+        self._ring_bytes = ring_bytes
+        if ring_bytes is not None:
+            segment.check_room(ring_bytes, f"a ring of ring_bytes={ring_bytes}")
+        self.ring: Ring | None = None
+        self._held: dict[tuple[int, int], tuple[Ring, int]] = {}  # (epoch, seq) -> slot of an unanswered task
+        self._slot_bytes = FIRST_SLOT_BYTES if ring_bytes is None else self._fixed_slot_bytes(ring_bytes)
+        self._grown = True  # the first ring is owed
+
+    def _fixed_slot_bytes(self, ring_bytes: int) -> int:
+        return max(PAGE, ring_bytes // self._slots // PAGE * PAGE)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the present ring."""
+        return self.ring.nbytes if self.ring is not None else 0
+
+    def replacement(self) -> Ring | None:
+        """A ring that the worker must be sent before its next task, or None.
+
+        Raises:
+            RingMemoryError: it cannot be had.
+        """
+        if not self._grown and not (self.ring is not None and self.ring.worn):
+            return None
+        number = self.ring.number + 1 if self.ring is not None else 0
+        self.ring = Ring(self._slots, self._slot_bytes, self._credits, number)
+        self._grown = False
+        return self.ring
+
+    def assign(self, epoch: int, seq: int) -> tuple[int, int]:
+        """Ring number and slot for a task; `wire.NO_SLOT` when none is free."""
+        ring = self.ring
+        assert ring is not None
+        slot = ring.take()
+        if slot is None:
+            return ring.number, wire.NO_SLOT
+        self._held[epoch, seq] = (ring, slot)
+        return ring.number, slot
+
+    def answered(self, epoch: int, seq: int, slot: int, nbytes: int) -> Ring | None:
+        """The task was answered. Return the ring that `slot` is in, if the batch is in a slot; a slot that the
+        worker was given and did not use comes back. Learns from the batch's size.
+        """
+        held = self._held.pop((epoch, seq), None)
+        if slot == wire.ONEOFF and nbytes > self._slot_bytes:
+            wanted = fit_slot_bytes(nbytes, self._slots, self._ring_bytes)
+            if wanted > self._slot_bytes:
+                self._slot_bytes = wanted
+                self._grown = True
+        if held is None:
+            return None
+        if slot < 0:
+            held[0].give_back(held[1])
+            return None
+        return held[0]
+
+    def void(self) -> None:
+        """The worker will answer none of its tasks: their slots come back."""
+        for ring, slot in self._held.values():
+            ring.give_back(slot)
+        self._held.clear()
+
+    def reset_done(self, epoch: int) -> None:
+        """The worker has dropped every task older than `epoch`."""
+        for key in [k for k in self._held if k[0] < epoch]:
+            ring, slot = self._held.pop(key)
+            ring.give_back(slot)
+
+    def close(self) -> None:
+        """Let go of the rings; what the consumer holds stays valid."""
+        if self.ring is not None:
+            self.ring.close_fd()
+        self.ring = None
+        self._held.clear()

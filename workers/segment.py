@@ -1,0 +1,181 @@
+"""Anonymous shared memory: made, reserved, mapped, never named and never closed by hand.
+
+Data path: worker -> [segment, under the ring] -> consumer.
+
+A segment is a file descriptor without a name (`memfd_create`; where that is missing, POSIX shared memory that is
+unlinked before anybody can see it). Once mapped, the descriptor may be closed: the pages live as long as a mapping
+does, in whatever process, and vanish with the last one even after SIGKILL.
+
+Mappings are never closed explicitly. `mmap.close()` succeeds under a live ``torch.frombuffer`` tensor and leaves it
+dangling; dropping the last reference unmaps at the right time by itself.
+
+`reserve` asks the kernel for the pages before they are touched, so that shortage is an `OSError` here and not a SIGBUS
+in the middle of somebody's `memcpy`.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+from pathlib import Path
+
+from asyncloader.errors import RingMemoryError
+
+__all__ = ["check_room", "create", "map_segment", "memory_limit", "reserve"]
+
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+def create(nbytes: int) -> int:
+    """Make a segment of `nbytes` (not reserved yet) and return its descriptor, which the caller owns.
+
+    Raises:
+        RingMemoryError: the system refuses a segment of this size.
+    """
+    fd = _open_anonymous()
+    try:
+        os.ftruncate(fd, nbytes)
+    except (OSError, OverflowError) as error:
+        os.close(fd)
+        raise RingMemoryError(nbytes, None, f"ftruncate of the segment: {error}") from error
+    return fd
+
+
+def _open_anonymous() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("asyncloader", os.MFD_CLOEXEC)
+    return _open_unlinked()
+
+
+def _open_unlinked() -> int:
+    """POSIX shared memory under a random name that is gone before this function returns (macOS)."""
+    import _posixshmem  # the module under multiprocessing.shared_memory; private, but the only door to shm_open
+
+    while True:
+        name = f"/al{secrets.token_hex(6)}"
+        try:
+            fd: int = _posixshmem.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
+        except FileExistsError:
+            continue
+        _posixshmem.shm_unlink(name)
+        return fd
+
+
+def map_segment(fd: int, nbytes: int) -> mmap.mmap:
+    """Map the whole segment, readable and writable. The descriptor may be closed afterwards.
+
+    Raises:
+        RingMemoryError: no address space for it (``ulimit -v``, or too many mappings).
+    """
+    try:
+        return mmap.mmap(fd, nbytes)
+    except OSError as error:
+        raise RingMemoryError(nbytes, None, f"mmap of the segment: {error}") from error
+
+
+def reserve(fd: int, offset: int, nbytes: int) -> None:
+    """Get the pages of this range now. Idempotent.
+
+    Raises:
+        RingMemoryError: there is no memory for it. The segment stays usable as far as it was reserved before.
+    """
+    if not hasattr(os, "posix_fallocate"):
+        return  # macOS: `check_room` is all there is
+    while True:
+        try:
+            os.posix_fallocate(fd, offset, nbytes)
+        except InterruptedError:
+            continue
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                limit, reason = memory_limit()
+                raise RingMemoryError(nbytes, limit, f"{reason}; fallocate: {error.strerror}") from error
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+        return
+
+
+def check_room(nbytes: int, what: str) -> None:
+    """Refuse a plan that can never fit, before any of it is made.
+
+    Raises:
+        RingMemoryError: `nbytes` is more than the machine, or this process's control group, can ever hold.
+    """
+    limit, reason = memory_limit()
+    if limit is not None and nbytes > limit:
+        raise RingMemoryError(nbytes, limit, f"{reason}; wanted for {what}")
+
+
+def memory_limit() -> tuple[int | None, str]:
+    """Bytes that this process may still get, and where the bound comes from; None when unknown."""
+    bounds: list[tuple[int, str]] = []
+    available = _meminfo_available()
+    if available is not None:
+        bounds.append((available, "memory available on this machine"))
+    for group in _cgroups():
+        room = _cgroup_room(group)
+        if room is not None:
+            bounds.append((room, f"memory limit of control group {group}"))
+    if not bounds:
+        return None, "the system does not tell its memory"
+    return min(bounds)
+
+
+def _meminfo_available() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        return None
+    return None
+
+
+def _cgroups() -> list[Path]:
+    """This process's control groups that may bound memory: its own and every one above it (v2, then v1)."""
+    found: list[Path] = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root = _CGROUP_ROOT
+        elif "memory" in controllers.split(","):
+            root = _CGROUP_ROOT / "memory"
+        else:
+            continue
+        group = root / path.lstrip("/")
+        found += [p for p in (group, *group.parents) if p == root or root in p.parents]
+    return found
+
+
+def _cgroup_room(group: Path) -> int | None:
+    for limit_name, usage_name in (
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        try:
+            limit = (group / limit_name).read_text().strip()
+            usage = int((group / usage_name).read_text())
+        except (OSError, ValueError):
+            continue
+        if limit == "max" or int(limit) >= 1 << 60:  # v1 says "no limit" with a number near 2**63
+            return None
+        # What the group holds as file cache is given back under pressure: count it as room.
+        return max(0, int(limit) - usage + _cgroup_cache(group))
+    return None
+
+
+def _cgroup_cache(group: Path) -> int:
+    try:
+        for line in (group / "memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name in ("inactive_file", "total_inactive_file"):
+                return int(value)
+    except (OSError, ValueError):
+        pass
+    return 0
