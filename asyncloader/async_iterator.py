@@ -31,7 +31,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from asyncloader.delivery import LARGE, Opener, raise_worker_error
 from asyncloader.errors import LoaderClosed, LoaderTimeout
 from asyncloader.events import Action, Deliver, Finish
-from asyncloader.options import LoaderSpec, make_scheduler, warn_over_length, worker_setup
+from asyncloader.options import LoaderSpec, make_scheduler, shared_seed, warn_over_length, worker_setup
 from asyncloader.pin_memory import Pinned, PinStage, torch_pin
 from asyncloader.pipeline import ENDED, NOTHING, Pipeline, WorkerFailure, prime, pull
 from asyncloader.statistics import Statistics
@@ -47,9 +47,11 @@ class PoolShelf(Protocol):
 
     def take(self) -> WorkerPool | None:
         """Idle workers to be used again; None: start new ones."""
+        ...
 
     def leave(self, pool: WorkerPool) -> bool:
         """Offer the workers for the next iterator; False: stop them."""
+        ...
 
 
 class ReadyQueue:
@@ -135,7 +137,7 @@ class AsyncLoaderIterator(Generic[T]):
         return self
 
     def __len__(self) -> int:
-        return len(self._draws._index_sampler)
+        return len(self._draws)
 
     def __repr__(self) -> str:
         state = "over" if self._over else "running" if self._pipeline else "new"
@@ -176,7 +178,7 @@ class AsyncLoaderIterator(Generic[T]):
             self._pin = PinStage(self._opener, pin, lambda item: _put_from_thread(loop, queue, item))
             put = self._pin.put
         self._pipeline = Pipeline(pool, self._scheduler, put, self._source)
-        self._pipeline.start(self._offers, self._draws._shared_seed)
+        self._pipeline.start(self._offers, shared_seed(self._draws))
         self._offers = []
 
     # ------------------------------------------------------------------------------------------- iterating
@@ -306,9 +308,7 @@ class AsyncLoaderIterator(Generic[T]):
             pool.stop_soon()
 
 
-def _pool_maker(
-    spec: LoaderSpec[Any], draws: _BaseDataLoaderIter, credits: int
-) -> Callable[[], WorkerPool]:
+def _pool_maker(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter, credits: int) -> Callable[[], WorkerPool]:
     setup, context, ring_bytes = worker_setup(spec, draws), spec.worker_context, spec.ring_bytes
     return lambda: WorkerPool(context, setup, credits, ring_bytes)
 

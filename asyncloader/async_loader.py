@@ -1,6 +1,7 @@
 """AsyncDataLoader: the asynchronous loader's public face.
 
-Data path: options -> [async_loader] -> async_iterator (read that one next: it wires the stages), or inline without workers.
+Data path: options -> [async_loader] -> async_iterator (read that one next: it wires the stages), or inline without
+workers.
 """
 
 from __future__ import annotations
@@ -25,9 +26,26 @@ __all__ = ["AsyncDataLoader"]
 T = TypeVar("T")
 
 _SPEC_NAMES = frozenset(
-    "dataset batch_size batch_sampler sampler num_workers collate_fn pin_memory drop_last timeout worker_init_fn "
-    "multiprocessing_context generator prefetch_factor persistent_workers pin_memory_device in_order ring_bytes "
-    "concurrency".split()
+    [
+        "dataset",
+        "batch_size",
+        "batch_sampler",
+        "sampler",
+        "num_workers",
+        "collate_fn",
+        "pin_memory",
+        "drop_last",
+        "timeout",
+        "worker_init_fn",
+        "multiprocessing_context",
+        "generator",
+        "prefetch_factor",
+        "persistent_workers",
+        "pin_memory_device",
+        "in_order",
+        "ring_bytes",
+        "concurrency",
+    ]
 )
 
 

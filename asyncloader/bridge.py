@@ -63,9 +63,7 @@ class Bridge:
             if self._thread is None:
                 self._owner = os.getpid()
                 self._loop = loop_factory()()
-                self._thread = threading.Thread(
-                    target=_run, args=(self._loop,), name="asyncloader-loop", daemon=True
-                )
+                self._thread = threading.Thread(target=_run, args=(self._loop,), name="asyncloader-loop", daemon=True)
                 self._thread.start()
 
     def release(self) -> None:
@@ -127,7 +125,9 @@ class Bridge:
     def _alive(self) -> asyncio.AbstractEventLoop:
         loop = self._loop
         if loop is None or os.getpid() != self._owner:
-            where = "it was closed" if os.getpid() == self._owner else "this is a forked child of the process that made it"
+            where = (
+                "it was closed" if os.getpid() == self._owner else "this is a forked child of the process that made it"
+            )
             raise LoaderClosed(f"the loader's event loop is gone: {where}; make a new iterator")
         return loop
 

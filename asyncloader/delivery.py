@@ -2,8 +2,8 @@
 
 Data path: reorder -> [delivery] -> pin_memory / device -> consumer.
 
-Threads: all answers of a pool are opened by one thread at a time (the consumer's, or the pinning stage's). The rule that
-decides between view and copy, and why it cannot deadlock, is in `workers/ring.py`.
+Threads: all answers of a pool are opened by one thread at a time (the consumer's, or the pinning stage's). The rule
+that decides between view and copy, and why it cannot deadlock, is in `workers/ring.py`.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def raise_worker_error(error: Any) -> None:
 
 def _warn_pickled(nbytes: int) -> None:
     warnings.warn(
-        f"A batch carries {nbytes:,} bytes of Python objects that are not tensors or arrays. They are unpickled in the "
-        "main process, which holds the GIL meanwhile. Return tensors or numpy arrays from collate_fn (or encode strings "
-        "as bytes in one tensor) to let them travel through shared memory.",
+        f"A batch carries {nbytes:,} bytes of Python objects that are not tensors or arrays. They are unpickled in "
+        "the main process, which holds the GIL meanwhile. Return tensors or numpy arrays from collate_fn (or encode "
+        "strings as bytes in one tensor) to let them travel through shared memory.",
         stacklevel=4,
     )

@@ -98,7 +98,7 @@ class RingMemoryError(LoaderError, MemoryError):
         limit = "an unknown limit" if self.limit is None else f"{self.limit:,} bytes"
         return (
             f"asyncloader wants {self.wanted:,} bytes of shared memory but is bounded by {limit} ({self.reason}). "
-            "Make the batches smaller, lower num_workers or prefetch_factor, or set ring_bytes (bytes of ring a worker)."
+            "Make the batches smaller, lower num_workers or prefetch_factor, or set ring_bytes (bytes a worker)."
         )
 
 

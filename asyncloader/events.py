@@ -92,9 +92,9 @@ Event: TypeAlias = Started | Offered | SamplerEnded | Completed | Exhausted | De
 
 
 class Pull(NamedTuple):
-    """Ask the sampler for `count` index batches; each comes back as `Offered` or `SamplerEnded`."""
+    """Ask the sampler for `number` index batches; each comes back as `Offered` or `SamplerEnded`."""
 
-    count: int
+    number: int
 
 
 class Assign(NamedTuple):

@@ -86,11 +86,15 @@ def verdict(statistics: Statistics, num_workers: int, cpus: int) -> str:
         return f"Consumer-bound: it waited for data {wait:.0%} of the time; the loader keeps up, nothing to change."
     head = f"Input-bound: the consumer waited {wait:.0%} of the time"
     if not num_workers:
-        return f"{head} while samples were read in its own process; set num_workers to {max(1, min(4, cpus))} to read ahead."
+        workers = max(1, min(4, cpus))
+        return f"{head} while samples were read in its own process; set num_workers to {workers} to read ahead."
     busy = min(1.0, statistics.busy_s / statistics.worker_s) if statistics.worker_s else 0.0
     if busy >= _BUSY:
         if num_workers < cpus:
-            return f"{head} and workers were {busy:.0%} busy; raise num_workers from {num_workers} to {cpus} ({cpus} CPUs allowed)."
+            return (
+                f"{head} and workers were {busy:.0%} busy; raise num_workers from {num_workers} to {cpus} "
+                f"({cpus} CPUs allowed)."
+            )
         return (
             f"{head} and workers were {busy:.0%} busy on all {cpus} CPUs; make __getitem__ cheaper "
             "(decode less, cache, or fetch with async methods if it waits for I/O)."

@@ -16,9 +16,9 @@ from time import perf_counter
 from typing import Any, Generic, TypeVar
 
 import torch
-import torch.utils.data
 from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.graph_settings import apply_sharding
 
 from asyncloader.errors import LoaderClosed
 from asyncloader.options import LoaderSpec, warn_over_length
@@ -35,7 +35,7 @@ def make_inline_fetcher(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter) -> An
     """The fetcher for this process: an `AsyncFetcher` for an async dataset, else torch's own."""
     dataset = draws._dataset
     if isinstance(dataset, (IterDataPipe, MapDataPipe)):
-        torch.utils.data.graph_settings.apply_sharding(dataset, draws._world_size, draws._rank)
+        apply_sharding(dataset, draws._world_size, draws._rank)
     if is_async_dataset(dataset):
         return make_async_fetcher(
             dataset,
@@ -95,7 +95,7 @@ class InlineIterator(Generic[T]):
         return self
 
     def __len__(self) -> int:
-        return len(self._draws._index_sampler)
+        return len(self._draws)
 
     def __repr__(self) -> str:
         return f"<InlineIterator {'over' if self._over else 'running'}>"

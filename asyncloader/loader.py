@@ -2,8 +2,8 @@
 
 Data path: sampler -> scheduler -> pool -> worker -> ring -> reorder -> delivery -> pin_memory -> [loader].
 
-What runs where: the sampler is advanced and batches are opened in the caller's thread, in `next()`; the pipeline runs in
-the bridge's loop thread; between the two there is one queue each way. Workers are started in the caller's thread.
+What runs where: the sampler is advanced and batches are opened in the caller's thread, in `next()`; the pipeline runs
+in the bridge's loop thread; between the two there is one queue each way. Workers are started in the caller's thread.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import os
 import queue
 import weakref
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any, NoReturn, TypeVar
 
@@ -25,7 +26,7 @@ from asyncloader.errors import LoaderClosed, LoaderTimeout
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.explain import explain
 from asyncloader.inline import batch_nbytes, count_samples, make_inline_fetcher
-from asyncloader.options import LoaderSpec, make_scheduler, warn_over_length, worker_setup
+from asyncloader.options import LoaderSpec, make_scheduler, shared_seed, warn_over_length, worker_setup
 from asyncloader.pin_memory import Pinned, PinStage, torch_pin
 from asyncloader.pipeline import ENDED, NOTHING, Pipeline, WorkerFailure, prime, pull
 from asyncloader.statistics import Statistics
@@ -119,7 +120,7 @@ class _CountedNext(_BaseDataLoaderIter):
     def __next__(self) -> Any:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             with torch.autograd.profiler.record_function(self._profile_name):
-                data = self._next_data()
+                data: Any = self._next_data()
         else:
             data = self._next_data()
         self._num_yielded += 1
@@ -197,7 +198,7 @@ class _InlineIter(_CountedNext):
 
 
 class _WorkerIter(_CountedNext):
-    """With workers. The loop's thread refers to the pipeline and the queue, never to this object: it dies when dropped."""
+    """With workers. The loop's thread refers to the pipeline and the queue, never to this object: dropped, it dies."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         super().__init__(loader)
@@ -247,12 +248,12 @@ class _WorkerIter(_CountedNext):
         scheduler, credits = make_scheduler(loader)
         offers = prime(sampler, credits * loader.num_workers)
         self._sampler: Any = None if offers and offers[-1] is ENDED else sampler
-        sink = self._queue.put
+        sink: Callable[[Action], None] = self._queue.put
         if self._pin_memory:
             self._pin = PinStage(self._opener, torch_pin(self._pin_memory_device), sink)
             sink = self._pin.put
         self._pipeline = Pipeline(self._pool, scheduler, sink, source)
-        self._bridge.call(_start, self._pipeline, offers, self._shared_seed, sink)
+        self._bridge.call(_start, self._pipeline, offers, shared_seed(self), sink)
 
     def _next_data(self) -> Any:
         if self._over is not None:

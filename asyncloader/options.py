@@ -90,7 +90,9 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
             in_order=in_order,
         )
         if ring_bytes is not None and (not isinstance(ring_bytes, int) or ring_bytes < 1):
-            raise ValueError(f"ring_bytes should be a positive number of bytes or None, but got ring_bytes={ring_bytes!r}")
+            raise ValueError(
+                f"ring_bytes should be a positive number of bytes or None, but got ring_bytes={ring_bytes!r}"
+            )
         if not isinstance(concurrency, int) or concurrency < 1:
             raise ValueError(f"concurrency should be a positive integer, but got concurrency={concurrency!r}")
         self.ring_bytes = ring_bytes
@@ -125,7 +127,7 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
     def check_worker_number_rationality(self) -> None:
         """torch's warning about too many workers, which knows a container's CPU quota too."""
         quota = _cpu_quota()
-        if not self.num_workers or quota is None or quota >= (torch._utils.cpu_count() or quota + 1):
+        if not self.num_workers or quota is None or quota >= _affinity():
             super().check_worker_number_rationality()
             return
         if self.num_workers > quota:
@@ -155,9 +157,14 @@ def worker_setup(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter) -> WorkerSet
         base_seed=int(draws._base_seed),
         worker_init_fn=init,
         num_workers=spec.num_workers,
-        shared_seed=draws._shared_seed,
+        shared_seed=shared_seed(draws),
         concurrency=spec.concurrency,
     )
+
+
+def shared_seed(draws: _BaseDataLoaderIter) -> int | None:
+    """The seed that all workers and ranks share, for torch's datapipes; None for other datasets."""
+    return None if draws._shared_seed is None else int(draws._shared_seed)
 
 
 def make_scheduler(spec: LoaderSpec[Any]) -> tuple[Scheduler, int]:
@@ -200,9 +207,14 @@ def warn_over_length(draws: _BaseDataLoaderIter) -> None:
 
 def usable_cpus() -> int:
     """CPUs that this process may use: affinity, and the control group's quota."""
-    count = torch._utils.cpu_count() or os.cpu_count() or 1
     quota = _cpu_quota()
-    return count if quota is None else max(1, min(count, quota))
+    return _affinity() if quota is None else max(1, min(_affinity(), quota))
+
+
+def _affinity() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _cpu_quota() -> int | None:

@@ -37,7 +37,9 @@ def torch_pin(device: str | None) -> Callable[[Any], Any]:
 
 
 class PinStage:
-    """Args:
+    """Pins what passes, in order.
+
+    Args:
         opener: opens the answers; used by this stage's thread alone.
         pin: gives the pinned copy of a batch.
         forward: called in the stage's thread with each item, in order.

@@ -10,9 +10,8 @@ the sampler gave (a plain sampler is advanced in the consumer's thread, see `sam
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Sequence
 from typing import Any, Final
 
 from asyncloader.events import (
@@ -77,7 +76,9 @@ class WorkerFailure:
 
 
 class Pipeline(Listener):
-    """Args:
+    """Drives one epoch, in its loop's thread.
+
+    Args:
         pool: started workers.
         scheduler: a fresh one for this epoch.
         sink: takes what is for the consumer; must not block.
@@ -138,18 +139,23 @@ class Pipeline(Listener):
     # ---------------------------------------------------------------------------------- from the pool's side
 
     def on_answer(self, worker: int, answer: Answer) -> None:
+        """See `Listener`."""
         self._handle(Completed(worker, answer.result.seq, answer))
 
     def on_error(self, worker: int, seq: int, busy: float, error: Any) -> None:
+        """See `Listener`."""
         self._handle(Completed(worker, seq, WorkerFailure(error, busy)))
 
-    def on_exhausted(self, worker: int, seq: int, busy: float) -> None:
+    def on_exhausted(self, worker: int, seq: int) -> None:
+        """See `Listener`."""
         self._handle(Exhausted(worker, seq))
 
     def on_death(self, worker: int, error: BaseException) -> None:
+        """See `Listener`."""
         self._handle(Died(worker, error))
 
     def on_failure(self, error: Exception) -> None:
+        """See `Listener`."""
         self._handle(Died(-1, error))
 
     # ------------------------------------------------------------------------------------------- the shell
@@ -170,7 +176,7 @@ class Pipeline(Listener):
                 task = action.task
                 self._pool.assign(action.worker, task.epoch, task.seq, task.index)
             elif isinstance(action, Pull):
-                self._pull(action.count)
+                self._pull(action.number)
             elif isinstance(action, Finish) and self._source_error is not None:
                 self._sink(Fail(self._source_error))
             else:
@@ -192,24 +198,19 @@ class Pipeline(Listener):
         assert self._allow is not None
         try:
             await self._allow.wait()
-            async with _closing(aiter(source)) as indices:
+            indices = aiter(source)
+            try:
                 async for index in indices:
                     self._allowed -= 1
                     self._handle(Offered(index))
                     if not self._allowed:
                         self._allow.clear()
                         await self._allow.wait()
+            finally:
+                # Closed in this task, rather than whenever the loop finds it abandoned.
+                if isinstance(indices, AsyncGenerator):
+                    await indices.aclose()
         except Exception as error:  # raised to the consumer after the batches that were asked for before it
             self._source_error = error
         if not self._closed:
             self._handle(SamplerEnded())
-
-
-@contextlib.asynccontextmanager
-async def _closing(iterator: AsyncIterator[Any]) -> AsyncIterator[AsyncIterator[Any]]:
-    """Close an async generator in this task, rather than whenever the loop finds it abandoned."""
-    try:
-        yield iterator
-    finally:
-        if isinstance(iterator, AsyncGenerator):
-            await iterator.aclose()

@@ -6,8 +6,8 @@ Data path: sampler -> [scheduler] -> pool -> worker -> ring -> [scheduler: reord
 event. The rules:
 
 * A worker has `credits` tasks outstanding at most on average (torch's `prefetch_factor`); a task is outstanding from
-  `Assign` until the consumer took its outcome (`Delivered`). So at most ``credits * workers`` batches exist ahead of the
-  consumer.
+  `Assign` until the consumer took its outcome (`Delivered`). So at most ``credits * workers`` batches exist ahead of
+  the consumer.
 * ``assignment="round_robin"`` is torch's: the next worker in turn that still has data. With ``in_order=False`` it takes
   only a worker with fewer than its share outstanding. The same batches then come from the same workers as in torch,
   which decides what a worker's random numbers are used for.
@@ -29,7 +29,6 @@ from asyncloader.events import (
     Completed,
     Deliver,
     Delivered,
-    Died,
     Event,
     Exhausted,
     Fail,

@@ -2,8 +2,8 @@
 
 Data path: beside the consumer.
 
-Time counts while an iterator is in use: from its start to its last batch or its end. Pauses between epochs do not count.
-Updated by the consumer's thread alone; read from any.
+Time counts while an iterator is in use: from its start to its last batch or its end. Pauses between epochs do not
+count. Updated by the consumer's thread alone; read from any.
 """
 
 from __future__ import annotations

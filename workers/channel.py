@@ -40,6 +40,7 @@ class Channel:
         self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
 
     def fileno(self) -> int:
+        """The socket's descriptor, -1 once closed."""
         return self.sock.fileno()
 
     # ------------------------------------------------------------------------------------------ receiving

@@ -42,10 +42,28 @@ INLINE_PICKLE = 1 << 15
 # A torch dtype travels as its place in this list.
 _DTYPES: tuple[torch.dtype, ...] = tuple(
     dtype
-    for name in (
-        "float32 float64 float16 bfloat16 uint8 int8 int16 int32 int64 bool complex64 complex128 uint16 uint32 uint64 "
-        "complex32 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz"
-    ).split()
+    for name in [
+        "float32",
+        "float64",
+        "float16",
+        "bfloat16",
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "bool",
+        "complex64",
+        "complex128",
+        "uint16",
+        "uint32",
+        "uint64",
+        "complex32",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+    ]
     if isinstance(dtype := getattr(torch, name, None), torch.dtype)
 )
 _DTYPE_CODE = {dtype: code for code, dtype in enumerate(_DTYPES)}
@@ -73,7 +91,7 @@ class Dense(NamedTuple):
     """A contiguous tensor with a storage of its own."""
 
     offset: int
-    count: int
+    numel: int
     dtype: int
     shape: tuple[int, ...]
 
@@ -229,9 +247,7 @@ class Encoder:
             return
         view = buffer.raw()
         nbytes = view.nbytes
-        self._leaves.append(
-            Leaf(nbytes, lambda offset: Raw(offset, nbytes), _raw_writer(view) if nbytes else None)
-        )
+        self._leaves.append(Leaf(nbytes, lambda offset: Raw(offset, nbytes), _raw_writer(view) if nbytes else None))
 
     # ------------------------------------------------------------------------------------ what the pickler meets
 
@@ -245,7 +261,7 @@ class Encoder:
             self._shared[key] = shared = _SharedStorage(storage)
         shared.include(tensor)
         code, stride, shape = _DTYPE_CODE[tensor.dtype], tensor.stride(), tuple(tensor.shape)
-        start = tensor.storage_offset() * tensor.element_size()
+        start = int(tensor.storage_offset()) * tensor.element_size()
 
         def place(_: int) -> Place:
             return shared.place(start, code, shape, stride, tensor)
@@ -268,7 +284,7 @@ class _SharedStorage:
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage
-        self.first = storage.nbytes()
+        self.first = int(storage.nbytes())
         self.last = 0
         self.count = 0
         self.offset = 0
@@ -282,8 +298,8 @@ class _SharedStorage:
         if tensor.numel() == 0:
             return
         item = tensor.element_size()
-        first = tensor.storage_offset() * item
-        reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        first = int(tensor.storage_offset()) * item
+        reach = sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         self.first = min(self.first, first // 16 * 16)  # the widest element: leaves keep their alignment
         self.last = max(self.last, first + (reach + 1) * item)
 
@@ -298,7 +314,7 @@ class _SharedStorage:
 
     def write(self, memory: mmap.mmap, offset: int) -> None:
         if self.nbytes:
-            source = torch.empty(0, dtype=torch.uint8).set_(self.storage, self.first, (self.nbytes,))
+            source = torch.empty(0, dtype=torch.uint8).set_(self.storage, self.first, (self.nbytes,), (1,))
             torch.frombuffer(memory, dtype=torch.uint8, count=self.nbytes, offset=offset).copy_(source)
 
 
@@ -360,7 +376,7 @@ class Template:
         self._simple = tuple(
             (_NUMPY_BY_CODE[p.dtype], p.shape, p.offset)
             for p in self._places
-            if type(p) is Dense and _NUMPY_BY_CODE[p.dtype] is not None and p.count
+            if type(p) is Dense and _NUMPY_BY_CODE[p.dtype] is not None and p.numel
         )
         if len(self._simple) != len(self._places):
             self._simple = ()
@@ -369,7 +385,8 @@ class Template:
         """The object, its leaves being views of the anchor's memory (None when there are no bytes)."""
         structure = self._structure
         if self._inside >= 0:
-            structure = bytes(memoryview(anchor).cast("B")[self._inside : self._inside + self._size])  # type: ignore[arg-type]
+            assert anchor is not None
+            structure = bytes(_bytes(anchor, self._inside, self._size))
         if self._simple:
             # Nothing but dense tensors of common types: the loop that decides the loader's speed on small batches.
             ndarray, from_numpy = np.ndarray, torch.from_numpy
@@ -383,10 +400,10 @@ class Template:
 def _build_leaf(place: Place, anchor: Memory | None, storages: dict[int, torch.UntypedStorage]) -> Any:
     if isinstance(place, Dense):
         dtype = _DTYPES[place.dtype]
-        if not place.count:
+        if not place.numel:
             return torch.empty(place.shape, dtype=dtype)
         assert anchor is not None
-        return torch.frombuffer(anchor, dtype=dtype, count=place.count, offset=place.offset).view(place.shape)
+        return torch.frombuffer(anchor, dtype=dtype, count=place.numel, offset=place.offset).view(place.shape)
     if isinstance(place, Strided):
         dtype = _DTYPES[place.dtype]
         if place.offset < 0:
@@ -400,7 +417,11 @@ def _build_leaf(place: Place, anchor: Memory | None, storages: dict[int, torch.U
     if not place.nbytes:
         return bytearray()
     assert anchor is not None
-    return memoryview(anchor).cast("B")[place.offset : place.offset + place.nbytes]
+    return _bytes(anchor, place.offset, place.nbytes)
+
+
+def _bytes(anchor: Memory, offset: int, nbytes: int) -> memoryview:
+    return memoryview(anchor).cast("B")[offset : offset + nbytes]  # type: ignore[arg-type]
 
 
 def _bytes_tensor(anchor: Memory | None, offset: int, nbytes: int) -> torch.Tensor:

@@ -7,7 +7,8 @@ documented `collate(batch, collate_fn_map=...)` walks the samples, and this modu
 types at the bottom. They do not stack; they note what is to be stacked and give a placeholder. The stacking happens
 when the place in shared memory is known, with ``out=`` that place.
 
-Values, dtypes and errors are torch's: whatever is not a plain case goes through torch's own functions and is copied once.
+Values, dtypes and errors are torch's: whatever is not a plain case goes through torch's own functions and is copied
+once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from asyncloader.workers.codec import Encoded, Encoder, dense_leaf, dense_view, 
 
 __all__ = ["Collator", "use_private_memory"]
 
-_TORCH_MAP = dict(torch_collate.default_collate_fn_map)  # as torch made it, before anybody registered types of their own
+_TORCH_MAP = dict(
+    torch_collate.default_collate_fn_map
+)  # as torch made it, before anybody registered types of their own
 
 
 def _collate_tensor_private(batch: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
@@ -79,7 +82,7 @@ class Collator:
 
     # Each of these is called with the values that one leaf of the batch is made of.
 
-    def _tensors(self, batch: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> Any:
+    def _tensors(self, batch: Sequence[torch.Tensor], **_: Any) -> Any:
         elem = batch[0]
         if (
             elem.is_nested
@@ -120,10 +123,10 @@ class Collator:
 
         return self._placeholder((len(batch), *shape), kind, elem.nbytes * len(batch), write)
 
-    def _floats(self, batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
+    def _floats(self, batch: Sequence[Any], **_: Any) -> Any:
         return self._numbers(batch, np.float64, lambda: torch.tensor(batch, dtype=torch.float64))
 
-    def _ints(self, batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
+    def _ints(self, batch: Sequence[Any], **_: Any) -> Any:
         return self._numbers(batch, np.int64, lambda: torch.tensor(batch))
 
     def _numbers(self, batch: Sequence[Any], wanted: type, by_torch: Callable[[], torch.Tensor]) -> Any:

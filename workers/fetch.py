@@ -2,8 +2,8 @@
 
 Data path: scheduler -> worker: [fetch] -> collate -> codec -> ring.
 
-Blocking datasets go through torch's own fetchers, so that `__getitems__`, short last batches, `drop_last` and the end of
-an iterable dataset are torch's to the letter. Datasets with ``async def __getitem__`` (or `__getitems__`, or
+Blocking datasets go through torch's own fetchers, so that `__getitems__`, short last batches, `drop_last` and the end
+of an iterable dataset are torch's to the letter. Datasets with ``async def __getitem__`` (or `__getitems__`, or
 `__aiter__`) have their samples fetched concurrently and put back in the order of the indices.
 """
 
@@ -23,13 +23,17 @@ __all__ = ["AsyncFetcher", "BlockingFetcher", "is_async_dataset", "make_async_fe
 class BlockingFetcher(Protocol):
     """torch's protocol: an index (or a list of them) to a collated batch; StopIteration at a stream's end."""
 
-    def fetch(self, possibly_batched_index: Any) -> Any: ...
+    def fetch(self, possibly_batched_index: Any) -> Any:
+        """The batch."""
+        ...
 
 
 class AsyncFetcher(Protocol):
     """The same, awaited. The end of a stream is StopAsyncIteration."""
 
-    async def fetch(self, index: Any) -> Any: ...
+    async def fetch(self, index: Any) -> Any:
+        """The batch."""
+        ...
 
 
 def is_async_dataset(dataset: Any) -> bool:
@@ -87,9 +91,7 @@ def make_async_fetcher(
 
 
 class _AsyncMapFetcher:
-    def __init__(
-        self, dataset: Any, auto_collation: bool, collate: Callable[[Any], Any], concurrency: int
-    ) -> None:
+    def __init__(self, dataset: Any, auto_collation: bool, collate: Callable[[Any], Any], concurrency: int) -> None:
         self._dataset = dataset
         self._auto_collation = auto_collation
         self._collate = collate
@@ -134,9 +136,7 @@ async def _as_coroutine(awaitable: Awaitable[Any]) -> Any:
 
 
 class _AsyncIterableFetcher:
-    def __init__(
-        self, dataset: Any, auto_collation: bool, collate: Callable[[Any], Any], drop_last: bool
-    ) -> None:
+    def __init__(self, dataset: Any, auto_collation: bool, collate: Callable[[Any], Any], drop_last: bool) -> None:
         self._iterator: AsyncIterator[Any] = aiter(dataset)
         self._auto_collation = auto_collation
         self._collate = collate

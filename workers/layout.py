@@ -13,9 +13,9 @@ from __future__ import annotations
 
 __all__ = [
     "ALIGNMENT",
+    "FIRST_SLOT_BYTES",
     "HEADROOM",
     "PAGE",
-    "FIRST_SLOT_BYTES",
     "align",
     "fit_slot_bytes",
     "grown_slot_bytes",

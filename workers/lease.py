@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-__all__ = ["Anchor", "Lease", "make_anchor"]
+__all__ = ["Anchor", "Lease", "make_anchor", "make_lease"]
 
 Anchor = ctypes.Array[ctypes.c_char]
 
@@ -43,11 +43,10 @@ class Lease(weakref.ref[Any]):
     slot: int
     generation: int
 
-    def __new__(cls, anchor: Anchor, released: Callable[[Lease], None], slot: int, generation: int) -> Lease:
-        lease = super().__new__(cls, anchor, released)  # type: ignore[arg-type]
-        lease.slot = slot
-        lease.generation = generation
-        return lease
 
-    def __init__(self, anchor: Anchor, released: Callable[[Lease], None], slot: int, generation: int) -> None:
-        super().__init__(anchor, released)  # type: ignore[arg-type]
+def make_lease(anchor: Anchor, released: Callable[[Any], None], slot: int, generation: int) -> Lease:
+    """A lease on the anchor; `released` is called with it when the anchor dies."""
+    lease = Lease(anchor, released)
+    lease.slot = slot
+    lease.generation = generation
+    return lease

@@ -2,19 +2,20 @@
 
 Data path: pool start-up (spawn and forkserver; a forked worker inherits the objects themselves).
 
-`multiprocessing` would pickle the dataset anew for each process. Here it is pickled once, into an anonymous segment that
-every worker maps. Pickling happens as if for a child process, so that what may only be shared by inheritance (locks,
-queues, connections, tensors in shared memory) is shared as torch's loader shares it: the descriptors are collected
-beside the bytes, and every worker gets its own duplicates of them.
+`multiprocessing` would pickle the dataset anew for each process. Here it is pickled once, into an anonymous segment
+that every worker maps. Pickling happens as if for a child process, so that what may only be shared by inheritance
+(locks, queues, connections, tensors in shared memory) is shared as torch's loader shares it: the descriptors are
+collected beside the bytes, and every worker gets its own duplicates of them.
 """
 
 from __future__ import annotations
 
 import mmap
+import multiprocessing.context as context  # noqa: PLR0402 - pyright knows it by this name only
 import os
 import pickle
 import threading
-from multiprocessing import context, reduction
+from multiprocessing import reduction
 from typing import Any
 
 from asyncloader.workers import segment
@@ -62,6 +63,11 @@ class _Collector:
         return len(self.fds) - 1
 
 
+def _set_spawning(collector: _Collector | None) -> None:
+    """Tell the reductions, in this thread, for which "process" they pickle."""
+    context.set_spawning_popen(collector)  # type: ignore[arg-type]
+
+
 class Payload:
     """A pickled `WorkerSetup` in shared memory. Pickles as an argument of a `Process`; `load` in the child.
 
@@ -81,11 +87,11 @@ class Payload:
             Exception: whatever pickling raises; `explain_unpicklable` tells which part it was.
         """
         collector = _Collector()
-        context.set_spawning_popen(collector)  # type: ignore[attr-defined]
+        _set_spawning(collector)
         try:
             data = reduction.ForkingPickler.dumps(tuple(setup), pickle.HIGHEST_PROTOCOL)
         finally:
-            context.set_spawning_popen(None)  # type: ignore[attr-defined]
+            _set_spawning(None)
         nbytes = len(data)
         fd = segment.create(nbytes)
         try:
@@ -144,13 +150,13 @@ def _find_unpicklable(path: str, value: Any, depth: int) -> tuple[str | None, An
 
 
 def _pickles(value: Any) -> bool:
-    context.set_spawning_popen(_Collector())  # type: ignore[attr-defined]
+    _set_spawning(_Collector())
     try:
         reduction.ForkingPickler.dumps(value)
     except Exception:
         return False
     finally:
-        context.set_spawning_popen(None)  # type: ignore[attr-defined]
+        _set_spawning(None)
     return True
 
 

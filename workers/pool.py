@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import functools
 import multiprocessing
 import os
 import pickle
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from asyncloader.errors import UnsupportedPlatform, WorkerDied
@@ -76,7 +76,7 @@ class Listener:
         """A task raised; `error` is an exception, or torch's wrapper of one."""
         raise NotImplementedError
 
-    def on_exhausted(self, worker: int, seq: int, busy: float) -> None:
+    def on_exhausted(self, worker: int, seq: int) -> None:
         """The worker's copy of an iterable dataset ended."""
         raise NotImplementedError
 
@@ -106,7 +106,9 @@ class WorkerPool:
 
     def __init__(self, context: Any, setup: WorkerSetup, credits: int, ring_bytes: int | None) -> None:
         if os.name == "nt":
-            raise UnsupportedPlatform("asyncloader's workers need Unix sockets with descriptor passing; use num_workers=0")
+            raise UnsupportedPlatform(
+                "asyncloader's workers need Unix sockets with descriptor passing; use num_workers=0"
+            )
         self.start_method: str = context.get_start_method()
         self.epoch = 0
         self.processes: list[WorkerProcess] = []
@@ -119,7 +121,8 @@ class WorkerPool:
         self._owner = os.getpid()
         self._used = False
         install_fork_hook()
-        _register(self)
+        _install_exit_hook()
+        _pools.add(self)
         self._start(context, setup)
 
     def _start(self, context: Any, setup: WorkerSetup) -> None:
@@ -268,7 +271,7 @@ class WorkerPool:
                 return
             if kind == wire.EXHAUSTED:
                 self.rings[worker].void()
-                self._listener.on_exhausted(worker, seq, busy)
+                self._listener.on_exhausted(worker, seq)
             else:
                 self._listener.on_error(worker, seq, busy, pickle.loads(payload))
 
@@ -327,7 +330,7 @@ def _preload_in_fork_server(context: Any) -> None:
     """Let a fork server that is not running yet import torch, so that its children have it from the start."""
     from multiprocessing import forkserver
 
-    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server = forkserver._forkserver
     # There is no public way to ask; where the attributes are missing, children just start more slowly.
     if getattr(server, "_forkserver_pid", 0) is None and getattr(server, "_preload_modules", None) == ["__main__"]:
         context = context if hasattr(context, "set_forkserver_preload") else multiprocessing
@@ -336,15 +339,11 @@ def _preload_in_fork_server(context: Any) -> None:
 
 # Pools that may still have workers. At exit they are stopped before multiprocessing ends its daemonic children itself.
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
-_exit_hook_installed = False
 
 
-def _register(pool: WorkerPool) -> None:
-    global _exit_hook_installed
-    if not _exit_hook_installed:
-        _exit_hook_installed = True
-        atexit.register(_stop_all)
-    _pools.add(pool)
+@functools.cache
+def _install_exit_hook() -> None:
+    atexit.register(_stop_all)
 
 
 def _stop_all() -> None:

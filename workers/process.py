@@ -41,9 +41,7 @@ class WorkerProcess:
         OSError: the process could not be started.
     """
 
-    def __init__(
-        self, context: Any, worker_id: int, setup: WorkerSetup | Payload, own_pidfd: int | None
-    ) -> None:
+    def __init__(self, context: Any, worker_id: int, setup: WorkerSetup | Payload, own_pidfd: int | None) -> None:
         self.worker_id = worker_id
         ours, theirs = channel_pair()
         self.channel = Channel(ours)
@@ -127,9 +125,7 @@ class WorkerProcess:
 _processes: weakref.WeakSet[WorkerProcess] = weakref.WeakSet()
 
 
-def _entry(
-    worker_id: int, control: InheritedFd, parent: InheritedFd | None, setup: WorkerSetup | Payload
-) -> None:
+def _entry(worker_id: int, control: InheritedFd, parent: InheritedFd | None, setup: WorkerSetup | Payload) -> None:
     """In the child. A forked one holds copies of everything that its parent had open: close our kind at once."""
     for process in list(_processes):
         process.forget_in_child()

@@ -1,11 +1,11 @@
-"""One worker's ring: a fixed set of slots in one segment, handed out, lent, taken back.
+r"""One worker's ring: a fixed set of slots in one segment, handed out, lent, taken back.
 
 Data path: scheduler -> worker -> [ring] -> reorder -> consumer.
 
 States of a slot, all of them known to the main process alone:
 
     free --take()--> assigned --lend()--> leased --last view dies--> free
-                         \\----give_back() (copied out, nothing in it, void)----> free
+                         \----give_back() (copied out, nothing in it, void)----> free
     leased --retire()--> retired: never used again (a forked child may still look into it)
 
 The worker learns its slot with the task and writes there and nowhere else; it keeps no list of its own. So a worker
@@ -24,14 +24,14 @@ belongs to the consumer's side.
 
 from __future__ import annotations
 
+import functools
 import os
-import threading
 import weakref
 from collections import deque
 
 from asyncloader.workers import segment
 from asyncloader.workers.layout import PAGE, align
-from asyncloader.workers.lease import Anchor, Lease, make_anchor
+from asyncloader.workers.lease import Anchor, Lease, make_anchor, make_lease
 
 __all__ = ["Ring", "WorkerRing", "oneoff_anchor"]
 
@@ -139,7 +139,7 @@ class Ring:
     def lend(self, slot: int, nbytes: int) -> Anchor:
         """Lease an assigned slot to the consumer: its first `nbytes`. It comes back when the anchor dies."""
         anchor = self.look(slot, nbytes)
-        self._leases[slot] = Lease(anchor, self._append_released, slot, self._generation[slot])
+        self._leases[slot] = make_lease(anchor, self._append_released, slot, self._generation[slot])
         return anchor
 
     def look(self, slot: int, nbytes: int) -> Anchor:
@@ -197,8 +197,6 @@ def oneoff_anchor(fd: int, nbytes: int) -> Anchor:
 
 # Rings of this process, for the fork hook. A weak set: a ring needs no closing.
 _live_rings: weakref.WeakSet[Ring] = weakref.WeakSet()
-_hook_lock = threading.Lock()
-_hook_installed = False
 
 
 def _retire_before_fork() -> None:
@@ -206,10 +204,8 @@ def _retire_before_fork() -> None:
         ring.retire()
 
 
+@functools.cache
 def install_fork_hook() -> None:
     """Retire leased slots before every fork of this process from now on. Once; called when workers first start."""
-    global _hook_installed
-    with _hook_lock:
-        if not _hook_installed and hasattr(os, "register_at_fork"):
-            os.register_at_fork(before=_retire_before_fork)
-            _hook_installed = True
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=_retire_before_fork)

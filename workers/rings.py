@@ -2,8 +2,8 @@
 
 Data path: scheduler -> [rings, one keeper a worker] -> worker -> ring -> consumer.
 
-A worker starts with a small ring. When a batch does not fit, it comes in a one-off segment, and before the next task the
-worker is sent a larger ring. The old one goes when its last task is answered and its last lease ends: nobody has to
+A worker starts with a small ring. When a batch does not fit, it comes in a one-off segment, and before the next task
+the worker is sent a larger ring. The old one goes when its last task is answered and its last lease ends: nobody has to
 close it, the memory goes with the last reference.
 
 The keeper knows which slot each unanswered task holds, so that slots of tasks that will never be answered (the dataset
@@ -20,7 +20,9 @@ __all__ = ["RingKeeper"]
 
 
 class RingKeeper:
-    """Args:
+    """The rings of one worker.
+
+    Args:
         credits: tasks that the worker may have outstanding.
         ring_bytes: bound on the ring's size, None for none.
 

@@ -51,7 +51,8 @@ def _open_anonymous() -> int:
 
 def _open_unlinked() -> int:
     """POSIX shared memory under a random name that is gone before this function returns (macOS)."""
-    import _posixshmem  # the module under multiprocessing.shared_memory; private, but the only door to shm_open
+    # The module under multiprocessing.shared_memory: private, but the only door to shm_open.
+    import _posixshmem  # type: ignore[import-not-found]
 
     while True:
         name = f"/al{secrets.token_hex(6)}"

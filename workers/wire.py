@@ -17,7 +17,6 @@ from typing import NamedTuple
 __all__ = [
     "ERROR",
     "EXHAUSTED",
-    "FrameSplitter",
     "NO_SLOT",
     "ONEOFF",
     "RESET",
@@ -26,6 +25,7 @@ __all__ = [
     "RING",
     "STOP",
     "TASK",
+    "FrameSplitter",
     "Result",
     "pack",
     "pack_answer",

@@ -8,9 +8,9 @@ and could overlap nothing), and an event loop for asynchronous ones, where the t
 A worker holds no lock and shares no state with anybody: it reads tasks from its socket, writes to the slot that a task
 names, and answers. It can be killed at any instruction without harm to others.
 
-It ends when it is told to (STOP), when its socket ends, or when its parent dies, in whatever state it is: a thread waits
-for the parent's pidfd. End of the socket alone would not do: a sibling forked between two `socketpair` calls, or a
-process that the user's dataset forked, may hold the other end open.
+It ends when it is told to (STOP), when its socket ends, or when its parent dies, in whatever state it is: a thread
+waits for the parent's pidfd. End of the socket alone would not do: a sibling forked between two `socketpair` calls, or
+a process that the user's dataset forked, may hold the other end open.
 """
 
 from __future__ import annotations
@@ -40,8 +40,13 @@ from asyncloader.workers import segment, wire
 from asyncloader.workers.channel import Channel
 from asyncloader.workers.codec import Encoded, Encoder
 from asyncloader.workers.collate import Collator, use_private_memory
-from asyncloader.workers.fetch import AsyncFetcher, BlockingFetcher, is_async_dataset, make_async_fetcher
-from asyncloader.workers.fetch import make_blocking_fetcher
+from asyncloader.workers.fetch import (
+    AsyncFetcher,
+    BlockingFetcher,
+    is_async_dataset,
+    make_async_fetcher,
+    make_blocking_fetcher,
+)
 from asyncloader.workers.info import WorkerSetup, install_worker_info, seed_worker
 from asyncloader.workers.payload import InheritedFd, Payload
 from asyncloader.workers.ring import WorkerRing
@@ -49,9 +54,7 @@ from asyncloader.workers.ring import WorkerRing
 __all__ = ["worker_main"]
 
 
-def worker_main(
-    worker_id: int, control: InheritedFd, parent: InheritedFd | None, setup: WorkerSetup | Payload
-) -> None:
+def worker_main(worker_id: int, control: InheritedFd, parent: InheritedFd | None, setup: WorkerSetup | Payload) -> None:
     """Entry point of a worker process.
 
     Args:
@@ -123,7 +126,7 @@ class TaskRunner:
         self._ended = False  # this worker's copy of an iterable dataset has ended in this epoch
         self._start_error: bytes | None = None
         self._fetcher: Any = None
-        torch.multiprocessing._set_thread_name("pt_data_worker")  # type: ignore[attr-defined]
+        torch.multiprocessing._set_thread_name("pt_data_worker")
         torch.set_num_threads(1)
         use_private_memory()
         try:
@@ -154,19 +157,13 @@ class TaskRunner:
     def _make_collate(self, setup: WorkerSetup) -> Callable[[Any], Encoded]:
         """A function from what was fetched to an encoded batch."""
         collate_fn, auto = setup.collate_fn, setup.auto_collation
-        if collate_fn is torch_collate.default_collate:
-            collate: Callable[[Any], Encoded] = Collator(self._encoder).collate
-        else:
-            encode = self._encoder.encode
+        collator = Collator(self._encoder) if collate_fn is torch_collate.default_collate else None
 
-            def collate(data: Any) -> Encoded:
-                return encode(collate_fn(data))
-
-        def counted(data: Any) -> Encoded:
+        def collate(data: Any) -> Encoded:
             self._samples = len(data) if auto else 1
-            return collate(data)
+            return self._encoder.encode(collate_fn(data)) if collator is None else collator.collate(data)
 
-        return counted
+        return collate
 
     def _make_fetcher(self) -> BlockingFetcher | AsyncFetcher:
         setup = self._setup
@@ -258,9 +255,7 @@ class TaskRunner:
 
     # -------------------------------------------------------------------------------------------- answers
 
-    def _answer(
-        self, epoch: int, seq: int, slot: int, ring: WorkerRing | None, encoded: Encoded, begin: float
-    ) -> None:
+    def _answer(self, epoch: int, seq: int, slot: int, ring: WorkerRing | None, encoded: Encoded, begin: float) -> None:
         fds: list[int] = []
         ring_number = self._ring_number
         if not encoded.nbytes:
