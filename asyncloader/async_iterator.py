@@ -24,14 +24,24 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.delivery import LARGE, Opener, raise_worker_error
 from asyncloader.errors import LoaderClosed, LoaderTimeout
-from asyncloader.events import Action, Deliver, Finish
-from asyncloader.options import LoaderSpec, make_scheduler, shared_seed, warn_over_length, worker_setup
+from asyncloader.events import Action, Deliver, Fail, Finish
+from asyncloader.options import (
+    LoaderSpec,
+    async_index_source,
+    is_iterable,
+    make_scheduler,
+    shared_seed,
+    start_method,
+    warn_over_length,
+    worker_context,
+    worker_setup,
+)
 from asyncloader.pin_memory import Pinned, PinStage, torch_pin
 from asyncloader.pipeline import ENDED, NOTHING, Pipeline, WorkerFailure, prime, pull
 from asyncloader.statistics import Statistics
@@ -107,12 +117,12 @@ class AsyncLoaderIterator(Generic[T]):
         self._draws = draws
         self._statistics = statistics
         self._shelf = shelf
-        source = spec.async_index_source
+        source = async_index_source(spec)
         self._source = source
         self._scheduler, credits = make_scheduler(spec)
         self._credits = credits
         # The sampler is advanced here and in `__anext__`, in the caller's thread, as torch does it.
-        sampler = None if spec.iterable or source is not None else draws._sampler_iter
+        sampler = None if is_iterable(spec) or source is not None else draws._sampler_iter
         self._sampler: Any = sampler
         self._offers = prime(sampler, credits * spec.num_workers)
         if self._offers and self._offers[-1] is ENDED:
@@ -127,7 +137,9 @@ class AsyncLoaderIterator(Generic[T]):
         self._copying: tuple[Deliver, asyncio.Future[Any]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
-        self._over: BaseException | None = None
+        # Why there are no more batches: None while there are, "" for the plain end. A text, not an exception: one that
+        # was raised refers to the consumer's frames, and through them to the batches that they hold.
+        self._ended: str | None = None
         self._closed = False
         self._owner = os.getpid()
         self._begun = statistics.begin()
@@ -140,7 +152,7 @@ class AsyncLoaderIterator(Generic[T]):
         return len(self._draws)
 
     def __repr__(self) -> str:
-        state = "over" if self._over else "running" if self._pipeline else "new"
+        state = "over" if self._ended is not None else "running" if self._pipeline else "new"
         return f"<AsyncLoaderIterator {state}, {len(self._queue.items)} ready>"
 
     def __reduce__(self) -> Any:
@@ -154,8 +166,6 @@ class AsyncLoaderIterator(Generic[T]):
     # ------------------------------------------------------------------------------------------- starting
 
     async def _ensure_started(self) -> None:
-        if self._closed:
-            raise LoaderClosed("this iterator was closed")
         if self._starting is None:
             self._loop = asyncio.get_running_loop()
             self._thread = threading.get_ident()
@@ -169,7 +179,7 @@ class AsyncLoaderIterator(Generic[T]):
         if pool is None:
             make = _pool_maker(spec, self._draws, self._credits)
             # A fork must happen in the thread that the user's code runs in; the other methods need not block the loop.
-            pool = make() if spec.start_method == "fork" else await asyncio.to_thread(make)
+            pool = make() if start_method(spec) == "fork" else await asyncio.to_thread(make)
         self.pool = pool
         put: Callable[[Action], None] = self._queue.put
         if self._draws._pin_memory:
@@ -194,7 +204,7 @@ class AsyncLoaderIterator(Generic[T]):
         else:
             item = items.popleft()  # type: ignore[assignment]
             if not isinstance(item, Deliver):
-                return await self._end(item)
+                await self._end(item)
             outcome = item.outcome
             if isinstance(outcome, Answer):
                 if outcome.result.nbytes >= LARGE and Opener.will_copy(outcome):
@@ -221,8 +231,8 @@ class AsyncLoaderIterator(Generic[T]):
         return batch  # type: ignore[no-any-return]
 
     async def _wait(self) -> None:
-        if self._over is not None:
-            raise self._over
+        if self._ended is not None:
+            raise StopAsyncIteration if not self._ended else LoaderClosed(self._ended)
         if self._pipeline is None:
             await self._ensure_started()
         if not self._timeout:
@@ -250,10 +260,15 @@ class AsyncLoaderIterator(Generic[T]):
         if self._pipeline is not None:
             self._pipeline.advance(seq, offer)
 
-    async def _end(self, item: Action) -> T:
-        self._over = StopAsyncIteration() if isinstance(item, Finish) else item.error  # type: ignore[union-attr]
+    async def _end(self, item: Action) -> NoReturn:
+        if isinstance(item, Finish):
+            self._ended = ""
+            await self.aclose()
+            raise StopAsyncIteration
+        assert isinstance(item, Fail)
+        self._ended = f"this iterator ended with {type(item.error).__name__}: {item.error}"
         await self.aclose()
-        raise self._over
+        raise item.error
 
     # --------------------------------------------------------------------------------------------- closing
 
@@ -279,8 +294,8 @@ class AsyncLoaderIterator(Generic[T]):
         if self._closed:
             return None, None
         self._closed = True
-        if self._over is None:
-            self._over = LoaderClosed("this iterator was closed")
+        if self._ended is None:
+            self._ended = "this iterator was closed"
         pipeline, self._pipeline = self._pipeline, None
         reader = pipeline.close() if pipeline is not None else None
         if self._pin is not None:
@@ -309,7 +324,7 @@ class AsyncLoaderIterator(Generic[T]):
 
 
 def _pool_maker(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter, credits: int) -> Callable[[], WorkerPool]:
-    setup, context, ring_bytes = worker_setup(spec, draws), spec.worker_context, spec.ring_bytes
+    setup, context, ring_bytes = worker_setup(spec, draws), worker_context(spec), spec.ring_bytes
     return lambda: WorkerPool(context, setup, credits, ring_bytes)
 
 

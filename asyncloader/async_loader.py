@@ -115,6 +115,7 @@ class AsyncDataLoader(Generic[T]):
         )
         self._statistics = Statistics()
         # Weak: an iterator that is dropped must die, and free its workers, at once.
+        self._iterators: weakref.WeakSet[AsyncLoaderIterator[T] | InlineIterator[T]] = weakref.WeakSet()
         self._newest: weakref.ref[AsyncLoaderIterator[T] | InlineIterator[T]] | None = None
         self._draws: _BaseDataLoaderIter | None = None
         self._idle_pool: WorkerPool | None = None
@@ -146,6 +147,7 @@ class AsyncDataLoader(Generic[T]):
             spec.check_worker_number_rationality()
             iterator = AsyncLoaderIterator(spec, self._draw(), self._statistics, _Shelf(self))
         self._newest = weakref.ref(iterator)
+        self._iterators.add(iterator)
         return iterator
 
     def _draw(self) -> _BaseDataLoaderIter:
@@ -175,11 +177,10 @@ class AsyncDataLoader(Generic[T]):
         self.close()
 
     async def aclose(self) -> None:
-        """End the newest iterator and idle workers; wait until their processes are gone. Idempotent."""
+        """End all iterators and idle workers; wait until their processes are gone. Idempotent."""
         self._closed = True
-        newest = self._newest_iterator()
-        if newest is not None:
-            await newest.aclose()
+        for iterator in list(self._iterators):
+            await iterator.aclose()
         pool, self._idle_pool = self._idle_pool, None
         if pool is not None:
             await asyncio.shield(asyncio.to_thread(pool.stop))
@@ -187,9 +188,8 @@ class AsyncDataLoader(Generic[T]):
     def close(self) -> None:
         """`aclose` for code that is not async. Blocks until the processes are gone. Idempotent."""
         self._closed = True
-        newest = self._newest_iterator()
-        if newest is not None:
-            newest.close()
+        for iterator in list(self._iterators):
+            iterator.close()
         pool, self._idle_pool = self._idle_pool, None
         if pool is not None:
             pool.stop()

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data._utils import collate as torch_collate
 
-from asyncloader.options import LoaderSpec, usable_cpus
+from asyncloader.options import LoaderSpec, start_method, usable_cpus
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch import is_async_dataset
 from asyncloader.workers.pool import WorkerPool
@@ -43,7 +43,7 @@ def _workers(spec: LoaderSpec[Any]) -> str:
         return f"no workers, {kind} dataset read in this process"
     keep = "persistent" if spec.persistent_workers else "for one epoch"
     return (
-        f"{spec.num_workers} workers by {spec.start_method}, {keep}, {spec.prefetch_factor} batches ahead each, "
+        f"{spec.num_workers} workers by {start_method(spec)}, {keep}, {spec.prefetch_factor} batches ahead each, "
         f"{kind} dataset"
     )
 

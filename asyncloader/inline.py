@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.graph_settings import apply_sharding
 
 from asyncloader.errors import LoaderClosed
-from asyncloader.options import LoaderSpec, warn_over_length
+from asyncloader.options import LoaderSpec, async_index_source, is_iterable, warn_over_length
 from asyncloader.pin_memory import torch_pin
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch import is_async_dataset, make_async_fetcher, make_blocking_fetcher
@@ -39,7 +39,7 @@ def make_inline_fetcher(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter) -> An
     if is_async_dataset(dataset):
         return make_async_fetcher(
             dataset,
-            iterable=spec.iterable,
+            iterable=is_iterable(spec),
             auto_collation=bool(spec._auto_collation),
             collate=spec.collate_fn,
             drop_last=spec.drop_last,
@@ -47,7 +47,7 @@ def make_inline_fetcher(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter) -> An
         )
     return make_blocking_fetcher(
         dataset,
-        iterable=spec.iterable,
+        iterable=is_iterable(spec),
         auto_collation=bool(spec._auto_collation),
         collate=spec.collate_fn,
         drop_last=spec.drop_last,
@@ -83,12 +83,12 @@ class InlineIterator(Generic[T]):
         self._draws = _BaseDataLoaderIter(spec)
         self._async = is_async_dataset(self._draws._dataset)
         self._fetcher: Any = None if self._async else make_inline_fetcher(spec, self._draws)
-        self._source = spec.async_index_source
+        self._source = async_index_source(spec)
         self._indices: AsyncIterator[Any] | None = None
         self._pin = torch_pin(self._draws._pin_memory_device) if self._draws._pin_memory else None
         self._executor = ThreadPoolExecutor(1, "asyncloader-fetch")
         self._pending: asyncio.Future[tuple[Any, int]] | None = None
-        self._over: BaseException | None = None
+        self._ended: str | None = None  # as in async_iterator.py
         self._begun = statistics.begin()
 
     def __aiter__(self) -> InlineIterator[T]:
@@ -98,11 +98,11 @@ class InlineIterator(Generic[T]):
         return len(self._draws)
 
     def __repr__(self) -> str:
-        return f"<InlineIterator {'over' if self._over else 'running'}>"
+        return f"<InlineIterator {'running' if self._ended is None else 'over'}>"
 
     async def __anext__(self) -> T:
-        if self._over is not None:
-            raise self._over
+        if self._ended is not None:
+            raise StopAsyncIteration if not self._ended else LoaderClosed(self._ended)
         begin = perf_counter()
         if self._pending is None:
             self._pending = asyncio.ensure_future(self._next())
@@ -111,8 +111,8 @@ class InlineIterator(Generic[T]):
             batch, samples = await asyncio.shield(self._pending)
         except asyncio.CancelledError:
             raise
-        except StopAsyncIteration as end:
-            self._end(end)
+        except StopAsyncIteration:
+            self._end("")
             raise
         except BaseException:
             self._pending = None
@@ -157,16 +157,16 @@ class InlineIterator(Generic[T]):
             self._indices = aiter(self._source)
         return await anext(self._indices)
 
-    def _end(self, error: BaseException) -> None:
-        self._over = error
+    def _end(self, why: str) -> None:
+        self._ended = why
         self._pending = None
         self._executor.shutdown(wait=False)
 
     async def aclose(self) -> None:
         """Let a fetch in progress end, and stop. Idempotent."""
         pending, self._pending = self._pending, None
-        if self._over is None:
-            self._end(LoaderClosed("this iterator was closed"))
+        if self._ended is None:
+            self._end("this iterator was closed")
         if pending is not None:
             if self._async:
                 pending.cancel()
@@ -177,8 +177,8 @@ class InlineIterator(Generic[T]):
 
     def close(self) -> None:
         """`aclose` for code that is not async."""
-        if self._over is None:
-            self._end(LoaderClosed("this iterator was closed"))
+        if self._ended is None:
+            self._end("this iterator was closed")
         self._executor.shutdown(wait=True)
 
     def __del__(self) -> None:

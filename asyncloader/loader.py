@@ -9,7 +9,9 @@ in the bridge's loop thread; between the two there is one queue each way. Worker
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import functools
 import os
 import queue
 import weakref
@@ -26,7 +28,16 @@ from asyncloader.errors import LoaderClosed, LoaderTimeout
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.explain import explain
 from asyncloader.inline import batch_nbytes, count_samples, make_inline_fetcher
-from asyncloader.options import LoaderSpec, make_scheduler, shared_seed, warn_over_length, worker_setup
+from asyncloader.options import (
+    LoaderSpec,
+    async_index_source,
+    is_iterable,
+    make_scheduler,
+    shared_seed,
+    warn_over_length,
+    worker_context,
+    worker_setup,
+)
 from asyncloader.pin_memory import Pinned, PinStage, torch_pin
 from asyncloader.pipeline import ENDED, NOTHING, Pipeline, WorkerFailure, prime, pull
 from asyncloader.statistics import Statistics
@@ -48,8 +59,9 @@ class DataLoader(LoaderSpec[T_co]):
     @property
     def _state(self) -> _FacadeState:
         # Made on demand and kept under a private name: copies and pickles of a loader begin with fresh state.
+        # A forked child begins anew, too: the loop's thread is not there.
         state: _FacadeState | None = self.__dict__.get("_asyncloader_state")
-        if state is None:
+        if state is None or state.owner != os.getpid():
             state = self.__dict__["_asyncloader_state"] = _FacadeState()
         return state
 
@@ -105,6 +117,7 @@ class _FacadeState:
     """What a loader has beyond its options."""
 
     def __init__(self) -> None:
+        self.owner = os.getpid()
         self.statistics = Statistics()
         self.bridge = Bridge()
         self.closed = False
@@ -140,7 +153,7 @@ class _InlineIter(_CountedNext):
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._spec = loader
         self._statistics = loader._state.statistics
-        self._source = loader.async_index_source
+        self._source = async_index_source(loader)
         self._indices: Any = None
         self._async = is_async_dataset(self._dataset)
         self._bridge: Bridge | None = None
@@ -214,10 +227,14 @@ class _WorkerIter(_CountedNext):
         credits = loader.prefetch_factor or 0
         self._begun = self._statistics.begin()
         # Forked here, in the caller's thread and before the loop's thread exists.
-        self._pool = WorkerPool(loader.worker_context, worker_setup(loader, self), credits, loader.ring_bytes)
+        self._pool = WorkerPool(worker_context(loader), worker_setup(loader, self), credits, loader.ring_bytes)
         self._workers = [process.process for process in self._pool.processes]
         self._shutdown = False
+        self._ended: str | None = None  # as in async_iterator.py
+        self._queue: queue.SimpleQueue[Action] = queue.SimpleQueue()
         self._bridge.acquire()
+        _install_exit_hook()
+        _live.add(self)
         try:
             self._reset(loader, first_iter=True)
         except BaseException:
@@ -238,13 +255,13 @@ class _WorkerIter(_CountedNext):
             if self._pool.broken:
                 self._pool.stop()
                 self._pool = WorkerPool(
-                    loader.worker_context, worker_setup(loader, self), loader.prefetch_factor, loader.ring_bytes
+                    worker_context(loader), worker_setup(loader, self), loader.prefetch_factor, loader.ring_bytes
                 )
                 self._workers = [process.process for process in self._pool.processes]
-        self._over: BaseException | None = None
-        self._queue: queue.SimpleQueue[Action] = queue.SimpleQueue()
-        source = loader.async_index_source
-        sampler = None if loader.iterable or source is not None else self._sampler_iter
+        self._ended = None
+        self._queue = queue.SimpleQueue()
+        source = async_index_source(loader)
+        sampler = None if is_iterable(loader) or source is not None else self._sampler_iter
         scheduler, credits = make_scheduler(loader)
         offers = prime(sampler, credits * loader.num_workers)
         self._sampler: Any = None if offers and offers[-1] is ENDED else sampler
@@ -256,8 +273,10 @@ class _WorkerIter(_CountedNext):
         self._bridge.call(_start, self._pipeline, offers, shared_seed(self), sink)
 
     def _next_data(self) -> Any:
-        if self._over is not None:
-            raise self._over
+        if self._ended is not None:
+            raise StopIteration if not self._ended else LoaderClosed(self._ended)
+        if os.getpid() != self._owner:
+            raise LoaderClosed("this iterator belongs to the process that this one was forked from; make a new one")
         begin = perf_counter()
         try:
             item = self._queue.get(timeout=self._timeout or None)
@@ -289,15 +308,16 @@ class _WorkerIter(_CountedNext):
 
     def _end(self, item: Action) -> NoReturn:
         if isinstance(item, Finish):
-            self._over = StopIteration()
+            self._ended = ""
             if self._persistent_workers:
                 self._end_epoch()
             else:
                 self._shutdown_workers()
-        else:
-            self._over = item.error  # type: ignore[union-attr]
-            self._shutdown_workers()
-        raise self._over
+            raise StopIteration
+        assert isinstance(item, Fail)
+        self._ended = f"this iterator ended with {type(item.error).__name__}: {item.error}"
+        self._shutdown_workers()
+        raise item.error
 
     def _end_epoch(self) -> None:
         """Take the pool out of the loop and drop what nobody will take."""
@@ -317,8 +337,8 @@ class _WorkerIter(_CountedNext):
         if self._shutdown or os.getpid() != self._owner:
             return
         self._shutdown = True
-        if self._over is None:
-            self._over = LoaderClosed("this iterator was shut down")
+        if self._ended is None:
+            self._ended = "this iterator was shut down"
         if self._bridge.inside:
             # Collected by the loop's own thread, which cannot wait for itself.
             if self._pipeline is not None:
@@ -350,3 +370,18 @@ async def _close(pipeline: Pipeline) -> None:
     if reader is not None:
         with contextlib.suppress(asyncio.CancelledError):
             await reader
+
+
+# Iterators that may still have workers. At exit they are shut down while their loops' threads still run.
+_live: weakref.WeakSet[_WorkerIter] = weakref.WeakSet()
+
+
+@functools.cache
+def _install_exit_hook() -> None:
+    # Registered after the pool's own hook, hence called before it.
+    atexit.register(_shutdown_all)
+
+
+def _shutdown_all() -> None:
+    for iterator in list(_live):
+        iterator._shutdown_workers()

@@ -25,7 +25,19 @@ from asyncloader.sampler import AsyncIndexSource, as_async_source
 from asyncloader.scheduler import Scheduler
 from asyncloader.workers.info import WorkerSetup
 
-__all__ = ["DEFAULT_CONCURRENCY", "LoaderSpec", "make_scheduler", "usable_cpus", "warn_over_length", "worker_setup"]
+__all__ = [
+    "DEFAULT_CONCURRENCY",
+    "LoaderSpec",
+    "async_index_source",
+    "is_iterable",
+    "make_scheduler",
+    "shared_seed",
+    "start_method",
+    "usable_cpus",
+    "warn_over_length",
+    "worker_context",
+    "worker_setup",
+]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -99,30 +111,10 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
         self.concurrency = concurrency
 
     @property
-    def iterable(self) -> bool:
-        """Whether the dataset is iterated rather than indexed."""
-        return bool(self._dataset_kind == DatasetKind.Iterable)
-
-    @property
-    def async_index_source(self) -> AsyncIndexSource | None:
-        """The index sampler as an async one, None when it is a plain one."""
-        return as_async_source(super()._index_sampler)
-
-    @property
     def _index_sampler(self) -> Any:
         # torch's iterator calls `iter()` on it at once; an async sampler answers with nothing and is read elsewhere.
-        return self.async_index_source or super()._index_sampler
-
-    @property
-    def start_method(self) -> str:
-        """The start method that workers will have."""
-        context = self.worker_context
-        return str(context.get_start_method())
-
-    @property
-    def worker_context(self) -> Any:
-        """The multiprocessing context, torch's default when none was given."""
-        return torch.multiprocessing if self.multiprocessing_context is None else self.multiprocessing_context
+        plain = super()._index_sampler
+        return as_async_source(plain) or plain
 
     def check_worker_number_rationality(self) -> None:
         """torch's warning about too many workers, which knows a container's CPU quota too."""
@@ -141,6 +133,30 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
             )
 
 
+# Functions, not attributes: a user's subclass of the loader may have attributes of any name.
+
+
+def is_iterable(spec: LoaderSpec[Any]) -> bool:
+    """Whether the dataset is iterated rather than indexed."""
+    return bool(spec._dataset_kind == DatasetKind.Iterable)
+
+
+def async_index_source(spec: LoaderSpec[Any]) -> AsyncIndexSource | None:
+    """The index sampler if it is an async one, else None."""
+    sampler = spec._index_sampler
+    return sampler if isinstance(sampler, AsyncIndexSource) else None
+
+
+def worker_context(spec: LoaderSpec[Any]) -> Any:
+    """The multiprocessing context, torch's default when none was given."""
+    return torch.multiprocessing if spec.multiprocessing_context is None else spec.multiprocessing_context
+
+
+def start_method(spec: LoaderSpec[Any]) -> str:
+    """The start method that workers will have."""
+    return str(worker_context(spec).get_start_method())
+
+
 def worker_setup(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter) -> WorkerSetup:
     """What the workers need, from the options as they are now and the random numbers drawn for this iterator."""
     init = spec.worker_init_fn
@@ -149,7 +165,7 @@ def worker_setup(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter) -> WorkerSet
         init = functools.partial(_sharding_worker_init_fn, init, draws._world_size, draws._rank)
     return WorkerSetup(
         dataset=dataset,
-        iterable=spec.iterable,
+        iterable=is_iterable(spec),
         auto_collation=bool(spec._auto_collation),
         batch_size=spec.batch_size,
         collate_fn=spec.collate_fn,
@@ -180,9 +196,9 @@ def make_scheduler(spec: LoaderSpec[Any]) -> tuple[Scheduler, int]:
         workers=spec.num_workers,
         credits=credits,
         in_order=spec.in_order,
-        iterable=spec.iterable,
+        iterable=is_iterable(spec),
         # An async sampler's order is no promise of torch's: whoever is free may work.
-        assignment="round_robin" if spec.async_index_source is None else "least_loaded",
+        assignment="round_robin" if async_index_source(spec) is None else "least_loaded",
     )
     return scheduler, credits
 

@@ -105,6 +105,9 @@ class WorkerProcess:
         """Reap the process, which must have ended, and close what this side holds. Idempotent."""
         self.channel.close()
         self.process.join()
+        # Frees the sentinel's descriptor now; `Process.close` would also make the object forget its pid and exit code.
+        with contextlib.suppress(AttributeError):
+            self.process._popen.close()
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None

@@ -37,17 +37,14 @@ class RingKeeper:
         if ring_bytes is not None:
             segment.check_room(ring_bytes, f"a ring of ring_bytes={ring_bytes}")
         self.ring: Ring | None = None
+        self.nbytes = 0
+        """Size of the newest ring, also after it was closed."""
         self._held: dict[tuple[int, int], tuple[Ring, int]] = {}  # (epoch, seq) -> slot of an unanswered task
         self._slot_bytes = FIRST_SLOT_BYTES if ring_bytes is None else self._fixed_slot_bytes(ring_bytes)
         self._grown = True  # the first ring is owed
 
     def _fixed_slot_bytes(self, ring_bytes: int) -> int:
         return max(PAGE, ring_bytes // self._slots // PAGE * PAGE)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the present ring."""
-        return self.ring.nbytes if self.ring is not None else 0
 
     def replacement(self) -> Ring | None:
         """A ring that the worker must be sent before its next task, or None.
@@ -59,6 +56,7 @@ class RingKeeper:
             return None
         number = self.ring.number + 1 if self.ring is not None else 0
         self.ring = Ring(self._slots, self._slot_bytes, self._credits, number)
+        self.nbytes = self.ring.nbytes
         self._grown = False
         return self.ring
 
