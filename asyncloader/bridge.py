@@ -88,10 +88,11 @@ class Bridge:
         Raises:
             LoaderClosed: the loop is gone.
         """
+        loop = self._alive()
         self._calls.append((function, args))
         if not self._woken:
             self._woken = True
-            self._alive().call_soon_threadsafe(self._run_calls)
+            loop.call_soon_threadsafe(self._run_calls)
 
     def _run_calls(self) -> None:
         # Cleared first: a call that comes from now on wakes the loop again.
@@ -99,7 +100,12 @@ class Bridge:
         calls = self._calls
         while calls:
             function, args = calls.popleft()
-            function(*args)
+            try:
+                function(*args)
+            except Exception as error:  # the calls behind it must not wait for the next wake-up
+                asyncio.get_running_loop().call_exception_handler(
+                    {"message": f"call of {function!r} through the bridge failed", "exception": error}
+                )
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the loop and wait for it.

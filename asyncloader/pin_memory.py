@@ -9,6 +9,7 @@ container types and custom types with a `pin_memory()` method), and its slot is 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -49,13 +50,16 @@ class PinStage:
         self._opener = opener
         self._pin = pin
         self._forward = forward
+        self._items: deque[Action] = deque()
         self._executor = ThreadPoolExecutor(1, "asyncloader-pin", initializer=_use_current_device())
 
     def put(self, item: Action) -> None:
         """Take an item; returns at once."""
-        self._executor.submit(self._run, item)
+        self._items.append(item)
+        self._executor.submit(self._run)
 
-    def _run(self, item: Action) -> None:
+    def _run(self) -> None:
+        item = self._items.popleft()
         try:
             if isinstance(item, Deliver) and isinstance(item.outcome, Answer):
                 result = item.outcome.result
@@ -65,8 +69,12 @@ class PinStage:
         self._forward(item)
 
     def close(self) -> None:
-        """Let the present copy end and forget the rest. The rings behind it go as a whole."""
+        """Let the present copy end and discard the rest."""
         self._executor.shutdown(wait=True, cancel_futures=True)
+        while self._items:
+            item = self._items.popleft()
+            if isinstance(item, Deliver) and isinstance(item.outcome, Answer):
+                item.outcome.discard()
 
 
 def _use_current_device() -> Callable[[], None]:

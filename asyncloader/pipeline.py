@@ -131,6 +131,9 @@ class Pipeline(Listener):
             return None
         self._closed = True
         self._pool.detach()
+        for held in self._scheduler.abandon():
+            if isinstance(held.outcome, Answer):
+                held.outcome.discard()
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.cancel()

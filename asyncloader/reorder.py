@@ -53,6 +53,12 @@ class ReorderBuffer(Generic[T]):
         self._skipped.add(seq)
         return self._release()
 
+    def drain(self) -> list[T]:
+        """Give up: everything that is held back, in order. Nothing is held afterwards."""
+        held = [self._held[seq] for seq in sorted(self._held)]
+        self._held.clear()
+        return held
+
     def _check_new(self, seq: int) -> None:
         if seq < self._next or seq in self._held or seq in self._skipped:
             raise ValueError(f"sequence number {seq} came twice (waiting for {self._next})")

@@ -8,7 +8,7 @@ one may wait (for a queue, a server, feedback), so it is read ahead by a task of
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from torch.utils.data import BatchSampler
@@ -56,18 +56,23 @@ class AsyncIndexSource:
         return length // self.batch_size if self.drop_last else -(-length // self.batch_size)
 
     async def __aiter__(self) -> AsyncIterator[Any]:
-        if self.batch_size is None:
-            async for index in self.sampler:
-                yield index
-            return
+        indices = aiter(self.sampler)
         batch: list[Any] = []
-        async for index in self.sampler:
-            batch.append(index)
-            if len(batch) == self.batch_size:
+        try:
+            async for index in indices:
+                if self.batch_size is None:
+                    yield index
+                    continue
+                batch.append(index)
+                if len(batch) == self.batch_size:
+                    yield batch
+                    batch = []
+            if batch and not self.drop_last:
                 yield batch
-                batch = []
-        if batch and not self.drop_last:
-            yield batch
+        finally:
+            # Closed with this generator, rather than whenever the loop finds it abandoned.
+            if isinstance(indices, AsyncGenerator):
+                await indices.aclose()
 
 
 def as_async_source(index_sampler: Any) -> AsyncIndexSource | None:

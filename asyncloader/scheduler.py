@@ -137,6 +137,11 @@ class Scheduler:
         self._over = True
         return [Fail(event.error)]
 
+    def abandon(self) -> list[Deliver]:
+        """The epoch is given up: the outcomes that were held back for an earlier one and that nobody will take."""
+        self._over = True
+        return self._reorder.drain()
+
     def _started(self) -> list[Action]:
         count = self.credits * self.workers
         if not self.iterable:
@@ -147,6 +152,8 @@ class Scheduler:
         return actions
 
     def _offered(self, index: Any) -> list[Action]:
+        if self._offers_ended:
+            raise ValueError(f"index {index!r} was offered after the sampler had ended")
         if len(self._owner) >= self.credits * self.workers:
             raise ValueError(
                 f"a task was offered beyond the credits: {len(self._owner)} undelivered, "
@@ -188,9 +195,9 @@ class Scheduler:
         return list(self._reorder.push(seq, deliver))
 
     def _delivered(self, event: Delivered) -> list[Action]:
-        worker = self._owner.pop(event.seq, None)
+        worker = None if event.seq in self._unanswered_tasks else self._owner.pop(event.seq, None)
         if worker is None:
-            raise ValueError(f"task {event.seq} was delivered twice")
+            raise ValueError(f"task {event.seq} was delivered twice, or before it was answered")
         self._load[worker] -= 1
         if self.iterable:
             return self._offered(None) + self._finish_if_done()

@@ -23,6 +23,7 @@ __all__ = ["Channel", "channel_pair"]
 _READ_BYTES = 1 << 16
 _MAX_FDS = 8
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
+_CLOEXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # a program that somebody starts must not keep our segments
 
 
 class Channel:
@@ -51,7 +52,7 @@ class Channel:
         With nothing to read, gives nothing; or waits for something (`wait`, on a blocking socket only).
         """
         try:
-            flags = 0 if wait else socket.MSG_DONTWAIT
+            flags = _CLOEXEC if wait else _CLOEXEC | socket.MSG_DONTWAIT
             data, ancillary, _, _ = self.sock.recvmsg(_READ_BYTES, _ANCILLARY_BYTES, flags)
         except (BlockingIOError, InterruptedError):
             return iter(())

@@ -30,131 +30,26 @@ import torch
 
 from asyncloader.workers.layout import align
 from asyncloader.workers.lease import Anchor
+from asyncloader.workers.leaves import (
+    DTYPE_CODE,
+    DTYPES,
+    NUMPY_BY_CODE,
+    PLACES,
+    Dense,
+    Leaf,
+    Place,
+    Raw,
+    Storage,
+    Strided,
+)
 
 Memory: TypeAlias = Anchor | np.ndarray[Any, np.dtype[np.uint8]]
 """What leaves are built on: a slot's anchor, or a private copy of it."""
 
-__all__ = ["Encoded", "Encoder", "Leaf", "Template", "copy_out", "numpy_dtype"]
+__all__ = ["Encoded", "Encoder", "Template", "copy_out"]
 
 INLINE_PICKLE = 1 << 15
 """Pickle up to this size goes over the socket with the descriptor; more goes through memory."""
-
-# A torch dtype travels as its place in this list.
-_DTYPES: tuple[torch.dtype, ...] = tuple(
-    dtype
-    for name in [
-        "float32",
-        "float64",
-        "float16",
-        "bfloat16",
-        "uint8",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "bool",
-        "complex64",
-        "complex128",
-        "uint16",
-        "uint32",
-        "uint64",
-        "complex32",
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "float8_e4m3fnuz",
-        "float8_e5m2fnuz",
-    ]
-    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
-)
-_DTYPE_CODE = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_NUMPY = {
-    torch.empty(0, dtype=d).numpy().dtype: d
-    for d in _DTYPES
-    if d not in (torch.bfloat16, torch.complex32) and not str(d).startswith("torch.float8")
-}
-_TORCH_TO_NUMPY = {d: n for n, d in _NUMPY.items()}
-_NUMPY_BY_CODE = tuple(_TORCH_TO_NUMPY.get(d) for d in _DTYPES)
-_ITEM_SIZE = {d: d.itemsize for d in _DTYPES}
-
-
-def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
-    """The numpy dtype of the same bits, None where numpy has none (bfloat16, float8)."""
-    return _TORCH_TO_NUMPY.get(dtype)
-
-
-def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
-    """The torch dtype of the same bits in native byte order, None where torch has none."""
-    return _NUMPY.get(dtype)
-
-
-class Dense(NamedTuple):
-    """A contiguous tensor with a storage of its own."""
-
-    offset: int
-    numel: int
-    dtype: int
-    shape: tuple[int, ...]
-
-
-class Strided(NamedTuple):
-    """A tensor over a piece of storage that starts at `offset`; equal offsets are the same storage."""
-
-    offset: int
-    nbytes: int
-    dtype: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    first: int
-
-
-class Raw(NamedTuple):
-    """Plain bytes: a numpy array's buffer, or whatever else pickles out of band."""
-
-    offset: int
-    nbytes: int
-
-
-class Storage(NamedTuple):
-    """A whole untyped storage."""
-
-    offset: int
-    nbytes: int
-
-
-Place: TypeAlias = Dense | Strided | Raw | Storage
-_PLACES = (Dense, Strided, Raw, Storage)
-
-
-class Leaf:
-    """Bytes to be written to the slot. `write` gets the memory and the leaf's absolute offset in it."""
-
-    __slots__ = ("nbytes", "place", "write")
-
-    def __init__(
-        self, nbytes: int, place: Callable[[int], Place], write: Callable[[mmap.mmap, int], None] | None
-    ) -> None:
-        self.nbytes = nbytes
-        self.place = place
-        self.write = write
-
-
-def dense_view(memory: mmap.mmap, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor over ``memory[offset:]`` to write to."""
-    array = _TORCH_TO_NUMPY.get(dtype)
-    if array is not None:
-        return torch.from_numpy(np.ndarray(shape, array, memory, offset))
-    count = 1
-    for n in shape:
-        count *= n
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
-
-
-def dense_leaf(
-    shape: tuple[int, ...], dtype: torch.dtype, nbytes: int, write: Callable[[mmap.mmap, int], None]
-) -> Leaf:
-    """A leaf that becomes one contiguous tensor."""
-    code, count = _DTYPE_CODE[dtype], nbytes // _ITEM_SIZE[dtype]
-    return Leaf(nbytes, lambda offset: Dense(offset, count, code, shape), write if count else None)
 
 
 class Encoded(NamedTuple):
@@ -226,7 +121,7 @@ class Encoder:
             offset = align(offset + shared.nbytes)
         for leaf in self._leaves:
             place = leaf.place(offset)
-            places.append((_PLACES.index(type(place)), place))
+            places.append((PLACES.index(type(place)), place))
             if leaf.write is not None:
                 writes.append((leaf.write, offset))
                 offset = align(offset + leaf.nbytes)
@@ -254,13 +149,9 @@ class Encoder:
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if not _is_plain(tensor):
             return tensor.__reduce_ex__(5)
-        storage = tensor.untyped_storage()
-        key: int = storage._cdata
-        shared = self._shared.get(key)
-        if shared is None:
-            self._shared[key] = shared = _SharedStorage(storage)
-        shared.include(tensor)
-        code, stride, shape = _DTYPE_CODE[tensor.dtype], tensor.stride(), tuple(tensor.shape)
+        shared = self._share(tensor.untyped_storage())
+        shared.include_tensor(tensor)
+        code, stride, shape = DTYPE_CODE[tensor.dtype], tensor.stride(), tuple(tensor.shape)
         start = int(tensor.storage_offset()) * tensor.element_size()
 
         def place(_: int) -> Place:
@@ -271,10 +162,16 @@ class Encoder:
     def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
         if storage.device.type != "cpu":
             return storage.__reduce_ex__(5)
-        nbytes = storage.nbytes()
-        source = torch.empty(0, dtype=torch.uint8).set_(storage)
-        leaf = Leaf(nbytes, lambda offset: Storage(offset, nbytes), _tensor_writer(source) if nbytes else None)
-        return _leaf, (self.placeholder(leaf),)
+        shared = self._share(storage)
+        shared.include(0, int(storage.nbytes()))
+        return _leaf, (self.placeholder(Leaf(0, lambda _: Storage(shared.offset, shared.nbytes), None)),)
+
+    def _share(self, storage: torch.UntypedStorage) -> _SharedStorage:
+        key: int = storage._cdata
+        shared = self._shared.get(key)
+        if shared is None:
+            self._shared[key] = shared = _SharedStorage(storage)
+        return shared
 
 
 class _SharedStorage:
@@ -293,15 +190,19 @@ class _SharedStorage:
     def nbytes(self) -> int:
         return max(0, self.last - self.first)
 
-    def include(self, tensor: torch.Tensor) -> None:
+    def include(self, first: int, last: int) -> None:
+        """This range of bytes is seen by one more object."""
         self.count += 1
+        self.first = min(self.first, first // 16 * 16)  # the widest element: leaves keep their alignment
+        self.last = max(self.last, last)
+
+    def include_tensor(self, tensor: torch.Tensor) -> None:
         if tensor.numel() == 0:
             return
         item = tensor.element_size()
         first = int(tensor.storage_offset()) * item
         reach = sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        self.first = min(self.first, first // 16 * 16)  # the widest element: leaves keep their alignment
-        self.last = max(self.last, first + (reach + 1) * item)
+        self.include(first, first + (reach + 1) * item)
 
     def place(
         self, start: int, code: int, shape: tuple[int, ...], stride: tuple[int, ...], tensor: torch.Tensor
@@ -323,19 +224,12 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"
         and not tensor.requires_grad
-        and tensor.dtype in _DTYPE_CODE
+        and tensor.dtype in DTYPE_CODE
         and not tensor.is_nested
         and not tensor.is_conj()
         and not tensor.is_neg()
         and not tensor.__dict__
     )
-
-
-def _tensor_writer(source: torch.Tensor) -> Callable[[mmap.mmap, int], None]:
-    def write(memory: mmap.mmap, offset: int) -> None:
-        dense_view(memory, offset, source.dtype, tuple(source.shape)).copy_(source)
-
-    return write
 
 
 def _raw_writer(view: memoryview) -> Callable[[mmap.mmap, int], None]:
@@ -371,12 +265,12 @@ class Template:
     def __init__(self, template: bytes) -> None:
         size = int.from_bytes(template[:4], "little")
         places, self._inside, self._size = pickle.loads(template[4 : 4 + size])
-        self._places: tuple[Place, ...] = tuple(_PLACES[kind](*values) for kind, values in places)
+        self._places: tuple[Place, ...] = tuple(PLACES[kind](*values) for kind, values in places)
         self._structure = template[4 + size :]
         self._simple = tuple(
-            (_NUMPY_BY_CODE[p.dtype], p.shape, p.offset)
+            (NUMPY_BY_CODE[p.dtype], p.shape, p.offset)
             for p in self._places
-            if type(p) is Dense and _NUMPY_BY_CODE[p.dtype] is not None and p.numel
+            if type(p) is Dense and NUMPY_BY_CODE[p.dtype] is not None and p.numel
         )
         if len(self._simple) != len(self._places):
             self._simple = ()
@@ -399,21 +293,19 @@ class Template:
 
 def _build_leaf(place: Place, anchor: Memory | None, storages: dict[int, torch.UntypedStorage]) -> Any:
     if isinstance(place, Dense):
-        dtype = _DTYPES[place.dtype]
+        dtype = DTYPES[place.dtype]
         if not place.numel:
             return torch.empty(place.shape, dtype=dtype)
         assert anchor is not None
         return torch.frombuffer(anchor, dtype=dtype, count=place.numel, offset=place.offset).view(place.shape)
     if isinstance(place, Strided):
-        dtype = _DTYPES[place.dtype]
+        dtype = DTYPES[place.dtype]
         if place.offset < 0:
             return torch.empty_strided(place.shape, place.stride, dtype=dtype)
-        storage = storages.get(place.offset)
-        if storage is None:
-            storage = storages[place.offset] = _bytes_tensor(anchor, place.offset, place.nbytes).untyped_storage()
+        storage = _build_storage(place, anchor, storages)
         return torch.empty(0, dtype=dtype).set_(storage, place.first, place.shape, place.stride)
     if isinstance(place, Storage):
-        return _bytes_tensor(anchor, place.offset, place.nbytes).untyped_storage()
+        return _build_storage(place, anchor, storages)
     if not place.nbytes:
         return bytearray()
     assert anchor is not None
@@ -422,6 +314,18 @@ def _build_leaf(place: Place, anchor: Memory | None, storages: dict[int, torch.U
 
 def _bytes(anchor: Memory, offset: int, nbytes: int) -> memoryview:
     return memoryview(anchor).cast("B")[offset : offset + nbytes]  # type: ignore[arg-type]
+
+
+def _build_storage(
+    place: Strided | Storage, anchor: Memory | None, storages: dict[int, torch.UntypedStorage]
+) -> torch.UntypedStorage:
+    """One storage for all leaves that lie at the same offset; an empty one is nobody else's."""
+    if not place.nbytes:
+        return torch.UntypedStorage(0)
+    storage = storages.get(place.offset)
+    if storage is None:
+        storage = storages[place.offset] = _bytes_tensor(anchor, place.offset, place.nbytes).untyped_storage()
+    return storage
 
 
 def _bytes_tensor(anchor: Memory | None, offset: int, nbytes: int) -> torch.Tensor:

@@ -14,14 +14,16 @@ once.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data._utils import collate as torch_collate
 
-from asyncloader.workers.codec import Encoded, Encoder, dense_leaf, dense_view, torch_dtype
+from asyncloader.workers.codec import Encoded, Encoder
+from asyncloader.workers.leaves import dense_leaf, dense_view, has_code, torch_dtype
 
 __all__ = ["Collator", "use_private_memory"]
 
@@ -63,10 +65,11 @@ class Collator:
             float: self._floats,
             int: self._ints,
         }
-        self._map = dict(torch_collate.default_collate_fn_map)
-        for kind, function in own.items():
-            if self._map.get(kind) in (_TORCH_MAP.get(kind), _collate_tensor_private):
-                self._map[kind] = function
+        self._private = dict(torch_collate.default_collate_fn_map)
+        self._map: dict[Any, Callable[..., Any]] = {}
+        for kind, function in self._private.items():
+            torchs = function in (_TORCH_MAP.get(kind), _collate_tensor_private)
+            self._map[kind] = (own.get(kind, function)) if torchs else self._with_private_map(function)
 
     def collate(self, samples: Sequence[Any]) -> Encoded:
         """Collate and encode.
@@ -75,10 +78,20 @@ class Collator:
             RuntimeError, TypeError: as torch's `default_collate` does, in its words. Samples of different shapes are
                 found when the batch is written.
         """
+        straight = bool(samples) and _shows_placeholders_to_nobody(samples[0])
         try:
-            return self._encoder.encode(torch_collate.collate(samples, collate_fn_map=self._map))
+            batch = torch_collate.collate(samples, collate_fn_map=self._map if straight else self._private)
+            return self._encoder.encode(batch)
         finally:
             self._encoder.discard()
+
+    def _with_private_map(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A user's function may collate parts of its samples itself and look at the result: no placeholders there."""
+
+        def collate(batch: Sequence[Any], **_: Any) -> Any:
+            return function(batch, collate_fn_map=self._private)
+
+        return collate
 
     # Each of these is called with the values that one leaf of the batch is made of.
 
@@ -90,6 +103,7 @@ class Collator:
             or elem.device.type != "cpu"
             or elem.is_quantized
             or elem.requires_grad
+            or not has_code(elem.dtype)
             or type(elem) is not torch.Tensor
         ):
             return _collate_tensor_private(batch)
@@ -153,6 +167,22 @@ class Collator:
         write: Callable[[mmap.mmap, int], None],
     ) -> Any:
         return self._encoder.placeholder(dense_leaf(shape, dtype, nbytes, write))
+
+
+def _shows_placeholders_to_nobody(sample: Any) -> bool:
+    """Whether the sample is made of containers that only store what they are given.
+
+    A user's own mapping or sequence type may look at the values of the batch that torch puts into it; then the batch is
+    made of real tensors, and copied to the slot.
+    """
+    kind = type(sample)
+    if kind in (dict, OrderedDict):
+        return all(map(_shows_placeholders_to_nobody, sample.values()))
+    if kind in (list, tuple):
+        return all(map(_shows_placeholders_to_nobody, sample))
+    if isinstance(sample, (str, bytes)):
+        return True
+    return not isinstance(sample, (Mapping, Sequence))
 
 
 def _alike(batch: Sequence[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -> bool:

@@ -262,6 +262,8 @@ class WorkerPool:
                 self._listener.on_answer(worker, answer)
             else:
                 answer.discard()
+        elif kind == wire.READY:
+            process.ready = True
         elif kind == wire.RESET_DONE:
             self.rings[worker].reset_done(wire.unpack_reset(body)[0])
         else:
@@ -303,6 +305,10 @@ class WorkerPool:
             self._stopped = True
             self.detach()
             self.request_stop()
+            for process in self.processes:
+                # One that still boots (spawn: a second or more) cannot hear us, and has nothing to lose.
+                if not process.ready and wire.READY not in [kind for kind, _ in process.channel.receive()]:
+                    process.terminate()
             alive = wait_for_deaths(self.processes, _ASK_SECONDS)
             for process in alive:
                 process.terminate()
@@ -334,7 +340,7 @@ def _preload_in_fork_server(context: Any) -> None:
     # There is no public way to ask; where the attributes are missing, children just start more slowly.
     if getattr(server, "_forkserver_pid", 0) is None and getattr(server, "_preload_modules", None) == ["__main__"]:
         context = context if hasattr(context, "set_forkserver_preload") else multiprocessing
-        context.set_forkserver_preload(["__main__", "asyncloader.workers.worker"])
+        context.set_forkserver_preload(["__main__", "torch", "asyncloader.workers.worker"])
 
 
 # Pools that may still have workers. At exit they are stopped before multiprocessing ends its daemonic children itself.

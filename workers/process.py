@@ -45,8 +45,9 @@ class WorkerProcess:
         self.worker_id = worker_id
         ours, theirs = channel_pair()
         self.channel = Channel(ours)
+        self.ready = False
+        """The worker said that it runs; before that it has not touched the user's code."""
         self._pidfd: int | None = None
-        self._owner = os.getpid()
         _processes.add(self)
         try:
             self.process = context.Process(

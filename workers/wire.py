@@ -19,6 +19,7 @@ __all__ = [
     "EXHAUSTED",
     "NO_SLOT",
     "ONEOFF",
+    "READY",
     "RESET",
     "RESET_DONE",
     "RESULT",
@@ -43,7 +44,7 @@ __all__ = [
 # main -> worker
 TASK, RING, RESET, STOP = 1, 2, 3, 4
 # worker -> main
-RESULT, ERROR, EXHAUSTED, RESET_DONE = 11, 12, 13, 14
+RESULT, ERROR, EXHAUSTED, RESET_DONE, READY = 11, 12, 13, 14, 15
 
 NO_SLOT = -1
 """In a task: no slot was free. In a result: the batch has no bytes in shared memory."""

@@ -1,0 +1,67 @@
+# Each target works from a fresh clone: it makes .venv, installs what it needs, and is quick the second time.
+#   make demo PYTHON=python3.12      another interpreter
+#   make test ARGS='-k ring -x'      more arguments for pytest
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Without build isolation the editable install uses the pinned setuptools, and needs no second download. The warning
+# switched off is setuptools' general advice about editable installs.
+INSTALL := PYTHONWARNINGS=ignore::UserWarning $(PIP) install --quiet -c constraints.txt --no-build-isolation
+
+.PHONY: help demo test bench check format docs clean
+.DEFAULT_GOAL := help
+.NOTPARALLEL: # two pips in one environment would trip over each other
+
+help: ## this text
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.stamp-demo ## train a small network on handwritten digits, then compare the loaders
+	$(BIN)/python docs/examples/digits.py
+
+test: $(VENV)/.stamp-test ## run the whole suite
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(VENV)/.stamp-bench ## measure against torch and the peers; writes docs/reference/benchmarks.md
+	$(BIN)/python -m tests.benchmarks $(ARGS)
+
+check: $(VENV)/.stamp-check ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(VENV)/.stamp-check ## mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.stamp-docs ## build the pages into build/docs; a warning is an error
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+	@echo "built build/docs/index.html"
+
+clean: ## remove everything that make made
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+
+# Which extras each target installs. One stamp each: `make demo` must not wait for the linters.
+$(VENV)/.stamp-demo: EXTRAS := demo
+$(VENV)/.stamp-test: EXTRAS := test,demo
+$(VENV)/.stamp-bench: EXTRAS := bench
+$(VENV)/.stamp-check: EXTRAS := lint,test,demo
+$(VENV)/.stamp-docs: EXTRAS := docs
+
+$(VENV)/.stamp-%: $(VENV)/.stamp pyproject.toml constraints.txt
+	$(INSTALL) -e '.[$(EXTRAS)]'
+	@touch $@
+
+# The interpreter is asked before the environment is made, so that a wrong one leaves nothing behind.
+$(VENV)/.stamp: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "asyncloader needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; \
+	  echo "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c constraints.txt --upgrade pip setuptools
+	@touch $@

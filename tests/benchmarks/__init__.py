@@ -1,0 +1,14 @@
+"""The benchmarks: every row is a ratio to torch's DataLoader, measured side by side in one run.
+
+`python -m tests.benchmarks --help` says how to run them. The files, from the top down:
+
+    run.py, __main__.py   the command: plans the rounds, prints the table, decides the exit code
+    plan.py               what is measured, and the floor that each ratio must reach
+    harness.py            starts each measurement in a fresh process, and samples its memory from outside
+    child.py              what runs in that process
+    loaders.py, peers.py  the loaders compared: torch, ours, the others
+    workloads.py          the datasets, and the checks on every batch that arrives
+    report.py, chart.py   the table, the page and its picture
+"""
+
+from __future__ import annotations

@@ -1,0 +1,102 @@
+"""The benchmark's command: plans the rounds and prints the table; 1 if a floor is missed, 2 if it failed."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+from . import chart, report
+from .harness import ROOT, JobFailed, Results, run_job, run_rounds
+from .plan import ROWS, THROUGHPUT, Job, jobs
+
+PAGE = ROOT / "docs" / "reference" / "benchmarks.md"
+PICTURE = PAGE.with_suffix(".svg")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The options; an error in them ends the program with 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks",
+        description="Measure asyncloader against torch's DataLoader and the peers, as ratios in one run.",
+    )
+    parser.add_argument("--quick", action="store_true", help="2 short rounds instead of 6")
+    parser.add_argument("--rounds", type=int, help="interleaved rounds (6; 2 with --quick)")
+    parser.add_argument("--rows", default=",".join(ROWS), help="rows to measure, joined by commas (%(default)s)")
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="measure the peers too")
+    parser.add_argument(
+        "--save",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help=f"write {PAGE.relative_to(ROOT)} and its picture",
+    )
+    options = parser.parse_args(arguments)
+    options.rounds = options.rounds or (2 if options.quick else 6)
+    options.rows = tuple(options.rows.split(","))
+    if unknown := set(options.rows) - set(ROWS):
+        parser.error(f"no such row: {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
+    if options.rounds < 1:
+        parser.error(f"--rounds must be at least 1, not {options.rounds}")
+    if options.save and options.rows != ROWS:
+        parser.error("--save needs all rows: the page is written whole")
+    return options
+
+
+def verify(results: Results) -> list[str]:
+    """Hold the checksum of every loader against the reference; gives the names of those that differ."""
+    references = {workload: run_job(Job("reference", workload))[0]["checksum"] for workload in THROUGHPUT}
+    return [
+        f"{loader} on {workload}: {checksum}, reference {references[workload]}"
+        for (workload, loader), checksum in results.checksums.items()
+        if checksum != references[workload]
+    ]
+
+
+def main(arguments: list[str]) -> int:
+    """Run the benchmark; the exit code."""
+    options = parse(arguments)
+    seconds = 0.3 if options.quick else 1.0
+
+    def plan(number: int) -> list[Job]:
+        planned = jobs(options.rows, seconds, options.peers, full=number == 0)
+        return [dataclasses.replace(job, seconds=seconds) for job in planned]
+
+    def log(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    try:
+        if options.peers:
+            run_job(Job("peers"))
+        results = run_rounds(plan, options.rounds, log)
+        wrong = verify(results)
+    except JobFailed as failure:
+        log(f"no table, because a measurement failed: {failure}")
+        if options.peers:
+            log("The peers come with: pip install 'asyncloader[bench]'. --no-peers leaves them out.")
+        return 2
+    if wrong:
+        log("no table, because content differs: " + "; ".join(wrong))
+        return 2
+    print(report.floor_table(results))
+    print()
+    print(report.peer_table(results))
+    print()
+    print(report.memory_bandwidth(results))
+    if options.save:
+        command = " ".join(["python -m tests.benchmarks", *arguments])
+        save(results, command, options.rounds)
+    missed = [verdict for verdict in report.verdicts(results) if not verdict.ok]
+    log(f"{len(missed)} of {len(report.verdicts(results))} floors missed")
+    return 1 if missed else 0
+
+
+def save(results: Results, command: str, rounds: int, page: Path = PAGE) -> None:
+    """Write the page and its picture beside it."""
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(report.page(results, command, rounds), encoding="utf-8")
+    page.with_suffix(".svg").write_text(chart.draw(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,170 @@
+"""Starts each measurement in a fresh process, watches its memory from outside, and collects the rounds.
+
+Rounds are interleaved: every loader is measured once in a round, in an order that turns around from round
+to round, so that a machine that slows down or warms up touches all alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .plan import Job
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 300.0  # for one job
+SAMPLE_S = 0.05  # between two looks at the memory
+
+
+class JobFailed(Exception):
+    """A measurement ended without a result: a loader failed, hung, or delivered wrong content."""
+
+
+@dataclass
+class Results:
+    """The measured numbers: one per metric, loader and round."""
+
+    values: dict[tuple[str, str], list[float]] = field(default_factory=dict[tuple[str, str], list[float]])
+    checksums: dict[tuple[str, str], str] = field(default_factory=dict[tuple[str, str], str])
+    memcpy: list[float] = field(default_factory=list[float])
+
+    def add(self, metric: str, loader: str, value: float) -> None:
+        """Append this round's number."""
+        self.values.setdefault((metric, loader), []).append(value)
+
+    def median(self, metric: str, loader: str) -> float:
+        """The median over the rounds. KeyError if it was not measured."""
+        return statistics.median(self.values[metric, loader])
+
+    def has(self, metric: str, loader: str) -> bool:
+        """Whether it was measured."""
+        return (metric, loader) in self.values
+
+    def ratio(self, metric: str, loader: str, baseline: str) -> tuple[float, float, float]:
+        """The ratio of the medians, and the smallest and largest ratio of any one round."""
+        ours, theirs = self.values[metric, loader], self.values[metric, baseline]
+        rounds = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+        return statistics.median(ours) / statistics.median(theirs), min(rounds), max(rounds)
+
+
+def run_rounds(plan: Callable[[int], list[Job]], rounds: int, log: Callable[[str], None]) -> Results:
+    """Run every job of `plan(round)` for each round.
+
+    Raises:
+        JobFailed: a job failed. The table would have a blank, so there is no table.
+    """
+    results = Results()
+    for number in range(rounds):
+        jobs = plan(number)
+        started = time.monotonic()
+        for job in jobs if number % 2 == 0 else reversed(jobs):
+            _record(job, *run_job(job), results)
+        results.memcpy.append(run_job(Job("memcpy", seconds=0.5))[0]["rate"])
+        log(f"round {number + 1} of {rounds}: {len(jobs)} measurements in {time.monotonic() - started:.0f} s")
+    return results
+
+
+def _record(job: Job, output: dict[str, Any], memory: list[tuple[float, int]], results: Results) -> None:
+    if job.probe == "throughput":
+        for way, rate in output["rate"].items():
+            results.add(f"{job.workload}/{way}", job.loader, rate)
+        results.add(f"cpu/{job.workload}", job.loader, output["cpu"]["touch"])
+        if output["checksum"]:
+            results.checksums[job.workload, job.loader] = output["checksum"]
+    elif job.probe == "inline":
+        for loader, ways in output["rate"].items():
+            for way, rate in ways.items():
+                results.add(f"inline/{job.workload}/{way}", loader, rate)
+    elif job.probe == "first_batch":
+        results.add(f"first/{job.start}", job.loader, output["seconds"])
+    elif job.probe == "second_epoch":
+        results.add("second", job.loader, output["seconds"])
+    elif job.probe == "memory":
+        begin, end = output["steady"]
+        steady = [size for when, size in memory if begin <= when <= end]
+        if not steady:
+            raise JobFailed(f"{job}: no look at its memory fell between {begin} and {end}")
+        results.add("memory/peak", job.loader, max(size for _, size in memory))
+        results.add("memory/steady", job.loader, statistics.median(steady))
+
+
+def run_job(job: Job) -> tuple[dict[str, Any], list[tuple[float, int]]]:
+    """Run one job in a process of its own.
+
+    Returns:
+        Its result, and for the probe "memory" the samples: monotonic seconds, PSS bytes of the tree.
+
+    Raises:
+        JobFailed: it ended with an error or took more than five minutes; the text has the end of its stderr.
+    """
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        output, errors = Path(folder, "result.json"), Path(folder, "stderr")
+        command = [sys.executable, "-m", "tests.benchmarks.child", job.to_json(), str(output)]
+        with errors.open("wb") as stderr:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=stderr,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        samples: list[tuple[float, int]] = []
+        done = threading.Event()
+        sampler = threading.Thread(target=_sample, args=(process.pid, samples, done))
+        if job.probe == "memory":
+            sampler.start()
+        try:
+            code: int | str = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            code = f"none after {LIMIT_S:.0f} s"
+        finally:
+            done.set()
+            if sampler.ident is not None:
+                sampler.join()
+            with contextlib.suppress(ProcessLookupError):  # the session's leftovers: some peers leave workers
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if code != 0 or not output.exists():
+            tail = errors.read_text(errors="replace")[-3000:]
+            raise JobFailed(f"{job.probe} {job.workload} {job.loader} {job.start}: exit code {code}\n{tail}")
+        return json.loads(output.read_text(encoding="utf-8")), samples
+
+
+def _sample(pid: int, samples: list[tuple[float, int]], done: threading.Event) -> None:
+    while not done.wait(SAMPLE_S):
+        samples.append((time.monotonic(), tree_pss(pid)))
+
+
+def tree_pss(root: int) -> int:
+    """Proportional set size, in bytes, of a process and its descendants; one that ends counts zero."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                # The name, in parentheses, may hold anything; the parent is the second field after it.
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    tree = {root}
+    while grown := {pid for pid, parent in parents.items() if parent in tree} - tree:
+        tree |= grown
+    return sum(_pss(pid) for pid in tree)
+
+
+def _pss(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0

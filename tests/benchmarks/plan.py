@@ -1,0 +1,159 @@
+"""What is measured, and the floor under each ratio. Pure data: nothing heavy is imported here.
+
+A metric is one number per loader and round. A floor bounds the ratio of two loaders in one metric.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+TORCH = "torch"
+TORCH_FILE_SYSTEM = "torch file_system"
+ASYNC = "AsyncDataLoader"
+FACADE = "DataLoader"
+OURS = (ASYNC, FACADE)
+PEERS = (
+    "torchdata StatefulDataLoader",
+    "torchdata nodes",
+    "grain",
+    "spdl drop-in",
+    "spdl threads",
+    "spdl arena",
+    "webdataset WebLoader",
+)
+PEER_PACKAGES = ("torchdata", "grain", "spdl", "webdataset")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One measurement, done in one fresh process.
+
+    Args:
+        probe: the name of a function in `child.PROBES`.
+        workload: a key of `workloads.WORKLOADS`.
+        loader: the loader measured; for the probe "inline" several, joined by commas.
+        start: start method of the workers; empty for torch's default.
+        seconds: least time measured for each way to consume.
+        full: check the content of the whole warm-up epoch, not only the places of its samples.
+    """
+
+    probe: str
+    workload: str = ""
+    loader: str = ""
+    start: str = ""
+    seconds: float = 1.0
+    full: bool = False
+
+    def to_json(self) -> str:
+        """The command-line argument that `child.py` reads."""
+        return json.dumps(self.__dict__)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One line of the table.
+
+    Args:
+        row: the name that `--rows` selects it by; several metrics may share one.
+        key: unique name.
+        title: what the table calls it.
+        unit: of the median shown.
+        more_is_better: which way the floor points.
+        scale: from the measured number to the unit.
+    """
+
+    row: str
+    key: str
+    title: str
+    unit: str
+    more_is_better: bool = True
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Floor:
+    """`loader` against `baseline` in a metric: at least `bound` where more is better, else at most."""
+
+    metric: str
+    loader: str
+    bound: float
+    baseline: str = TORCH
+
+
+METRICS = (
+    Metric("large", "large/touch", "64 x float32 3x224x224 (38.5 MB), one element touched", "batches/s"),
+    Metric("large", "large/sum", "the same, consumer sums the whole batch", "batches/s"),
+    Metric("small", "small/touch", "32 samples, dict of 2 small arrays and an int", "batches/s"),
+    Metric("ints", "ints/touch", "256 trivial ints", "batches/s"),
+    Metric("inline", "inline/large/touch", "no workers: 64 x float32 3x224x224, touched", "batches/s"),
+    Metric("inline", "inline/large/sum", "no workers: the same, summed", "batches/s"),
+    Metric("inline", "inline/small/touch", "no workers: 32 samples, dict", "batches/s"),
+    Metric("inline", "inline/ints/touch", "no workers: 256 ints", "batches/s"),
+    Metric("first", "first/fork", "time to first batch, fork", "ms", False, 1e3),
+    Metric("first", "first/spawn", "time to first batch, spawn", "ms", False, 1e3),
+    Metric("first", "first/forkserver", "time to first batch, forkserver, its server warm", "ms", False, 1e3),
+    Metric("second", "second", "second epoch's first batch, persistent workers", "ms", False, 1e3),
+    Metric("memory", "memory/peak", "memory of the tree (PSS), large batches: peak", "MiB", False, 2**-20),
+    Metric("memory", "memory/steady", "the same: median while batches flow", "MiB", False, 2**-20),
+    Metric("cpu", "cpu/small", "main-process CPU seconds per 1000 small batches", "s", False, 1e3),
+)
+ROWS = tuple(dict.fromkeys(metric.row for metric in METRICS))
+THROUGHPUT = {"large": ("large",), "small": ("small", "cpu"), "ints": ("ints",)}
+"""The rows that each throughput job feeds."""
+
+
+def _floors() -> tuple[Floor, ...]:
+    pairs = {
+        "large/touch": (5.0, 4.5),
+        "large/sum": (3.0, 3.0),
+        "small/touch": (10.0, 8.0),
+        "ints/touch": (8.0, 6.0),
+        "inline/large/touch": (0.95, 0.95),
+        "inline/large/sum": (0.95, 0.95),
+        "inline/small/touch": (0.95, 0.95),
+        "inline/ints/touch": (0.95, 0.95),
+        "first/fork": (1.1, 1.1),
+        "first/spawn": (1.0, 1.0),
+        "first/forkserver": (0.3, 0.3),
+        "second": (0.5, 0.5),
+        "memory/peak": (1.0, 1.0),
+        "memory/steady": (1.0, 1.0),
+        "cpu/small": (0.3, 0.3),
+    }
+    floors = [
+        Floor(metric, loader, bound)
+        for metric, bounds in pairs.items()
+        for loader, bound in zip(OURS, bounds, strict=True)
+    ]
+    return (*floors, *(Floor("small/touch", loader, 4.0, TORCH_FILE_SYSTEM) for loader in OURS))
+
+
+FLOORS = _floors()
+
+
+def jobs(rows: tuple[str, ...], seconds: float, peers: bool, full: bool) -> list[Job]:
+    """The jobs of one round, those of one comparison next to each other.
+
+    Args:
+        rows: the rows wanted.
+        seconds: least time measured in each throughput job and way to consume.
+        peers: measure the peers too, where they apply.
+        full: check the whole content in the throughput jobs.
+    """
+    planned: list[Job] = []
+    for workload, feeds in THROUGHPUT.items():
+        if set(feeds) & set(rows):
+            extra = (TORCH_FILE_SYSTEM,) if workload == "small" else ()
+            loaders = (TORCH, *OURS, *extra, *(PEERS if peers else ()))
+            planned += [Job("throughput", workload, loader, seconds=seconds, full=full) for loader in loaders]
+    if "inline" in rows:
+        planned += [Job("inline", workload, ",".join((TORCH, *OURS))) for workload in THROUGHPUT]
+    if "first" in rows:
+        starts = ("fork", "spawn", "forkserver")
+        planned += [Job("first_batch", "small", each, start) for start in starts for each in (TORCH, *OURS)]
+    if "second" in rows:
+        planned += [Job("second_epoch", "small", loader) for loader in (TORCH, *OURS)]
+    if "memory" in rows:
+        planned += [Job("memory", "large", loader, seconds=seconds) for loader in (TORCH, *OURS)]
+    return planned

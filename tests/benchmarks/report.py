@@ -1,0 +1,206 @@
+"""From results to the table on the terminal and the page in the docs: both are the same Markdown."""
+
+from __future__ import annotations
+
+import datetime as dt
+import importlib.metadata
+import os
+import platform
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from .harness import Results
+from .plan import (
+    ASYNC,
+    FACADE,
+    FLOORS,
+    METRICS,
+    OURS,
+    PEER_PACKAGES,
+    PEERS,
+    TORCH,
+    TORCH_FILE_SYSTEM,
+    Floor,
+    Metric,
+)
+
+LARGE_BYTES = 64 * 3 * 224 * 224 * 4
+PACKAGES = ("torch", "numpy", "uvloop")
+COMPARED = ("large/touch", "large/sum", "small/touch", "ints/touch")
+"""The metrics in which the peers are measured too."""
+SHORT_TITLES = {
+    "large/touch": "large, touched",
+    "large/sum": "large, summed",
+    "small/touch": "dicts",
+    "ints/touch": "ints",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One floor and what was measured against it."""
+
+    floor: Floor
+    metric: Metric
+    ratio: float
+    low: float
+    high: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the ratio of the medians holds the floor."""
+        bound = self.floor.bound
+        return self.ratio >= bound if self.metric.more_is_better else self.ratio <= bound
+
+
+def verdicts(results: Results) -> list[Verdict]:
+    """Every floor whose two sides were measured, in the order of the metrics."""
+    found: list[Verdict] = []
+    for metric in METRICS:
+        for floor in FLOORS:
+            if floor.metric == metric.key and results.has(metric.key, floor.loader):
+                ratio, low, high = results.ratio(metric.key, floor.loader, floor.baseline)
+                found.append(Verdict(floor, metric, ratio, low, high))
+    return found
+
+
+def floor_table(results: Results) -> str:
+    """The Markdown table of the floors."""
+    lines = [
+        "| what | torch | loader | measured | ratio | rounds | floor | |",
+        "|---|--:|---|--:|--:|--:|--:|---|",
+    ]
+    for verdict in verdicts(results):
+        metric, floor = verdict.metric, verdict.floor
+        against = "" if floor.baseline == TORCH else " (torch's `file_system` strategy)"
+        sign = "at least" if metric.more_is_better else "at most"
+        cells = (
+            metric.title + against,
+            _number(results.median(metric.key, floor.baseline) * metric.scale),
+            f"`{floor.loader}`",
+            f"{_number(results.median(metric.key, floor.loader) * metric.scale)} {metric.unit}",
+            f"**{verdict.ratio:.2f}**",
+            f"{verdict.low:.2f} to {verdict.high:.2f}",
+            f"{sign} {floor.bound:g}",
+            "ok" if verdict.ok else "**short**",
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def peer_table(results: Results) -> str:
+    """The Markdown table of every loader's batches per second, and its ratio to torch."""
+    metrics = [key for key in COMPARED if results.has(key, TORCH)]
+    lines = [
+        "| loader | " + " | ".join(SHORT_TITLES[key] for key in metrics) + " |",
+        "|---|" + "--:|" * len(metrics),
+    ]
+    for loader in (TORCH, TORCH_FILE_SYSTEM, *OURS, *PEERS):
+        cells = [f"`{loader}`" if loader in OURS else loader]
+        for key in metrics:
+            if results.has(key, loader):
+                ratio, low, high = results.ratio(key, loader, TORCH)
+                cells.append(f"{_number(results.median(key, loader))} ({ratio:.2f} x, {low:.2f} to {high:.2f})")
+            else:
+                cells.append("")
+        if any(cells[1:]):
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def memory_bandwidth(results: Results) -> str:
+    """The machine's memcpy rate, and the share of it that the large batches reach."""
+    copy = statistics.median(results.memcpy)
+    text = f"memcpy of one large batch (38.5 MB, warm, one thread): {copy / 1e9:.1f} GB/s."
+    for loader in OURS:
+        if results.has("large/touch", loader):
+            moved = results.median("large/touch", loader) * LARGE_BYTES
+            text += f"\n`{loader}` delivers {moved / 1e9:.1f} GB/s of large batches: {moved / copy:.0%} of it."
+    if results.has("large/touch", TORCH):
+        moved = results.median("large/touch", TORCH) * LARGE_BYTES
+        text += f"\ntorch delivers {moved / 1e9:.1f} GB/s: {moved / copy:.0%} of it."
+    return text
+
+
+def machine() -> dict[str, str]:
+    """The machine and the versions, for the page."""
+    model = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    found = {
+        "date": dt.datetime.now(dt.UTC).date().isoformat(),
+        "processor": f"{model}, {platform.machine()}",
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
+        "kernel": f"{platform.system()} {platform.release()}",
+        "Python": f"{platform.python_implementation()} {platform.python_version()}",
+    }
+    for package in (*PACKAGES, *PEER_PACKAGES):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:  # only without the peers
+            found[package] = "not installed"
+    return found
+
+
+def page(results: Results, command: str, rounds: int) -> str:
+    """The page `docs/reference/benchmarks.md`."""
+    parts = [
+        "# Benchmarks",
+        f"Written by `{command}`; do not edit.",
+        (
+            "Ratios to torch's `DataLoader` over the same dataset in the same run: 2 workers, persistent, "
+            "after a warm-up epoch. The samples are views of one preallocated array and cost next to "
+            "nothing, so that transport is what is measured. Absolute rates hold for this machine only."
+        ),
+        "![Batches per second of every loader as a multiple of torch's](benchmarks.svg)",
+        "## Against torch, with the floor of each row",
+        floor_table(results),
+        (
+            f"Medians of {rounds} interleaved rounds; *rounds* gives the smallest and the largest ratio of a "
+            "single round. For times, memory and CPU less is better."
+        ),
+        "## Every loader, batches per second",
+        peer_table(results),
+        "## Memory bandwidth",
+        memory_bandwidth(results).replace("\n", "\\\n"),
+        "## The machine",
+        "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in machine().items())]),
+        "## How it is measured",
+        METHOD,
+    ]
+    if results.checksums:
+        sums = {workload: total for (workload, _), total in sorted(results.checksums.items())}
+        listed = ", ".join(f"{workload} `{total}`" for workload, total in sums.items())
+        parts.append(f"Checksums of an epoch, the same from every loader: {listed}.")
+    return "\n\n".join(parts) + "\n"
+
+
+METHOD = f"""\
+- Every measurement runs in a fresh process. Within a round each loader is measured once; the order turns
+  around from round to round. Without workers the loaders take turns in one process instead.
+- A rate is the median over whole epochs, from `iter()` to the last batch, checks excluded. The consumer
+  of `{ASYNC}` is an `async for` on uvloop; every other loader is read by a plain `for`.
+- The consumer computes in one thread: more would fight the workers for the cores.
+- Content: in the first round the CRC-32 of the whole warm-up epoch of every loader (each sample in its
+  order, with its dtypes and shapes) is held against the one computed from the definition of the samples.
+  In every round the position of every sample of the warm-up epoch is checked, and in every timed epoch
+  the number that the consumer computes from each batch.
+- The time to the first batch starts before the loader is made, torch being imported. For forkserver,
+  another loader of the same kind was used in the process before, so that its fork server runs.
+- Memory is the sum of the proportional set sizes (PSS) of the process and its descendants, looked at from
+  outside every 50 ms; *peak* covers the whole life of the process. Shared memory that no process has
+  mapped at that moment (torch's batches on their way) is in nobody's PSS.
+- CPU seconds are the main process's, all threads, consumer included.
+- `{FACADE}` and `{ASYNC}` are asyncloader's; torch `file_system` is torch's with that sharing strategy.
+- Peers whose workers do not outlive an epoch (nodes, grain, spdl) read an endless repetition of it, and
+  so are spared the start of an epoch. spdl threads has no worker processes but two threads in the main
+  process; spdl arena has two threads in one process. webdataset reads no tar files here: only its loader
+  is used."""
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

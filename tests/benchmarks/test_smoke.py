@@ -1,0 +1,153 @@
+"""The benchmark's own machinery: its workloads, loops, checks, arithmetic and page. No speed is asserted."""
+
+from __future__ import annotations
+
+import os
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from . import chart, report
+from .__main__ import parse, save
+from .child import check_positions
+from .harness import Results, tree_pss
+from .loaders import Pass, build, drive
+from .plan import ASYNC, FACADE, FLOORS, METRICS, OURS, ROWS, TORCH, jobs
+from .workloads import WORKLOADS, Checksum, ContentError, reference_checksum
+
+BATCHES = 5
+
+
+def collect(loader: str, name: str, workers: int) -> list[Any]:
+    """Two epochs of `loader`, every batch cloned; what each pass saw is checked as in a measurement."""
+    workload = WORKLOADS[name]
+    consumer = next(iter(workload.consumers.values()))
+    kept: list[Any] = []
+
+    def clone(batch: Any) -> float:
+        kept.append({key: leaf.clone() for key, leaf in batch.items()} if name == "small" else batch.clone())
+        return consumer.consume(batch)
+
+    def schedule() -> Iterator[Pass]:
+        for _ in range(2):
+            first = len(kept)
+            epoch = Pass(clone)
+            yield epoch
+            positions = [workload.positions(batch) for batch in kept[first:]]
+            consumer.check(epoch.results, check_positions(workload, positions, BATCHES, loader))
+            assert epoch.started < epoch.first < epoch.ended
+
+    drive(loader, lambda: build(loader, workload, BATCHES, workers=workers), schedule())
+    return kept
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", list(WORKLOADS))
+@pytest.mark.parametrize("loader", OURS)
+def test_content_equals_torch(loader: str, name: str, workers: int) -> None:
+    """Our loaders deliver torch's batches, leaf by leaf, and an epoch has the checksum of its definition."""
+    ours, theirs = collect(loader, name, workers), collect(TORCH, name, workers)
+    assert len(ours) == len(theirs) == 2 * BATCHES
+    checksum = Checksum()
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+    for batch in ours[:BATCHES]:
+        checksum.add(batch)
+    assert str(checksum) == reference_checksum(name, BATCHES)
+
+
+@pytest.mark.parametrize("name", list(WORKLOADS))
+def test_consumers_tell_batches_apart(name: str) -> None:
+    """A batch missing, repeated or in another's place is found by every consumer of the timed epochs."""
+    workload = WORKLOADS[name]
+    batches = list(build(TORCH, workload, BATCHES, workers=0))
+    positions = [workload.positions(batch) for batch in batches]
+    for consumer in workload.consumers.values():
+        results = [consumer.consume(batch) for batch in batches]
+        consumer.check(results, positions)
+        for wrong in (results[1:], [results[0], *results[:-1]], [results[1], results[0], *results[2:]]):
+            with pytest.raises(ContentError):
+                consumer.check(wrong, positions)
+    with pytest.raises(ContentError, match="out of order"):
+        check_positions(workload, [positions[1], positions[0], *positions[2:]], BATCHES, TORCH)
+
+
+def test_checksum_finds_one_wrong_element() -> None:
+    """One changed element, another order or another dtype changes the checksum."""
+    (batch,) = build(TORCH, WORKLOADS["ints"], 1, workers=0)
+    changed = batch.clone()
+    changed[7] += 1
+    sums: list[str] = []
+    for each in (batch, batch.flip(0), changed, batch.int()):
+        checksum = Checksum()
+        checksum.add(each)
+        sums.append(str(checksum))
+    assert sums[0] == reference_checksum("ints", 1)
+    assert len(set(sums)) == len(sums)
+
+
+def fake_results(factor: float) -> Results:
+    """Every metric measured twice: torch 100, everyone else `factor` times that."""
+    results = Results(memcpy=[1e10])
+    for metric in METRICS:
+        for loader in ("torch file_system", TORCH, *OURS):
+            for noise in (1.0, 1.2):
+                results.add(metric.key, loader, 100.0 * noise * (factor if loader in OURS else 1.0))
+    return results
+
+
+def test_floors_bound_from_the_right_side() -> None:
+    """Twenty times torch holds the floors of rates and misses those of costs; a twentieth the reverse."""
+    rates = {metric.key for metric in METRICS if metric.more_is_better}
+    for factor, held in ((20.0, True), (0.05, False)):
+        verdicts = report.verdicts(fake_results(factor))
+        assert len(verdicts) == len(FLOORS)
+        for verdict in verdicts:
+            assert verdict.ratio == pytest.approx(factor)
+            assert verdict.ok is ((verdict.metric.key in rates) is held)
+
+
+def test_page_and_picture(tmp_path: Path) -> None:
+    """The page has a line for each floor and says which are short; the picture is well-formed XML."""
+    results = fake_results(20.0)
+    save(results, "python -m tests.benchmarks", 2, tmp_path / "benchmarks.md")
+    text = (tmp_path / "benchmarks.md").read_text()
+    assert text.count("| ok |") + text.count("| **short** |") == len(FLOORS)
+    assert text.count("| ok |") == sum(verdict.ok for verdict in report.verdicts(results))
+    root = ET.fromstring((tmp_path / "benchmarks.svg").read_text())
+    names = {element.text for element in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert {ASYNC, FACADE, TORCH} <= names
+    assert chart.draw(results) == chart.draw(results)
+
+
+def test_rows_select_jobs() -> None:
+    """Every row feeds on at least one job, peers add jobs, and an unknown row is refused."""
+    for row in ROWS:
+        assert {job.loader.partition(",")[0] for job in jobs((row,), 1.0, peers=False, full=False)} >= {TORCH}
+    assert len(jobs(ROWS, 1.0, peers=True, full=False)) > len(jobs(ROWS, 1.0, peers=False, full=False))
+    with pytest.raises(SystemExit):
+        parse(["--rows", "nonsense"])
+
+
+def test_memory_of_the_tree_counts_children() -> None:
+    """The memory of a tree has the children's private pages in it."""
+    context = torch.multiprocessing.get_context("fork")
+    parent, child = context.Pipe()
+    process = context.Process(target=_hold, args=(child,))
+    before = tree_pss(os.getpid())
+    process.start()
+    parent.recv()
+    during = tree_pss(os.getpid())
+    parent.send(None)
+    process.join()
+    assert during > before + 60 * 2**20
+
+
+def _hold(pipe: Any) -> None:
+    held = bytearray(b"1") * 2**26  # 64 MiB, every page written
+    pipe.send(len(held))
+    pipe.recv()

@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+from asyncloader.transports import MemoryTransport, Transport
+from tests.conformance.transport import TransportConformance
+
+
+class TestMemory(TransportConformance):
+    def make(self) -> Transport:
+        return MemoryTransport()
+
+    def put(self, transport: Transport, path: str, data: bytes) -> None:
+        assert isinstance(transport, MemoryTransport)
+        transport._objects[path] = data

@@ -1,0 +1,12 @@
+"""What every transport must do. Subclass `TransportConformance`, and fill in `make` and `put`."""
+
+from __future__ import annotations
+
+from tests.conformance.transport_lifetime import LifetimeConformance
+from tests.conformance.transport_reading import ReadingConformance
+
+__all__ = ["TransportConformance"]
+
+
+class TransportConformance(ReadingConformance, LifetimeConformance):
+    """All that the contract in `asyncloader/transports/base.py` promises, as tests."""

@@ -1,0 +1,228 @@
+"""What every transport must give, and what it must refuse."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from asyncloader.transports import InvalidPath, ObjectNotFound, ObjectTooLarge, RangeOutOfBounds
+from tests.conformance.transport_subject import CONTENT, Call, TransportSubject, call_each, drain
+
+ILLEGAL_PATHS = ["", "/", "/a", "..", "../a", "a/..", "a/../b", "a//b", "a/", ".", "./a", "a/./b", "a\0b"]
+ILLEGAL_PREFIXES = ["/", "/a", "../", "../a", "a/../b", "a//b", "./a", "a\0b"]
+
+
+class ReadingConformance(TransportSubject):
+    # --- whole objects
+
+    @pytest.mark.parametrize("size", [0, 1, 4096, 3 << 20])
+    async def test_read_gives_what_was_put(self, size: int) -> None:
+        """A whole read gives bytes, all of them and no more, from none to several MiB."""
+        data = (CONTENT * (size // len(CONTENT) + 1))[:size]
+        async with self.make() as transport:
+            self.put(transport, "some/where/object.bin", data)
+            found = await transport.read("some/where/object.bin")
+            assert type(found) is bytes
+            assert found == data
+            assert await transport.size("some/where/object.bin") == size
+
+    @pytest.mark.parametrize(
+        "path", ["a", "with space", "déjà/vu", "100%", "a+b", "x?y#z", "..a", "a..", ".hidden", "日本"]
+    )
+    async def test_names_are_taken_as_they_are(self, path: str) -> None:
+        """No character of a legal path is escaped, unescaped or normalised."""
+        async with self.make() as transport:
+            self.put(transport, path, path.encode())
+            assert await transport.read(path) == path.encode()
+            assert await drain(transport.list()) == [path]
+
+    async def test_read_sees_a_replaced_object(self) -> None:
+        """Nothing is cached: a read gives the bytes of now."""
+        async with self.make() as transport:
+            self.put(transport, "a", b"old")
+            assert await transport.read("a") == b"old"
+            self.put(transport, "a", b"newer")
+            assert await transport.read("a") == b"newer"
+            assert await transport.size("a") == 5
+
+    async def test_max_bytes_allows_as_much_as_it_says(self) -> None:
+        """An object of exactly `max_bytes` is read."""
+        async with self.make() as transport:
+            self.put(transport, "a", b"12345")
+            assert await transport.read("a", max_bytes=5) == b"12345"
+
+    async def test_max_bytes_refuses_one_byte_more(self) -> None:
+        """A larger object is refused, and the error tells both sizes."""
+        async with self.make() as transport:
+            self.put(transport, "a", b"12345")
+            with pytest.raises(ObjectTooLarge, match="'a' has 5 bytes, more than max_bytes=4") as caught:
+                await transport.read("a", max_bytes=4)
+            assert (caught.value.path, caught.value.size, caught.value.max_bytes) == ("a", 5, 4)
+            with pytest.raises(ValueError, match="max_bytes must be 0 or more, got -1"):
+                await transport.read("a", max_bytes=-1)
+
+    # --- ranges
+
+    @pytest.mark.parametrize(("start", "length"), [(0, 1), (0, 16384), (100, 0), (255, 2), (16383, 1), (16384, 0)])
+    async def test_read_range_gives_the_slice(self, start: int, length: int) -> None:
+        """A range is the slice of the object, also at its ends and when it is empty."""
+        async with self.make() as transport:
+            self.put(transport, "a", CONTENT)
+            assert await transport.read_range("a", start, length) == CONTENT[start : start + length]
+
+    @pytest.mark.parametrize(("start", "length"), [(0, 16385), (16384, 1), (16380, 5), (1 << 40, 1), (0, 1 << 60)])
+    async def test_range_past_the_end_is_an_error(self, start: int, length: int) -> None:
+        """No short answer is given, and no memory is taken for a length that the object cannot have."""
+        async with self.make() as transport:
+            self.put(transport, "a", CONTENT)
+            with pytest.raises(RangeOutOfBounds, match="'a'") as caught:
+                await transport.read_range("a", start, length)
+            assert caught.value.path == "a"
+            assert caught.value.size in {len(CONTENT), None}
+            with pytest.raises(RangeOutOfBounds):
+                await transport.read_ranges("a", [(0, 1), (start, length)])
+
+    @pytest.mark.parametrize(("start", "length"), [(-1, 1), (0, -1)])
+    async def test_negative_range_is_an_error(self, start: int, length: int) -> None:
+        """A range is never counted from the end."""
+        async with self.make() as transport:
+            self.put(transport, "a", CONTENT)
+            with pytest.raises(ValueError, match="0 or more"):
+                await transport.read_range("a", start, length)
+            with pytest.raises(ValueError, match="0 or more"):
+                await transport.read_ranges("a", [(start, length)])
+
+    async def test_read_ranges_answers_in_the_order_asked(self) -> None:
+        """Unsorted, repeated, overlapping, empty and distant ranges come back as their slices, in order."""
+        ranges = [(9000, 10), (0, 5), (3, 5), (9000, 10), (7, 0), (0, 16384), (4096, 1), (16383, 1)]
+        async with self.make() as transport:
+            self.put(transport, "a", CONTENT)
+            answers = await transport.read_ranges("a", iter(ranges))
+            assert list(answers) == [CONTENT[start : start + length] for start, length in ranges]
+
+    async def test_read_ranges_far_apart(self) -> None:
+        """Ranges too far apart for one request are fetched all the same, each whole."""
+        data = CONTENT * 400  # 6.25 MiB
+        ranges = [(each, 3) for each in range(0, len(data) - 3, 2 << 20)]
+        async with self.make() as transport:
+            self.put(transport, "a", data)
+            answers = await transport.read_ranges("a", ranges)
+            assert list(answers) == [data[start : start + 3] for start, _ in ranges]
+
+    async def test_no_ranges_give_no_answers(self) -> None:
+        """Asking for nothing gives nothing."""
+        async with self.make() as transport:
+            self.put(transport, "a", CONTENT)
+            assert list(await transport.read_ranges("a", [])) == []
+
+    # --- streams
+
+    @pytest.mark.parametrize("chunk_size", [1000, 16384, 1 << 20])
+    async def test_stream_gives_all_chunks_in_order(self, chunk_size: int) -> None:
+        """The chunks join to the object; none is empty or longer than asked."""
+        async with self.make() as transport:
+            self.put(transport, "a", CONTENT)
+            chunks = await drain(transport.stream("a", chunk_size=chunk_size))
+            assert b"".join(chunks) == CONTENT
+            assert all(0 < len(chunk) <= chunk_size for chunk in chunks)
+
+    async def test_stream_of_an_empty_object(self) -> None:
+        """An object of no bytes has no chunks."""
+        async with self.make() as transport:
+            self.put(transport, "a", b"")
+            assert await drain(transport.stream("a")) == []
+
+    async def test_stream_refuses_an_impossible_chunk_size(self) -> None:
+        """A chunk has at least one byte."""
+        async with self.make() as transport:
+            self.put(transport, "a", b"1")
+            with pytest.raises(ValueError, match="chunk_size must be at least 1 byte, got 0"):
+                await drain(transport.stream("a", chunk_size=0))
+
+    async def test_stream_left_early_leaves_the_transport_usable(self) -> None:
+        """A consumer that stops in the middle costs nothing but the chunks it took."""
+        async with self.make() as transport:
+            self.put(transport, "a", CONTENT)
+            async with aclosing(transport.stream("a", chunk_size=100)) as chunks:
+                assert (await anext(chunks))[:1] == CONTENT[:1]
+            assert await transport.read("a") == CONTENT
+
+    async def test_streams_do_not_disturb_each_other(self) -> None:
+        """Two streams of one object each have a position of their own."""
+        async with self.make() as transport:
+            self.put(transport, "a", CONTENT)
+            first, second = await asyncio.gather(*(drain(transport.stream("a", chunk_size=n)) for n in (1000, 999)))
+            assert b"".join(first) == b"".join(second) == CONTENT
+
+    # --- listing
+
+    async def test_list_is_sorted_and_filtered_by_string_prefix(self) -> None:
+        """Paths come in the order of their strings; a prefix is a beginning of the string, no directory."""
+        paths = ["a.txt", "a/b", "a/b.d/e", "a/bb/c", "a0", "b/a", "ab/c", "Z", "é"]
+        async with self.make() as transport:
+            for path in paths:
+                self.put(transport, path, b"1")
+            everything = sorted(paths)
+            assert await drain(transport.list()) == everything
+            for prefix in [
+                "a",
+                "a/",
+                "a/b",
+                "a/b.",
+                "a/bb/",
+                "a/bb/c",
+                "b",
+                "é",
+                "x",
+                "a/x",
+                "x/y/z",
+                "a.txt/",
+            ]:
+                expected = [path for path in everything if path.startswith(prefix)]
+                assert await drain(transport.list(prefix)) == expected, prefix
+
+    async def test_every_listed_path_can_be_read(self) -> None:
+        """What `list` gives, `read` takes."""
+        async with self.make() as transport:
+            for number in range(30):
+                self.put(transport, f"{number % 3}/{number:02}.bin", str(number).encode())
+            read = [int(await transport.read(path)) async for path in transport.list()]
+            assert sorted(read) == list(range(30))
+
+    async def test_list_of_an_empty_store(self) -> None:
+        """A store that holds nothing lists nothing."""
+        async with self.make() as transport:
+            assert await drain(transport.list()) == []
+
+    # --- what cannot be read
+
+    @call_each
+    async def test_missing_object(self, call: Call) -> None:
+        """What is not there raises ObjectNotFound, which is a FileNotFoundError, with the path in it."""
+        async with self.make() as transport:
+            self.put(transport, "dir/a", b"12345")
+            for path in ["b", "dir", "dir/b", "dir/a/b"]:
+                with pytest.raises(ObjectNotFound, match=repr(path)) as caught:
+                    await call(transport, path)
+                assert isinstance(caught.value, FileNotFoundError)
+                assert caught.value.path == path
+
+    @call_each
+    async def test_illegal_paths(self, call: Call) -> None:
+        """A path that is absolute, climbs out of the root or is not canonical is refused everywhere."""
+        async with self.make() as transport:
+            self.put(transport, "a", b"12345")
+            for path in ILLEGAL_PATHS:
+                with pytest.raises(InvalidPath) as caught:
+                    await call(transport, path)
+                assert isinstance(caught.value, ValueError)
+                assert caught.value.path == path
+
+    async def test_illegal_prefixes(self) -> None:
+        """A prefix that no legal path begins with is refused, so a slip does not look like an empty store."""
+        async with self.make() as transport:
+            for prefix in ILLEGAL_PREFIXES:
+                with pytest.raises(InvalidPath):
+                    await drain(transport.list(prefix))

@@ -1,0 +1,219 @@
+"""What every test runs under: a leak check, and each async test once on asyncio and once on uvloop.
+
+A test leaves nothing behind: no child process, thread, file descriptor, mapped segment, name in /dev/shm, or
+pending task. The check compares before with after, once garbage is collected. It waits only for events that
+end a thing (a thread's end, a process's exit), never for time to pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import os
+import re
+import select
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LINUX = sys.platform.startswith("linux")
+
+# How long an ending thread or process may take. Reached only by a leak, or on a badly overloaded machine.
+GRACE_S = 20.0
+
+FAILED = pytest.StashKey[bool]()
+
+
+# ------------------------------------------------------------------------------------------- the loop matrix
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Every async test runs on asyncio and, where it is installed, on uvloop."""
+    factories: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
+    if sys.platform != "win32":
+        import uvloop
+
+        factories["uvloop"] = uvloop.new_event_loop
+    return factories
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave what the imports made out of every later collection: it is large, and no test made it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Run one uvloop first: libuv opens a pair of descriptors for the process when it is first used."""
+    if sys.platform != "win32":
+        import uvloop
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(asyncio.sleep(0))
+
+
+# -------------------------------------------------------------------------------------------- the leak check
+
+
+@dataclass(frozen=True)
+class World:
+    """What this process holds at one moment. Each field maps a thing to the words that describe it."""
+
+    children: dict[int, str]
+    threads: dict[threading.Thread, str]
+    descriptors: dict[tuple[int, str], str]
+    segments: dict[str, str]
+    shared_names: dict[str, str]
+
+    @classmethod
+    def now(cls) -> World:
+        return cls(
+            children=_children(),
+            threads={thread: repr(thread) for thread in threading.enumerate()},
+            descriptors=_descriptors(),
+            segments=_segments(),
+            shared_names=_shared_names(),
+        )
+
+    def since(self, before: World) -> list[str]:
+        """The things that are here now and were not before, one line each."""
+        return [
+            f"{kind[:-1].replace('_', ' ')}: {words}"
+            for kind in ("children", "threads", "descriptors", "segments", "shared_names")
+            for thing, words in getattr(self, kind).items()
+            if thing not in getattr(before, kind)
+        ]
+
+
+def _multiprocessing_helpers() -> tuple[set[int], set[int]]:
+    """Pids and descriptors of the fork server and the resource tracker: they live as long as Python does."""
+    servers: list[Any] = [forkserver._forkserver, resource_tracker._resource_tracker]
+    values = [vars(server) for server in servers]
+    pids = {v[name] for v in values for name in ("_forkserver_pid", "_pid") if v.get(name) is not None}
+    fds = {v[name] for v in values for name in ("_forkserver_alive_fd", "_fd") if v.get(name) is not None}
+    return pids, fds
+
+
+def _children() -> dict[int, str]:
+    if not LINUX:
+        return {}
+    helpers, _ = _multiprocessing_helpers()
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) in helpers:
+            continue
+        try:
+            # pid (command) state ppid ...: the command may hold spaces and brackets, so split after the last
+            state, ppid = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue  # it ended while we looked
+        if int(ppid) == os.getpid():
+            what = "ended, but nobody waited for it" if state == "Z" else f"state {state}"
+            found[int(entry.name)] = f"pid {entry.name} ({what}) {command.strip()}"
+    return found
+
+
+def _descriptors() -> dict[tuple[int, str], str]:
+    if not LINUX:
+        return {}
+    _, helpers = _multiprocessing_helpers()
+    found = {}
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(link.readlink())
+        except OSError:
+            continue  # the descriptor of this very listing
+        if int(link.name) not in helpers:
+            found[int(link.name), target] = f"{link.name} -> {target}"
+    return found
+
+
+def _segments() -> dict[str, str]:
+    """Mapped anonymous segments of ours, by address range. A tensor that views a slot keeps its segment."""
+    if not LINUX:
+        return {}
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[0]: line for line in lines if "memfd:asyncloader" in line}
+
+
+def _shared_names() -> dict[str, str]:
+    shm = Path("/dev/shm")
+    if not shm.is_dir():
+        return {}
+    return {path.name: str(path) for path in shm.iterdir() if re.search("asyncloader", path.name)}
+
+
+def _wait_for_endings(before: World) -> None:
+    """Wait until every new thread and child has ended, or the grace is over."""
+    for thread in threading.enumerate():
+        if thread not in before.threads and thread is not threading.current_thread():
+            thread.join(GRACE_S)
+    for pid in _children().keys() - before.children.keys():
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            select.select([pidfd], [], [], GRACE_S)
+        finally:
+            os.close(pidfd)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Remember which tests did not pass."""
+    report = yield
+    if report.failed or report.skipped:
+        item.stash[FAILED] = True
+    return report
+
+
+@pytest.fixture(autouse=True)
+def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a passing test that leaves something behind. (A failing one is held by its own traceback.)"""
+    gc.collect()
+    before = World.now()
+    yield
+    if request.node.stash.get(FAILED, False):
+        return
+    gc.collect()
+    if World.now().since(before):
+        _wait_for_endings(before)
+        gc.collect()
+    leaks = World.now().since(before)
+    if leaks:
+        pytest.fail("left behind by this test:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def task_check(request: pytest.FixtureRequest, leak_check: None) -> None:
+    """For async tests only: ask for the check below, so that sync tests get no event loop."""
+    if inspect.iscoroutinefunction(getattr(request, "function", None)):
+        request.getfixturevalue("no_pending_tasks")
+
+
+@pytest.fixture
+async def no_pending_tasks(request: pytest.FixtureRequest) -> AsyncIterator[None]:
+    """Fail a passing test that ends with tasks pending on its loop.
+
+    It is set up before the test's other async fixtures, hence torn down after them.
+    """
+    yield
+    if request.node.stash.get(FAILED, False):
+        return
+    pending = asyncio.all_tasks() - {asyncio.current_task()}
+    if pending:
+        listing = "\n  ".join(repr(task) for task in pending)
+        pytest.fail(f"tasks left pending by this test:\n  {listing}", pytrace=False)

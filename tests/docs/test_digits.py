@@ -1,0 +1,64 @@
+"""The demo does what it says: it trains to the accuracy that it names, and compares four ways to load."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLE = ROOT / "docs" / "examples" / "digits.py"
+
+
+def run_example(folder: Path) -> str:
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", str(EXAMPLE), "--folder", str(folder)],
+        cwd=folder.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},  # so that an uninstalled checkout will do
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stderr == ""
+    return ran.stdout
+
+
+@pytest.mark.slow
+def test_demo_trains_and_reports(tmp_path: Path) -> None:
+    """More than 95 % of the test digits are named rightly; statistics, verdict and rates follow."""
+    folder = tmp_path / "digits"
+    output = run_example(folder)
+
+    accuracy = re.search(r"test accuracy ([\d.]+)%", output)
+    assert accuracy
+    assert float(accuracy[1]) > 95
+
+    counted = dict(re.findall(r"^  (data/\w+) +([\d,.]+)$", output, re.MULTILINE))
+    epochs = len(re.findall(r"^epoch ", output, re.MULTILINE))
+    assert float(counted["data/samples"].replace(",", "")) == epochs * len(list((folder / "train").iterdir()))
+
+    rates = re.findall(r"^  (?:asyncloader|torch), .*? +([\d,]+) +([\d,]+)$", output, re.MULTILINE)
+    assert len(rates) == 4
+    assert all(float(rate.replace(",", "")) > 0 for pair in rates for rate in pair)
+
+
+@pytest.mark.slow
+def test_pictures_are_written_once(tmp_path: Path) -> None:
+    """A second run reads the files that the first one wrote."""
+    folder = tmp_path / "digits"
+    program = "import pathlib, digits, sys; digits.write_digits(pathlib.Path(sys.argv[1]))"
+
+    def write() -> dict[str, int]:
+        command = [sys.executable, "-c", program, str(folder)]
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": f"{EXAMPLE.parent}{os.pathsep}{ROOT}"})
+        return {path.name: path.stat().st_mtime_ns for path in folder.rglob("*.png")}
+
+    first = write()
+    assert len(first) == 1797
+    assert write() == first

@@ -1,0 +1,224 @@
+"""A simulated shell around the scheduler: random speeds, random ends, and what must hold whatever happens."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncloader.events import (
+    Action,
+    Assign,
+    Completed,
+    Deliver,
+    Delivered,
+    Died,
+    Exhausted,
+    Fail,
+    Finish,
+    Offered,
+    Pull,
+    SamplerEnded,
+    Started,
+    Task,
+)
+from asyncloader.scheduler import Assignment, Scheduler
+
+assignments = st.sampled_from(["round_robin", "least_loaded"])
+randoms = st.randoms(use_true_random=False)
+
+
+@dataclass
+class World:
+    """Sampler, workers and consumer, each of which moves when `random` says so."""
+
+    scheduler: Scheduler
+    random: Random
+    indices: list[int]  # map datasets: what the sampler gives
+    lengths: list[int]  # iterable datasets: batches in each worker's copy
+    fifo: bool  # workers answer in the order of their tasks
+    pulls: int = 0
+    offered: int = 0
+    ended_sampler: bool = False
+    queues: list[deque[Task]] = field(default_factory=list)
+    gone: set[int] = field(default_factory=set)
+    made: list[int] = field(default_factory=list)  # batches that each worker has made
+    line: deque[Deliver] = field(default_factory=deque)
+    assigned: dict[int, int] = field(default_factory=dict)
+    delivered: list[Deliver] = field(default_factory=list)
+    last: list[Action] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.queues = [deque() for _ in range(self.scheduler.workers)]
+        self.made = [0] * self.scheduler.workers
+
+    def carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            assert not self.last, f"{action} after the end"
+            if isinstance(action, Pull):
+                self.pulls += action.number
+            elif isinstance(action, Assign):
+                self.assign(action)
+            elif isinstance(action, Deliver):
+                self.line.append(action)
+            else:
+                self.last.append(action)
+        limit = self.scheduler.credits * self.scheduler.workers
+        assert self.scheduler.undelivered <= limit
+        assert sum(map(len, self.queues)) == len(self.scheduler.outstanding)
+
+    def assign(self, action: Assign) -> None:
+        worker, task = action
+        assert worker not in self.gone
+        assert task.seq == len(self.assigned)
+        if self.scheduler.assignment == "least_loaded":
+            free = [w for w in range(len(self.queues)) if w not in self.gone]
+            assert len(self.queues[worker]) == min(len(self.queues[w]) for w in free)
+        elif self.scheduler.in_order and not self.scheduler.iterable:
+            assert worker == task.seq % len(self.queues)
+        self.assigned[task.seq] = worker
+        self.queues[worker].append(task)
+
+    def moves(self) -> list[tuple[str, int]]:
+        found = [("answer", w) for w, queue in enumerate(self.queues) if queue]
+        if self.line:
+            found.append(("take", 0))
+        if self.pulls and not self.ended_sampler and not self.scheduler.iterable:
+            found.append(("offer", 0))
+        return found
+
+    def move(self, what: str, worker: int) -> None:
+        if what == "take":
+            item = self.line.popleft()
+            self.delivered.append(item)
+            self.carry_out(self.scheduler.handle(Delivered(item.seq)))
+        elif what == "offer":
+            self.offer()
+        elif self.scheduler.iterable and self.made[worker] == self.lengths[worker]:
+            seq = self.queues[worker][0].seq
+            self.queues[worker].clear()
+            self.gone.add(worker)
+            self.carry_out(self.scheduler.handle(Exhausted(worker, seq)))
+        else:
+            queue = self.queues[worker]
+            place = 0 if self.fifo or self.scheduler.iterable else self.random.randrange(len(queue))
+            task = queue[place]
+            del queue[place]
+            self.made[worker] += 1
+            self.carry_out(self.scheduler.handle(Completed(worker, task.seq, (worker, task))))
+
+    def offer(self) -> None:
+        if self.offered == len(self.indices):
+            self.ended_sampler = True
+            self.carry_out(self.scheduler.handle(SamplerEnded()))
+        else:
+            self.pulls -= 1
+            self.offered += 1
+            self.carry_out(self.scheduler.handle(Offered(self.indices[self.offered - 1])))
+
+    def start(self) -> None:
+        self.carry_out(self.scheduler.handle(Started()))
+
+    def run(self) -> None:
+        self.start()
+        while moves := self.moves():
+            self.move(*self.random.choice(moves))
+
+
+def check_end(world: World) -> None:
+    """The epoch came to its end by itself, with everything delivered once."""
+    assert world.last == [Finish()]
+    assert world.scheduler.over
+    assert world.scheduler.undelivered == 0
+    seqs = [item.seq for item in world.delivered]
+    assert len(set(seqs)) == len(seqs)
+    for item in world.delivered:
+        assert item.outcome[0] == item.worker == world.assigned[item.seq]
+    if world.scheduler.in_order:
+        assert seqs == sorted(seqs)
+
+
+@settings(deadline=None)
+@given(
+    workers=st.integers(1, 4),
+    credits=st.integers(1, 3),
+    count=st.integers(0, 25),
+    in_order=st.booleans(),
+    fifo=st.booleans(),
+    assignment=assignments,
+    random=randoms,
+)
+def test_map_dataset_delivers_every_index_once(
+    workers: int,
+    credits: int,
+    count: int,
+    in_order: bool,
+    fifo: bool,
+    assignment: Assignment,
+    random: Random,
+) -> None:
+    """Whatever the workers' speeds, each index is delivered once (in order when asked), within the credits."""
+    scheduler = Scheduler(workers=workers, credits=credits, in_order=in_order, assignment=assignment)
+    world = World(scheduler, random, list(range(100, 100 + count)), [], fifo)
+    world.run()
+    check_end(world)
+    given_indices = [item.outcome[1].index for item in world.delivered]
+    assert (given_indices if in_order else sorted(given_indices)) == world.indices
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 8), min_size=1, max_size=4),
+    credits=st.integers(1, 3),
+    in_order=st.booleans(),
+    assignment=assignments,
+    random=randoms,
+)
+def test_iterable_dataset_delivers_all_of_every_copy(
+    lengths: list[int], credits: int, in_order: bool, assignment: Assignment, random: Random
+) -> None:
+    """Copies that end at different times are all read to their end; the tasks that an ended one held are void."""
+    scheduler = Scheduler(
+        workers=len(lengths), credits=credits, in_order=in_order, iterable=True, assignment=assignment
+    )
+    world = World(scheduler, random, [], lengths, fifo=True)
+    world.run()
+    check_end(world)
+    assert world.made == lengths
+    assert len(world.delivered) == sum(lengths)
+
+
+@settings(deadline=None)
+@given(steps=st.integers(0, 30), iterable=st.booleans(), in_order=st.booleans(), random=randoms)
+def test_death_at_any_time_is_the_last_word(
+    steps: int, iterable: bool, in_order: bool, random: Random
+) -> None:
+    """A death gives one `Fail`; what happens later gives nothing. What was delivered before stays valid."""
+    scheduler = Scheduler(workers=2, credits=2, iterable=iterable, in_order=in_order)
+    world = World(scheduler, random, list(range(40)), [40, 40], fifo=True)
+    world.start()
+    for _ in range(steps):
+        world.move(*random.choice(world.moves()))
+    unanswered = scheduler.outstanding
+    error = RuntimeError("gone")
+    world.carry_out(scheduler.handle(Died(1, error)))
+    assert world.last == [Fail(error)]
+    assert scheduler.outstanding == unanswered
+    while any(world.queues) or world.line:
+        what, worker = random.choice([move for move in world.moves() if move[0] != "offer"])
+        if what == "take":
+            assert scheduler.handle(Delivered(world.line.popleft().seq)) == []
+        else:
+            assert scheduler.handle(Completed(worker, world.queues[worker].popleft().seq, None)) == []
+
+
+def test_world_notices_a_second_end() -> None:
+    """The simulation's own check bites."""
+    world = World(Scheduler(workers=1, credits=1), Random(0), [], [], fifo=True)
+    world.carry_out([Finish()])
+    with pytest.raises(AssertionError, match="after the end"):
+        world.carry_out([Finish()])

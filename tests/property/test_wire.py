@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import contextlib
+import struct
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncloader.workers import wire
+
+u32 = st.integers(0, (1 << 32) - 1)
+u64 = st.integers(0, (1 << 64) - 1)
+i32 = st.integers(-(1 << 31), (1 << 31) - 1)
+seconds = st.floats(allow_nan=False)
+payloads = st.binary(max_size=60)
+frames = st.lists(st.tuples(st.integers(0, 255), payloads), max_size=12)
+
+results = st.builds(
+    wire.Result,
+    epoch=u32,
+    seq=u64,
+    slot=i32,
+    ring=u32,
+    nbytes=u64,
+    pickled=u64,
+    samples=u32,
+    busy=seconds,
+    same=st.booleans(),
+)
+
+
+def body_of(frame: bytes) -> bytes:
+    ((_, body),) = wire.FrameSplitter().feed(frame)
+    return body
+
+
+@given(results, payloads)
+def test_result_round_trip(result: wire.Result, template: bytes) -> None:
+    """Every field survives, over its whole range."""
+    assert wire.unpack_result(body_of(wire.pack_result(result, template))) == (
+        result,
+        b"" if result.same else template,
+    )
+
+
+@given(u32, u64, i32, u32, payloads)
+def test_task_round_trip(epoch: int, seq: int, slot: int, ring: int, index: bytes) -> None:
+    """Every field survives, over its whole range."""
+    body = body_of(wire.pack_task(epoch, seq, slot, ring & 0x7FFFFFFF, index))
+    assert wire.unpack_task(body) == (epoch, seq, slot, ring & 0x7FFFFFFF, index)
+
+
+@given(frames, st.lists(st.integers(1, 40), max_size=40))
+def test_frames_survive_any_cuts(sent: list[tuple[int, bytes]], cuts: list[int]) -> None:
+    """However the stream is cut into reads, the same frames come out in the same order."""
+    stream = b"".join(wire.pack(kind, payload) for kind, payload in sent)
+    splitter, got, start = wire.FrameSplitter(), [], 0
+    for size in [*cuts, len(stream)]:
+        got += splitter.feed(stream[start : start + size])
+        start += size
+    assert got == sent
+    assert splitter.pending == 0
+
+
+@given(frames, st.integers(0, 30))
+def test_a_truncated_stream_gives_its_whole_frames(sent: list[tuple[int, bytes]], missing: int) -> None:
+    """What was received completely is given; the rest stays pending, byte for byte."""
+    stream = b"".join(wire.pack(kind, payload) for kind, payload in sent)
+    part = stream[: max(0, len(stream) - missing)]
+    splitter = wire.FrameSplitter()
+    got = list(splitter.feed(part))
+    assert got == sent[: len(got)]
+    assert splitter.pending == len(part) - sum(5 + len(payload) for _, payload in got)
+
+
+@given(st.lists(st.binary(max_size=40), max_size=8))
+def test_hostile_bytes_break_the_stream_and_nothing_else(reads: list[bytes]) -> None:
+    """Whatever comes, the splitter gives frames, waits, or says ValueError."""
+    splitter = wire.FrameSplitter()
+    with contextlib.suppress(ValueError):
+        for data in reads:
+            for kind, body in splitter.feed(data):
+                assert 0 <= kind <= 255
+                assert isinstance(body, bytes)
+
+
+@given(st.binary(max_size=80))
+def test_hostile_bodies_are_refused_or_read(body: bytes) -> None:
+    """An unpacker of a body of any length gives its fields or says that the body is too short."""
+    for unpack in (wire.unpack_task, wire.unpack_ring, wire.unpack_reset, wire.unpack_answer, wire.unpack_result):
+        with contextlib.suppress(ValueError, struct.error):
+            assert isinstance(unpack(body), tuple)

@@ -1,0 +1,113 @@
+"""The leak check bites: each kind of thing left behind fails the test that left it, and names it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+LEAKS = {
+    "child": (
+        """
+        import subprocess, sys
+        kept = []
+        def test_it():
+            kept.append(subprocess.Popen([sys.executable, "-c", "pass"]))
+            kept[0].stdin = None
+        """,
+        "ended, but nobody waited for it",
+    ),
+    "thread": (
+        """
+        import threading
+        def test_it():
+            threading.Thread(target=threading.Event().wait, daemon=True, name="forgotten").start()
+        """,
+        "thread: <Thread(forgotten",
+    ),
+    "descriptor": (
+        """
+        import os
+        def test_it():
+            os.pipe()
+        """,
+        "descriptor:",
+    ),
+    "segment": (
+        """
+        import mmap, os
+        kept = []
+        def test_it():
+            fd = os.memfd_create("asyncloader-test")
+            os.ftruncate(fd, 4096)
+            kept.append(mmap.mmap(fd, 4096))
+            os.close(fd)
+        """,
+        "memfd:asyncloader-test",
+    ),
+    "task": (
+        """
+        import asyncio
+        kept = []
+        async def test_it():
+            kept.append(asyncio.ensure_future(asyncio.Event().wait()))
+        """,
+        "tasks left pending by this test",
+    ),
+}
+
+CLEAN = """
+    import asyncio, os, subprocess, sys, threading
+    def test_sync():
+        subprocess.run([sys.executable, "-c", "pass"], check=True)
+        thread = threading.Thread(target=threading.Event)
+        thread.start()
+        for fd in os.pipe():
+            os.close(fd)
+    async def test_async():
+        await asyncio.ensure_future(asyncio.to_thread(os.getpid))
+        print("loop:", type(asyncio.get_running_loop()).__module__)
+"""
+
+
+def run_pytest(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
+    """Run `source` as a test file under the suite's own conftest, in a fresh interpreter."""
+    lines = source.strip("\n").splitlines()
+    margin = len(lines[0]) - len(lines[0].lstrip())
+    (folder / "test_inner.py").write_text("\n".join(line[margin:] for line in lines) + "\n")
+    conftest = (HERE / "conftest.py").read_text()
+    assert "GRACE_S = 20.0" in conftest
+    (folder / "conftest.py").write_text(conftest.replace("GRACE_S = 20.0", "GRACE_S = 0.2"))
+    (folder / "pytest.ini").write_text(
+        "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-s", "-rA", "-p", "no:cacheprovider"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the check reads /proc")
+@pytest.mark.parametrize("kind", LEAKS)
+def test_leak_fails_the_test_that_left_it(kind: str, tmp_path: Path) -> None:
+    """A leaked thing of each kind turns a passing test into an error, and the report says what it is."""
+    source, words = LEAKS[kind]
+    ran = run_pytest(tmp_path, source)
+    assert ran.returncode == pytest.ExitCode.TESTS_FAILED, ran.stdout + ran.stderr
+    assert words in ran.stdout, ran.stdout
+
+
+def test_clean_tests_pass_on_both_loops(tmp_path: Path) -> None:
+    """A test that cleans up passes, and each async test runs once a loop."""
+    ran = run_pytest(tmp_path, CLEAN)
+    assert ran.returncode == pytest.ExitCode.OK, ran.stdout + ran.stderr
+    loops = {line.split()[-1] for line in ran.stdout.splitlines() if "loop:" in line}
+    assert len(loops) == (1 if sys.platform == "win32" else 2), ran.stdout

@@ -1,0 +1,140 @@
+"""What gets installed: one top-level package, every file of the tree, also from a checkout without links."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from email.parser import HeaderParser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = {
+    "asyncloader": "asyncloader",
+    "workers": "asyncloader/workers",
+    "transports": "asyncloader/transports",
+}
+LINKS = ("asyncloader/workers", "asyncloader/transports")
+
+
+def copy_tree(target: Path) -> Path:
+    """Copy what the build reads: building in place would leave files here, and would pick up stale ones."""
+    target.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, target)
+    for folder in FOLDERS:
+        caches = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, target / folder, symlinks=True, ignore=caches)
+    return target
+
+
+def build(tree: Path, out: Path, kind: str) -> Path:
+    """Build a wheel or an sdist with the installed backend, so that no network is needed."""
+    command = [sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", str(out), str(tree)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = out.iterdir()
+    return built
+
+
+def package_files() -> set[str]:
+    """Every source file of the three folders, by the path it must have in the wheel."""
+    return {
+        f"{package}/{path.relative_to(ROOT / folder).as_posix()}"
+        for folder, package in FOLDERS.items()
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix in {".py", ".typed"}
+        if not any((ROOT / link) in path.parents for link in LINKS)
+    }
+
+
+def wheel_files(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("packaging")
+    return build(copy_tree(base / "tree"), base / "out", "wheel")
+
+
+def test_wheel_holds_every_file_of_the_tree_and_nothing_else(wheel: Path) -> None:
+    """A new file or sub-folder that the explicit package list misses would show here."""
+    assert wheel_files(wheel) == package_files()
+
+
+def test_wheel_installs_one_top_level_package(wheel: Path) -> None:
+    """`workers` and `transports` are names that other projects use: they exist only inside asyncloader."""
+    assert {name.split("/")[0] for name in wheel_files(wheel)} == {"asyncloader"}
+    with zipfile.ZipFile(wheel) as archive:
+        (top_level,) = (name for name in archive.namelist() if name.endswith("top_level.txt"))
+        assert archive.read(top_level).decode().split() == ["asyncloader"]
+
+
+def test_wheel_says_what_it_needs(wheel: Path) -> None:
+    """Python 3.11, the four runtime dependencies, the licence and its text."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = HeaderParser().parsestr(archive.read(name).decode())
+        assert any(name.endswith("licenses/LICENSE") for name in archive.namelist())
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert len(required) == len(declared)
+    assert next(line for line in required if line.startswith("uvloop")).endswith('sys_platform != "win32"')
+
+
+def test_checkout_without_links_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    """Where links are off, git writes small text files instead: the build must not depend on the links."""
+    tree = copy_tree(tmp_path / "tree")
+    for link in LINKS:
+        target = (tree / link).readlink()
+        (tree / link).unlink()
+        (tree / link).write_text(str(target))
+    assert wheel_files(build(tree, tmp_path / "out", "wheel")) == wheel_files(wheel)
+
+
+def test_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    """What is published as source holds all that the wheel is made of."""
+    sdist = build(copy_tree(tmp_path / "tree"), tmp_path / "sdist", "sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (tree,) = (tmp_path / "unpacked").iterdir()
+    assert wheel_files(build(tree, tmp_path / "out", "wheel")) == wheel_files(wheel)
+
+
+def test_installed_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    """The unpacked wheel alone imports, sub-packages included, and no bare `workers` comes with it."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    program = (
+        "import importlib.util, sys, asyncloader, asyncloader.workers, asyncloader.transports\n"
+        "assert asyncloader.__file__.startswith(sys.argv[1]), asyncloader.__file__\n"
+        "assert importlib.util.find_spec('workers') is None\n"
+        "assert importlib.util.find_spec('transports') is None\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "site")],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_links_of_the_checkout_point_at_the_two_folders() -> None:
+    """Type checkers and an uninstalled checkout find the sub-packages through the links."""
+    if not (ROOT / LINKS[0]).is_symlink():
+        pytest.skip("this checkout has no symbolic links")
+    for link in LINKS:
+        assert str((ROOT / link).readlink()) == f"../{Path(link).name}"

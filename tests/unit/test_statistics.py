@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import math
+
+from asyncloader.statistics import Statistics
+
+KEYS = {
+    "data/batches",
+    "data/samples",
+    "data/bytes",
+    "data/wait_s",
+    "data/wait_frac",
+    "data/batches_per_sec",
+    "data/samples_per_sec",
+    "data/bytes_per_sec",
+    "data/queue_depth",
+    "data/copy_outs",
+    "data/time_to_first_batch_s",
+    "data/worker_busy_frac",
+    "data/worker_restarts",
+}
+
+
+def test_snapshot_of_nothing_is_all_zero() -> None:
+    """Before the first batch every figure is 0.0, none is missing and none is not a number."""
+    snapshot = Statistics().snapshot(0)
+    assert snapshot == dict.fromkeys(KEYS, 0.0)
+    assert all(type(value) is float for value in snapshot.values())
+
+
+def test_batches_add_up() -> None:
+    """Counts and times are sums over all batches."""
+    s = Statistics()
+    s.begin()
+    s.batch(samples=4, nbytes=100, pickled=7, waited=0.5, busy=0.25, workers=2)
+    s.batch(samples=3, nbytes=50, pickled=1, waited=0.25, busy=0.5, workers=2)
+    assert (s.batches, s.samples, s.bytes, s.pickled, s.wait_s, s.busy_s) == (2, 7, 150, 8, 0.75, 0.75)
+    assert s.worker_s == 2 * s.elapsed_s > 0
+
+
+def test_rates_are_per_second_of_the_iterators_time() -> None:
+    """Rates and shares divide by the time that iterators were in use."""
+    s = Statistics()
+    s.batches, s.samples, s.bytes = 10, 40, 800
+    s.elapsed_s, s.wait_s, s.worker_s, s.busy_s = 4.0, 1.0, 8.0, 2.0
+    snapshot = s.snapshot(3)
+    assert snapshot["data/batches_per_sec"] == 2.5
+    assert snapshot["data/samples_per_sec"] == 10.0
+    assert snapshot["data/bytes_per_sec"] == 200.0
+    assert snapshot["data/wait_frac"] == 0.25
+    assert snapshot["data/worker_busy_frac"] == 0.25
+    assert snapshot["data/queue_depth"] == 3.0
+
+
+def test_shares_never_exceed_one() -> None:
+    """Rounding of clocks gives no share above 1."""
+    s = Statistics()
+    s.elapsed_s, s.wait_s, s.worker_s, s.busy_s = 1.0, 1.5, 1.0, 3.0
+    snapshot = s.snapshot(0)
+    assert (snapshot["data/wait_frac"], snapshot["data/worker_busy_frac"]) == (1.0, 1.0)
+
+
+def test_pauses_between_epochs_do_not_count() -> None:
+    """`begin` sets the clock's mark: time before it is nobody's."""
+    s = Statistics()
+    s._mark = -math.inf
+    s.begin()
+    s.batch(1, 1, 0, 0.0, 0.0, 1)
+    assert math.isfinite(s.elapsed_s)
+
+
+def test_first_batch_time_is_that_of_the_newest_iterator() -> None:
+    """The time to the first batch is measured from `begin`."""
+    s = Statistics()
+    s.first_batch(s.begin() - 100.0)
+    assert s.first_batch_s >= 100.0
+    begun = s.begin()
+    s.first_batch(begun)
+    assert 0.0 <= s.first_batch_s < 100.0
+
+
+def test_snapshot_is_a_fresh_dictionary() -> None:
+    """A caller may change what it got."""
+    s = Statistics()
+    s.snapshot(0).clear()
+    assert s.snapshot(0).keys() == KEYS

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import asyncio
+from typing import ClassVar
+
+import pytest
+
+from asyncloader.transports import MemoryTransport, ObjectNotFound, RangeOutOfBounds, Transport
+
+CONTENT = bytes(range(250))
+
+
+class Gated(MemoryTransport):
+    """Holds each request at a gate, and keeps count. `full` is set when `held` requests are at the gate."""
+
+    range_gap: ClassVar[int] = 4
+    range_size: ClassVar[int] = 20
+    range_requests: ClassVar[int] = 3
+
+    def __init__(self, held: int = 3) -> None:
+        super().__init__({"a": CONTENT})
+        self.held = held
+        self.gate = asyncio.Event()
+        self.full = asyncio.Event()
+        self.requests: list[tuple[int, int]] = []
+        self.in_flight = 0
+        self.most_in_flight = 0
+        self.cancelled = 0
+
+    async def read_range(self, path: str, start: int, length: int) -> bytes:
+        self.requests.append((start, length))
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        if self.in_flight == self.held:
+            self.full.set()
+        try:
+            await self.gate.wait()
+            return await super().read_range(path, start, length)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.in_flight -= 1
+
+
+async def test_near_ranges_are_one_request() -> None:
+    """The transport's own gap and size decide which ranges share a request."""
+    transport = Gated()
+    transport.gate.set()
+    answers = await transport.read_ranges("a", [(30, 5), (0, 4), (8, 4), (39, 12)])
+    assert answers == [CONTENT[30:35], CONTENT[0:4], CONTENT[8:12], CONTENT[39:51]]
+    assert sorted(transport.requests) == [(0, 12), (30, 5), (39, 12)]
+
+
+async def test_requests_overlap_up_to_the_bound() -> None:
+    """`range_requests` requests are in flight together, and never one more."""
+    transport = Gated()
+    reading = asyncio.create_task(transport.read_ranges("a", [(start, 1) for start in range(0, 250, 25)]))
+    await transport.full.wait()
+    assert len(transport.requests) == 3
+    transport.gate.set()
+    assert await reading == [CONTENT[start : start + 1] for start in range(0, 250, 25)]
+    assert transport.most_in_flight == 3
+
+
+async def test_failed_request_cancels_the_others_and_is_raised_as_it_is() -> None:
+    """The caller gets the error itself, not a group, and no request is left behind."""
+
+    class LastFails(Gated):
+        range_requests: ClassVar[int] = 4
+
+        async def read_range(self, path: str, start: int, length: int) -> bytes:
+            if start < 300:
+                return await super().read_range(path, start, length)
+            await self.full.wait()
+            return await MemoryTransport.read_range(self, path, start, length)
+
+    transport = LastFails(held=3)
+    with pytest.raises(RangeOutOfBounds, match="bytes 300 to 301"):
+        await transport.read_ranges("a", [(0, 1), (50, 1), (100, 1), (300, 1)])
+    assert (transport.in_flight, transport.cancelled) == (0, 3)
+
+
+async def test_cancelled_read_ranges_cancels_its_requests() -> None:
+    """No request outlives the call that made it."""
+    transport = Gated()
+    reading = asyncio.create_task(transport.read_ranges("a", [(0, 1), (50, 1), (100, 1)]))
+    await transport.full.wait()
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert (transport.in_flight, transport.cancelled) == (0, 3)
+
+
+async def test_leaving_the_block_closes() -> None:
+    """`async with` gives the transport itself, and closes it although the block failed."""
+    transport = MemoryTransport()
+
+    async def use() -> None:
+        async with transport as entered:
+            assert entered is transport
+            await entered.read("a")
+
+    with pytest.raises(ObjectNotFound):
+        await use()
+    assert "closed" in repr(transport)
+
+
+def test_the_contract_is_abstract() -> None:
+    """A transport that leaves a method out cannot be made."""
+    with pytest.raises(TypeError, match="abstract"):
+        Transport()  # type: ignore[abstract]

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+
+from asyncloader.transports.blocking import BlockingPool
+from asyncloader.transports.errors import TransportClosed
+
+
+class Hold:
+    """A call that keeps its thread until it is let go."""
+
+    def __init__(self, result: object = None) -> None:
+        self.begun = threading.Event()
+        self.free = threading.Event()
+        self.result = result
+
+    def __call__(self) -> object:
+        self.begun.set()
+        self.free.wait(30)  # a bound for tests that fail; the others let it go
+        return self.result
+
+    async def wait_begun(self) -> None:
+        await asyncio.to_thread(self.begun.wait)
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[BlockingPool]:
+    pool = BlockingPool("test", threads=1)
+    yield pool
+    await pool.aclose()
+
+
+async def test_run_gives_the_result_from_a_thread(pool: BlockingPool) -> None:
+    """The call runs in one of the pool's own threads, named after it."""
+    name = await pool.run(lambda: threading.current_thread().name)
+    assert name.startswith("asyncloader-test")
+
+
+async def test_run_raises_what_the_call_raises(pool: BlockingPool) -> None:
+    """An error comes back as it is."""
+    error = KeyError("a")
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(KeyError) as caught:
+        await pool.run(fail)
+    assert caught.value is error
+
+
+async def test_threads_are_bounded() -> None:
+    """No more calls run at once than there are threads."""
+    pool = BlockingPool("test", threads=2)
+    running, most, lock = 0, 0, threading.Lock()
+    both = threading.Barrier(2)
+
+    def call() -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        both.wait()  # passes only when two run at once
+        with lock:
+            running -= 1
+
+    await asyncio.gather(*(pool.run(call) for _ in range(20)))
+    assert most == 2
+    await pool.aclose()
+
+
+async def test_cancelled_in_the_queue_never_runs(pool: BlockingPool) -> None:
+    """A call whose caller is gone before a thread took it is dropped."""
+    hold, ran = Hold(), []
+    holding = asyncio.create_task(pool.run(hold))
+    await hold.wait_begun()
+    queued = asyncio.create_task(pool.run(lambda: ran.append(1)))
+    await asyncio.sleep(0)
+    queued.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await queued
+    hold.free.set()
+    await holding
+    assert await pool.run(lambda: "usable") == "usable"
+    assert ran == []
+
+
+async def test_cancelled_while_running_leaves_the_pool_usable(pool: BlockingPool) -> None:
+    """The caller is free at once; the thread is when its call ends."""
+    hold = Hold()
+    holding = asyncio.create_task(pool.run(hold))
+    await hold.wait_begun()
+    holding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await holding
+    assert not hold.free.is_set()
+    hold.free.set()
+    assert await pool.run(lambda: "usable") == "usable"
+
+
+async def test_cancelled_acquire_releases_what_comes_too_late(pool: BlockingPool) -> None:
+    """A result that nobody waits for any more is released, once."""
+    hold = Hold("file")
+    released: list[object] = []
+    acquiring = asyncio.create_task(pool.acquire(hold, released.append))
+    await hold.wait_begun()
+    acquiring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await acquiring
+    hold.free.set()
+    await pool.run(lambda: None)
+    assert released == ["file"]
+
+
+async def test_cancelled_acquire_that_was_served_already_releases(pool: BlockingPool) -> None:
+    """Also when the result was there and the caller had not yet been woken."""
+    hold = Hold("file")
+    released: list[object] = []
+    acquiring = asyncio.create_task(pool.acquire(hold, released.append))
+    await hold.wait_begun()
+    hold.free.set()
+    pool.submit(lambda: None).result()  # blocks this loop until the thread is past the call
+    acquiring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await acquiring
+    assert released == ["file"]
+
+
+async def test_acquire_that_succeeds_or_fails_releases_nothing(pool: BlockingPool) -> None:
+    """The result belongs to the caller; an error is no result."""
+    released: list[object] = []
+    assert await pool.acquire(lambda: "file", released.append) == "file"
+    with pytest.raises(ZeroDivisionError):
+        await pool.acquire(lambda: 1 // 0, released.append)
+    assert released == []
+
+
+async def test_finish_goes_on_without_its_caller(pool: BlockingPool) -> None:
+    """A clean-up runs although its caller was cancelled while it stood in the queue."""
+    hold, cleaned = Hold(), []
+    holding = asyncio.create_task(pool.run(hold))
+    await hold.wait_begun()
+    finishing = asyncio.create_task(pool.finish(lambda: cleaned.append(1)))
+    await asyncio.sleep(0)
+    finishing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await finishing
+    hold.free.set()
+    await holding
+    await pool.run(lambda: None)
+    assert cleaned == [1]
+
+
+async def test_finish_after_close_runs_at_once() -> None:
+    """A clean-up that comes after the threads are gone still happens."""
+    pool, cleaned = BlockingPool("test", threads=1), []
+    await pool.aclose()
+    await pool.finish(lambda: cleaned.append(threading.current_thread()))
+    assert cleaned == [threading.current_thread()]
+
+
+async def test_close_waits_for_the_calls_and_joins_the_threads() -> None:
+    """Calls that run or wait in the queue end; then no thread of the pool is left."""
+    before = set(threading.enumerate())
+    pool, hold = BlockingPool("test", threads=1), Hold("first")
+    calls = [asyncio.create_task(pool.run(hold)), asyncio.create_task(pool.run(lambda: "second"))]
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(pool.aclose())
+    await asyncio.sleep(0)
+    assert pool.closed
+    with pytest.raises(TransportClosed, match="the test transport is closed"):
+        await pool.run(lambda: None)
+    ended, _ = await asyncio.wait({closing}, timeout=0.1)  # long enough for a close that would not wait
+    hold.free.set()
+    await closing
+    assert not ended
+    assert await asyncio.gather(*calls) == ["first", "second"]
+    assert {
+        each for each in threading.enumerate() if each.name.startswith(("asyncloader-test", "test-close"))
+    } <= before
+
+
+def test_shutdown_from_outside_a_loop() -> None:
+    """As an Executor it can be closed by plain code, which waits for its threads."""
+    with BlockingPool("test", threads=1) as pool:
+        future = pool.submit(os.getpid)
+    assert future.result() == os.getpid()
+    assert pool.closed
+
+
+def test_a_pool_has_at_least_one_thread() -> None:
+    """No threads would mean that every read hangs."""
+    with pytest.raises(ValueError, match="threads must be at least 1, got 0"):
+        BlockingPool("test", threads=0)

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import posixpath
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncloader.transports.checks import check_chunk_size, check_path, check_prefix, check_range, check_size
+from asyncloader.transports.errors import InvalidPath, ObjectTooLarge, RangeOutOfBounds
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("", "the path is empty"),
+        ("/etc/passwd", "'/etc/passwd' is absolute"),
+        ("a/../b", "'..'"),
+        ("./a", "'.'"),
+        ("a//b", "an empty part"),
+        ("a/", "an empty part"),
+        ("a\0", "a NUL character"),
+    ],
+)
+def test_refusal_names_the_fault(path: str, text: str) -> None:
+    """The message says which rule the path breaks."""
+    with pytest.raises(InvalidPath, match=text) as caught:
+        check_path(path)
+    assert caught.value.path == path
+
+
+@pytest.mark.parametrize("path", ["a", "a/b.c", "...", "..a/b..", " ", "a\\b", "C:", "\n"])
+def test_legal_paths(path: str) -> None:
+    """Whatever is canonical is legal, however odd."""
+    check_path(path)
+    check_prefix(path)
+
+
+@given(st.text(alphabet="ab./\0", max_size=8))
+def test_accepted_paths_are_canonical_and_stay_inside(path: str) -> None:
+    """An accepted path is its own normal form below any root; a path that is not is refused."""
+    normal = posixpath.normpath("/root/" + path)
+    canonical = path != "" and "\0" not in path and not path.startswith("/") and normal == "/root/" + path
+    try:
+        check_path(path)
+    except InvalidPath:
+        assert not canonical
+    else:
+        assert canonical
+
+
+@given(st.text(alphabet="ab./", max_size=8), st.integers(0, 8))
+def test_every_beginning_of_a_legal_path_is_a_legal_prefix(path: str, length: int) -> None:
+    """`check_prefix` refuses nothing that a stored path could begin with."""
+    try:
+        check_path(path)
+    except InvalidPath:
+        return
+    check_prefix(path[:length])
+
+
+@given(st.integers(0, 100), st.integers(0, 100))
+def test_size_limit(size: int, limit: int) -> None:
+    """Refused exactly when larger; None is no limit."""
+    check_size("a", size, None)
+    if size <= limit:
+        check_size("a", size, limit)
+    else:
+        with pytest.raises(ObjectTooLarge, match=f"max_bytes={limit}"):
+            check_size("a", size, limit)
+
+
+@given(st.integers(0, 20), st.integers(0, 30), st.integers(0, 30))
+def test_range_is_held_exactly_when_its_slice_is_whole(size: int, start: int, length: int) -> None:
+    """The model is a slice: the range is held if the slice has its length."""
+    if len(bytes(size)[start : start + length]) == length:
+        check_range("a", size, start, length)
+    else:
+        with pytest.raises(RangeOutOfBounds, match=f"it has {size} bytes") as caught:
+            check_range("a", size, start, length)
+        assert caught.value.size == size
+
+
+def test_chunk_size() -> None:
+    """A chunk has one byte or more."""
+    check_chunk_size(1)
+    with pytest.raises(ValueError, match="got 0"):
+        check_chunk_size(0)

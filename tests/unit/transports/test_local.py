@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from asyncloader.transports import (
+    InvalidPath,
+    LocalTransport,
+    ObjectNotFound,
+    ObjectTooLarge,
+    RangeOutOfBounds,
+    ReadFailed,
+)
+from asyncloader.transports.local import _pread
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "a.bin").write_bytes(bytes(range(256)) * 40)
+    return tmp_path
+
+
+# --- where the root is
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("/data/set", "/data/set"),
+        ("/data/a%20b", "/data/a%20b"),
+        ("file:///data/a%20b", "/data/a b"),
+        ("FILE://localhost/data/", "/data"),
+        ("file:///data/%3F%23", "/data/?#"),
+        ("/data/../x", "/x"),
+    ],
+)
+def test_url(url: str, expected: str) -> None:
+    """A URL is unescaped, a plain path is taken as it is."""
+    assert LocalTransport.from_url(url).root == expected
+
+
+@pytest.mark.parametrize("url", ["file://host/data", "file://", "http:///data", "file:///a?b", "file:///a#b"])
+def test_malformed_url(url: str) -> None:
+    """Another machine's files, and a URL that was not escaped, are refused."""
+    with pytest.raises(ValueError, match=r"file:///absolute/directory|escape it"):
+        LocalTransport.from_url(url)
+
+
+async def test_relative_root_is_fixed_when_it_is_opened(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later change of the working directory changes nothing."""
+    monkeypatch.chdir(root.parent)
+    transport = LocalTransport(root.name)
+    monkeypatch.chdir("/")
+    async with transport:
+        assert await transport.size("a.bin") == 10240
+
+
+async def test_missing_root(tmp_path: Path) -> None:
+    """It is no error to name a root that is not there yet; it is one to read from it."""
+    async with LocalTransport(tmp_path / "later") as transport:
+        with pytest.raises(ObjectNotFound, match=r"the root '.*/later' is not a directory"):
+            await transport.read("a")
+        with pytest.raises(ObjectNotFound, match=r"the root '.*/later' is not a directory"):
+            await anext(transport.list("x/"))
+        (tmp_path / "later").mkdir()
+        (tmp_path / "later/a").write_bytes(b"1")
+        assert await transport.read("a") == b"1"
+
+
+def test_threads_are_bounded_by_default() -> None:
+    """The default is a number of threads that fits the machine; nonsense is refused."""
+    assert 1 < LocalTransport("/").threads <= 32
+    with pytest.raises(ValueError, match="threads must be at least 1, got 0"):
+        LocalTransport("/", threads=0)
+
+
+def test_making_one_starts_nothing() -> None:
+    """Construction takes no thread and touches no disk."""
+    before = threading.active_count()
+    LocalTransport("/no/such/directory", threads=4)
+    assert threading.active_count() == before
+
+
+# --- reading
+
+
+async def test_links_out_of_the_root_are_refused_everywhere(root: Path) -> None:
+    """No method reads through a link that leads out."""
+    (root / "evil").symlink_to("/etc/passwd")
+    async with LocalTransport(root) as transport:
+        for call in (
+            transport.read("evil"),
+            transport.read_range("evil", 0, 1),
+            transport.size("evil"),
+            anext(transport.stream("evil")),
+            transport.open("evil").__aenter__(),
+            _drain_list(transport),
+        ):
+            with pytest.raises(InvalidPath, match="'evil' leads out of the root"):
+                await call
+
+
+async def _drain_list(transport: LocalTransport) -> list[str]:
+    return [path async for path in transport.list()]
+
+
+async def test_ranges_far_into_a_sparse_file(root: Path) -> None:
+    """Offsets above 4 GiB are right."""
+    with (root / "sparse").open("wb") as file:
+        file.seek(5 << 30)
+        file.write(b"end")
+    async with LocalTransport(root) as transport:
+        assert await transport.size("sparse") == (5 << 30) + 3
+        assert await transport.read_ranges("sparse", [(5 << 30, 3), (0, 2)]) == [b"end", b"\0\0"]
+        with pytest.raises(ObjectTooLarge):
+            await transport.read("sparse", max_bytes=1 << 20)
+
+
+@linux
+async def test_file_that_is_longer_than_its_size() -> None:
+    """A file that says 0 bytes and gives more, as one that grows would, is read whole and still bounded."""
+    async with LocalTransport("/proc") as transport:
+        assert await transport.size("version") == 0
+        expected = Path("/proc/version").read_bytes()  # noqa: ASYNC240 - not a file on a disk
+        assert await transport.read("version") == expected
+        with pytest.raises(ObjectTooLarge, match=f"max_bytes={len(expected) - 1}"):
+            await transport.read("version", max_bytes=len(expected) - 1)
+
+
+@pytest.mark.skipif(not Path("/proc/kallsyms").exists(), reason="needs a file that is given page by page")
+def test_ranges_come_whole_from_a_file_that_gives_less_than_asked() -> None:
+    """A system call may give fewer bytes than it was asked for: always above 2 GiB, here after a page."""
+    with Path("/proc/kallsyms").open("rb") as file:
+        expected = file.read(30_000)
+        assert len(os.pread(file.fileno(), 20_000, 10_000)) < 20_000
+        assert _pread(file.fileno(), "kallsyms", 10_000, 20_000) == expected[10_000:]
+
+
+def test_file_cut_short_after_its_size_was_taken(root: Path) -> None:
+    """A range that was there when the file was opened, and is not any more, is an error, not a short answer."""
+    with (root / "a.bin").open("rb") as file, pytest.raises(RangeOutOfBounds, match="cut to 10,240 bytes") as caught:
+        _pread(file.fileno(), "a.bin", 10_000, 1_000)
+    assert (caught.value.path, caught.value.size) == ("a.bin", 10_240)
+
+
+@linux
+async def test_broken_read() -> None:
+    """An error of the disk is ReadFailed with the system's number. (Page 0 of a process is never mapped.)"""
+    async with LocalTransport(f"/proc/{os.getpid()}") as transport:
+        with pytest.raises(ReadFailed, match=r"reading 'mem' in .* failed: Input/output error") as caught:
+            await transport.read("mem")
+        assert isinstance(caught.value, OSError)
+        with pytest.raises(ReadFailed, match="Input/output error"):
+            await anext(transport.stream("mem"))
+
+
+async def test_listing_survives_a_directory_that_goes_away(root: Path) -> None:
+    """What is removed during the walk is not listed; the rest is."""
+    for path in ["b/1", "c/1", "d/1"]:
+        (root / path).parent.mkdir()
+        (root / path).write_bytes(b"")
+    async with LocalTransport(root) as transport, aclosing(transport.list()) as paths:
+        assert [await anext(paths), await anext(paths)] == ["a.bin", "b/1"]
+        shutil.rmtree(root / "c")
+        assert [path async for path in paths] == ["d/1"]

@@ -1,0 +1,65 @@
+"""Remote bytes, and local ones, behind one interface. Data path: dataset -> [transports] -> sample.
+
+    from asyncloader.transports import open_transport
+
+    async with open_transport("/data/digits") as transport:
+        png = await transport.read("train/00001.png")
+
+`base.py` has the contract, `registry.py` how other packages add schemes. Transports import their own
+dependencies when they are first used, so importing this package is cheap.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from asyncloader.transports.base import Transport
+from asyncloader.transports.errors import (
+    AccessDenied,
+    InvalidPath,
+    ObjectNotFound,
+    ObjectTooLarge,
+    RangeOutOfBounds,
+    ReadFailed,
+    TransportClosed,
+    TransportError,
+    UnknownScheme,
+)
+from asyncloader.transports.ranges import ByteRange, ReadPlan, plan_ranges
+from asyncloader.transports.registry import known_schemes, open_transport
+
+if TYPE_CHECKING:
+    from asyncloader.transports.local import LocalTransport
+    from asyncloader.transports.memory import MemoryTransport
+
+__all__ = [
+    "AccessDenied",
+    "ByteRange",
+    "InvalidPath",
+    "LocalTransport",
+    "MemoryTransport",
+    "ObjectNotFound",
+    "ObjectTooLarge",
+    "RangeOutOfBounds",
+    "ReadFailed",
+    "ReadPlan",
+    "Transport",
+    "TransportClosed",
+    "TransportError",
+    "UnknownScheme",
+    "known_schemes",
+    "open_transport",
+    "plan_ranges",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LocalTransport":
+        from asyncloader.transports.local import LocalTransport
+
+        return LocalTransport
+    if name == "MemoryTransport":
+        from asyncloader.transports.memory import MemoryTransport
+
+        return MemoryTransport
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,133 @@
+"""A few threads for calls that block. Data path: transport's coroutine -> [thread: system calls] -> bytes.
+
+asyncio's own default executor is shared with everything else in the process and lives as long as the loop.
+This one belongs to one transport, is bounded, works on after a fork, and is joined by `aclose`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+from asyncloader.transports.errors import TransportClosed
+
+__all__ = ["BlockingPool"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class BlockingPool(Executor):
+    """At most `threads` threads, started as they are needed; an Executor for `loop.run_in_executor`.
+
+    Not for several event loops at once: starting the threads takes no lock, so none can be
+    inherited locked by a fork.
+
+    Args:
+        name: what the pool serves; begins the threads' names and names it in errors.
+        threads: upper bound of threads, at least 1.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        if threads < 1:
+            raise ValueError(f"threads must be at least 1, got {threads}")
+        self.name = name
+        self.threads = threads
+        self._owner: ThreadPoolExecutor | None = None
+        self._owner_pid = 0
+        # Executors whose threads stayed behind in a parent process. Never touched again, and kept, because
+        # dropping one runs its clean-up on locks that the parent's threads may have held at the fork.
+        self._left_in_parent: list[ThreadPoolExecutor] = []
+        self._closing: Future[None] | None = None
+        self._closer: threading.Thread | None = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether `aclose` or `shutdown` was called."""
+        return self._closing is not None
+
+    def submit(self, call: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_R]:
+        """Queue ``call(*args, **kwargs)`` for a thread. Raises TransportClosed after `aclose`."""
+        return self._executor().submit(call, *args, **kwargs)
+
+    async def run(self, call: Callable[[], _R]) -> _R:
+        """Give what `call` gives in a thread. A cancelled caller drops a call that no thread has begun."""
+        return await asyncio.wrap_future(self.submit(call))
+
+    async def acquire(self, call: Callable[[], _R], release: Callable[[_R], object]) -> _R:
+        """As `run`, for a result that has to be released: when the caller is cancelled, `release` gets it."""
+        future = self.submit(call)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            # Runs at once if the thread has ended by now, else in the thread when it ends.
+            future.add_done_callback(lambda done: _release(done, release))
+            raise
+
+    async def finish(self, call: Callable[[], object]) -> None:
+        """Run a clean-up that must happen: a cancelled caller leaves it running, a closed pool runs it here.
+
+        For calls that block for a moment at most, such as the close of a file.
+        """
+        try:
+            future = self.submit(call)
+        except RuntimeError:  # closed by us, or the interpreter is ending
+            call()
+            return
+        await asyncio.shield(asyncio.wrap_future(future))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Close from outside of a loop, as every Executor can; blocks if `wait`. Inside, use `aclose`."""
+        done = self._close(cancel_futures)
+        if wait:
+            done.result()
+
+    async def aclose(self) -> None:
+        """Refuse new calls, wait for those in the queue and in the threads, and join the threads."""
+        await asyncio.shield(asyncio.wrap_future(self._close(cancel_futures=False)))
+        if self._closer is not None:
+            self._closer.join()  # it is past its last statement
+
+    def _close(self, cancel_futures: bool) -> Future[None]:
+        """Begin to close; the future ends when all threads are joined."""
+        if self._owner is None or self._owner_pid != os.getpid():
+            # Nothing was started, or all of it is in the parent process, a close in progress included.
+            self._closer = None
+            self._closing = Future()
+            self._closing.set_result(None)
+        elif self._closing is None:
+            self._closing = Future()
+            # Joining blocks, so it has a thread to itself.
+            self._closer = threading.Thread(
+                target=_join,
+                args=(self._owner, cancel_futures, self._closing),
+                name=f"{self.name}-close",
+                daemon=True,
+            )
+            self._closer.start()
+        return self._closing
+
+    def _executor(self) -> ThreadPoolExecutor:
+        if self._closing is not None:
+            raise TransportClosed(f"the {self.name} transport is closed; open another one")
+        pid = os.getpid()
+        if self._owner is None or self._owner_pid != pid:
+            if self._owner is not None:
+                self._left_in_parent.append(self._owner)
+            self._owner = ThreadPoolExecutor(self.threads, thread_name_prefix=f"asyncloader-{self.name}")
+            self._owner_pid = pid
+        return self._owner
+
+
+def _join(owner: ThreadPoolExecutor, cancel_futures: bool, done: Future[None]) -> None:
+    owner.shutdown(wait=True, cancel_futures=cancel_futures)
+    done.set_result(None)
+
+
+def _release(done: Future[_R], release: Callable[[_R], object]) -> None:
+    if not done.cancelled() and done.exception() is None:
+        release(done.result())

@@ -1,0 +1,94 @@
+"""The rules that every transport's arguments obey, in one place (pure). Data path: before each read."""
+
+from __future__ import annotations
+
+from asyncloader.transports.errors import InvalidPath, ObjectTooLarge, RangeOutOfBounds
+
+__all__ = ["check_chunk_size", "check_path", "check_prefix", "check_range", "check_size"]
+
+
+def check_path(path: str) -> None:
+    """Refuse a path that is not canonical, so that one object has one name in every transport.
+
+    A path is one or more parts joined by ``/``. No part is empty, ``.`` or ``..``; no character is NUL.
+    So it never begins or ends with ``/``, and it cannot climb out of the root.
+
+    Raises:
+        InvalidPath: the path breaks these rules; the message says which part does.
+    """
+    if not path:
+        raise InvalidPath("the path is empty; give the path of an object below the transport's root", path=path)
+    if path.startswith("/"):
+        raise InvalidPath(f"{path!r} is absolute; give a path relative to the transport's root", path=path)
+    _check_parts(path, path.split("/"))
+
+
+def check_prefix(prefix: str) -> None:
+    """Refuse a prefix that no path of `check_path` can begin with. Empty is allowed: it means everything.
+
+    Raises:
+        InvalidPath: as `check_path`. The part after the last ``/`` is a beginning of a name, so it may be
+        anything.
+    """
+    if prefix.startswith("/"):
+        raise InvalidPath(f"prefix {prefix!r} is absolute; give one relative to the transport's root", path=prefix)
+    *parents, last = prefix.split("/")
+    _check_parts(prefix, parents)
+    if "\0" in last:
+        raise InvalidPath(f"prefix {prefix!r} holds a NUL character", path=prefix)
+
+
+def _check_parts(path: str, parts: list[str]) -> None:
+    for part in parts:
+        if part in {"", ".", ".."}:
+            shown = repr(part) if part else "an empty part"
+            raise InvalidPath(
+                f"{path!r} holds {shown}; paths are canonical and stay below the transport's root", path=path
+            )
+        if "\0" in part:
+            raise InvalidPath(f"{path!r} holds a NUL character", path=path)
+
+
+def check_size(path: str, size: int, max_bytes: int | None) -> None:
+    """Refuse an object of `size` bytes when `max_bytes` (None: no limit) is smaller.
+
+    Raises:
+        ObjectTooLarge: it is larger.
+        ValueError: `max_bytes` is negative.
+    """
+    if max_bytes is None:
+        return
+    if max_bytes < 0:
+        raise ValueError(f"max_bytes must be 0 or more, got {max_bytes}")
+    if size > max_bytes:
+        raise ObjectTooLarge(
+            f"{path!r} has {size:,} bytes, more than max_bytes={max_bytes:,}; "
+            "raise max_bytes, or read it in parts with read_range() or stream()",
+            path=path,
+            size=size,
+            max_bytes=max_bytes,
+        )
+
+
+def check_range(path: str, size: int, start: int, length: int) -> None:
+    """Refuse a byte range that an object of `size` bytes does not hold; each holds the empty ones.
+
+    Raises:
+        RangeOutOfBounds: it ends after the object does.
+        ValueError: `start` or `length` is negative.
+    """
+    if start < 0 or length < 0:
+        raise ValueError(f"a byte range needs start and length of 0 or more, got start={start}, length={length}")
+    if length and start + length > size:
+        raise RangeOutOfBounds(
+            f"bytes {start:,} to {start + length:,} of {path!r} were asked for, but it has {size:,} bytes; "
+            "the index that named the range may belong to another version of the object",
+            path=path,
+            size=size,
+        )
+
+
+def check_chunk_size(chunk_size: int) -> None:
+    """Refuse a chunk size below 1 byte with ValueError."""
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1 byte, got {chunk_size}")

@@ -1,0 +1,110 @@
+"""Objects in a dictionary of this process, ``memory://``. Data path: dataset -> [dictionary] -> sample.
+
+For tests and for small data sets. It keeps the whole contract of `base.py`, checked by the same conformance
+tests as the real transports, so what passes with it passes with them; and each call lets the loop run once,
+as a real one would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any, Self
+
+from asyncloader.transports.base import Transport
+from asyncloader.transports.checks import check_chunk_size, check_path, check_prefix, check_range, check_size
+from asyncloader.transports.errors import ObjectNotFound, TransportClosed
+
+__all__ = ["MemoryTransport"]
+
+
+class MemoryTransport(Transport):
+    """The objects given to it. A pickled copy has its own, so a worker's copy costs their size again.
+
+    Args:
+        objects: path -> bytes; copied, not shared with the caller's mapping. Default: none.
+
+    Raises:
+        InvalidPath: one of the paths is not canonical.
+        TypeError: one of the values is not bytes.
+    """
+
+    def __init__(self, objects: Mapping[str, bytes] | None = None) -> None:
+        self._objects: dict[str, bytes] = {}
+        self._closed = False
+        for path, data in (objects or {}).items():
+            self.put(path, data)
+
+    @classmethod
+    def from_url(cls, url: str, **options: Any) -> Self:
+        """Make a transport of its own for ``memory://``; two URLs never share objects."""
+        if url.lower() != "memory://":
+            raise ValueError(f"the URL of a memory transport is just memory://, got {url!r}")
+        return cls(**options)
+
+    def __repr__(self) -> str:
+        return f"<MemoryTransport objects={len(self._objects)} {'closed' if self._closed else 'open'}>"
+
+    def __reduce__(self) -> tuple[Callable[..., Self], tuple[dict[str, bytes]]]:
+        return type(self), (self._objects,)
+
+    def put(self, path: str, data: bytes) -> None:
+        """Store an object, in place of the one that has the same path. Errors as the constructor's."""
+        check_path(path)
+        if not isinstance(data, bytes):
+            raise TypeError(f"the object {path!r} must be bytes, got {type(data).__name__}; bytes(data) makes a copy")
+        self._objects[path] = data
+
+    async def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
+        """Give an object; no copy is made. As `Transport.read`."""
+        data = await self._find(path)
+        check_size(path, len(data), max_bytes)
+        return data
+
+    async def read_range(self, path: str, start: int, length: int) -> bytes:
+        """Give a part of an object. As `Transport.read_range`."""
+        data = await self._find(path)
+        check_range(path, len(data), start, length)
+        return data[start : start + length]
+
+    async def stream(self, path: str, *, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
+        """Give an object, as it was at the first chunk, in chunks. As `Transport.stream`."""
+        check_chunk_size(chunk_size)
+        data = await self._find(path)
+        for start in range(0, len(data), chunk_size):
+            yield data[start : start + chunk_size]
+            await self._checkpoint()
+
+    async def list(self, prefix: str = "") -> AsyncGenerator[str, None]:
+        """Give the paths as they were at the first of them. As `Transport.list`."""
+        check_prefix(prefix)
+        await self._checkpoint()
+        for path in sorted(self._objects):
+            if path.startswith(prefix):
+                yield path
+                await self._checkpoint()
+
+    async def size(self, path: str) -> int:
+        """Give an object's size in bytes. As `Transport.size`."""
+        return len(await self._find(path))
+
+    async def aclose(self) -> None:
+        """Refuse further calls. The objects stay until the transport goes. As `Transport.aclose`."""
+        self._closed = True
+
+    async def _find(self, path: str) -> bytes:
+        check_path(path)
+        await self._checkpoint()
+        try:
+            return self._objects[path]
+        except KeyError:
+            raise ObjectNotFound(
+                f"{path!r} does not exist among the {len(self._objects)} objects in memory", path=path
+            ) from None
+
+    async def _checkpoint(self) -> None:
+        """Let the loop run, so that callers can interleave and be cancelled as with real reads."""
+        if not self._closed:
+            await asyncio.sleep(0)
+        if self._closed:
+            raise TransportClosed("the memory transport is closed; open another one")

@@ -1,0 +1,125 @@
+"""Which reads to make for the byte ranges asked for (pure). Data path: ranges -> [plan] -> transport.
+
+A request costs a round trip however small it is, and a byte that nobody asked for costs bandwidth. So ranges
+that lie close together are read as one *block*, and the block is *cut* into the answers:
+
+    asked      [--a--]   [-b-]                       [---c---]
+    gap              <-->                            (too far from b)
+    blocks     [----- 0 -----]                       [-- 1 --]
+    cuts       a = block 0 from 0, b = block 0 from 9, c = block 1 from 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["ByteRange", "Cut", "ReadPlan", "plan_ranges"]
+
+
+class ByteRange(NamedTuple):
+    """`length` bytes of an object, from byte `start` on. A plain ``(start, length)`` tuple does as well."""
+
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """The first byte after the range."""
+        return self.start + self.length
+
+
+class Cut(NamedTuple):
+    """Where one answer lies: `length` bytes from `offset` on in the bytes of block number `block`.
+
+    An answer of no bytes lies nowhere: its `block` is None.
+    """
+
+    block: int | None
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """The reads to make, and how to cut the answers from them.
+
+    Attributes:
+        blocks: the ranges to read, ascending by start; none is empty.
+        cuts: one for each range that was asked for, in the order in which it was asked for.
+    """
+
+    blocks: tuple[ByteRange, ...]
+    cuts: tuple[Cut, ...]
+
+    def cut(self, read: Sequence[bytes]) -> list[bytes]:
+        """Cut the answers from the blocks' bytes. An answer that is its whole block is not copied.
+
+        Args:
+            read: the bytes of each block, in the order of `blocks`.
+
+        Returns:
+            One bytes object for each range that was asked for, in that order.
+
+        Raises:
+            ValueError: a block is missing or has another length than the plan says.
+        """
+        if len(read) != len(self.blocks):
+            raise ValueError(f"the plan has {len(self.blocks)} blocks, got the bytes of {len(read)}")
+        for number, (block, data) in enumerate(zip(self.blocks, read, strict=True)):
+            if len(data) != block.length:
+                raise ValueError(f"block {number} must have {block.length:,} bytes, got {len(data):,}")
+        return [
+            b"" if cut.block is None else read[cut.block][cut.offset : cut.offset + cut.length] for cut in self.cuts
+        ]
+
+
+def plan_ranges(ranges: Iterable[tuple[int, int]], *, max_gap: int = 0, max_size: int | None = None) -> ReadPlan:
+    """Plan the reads for `ranges`, which may come in any order, repeat and overlap.
+
+    Going up by start, a range joins the block before it when at most `max_gap` bytes lie between them and the
+    block stays within `max_size`, or when the block holds it already. A range is never split: one that is
+    longer than `max_size` alone makes a block of its own length. Empty ranges need no block.
+
+    Args:
+        ranges: ``(start, length)`` pairs, in bytes.
+        max_gap: bytes between two ranges that are worth reading to save a request; 0 joins only what touches.
+        max_size: bytes that a joined block may have; None for no limit.
+
+    Raises:
+        ValueError: a start, a length or `max_gap` is negative, or `max_size` is below 1.
+    """
+    if max_gap < 0:
+        raise ValueError(f"max_gap must be 0 or more bytes, got {max_gap}")
+    if max_size is not None and max_size < 1:
+        raise ValueError(f"max_size must be at least 1 byte, or None for no limit; got {max_size}")
+    asked = [ByteRange(*each) for each in ranges]
+    for each in asked:
+        if each.start < 0 or each.length < 0:
+            raise ValueError(f"a byte range needs start and length of 0 or more, got {tuple(each)}")
+
+    blocks: list[ByteRange] = []
+    cuts: list[Cut] = [Cut(None, 0, 0)] * len(asked)
+    # Longest first among equal starts: the shorter ones then lie inside it and never cost a block of their
+    # own.
+    for number in sorted(range(len(asked)), key=lambda n: (asked[n].start, -asked[n].length)):
+        each = asked[number]
+        if each.length == 0:
+            continue
+        if blocks and _joins(blocks[-1], each, max_gap, max_size):
+            last = blocks[-1]
+            blocks[-1] = ByteRange(last.start, max(last.end, each.end) - last.start)
+        else:
+            blocks.append(each)
+        cuts[number] = Cut(len(blocks) - 1, each.start - blocks[-1].start, each.length)
+    return ReadPlan(tuple(blocks), tuple(cuts))
+
+
+def _joins(block: ByteRange, each: ByteRange, max_gap: int, max_size: int | None) -> bool:
+    """Whether `each`, which does not start before `block`, is read as part of it."""
+    if each.end <= block.end:
+        return True
+    if each.start - block.end > max_gap:
+        return False
+    return max_size is None or each.end - block.start <= max_size

@@ -1,0 +1,94 @@
+"""From a URL to the transport that serves it. Data path: before it; a dataset opens its transport here.
+
+A package of its own adds a transport by an entry point; its name is the scheme, its value a `Transport`
+subclass:
+
+    [project.entry-points."asyncloader.transports"]
+    gopher = "gopher_for_asyncloader:GopherTransport"
+
+Built-in schemes cannot be replaced by entry points. There is no table to register in at run time, so what a
+URL means depends on what is installed and on nothing that was imported before.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from asyncloader.transports.base import Transport
+from asyncloader.transports.errors import TransportError, UnknownScheme
+
+__all__ = ["ENTRY_POINT_GROUP", "find_transport", "known_schemes", "open_transport"]
+
+ENTRY_POINT_GROUP = "asyncloader.transports"
+
+# By name, so that a scheme's dependencies are imported when it is first used.
+_BUILT_IN = {
+    "file": ("asyncloader.transports.local", "LocalTransport"),
+    "memory": ("asyncloader.transports.memory", "MemoryTransport"),
+}
+
+# RFC 3986 section 3.1. Without "://" it is a plain path: file names may hold colons.
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+def open_transport(url: str | os.PathLike[str], **options: Any) -> Transport:
+    """Make the transport for `url`. Does no I/O in the store; the first read does.
+
+    Args:
+        url: ``scheme://...``, or the plain path of a local directory, which is what ``file://`` means too.
+        options: keyword arguments of the transport's constructor.
+
+    Raises:
+        UnknownScheme: nothing installed serves the scheme; the message lists what is known.
+        TransportError: the package that serves the scheme cannot be loaded.
+        ValueError: the transport finds the URL malformed.
+    """
+    address = os.fspath(url)
+    match = _SCHEME.match(address)
+    scheme = match.group(1).lower() if match else "file"
+    return find_transport(scheme).from_url(address, **options)
+
+
+def known_schemes() -> dict[str, str]:
+    """Give the schemes that `open_transport` knows, ascending, each with the package that provides it."""
+    found = {entry.name: _provider(entry) for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    return dict(sorted({**found, **dict.fromkeys(_BUILT_IN, "asyncloader")}.items()))
+
+
+def find_transport(scheme: str) -> type[Transport]:
+    """Give the class that serves `scheme` (lower case). Errors as in `open_transport`."""
+    if scheme in _BUILT_IN:
+        module, name = _BUILT_IN[scheme]
+        built_in: type[Transport] = getattr(import_module(module), name)
+        return built_in
+    entries = {entry.value: entry for entry in entry_points(group=ENTRY_POINT_GROUP, name=scheme)}
+    if not entries:
+        known = ", ".join(f"{name} ({package})" for name, package in known_schemes().items())
+        raise UnknownScheme(
+            f"no transport serves the scheme {scheme!r}; known are: {known}. Install a package "
+            f"that provides it by an entry point in the group {ENTRY_POINT_GROUP!r}"
+        )
+    if len(entries) > 1:
+        packages = ", ".join(sorted(f"{_provider(entry)} ({entry.value})" for entry in entries.values()))
+        raise TransportError(f"more than one package serves the scheme {scheme!r}: {packages}; uninstall all but one")
+    (entry,) = entries.values()
+    return _load(entry)
+
+
+def _load(entry: EntryPoint) -> type[Transport]:
+    where = f"the scheme {entry.name!r} is served by {entry.value!r} of package {_provider(entry)!r}"
+    try:
+        found = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise TransportError(f"{where}, which cannot be loaded: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Transport)):
+        raise TransportError(f"{where}, which is not a subclass of asyncloader.transports.Transport: {found!r}")
+    return found
+
+
+def _provider(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else "an unknown package"

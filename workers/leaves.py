@@ -1,0 +1,150 @@
+"""Leaves: the parts of a batch that are bytes, where each lies, and what it is.
+
+Data path: worker: collate -> [leaves] -> codec -> ring -> [leaves] -> consumer.
+
+A leaf is written once by the worker, to its place in the slot, and becomes a tensor (or storage, or buffer) over that
+place at the consumer's.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+__all__ = [
+    "DTYPES",
+    "DTYPE_CODE",
+    "NUMPY_BY_CODE",
+    "PLACES",
+    "Dense",
+    "Leaf",
+    "Place",
+    "Raw",
+    "Storage",
+    "Strided",
+    "dense_leaf",
+    "dense_view",
+    "has_code",
+    "torch_dtype",
+]
+
+# A torch dtype travels as its place in this list.
+DTYPES: tuple[torch.dtype, ...] = tuple(
+    dtype
+    for name in [
+        "float32",
+        "float64",
+        "float16",
+        "bfloat16",
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "bool",
+        "complex64",
+        "complex128",
+        "uint16",
+        "uint32",
+        "uint64",
+        "complex32",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+    ]
+    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+)
+DTYPE_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}
+_NUMPY = {
+    torch.empty(0, dtype=d).numpy().dtype: d
+    for d in DTYPES
+    if d not in (torch.bfloat16, torch.complex32) and not str(d).startswith("torch.float8")
+}
+_TORCH_TO_NUMPY = {d: n for n, d in _NUMPY.items()}
+NUMPY_BY_CODE = tuple(_TORCH_TO_NUMPY.get(d) for d in DTYPES)
+_ITEM_SIZE = {d: d.itemsize for d in DTYPES}
+
+
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
+    """The torch dtype of the same bits in native byte order, None where torch has none."""
+    return _NUMPY.get(dtype)
+
+
+def has_code(dtype: torch.dtype) -> bool:
+    """Whether tensors of this dtype can be leaves; others are pickled by torch's own rules."""
+    return dtype in DTYPE_CODE
+
+
+class Dense(NamedTuple):
+    """A contiguous tensor with a storage of its own."""
+
+    offset: int
+    numel: int
+    dtype: int
+    shape: tuple[int, ...]
+
+
+class Strided(NamedTuple):
+    """A tensor over a piece of storage that starts at `offset`; equal offsets are the same storage."""
+
+    offset: int
+    nbytes: int
+    dtype: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    first: int
+
+
+class Raw(NamedTuple):
+    """Plain bytes: a numpy array's buffer, or whatever else pickles out of band."""
+
+    offset: int
+    nbytes: int
+
+
+class Storage(NamedTuple):
+    """A whole untyped storage."""
+
+    offset: int
+    nbytes: int
+
+
+Place: TypeAlias = Dense | Strided | Raw | Storage
+PLACES = (Dense, Strided, Raw, Storage)
+
+
+class Leaf:
+    """Bytes to be written to the slot. `write` gets the memory and the leaf's absolute offset in it."""
+
+    __slots__ = ("nbytes", "place", "write")
+
+    def __init__(
+        self, nbytes: int, place: Callable[[int], Place], write: Callable[[mmap.mmap, int], None] | None
+    ) -> None:
+        self.nbytes = nbytes
+        self.place = place
+        self.write = write
+
+
+def dense_view(memory: mmap.mmap, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor over ``memory[offset:]`` to write to."""
+    array = _TORCH_TO_NUMPY.get(dtype)
+    if array is not None:
+        return torch.from_numpy(np.ndarray(shape, array, memory, offset))
+    count = 1
+    for n in shape:
+        count *= n
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+def dense_leaf(
+    shape: tuple[int, ...], dtype: torch.dtype, nbytes: int, write: Callable[[mmap.mmap, int], None]
+) -> Leaf:
+    """A leaf that becomes one contiguous tensor."""
+    code, count = DTYPE_CODE[dtype], nbytes // _ITEM_SIZE[dtype]
+    return Leaf(nbytes, lambda offset: Dense(offset, count, code, shape), write if count else None)

@@ -1,0 +1,267 @@
+"""One worker's tasks: from the frame to the answer.
+
+Data path: channel -> [task_runner: fetch -> collate -> ring slot] -> channel.
+
+Holds what a worker has: its copy of the dataset, its ring, its random numbers. Knows nothing of how frames are waited
+for; that is `worker.py`'s.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import IterDataPipe
+from torch.utils.data._utils import collate as torch_collate
+from torch.utils.data.graph_settings import apply_random_seed
+
+from asyncloader.errors import LoaderError
+from asyncloader.workers import segment, wire
+from asyncloader.workers.channel import Channel
+from asyncloader.workers.codec import Encoded, Encoder
+from asyncloader.workers.collate import Collator, use_private_memory
+from asyncloader.workers.fetch import (
+    AsyncFetcher,
+    BlockingFetcher,
+    is_async_dataset,
+    make_async_fetcher,
+    make_blocking_fetcher,
+)
+from asyncloader.workers.info import WorkerSetup, install_worker_info, seed_worker
+from asyncloader.workers.payload import Payload
+from asyncloader.workers.ring import WorkerRing
+
+__all__ = ["TaskRunner"]
+
+
+class TaskRunner:
+    """Carries tasks out and answers them.
+
+    An error at start-up (a dataset that does not unpickle, `worker_init_fn`, `__iter__`) is kept and answers the first
+    task, as torch does.
+    """
+
+    def __init__(self, worker_id: int, channel: Channel, setup: WorkerSetup | Payload) -> None:
+        self.worker_id = worker_id
+        self.channel = channel
+        self.stopped = False
+        self.asynchronous = False
+        self._ring: WorkerRing | None = None
+        self._ring_number = -1
+        self._encoder = Encoder()
+        self._last_template = b""
+        self._samples = 0
+        self._epoch = 0
+        self._ended = False  # this worker's copy of an iterable dataset has ended in this epoch
+        self._start_error: bytes | None = None
+        self._fetcher: Any = None
+        torch.multiprocessing._set_thread_name("pt_data_worker")
+        torch.set_num_threads(1)
+        use_private_memory()
+        self.channel_send(wire.pack(wire.READY))  # from here on the user's code may run
+        try:
+            self._setup = setup.load() if isinstance(setup, Payload) else setup
+            self._start(self._setup)
+        except Exception as error:
+            self._start_error = _pickle_error(error, self.worker_id)
+
+    def _start(self, setup: WorkerSetup) -> None:
+        seed = seed_worker(setup.base_seed, self.worker_id)
+        self._dataset = self._reseed_datapipe(setup.dataset, setup.shared_seed)
+        install_worker_info(self.worker_id, setup.num_workers, seed, self._dataset)
+        self.asynchronous = is_async_dataset(self._dataset)
+        if setup.worker_init_fn is not None:
+            setup.worker_init_fn(self.worker_id)
+        self._collate = self._make_collate(setup)
+        self._infinite = range(setup.batch_size) if setup.batch_size is not None else None
+        if not self.asynchronous:
+            self._fetcher = self._make_fetcher()
+
+    def _reseed_datapipe(self, dataset: Any, shared_seed: int | None) -> Any:
+        if isinstance(dataset, IterDataPipe):
+            generator = torch.Generator()
+            generator.manual_seed(shared_seed or 0)
+            dataset = apply_random_seed(dataset, generator)
+        return dataset
+
+    def _make_collate(self, setup: WorkerSetup) -> Callable[[Any], Encoded]:
+        """A function from what was fetched to an encoded batch."""
+        collate_fn, auto = setup.collate_fn, setup.auto_collation
+        collator = Collator(self._encoder) if collate_fn is torch_collate.default_collate else None
+
+        def collate(data: Any) -> Encoded:
+            self._samples = len(data) if auto else 1
+            return self._encoder.encode(collate_fn(data)) if collator is None else collator.collate(data)
+
+        return collate
+
+    def _make_fetcher(self) -> BlockingFetcher | AsyncFetcher:
+        setup = self._setup
+        if self.asynchronous:
+            return make_async_fetcher(
+                self._dataset,
+                iterable=setup.iterable,
+                auto_collation=setup.auto_collation,
+                collate=self._collate,
+                drop_last=setup.drop_last,
+                concurrency=setup.concurrency,
+            )
+        return make_blocking_fetcher(
+            self._dataset,
+            iterable=setup.iterable,
+            auto_collation=setup.auto_collation,
+            collate=self._collate,
+            drop_last=setup.drop_last,
+        )
+
+    # --------------------------------------------------------------------------------------------- frames
+
+    def control(self, kind: int, body: bytes) -> None:
+        """Everything but a task."""
+        if kind == wire.RING:
+            number, slots, slot_bytes = wire.unpack_ring(body)
+            old, self._ring = self._ring, WorkerRing(self.channel.take_fd(), slots, slot_bytes)
+            self._ring_number = number
+            if old is not None:
+                old.close()
+        elif kind == wire.RESET:
+            self._reset(body)
+        elif kind == wire.STOP:
+            self.stopped = True
+
+    def _reset(self, body: bytes) -> None:
+        epoch, payload = wire.unpack_reset(body)
+        self._epoch = epoch
+        self._ended = False
+        self.channel_send(wire.pack_reset(wire.RESET_DONE, epoch))
+        if self._start_error is not None:
+            return
+        shared_seed = pickle.loads(payload)
+        try:
+            self._dataset = self._reseed_datapipe(self._dataset, shared_seed)
+            self._fetcher = None if self.asynchronous else self._make_fetcher()
+        except Exception as error:
+            self._start_error = _pickle_error(error, self.worker_id)
+
+    def task(self, body: bytes) -> None:
+        """Carry out one task of a blocking dataset."""
+        if self._ended:
+            return
+        epoch, seq, slot, ring, index = wire.unpack_task(body)
+        begin = perf_counter()
+        try:
+            self._raise_start_error()
+            encoded = self._fetcher.fetch(self._index(index))
+            self._answer(epoch, seq, slot, self._ring if ring == self._ring_number else None, encoded, begin)
+        except Exception as error:
+            self._answer_error(epoch, seq, begin, error)
+
+    async def task_async(self, body: bytes) -> None:
+        """Carry out one task of an asynchronous dataset; several run at a time."""
+        if self._ended:
+            return
+        epoch, seq, slot, ring_number, index = wire.unpack_task(body)
+        ring = self._ring if ring_number == self._ring_number else None
+        begin = perf_counter()
+        try:
+            self._raise_start_error()
+            if self._fetcher is None:
+                self._fetcher = self._make_fetcher()
+            encoded = await self._fetcher.fetch(self._index(index))
+            # A task that outlived its epoch (it would not be cancelled) may not touch its slot: it is another's now.
+            if epoch == self._epoch:
+                self._answer(epoch, seq, slot, ring, encoded, begin)
+        except Exception as error:
+            if epoch == self._epoch and not self._ended:
+                self._answer_error(epoch, seq, begin, error)
+
+    def _raise_start_error(self) -> None:
+        error, self._start_error = self._start_error, None
+        if error is not None:
+            raise _StartError(error)
+
+    def _index(self, index: bytes) -> Any:
+        return self._infinite if self._setup.iterable else pickle.loads(index)
+
+    # -------------------------------------------------------------------------------------------- answers
+
+    def _answer(self, epoch: int, seq: int, slot: int, ring: WorkerRing | None, encoded: Encoded, begin: float) -> None:
+        fds: list[int] = []
+        ring_number = self._ring_number
+        if not encoded.nbytes:
+            slot = wire.NO_SLOT
+        elif ring is not None and slot >= 0 and encoded.nbytes <= ring.slot_bytes:
+            encoded.write(ring.memory, ring.offset(slot, encoded.nbytes))
+        else:
+            slot = wire.ONEOFF
+            fds.append(_write_oneoff(encoded))
+        same = encoded.template == self._last_template
+        result = wire.Result(
+            epoch, seq, slot, ring_number, encoded.nbytes, encoded.pickled, self._samples, perf_counter() - begin, same
+        )
+        try:
+            self.channel_send(wire.pack_result(result, encoded.template), fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        self._last_template = encoded.template
+
+    def _answer_error(self, epoch: int, seq: int, begin: float, error: Exception) -> None:
+        busy = perf_counter() - begin
+        if self._setup_iterable() and isinstance(error, (StopIteration, StopAsyncIteration)):
+            self._ended = True
+            self.channel_send(wire.pack_answer(wire.EXHAUSTED, epoch, seq, busy))
+            return
+        payload = error.payload if isinstance(error, _StartError) else _pickle_error(error, self.worker_id)
+        self.channel_send(wire.pack_answer(wire.ERROR, epoch, seq, busy, payload))
+
+    def _setup_iterable(self) -> bool:
+        setup = getattr(self, "_setup", None)  # missing when the set-up itself did not unpickle
+        return setup is not None and setup.iterable
+
+    def channel_send(self, frame: bytes, fds: list[int] | None = None) -> None:
+        """Send, waiting for room in the socket if need be."""
+        if not self.channel.send(frame, fds or ()):
+            while not self.channel.flush():
+                select.select([], [self.channel.sock], [])
+
+
+class _StartError(Exception):
+    """Carries an error of start-up, pickled already, to the place where errors are answered."""
+
+    def __init__(self, payload: bytes) -> None:
+        super().__init__(payload)
+        self.payload = payload
+
+
+def _write_oneoff(encoded: Encoded) -> int:
+    fd = segment.create(encoded.nbytes)
+    try:
+        segment.reserve(fd, 0, encoded.nbytes)
+        encoded.write(segment.map_segment(fd, encoded.nbytes), 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _pickle_error(error: Exception, worker_id: int) -> bytes:
+    """The error as the main process will raise it: ours as they are, others as torch wraps them."""
+    where = f"in DataLoader worker process {worker_id}"
+    wrapper = ExceptionWrapper(exc_info=(type(error), error, error.__traceback__), where=where)
+    if isinstance(error, LoaderError):
+        error.add_note(f"Raised {where}.\nOriginal {wrapper.exc_msg}")
+        return pickle.dumps(error.with_traceback(None))
+    try:
+        data = pickle.dumps(wrapper)
+        pickle.loads(data)
+    except Exception:  # the type is local to a function, or takes other arguments: keep its text
+        wrapper.exc_type = RuntimeError
+        data = pickle.dumps(wrapper)
+    return data
