@@ -24,7 +24,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -48,8 +48,6 @@ from asyncloader.statistics import Statistics
 from asyncloader.workers.pool import Answer, WorkerPool
 
 __all__ = ["AsyncLoaderIterator", "PoolShelf"]
-
-T = TypeVar("T")
 
 
 class PoolShelf(Protocol):
@@ -103,7 +101,7 @@ class ReadyQueue:
                 item.outcome.discard()
 
 
-class AsyncLoaderIterator(Generic[T]):
+class AsyncLoaderIterator:
     """Iterates once over a loader with workers. Made by ``aiter(loader)``; belongs to the loop that first awaits it.
 
     `__anext__` may be cancelled at any point; the batch that it would have given comes with the next one. Dropping the
@@ -145,7 +143,7 @@ class AsyncLoaderIterator(Generic[T]):
         self._begun = statistics.begin()
         self._yielded = 0
 
-    def __aiter__(self) -> AsyncLoaderIterator[T]:
+    def __aiter__(self) -> AsyncLoaderIterator:
         return self
 
     def __len__(self) -> int:
@@ -193,7 +191,7 @@ class AsyncLoaderIterator(Generic[T]):
 
     # ------------------------------------------------------------------------------------------- iterating
 
-    async def __anext__(self) -> T:
+    async def __anext__(self) -> Any:
         begin = perf_counter()
         items = self._queue.items
         if self._copying is None and not items:
@@ -216,10 +214,11 @@ class AsyncLoaderIterator(Generic[T]):
             else:
                 batch = outcome.batch if isinstance(outcome, Pinned) else None
         self._advance(item.seq)
-        if isinstance(item.outcome, WorkerFailure):
-            self._statistics.batch(0, 0, 0, waited, item.outcome.busy, self._spec.num_workers)
-            raise_worker_error(item.outcome.error)
-        result = item.outcome.result
+        outcome = item.outcome
+        if isinstance(outcome, WorkerFailure):
+            self._statistics.batch(0, 0, 0, waited, outcome.busy, self._spec.num_workers)
+            raise_worker_error(outcome.error)
+        result = outcome.result
         if not self._yielded:
             self._statistics.first_batch(self._begun)
         self._statistics.batch(
@@ -228,7 +227,7 @@ class AsyncLoaderIterator(Generic[T]):
         self._yielded += 1
         self._draws._num_yielded = self._yielded
         warn_over_length(self._draws)
-        return batch  # type: ignore[no-any-return]
+        return batch
 
     async def _wait(self) -> None:
         if self._ended is not None:

@@ -11,6 +11,7 @@ import weakref
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.utils.data import Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.async_iterator import AsyncLoaderIterator
@@ -23,7 +24,7 @@ from asyncloader.workers.pool import WorkerPool
 
 __all__ = ["AsyncDataLoader"]
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 _SPEC_NAMES = frozenset(
     [
@@ -49,7 +50,7 @@ _SPEC_NAMES = frozenset(
 )
 
 
-class AsyncDataLoader(Generic[T]):
+class AsyncDataLoader(Generic[T_co]):
     """Loads batches in worker processes and gives them to ``async for``.
 
     Takes all arguments of `torch.utils.data.DataLoader`, with their meanings, defaults and errors; then, by keyword:
@@ -71,7 +72,7 @@ class AsyncDataLoader(Generic[T]):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Dataset[T_co],
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         sampler: Any = None,
@@ -115,8 +116,8 @@ class AsyncDataLoader(Generic[T]):
         )
         self._statistics = Statistics()
         # Weak: an iterator that is dropped must die, and free its workers, at once.
-        self._iterators: weakref.WeakSet[AsyncLoaderIterator[T] | InlineIterator[T]] = weakref.WeakSet()
-        self._newest: weakref.ref[AsyncLoaderIterator[T] | InlineIterator[T]] | None = None
+        self._iterators: weakref.WeakSet[AsyncLoaderIterator | InlineIterator] = weakref.WeakSet()
+        self._newest: weakref.ref[AsyncLoaderIterator | InlineIterator] | None = None
         self._draws: _BaseDataLoaderIter | None = None
         self._idle_pool: WorkerPool | None = None
         self._closed = False
@@ -130,7 +131,7 @@ class AsyncDataLoader(Generic[T]):
         """Batches in an epoch. TypeError when the sampler or dataset has no length."""
         return len(self._spec)
 
-    def __aiter__(self) -> AsyncLoaderIterator[T] | InlineIterator[T]:
+    def __aiter__(self) -> AsyncLoaderIterator | InlineIterator:
         """A new epoch. Random numbers are drawn now, as torch's loader does at ``iter()``; workers start at the first
         ``anext()``.
 
@@ -140,7 +141,7 @@ class AsyncDataLoader(Generic[T]):
         if self._closed:
             raise LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
         spec = self._spec
-        iterator: AsyncLoaderIterator[T] | InlineIterator[T]
+        iterator: AsyncLoaderIterator | InlineIterator
         if spec.num_workers == 0:
             iterator = InlineIterator(spec, self._statistics)
         else:
@@ -164,13 +165,13 @@ class AsyncDataLoader(Generic[T]):
             self._draws = draws
         return draws
 
-    async def __aenter__(self) -> AsyncDataLoader[T]:
+    async def __aenter__(self) -> AsyncDataLoader[T_co]:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    def __enter__(self) -> AsyncDataLoader[T]:
+    def __enter__(self) -> AsyncDataLoader[T_co]:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -194,7 +195,7 @@ class AsyncDataLoader(Generic[T]):
         if pool is not None:
             pool.stop()
 
-    def _newest_iterator(self) -> AsyncLoaderIterator[T] | InlineIterator[T] | None:
+    def _newest_iterator(self) -> AsyncLoaderIterator | InlineIterator | None:
         return None if self._newest is None else self._newest()
 
     def stats(self) -> dict[str, float]:

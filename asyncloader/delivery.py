@@ -9,7 +9,7 @@ that decides between view and copy, and why it cannot deadlock, is in `workers/r
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 from asyncloader.statistics import Statistics
 from asyncloader.workers.codec import copy_out
@@ -57,7 +57,7 @@ class Opener:
         return template.build(None if fd is None else oneoff_anchor(fd, result.nbytes))
 
 
-def raise_worker_error(error: Any) -> None:
+def raise_worker_error(error: Any) -> NoReturn:
     """Raise what a worker raised: its own type, with the worker's number and traceback in the text.
 
     `error` is torch's `ExceptionWrapper` or an error of ours.
@@ -65,6 +65,7 @@ def raise_worker_error(error: Any) -> None:
     if isinstance(error, BaseException):
         raise error
     error.reraise()
+    raise AssertionError("torch's ExceptionWrapper did not raise")
 
 
 def _warn_pickled(nbytes: int) -> None:

@@ -10,10 +10,11 @@ advanced by `__anext__` alone, so random numbers are drawn in torch's order.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.data import IterDataPipe, MapDataPipe
@@ -27,8 +28,6 @@ from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch import is_async_dataset, make_async_fetcher, make_blocking_fetcher
 
 __all__ = ["InlineIterator", "batch_nbytes", "count_samples", "make_inline_fetcher"]
-
-T = TypeVar("T")
 
 
 def make_inline_fetcher(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter) -> Any:
@@ -70,7 +69,7 @@ def batch_nbytes(batch: Any) -> int:
     return 0
 
 
-class InlineIterator(Generic[T]):
+class InlineIterator:
     """Iterates once over a loader without workers. A cancelled `__anext__` loses no batch."""
 
     queue_depth = 0
@@ -87,11 +86,12 @@ class InlineIterator(Generic[T]):
         self._indices: AsyncIterator[Any] | None = None
         self._pin = torch_pin(self._draws._pin_memory_device) if self._draws._pin_memory else None
         self._executor = ThreadPoolExecutor(1, "asyncloader-fetch")
+        self._owner = os.getpid()
         self._pending: asyncio.Future[tuple[Any, int]] | None = None
         self._ended: str | None = None  # as in async_iterator.py
         self._begun = statistics.begin()
 
-    def __aiter__(self) -> InlineIterator[T]:
+    def __aiter__(self) -> InlineIterator:
         return self
 
     def __len__(self) -> int:
@@ -100,7 +100,7 @@ class InlineIterator(Generic[T]):
     def __repr__(self) -> str:
         return f"<InlineIterator {'running' if self._ended is None else 'over'}>"
 
-    async def __anext__(self) -> T:
+    async def __anext__(self) -> Any:
         if self._ended is not None:
             raise StopAsyncIteration if not self._ended else LoaderClosed(self._ended)
         begin = perf_counter()
@@ -124,7 +124,7 @@ class InlineIterator(Generic[T]):
         self._statistics.batch(samples, batch_nbytes(batch), 0, passed, passed, 1)
         self._draws._num_yielded += 1
         warn_over_length(self._draws)
-        return batch  # type: ignore[no-any-return]
+        return batch
 
     async def _next(self) -> tuple[Any, int]:
         index = await self._next_index()
@@ -182,6 +182,5 @@ class InlineIterator(Generic[T]):
         self._executor.shutdown(wait=True)
 
     def __del__(self) -> None:
-        executor = getattr(self, "_executor", None)
-        if executor is not None:
-            executor.shutdown(wait=False)
+        if getattr(self, "_owner", None) == os.getpid():
+            self._executor.shutdown(wait=False)

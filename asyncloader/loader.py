@@ -157,6 +157,7 @@ class _InlineIter(_CountedNext):
         self._indices: Any = None
         self._async = is_async_dataset(self._dataset)
         self._bridge: Bridge | None = None
+        self._owner = os.getpid()
         if self._async or self._source is not None:
             self._bridge = loader._state.bridge
             self._bridge.acquire()
@@ -206,7 +207,7 @@ class _InlineIter(_CountedNext):
             bridge.release()
 
     def __del__(self) -> None:
-        if getattr(self, "_bridge", None) is not None:
+        if getattr(self, "_bridge", None) is not None and os.getpid() == self._owner:
             self._shutdown_workers()
 
 

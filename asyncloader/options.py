@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.utils.data
-from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data import Dataset, IterDataPipe, MapDataPipe
 from torch.utils.data import _DatasetKind as DatasetKind
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
@@ -61,7 +61,7 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Dataset[T_co],
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         sampler: Any = None,

@@ -147,6 +147,8 @@ class Encoder:
     # ------------------------------------------------------------------------------------ what the pickler meets
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        if tensor.layout is not torch.strided and not tensor.requires_grad:
+            return _reduce_sparse(tensor)
         if not _is_plain(tensor):
             return tensor.__reduce_ex__(5)
         shared = self._share(tensor.untyped_storage())
@@ -244,6 +246,38 @@ def _raw_writer(view: memoryview) -> Callable[[mmap.mmap, int], None]:
 def _leaf(value: Any) -> Any:
     """Stands in pickle for "the decoded leaf itself"."""
     return value
+
+
+def _reduce_sparse(tensor: torch.Tensor) -> Any:
+    """A sparse tensor by its parts. torch's own way keeps every tensor that it unpickles in a global list, for ever."""
+    if tensor.layout is torch.sparse_coo:
+        parts = (tensor._indices(), tensor._values())
+        return _sparse_coo, (*parts, tuple(tensor.shape), tensor.is_coalesced())
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return _sparse_compressed, (
+            (tensor.crow_indices(), tensor.col_indices(), tensor.values()),
+            tuple(tensor.shape),
+            tensor.layout,
+        )
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return _sparse_compressed, (
+            (tensor.ccol_indices(), tensor.row_indices(), tensor.values()),
+            tuple(tensor.shape),
+            tensor.layout,
+        )
+    return tensor.__reduce_ex__(5)
+
+
+def _sparse_coo(
+    indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], is_coalesced: bool
+) -> torch.Tensor:
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced, check_invariants=False)
+
+
+def _sparse_compressed(
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor], shape: tuple[int, ...], layout: torch.layout
+) -> torch.Tensor:
+    return torch.sparse_compressed_tensor(*parts, shape, layout=layout, check_invariants=False)
 
 
 def _reduce_typed_storage(storage: torch.storage.TypedStorage) -> Any:

@@ -148,7 +148,9 @@ class Ring:
 
     def retire(self) -> None:
         """Never use the leased slots again: after a fork the child may look into them as long as it lives."""
-        for slot in list(self._leases):
+        for slot, lease in list(self._leases.items()):
+            if lease() is None:
+                continue  # nobody looks any more; `reclaim` will find it
             self._generation[slot] += 1
             self._retired.add(slot)
             self._leases.pop(slot, None)

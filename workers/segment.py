@@ -160,14 +160,15 @@ def _cgroup_room(group: Path) -> int | None:
         ("memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
         try:
-            limit = (group / limit_name).read_text().strip()
+            text = (group / limit_name).read_text().strip()
+            limit = 1 << 63 if text == "max" else int(text)
             usage = int((group / usage_name).read_text())
         except (OSError, ValueError):
             continue
-        if limit == "max" or int(limit) >= 1 << 60:  # v1 says "no limit" with a number near 2**63
+        if limit >= 1 << 60:  # v1 says "no limit" with a number near 2**63
             return None
         # What the group holds as file cache is given back under pressure: count it as room.
-        return max(0, int(limit) - usage + _cgroup_cache(group))
+        return max(0, limit - usage + _cgroup_cache(group))
     return None
 
 
