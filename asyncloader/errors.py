@@ -14,7 +14,6 @@ Each error pickles: its constructor arguments are its attributes.
 from __future__ import annotations
 
 import signal
-from typing import Any
 
 __all__ = [
     "LoaderClosed",
@@ -104,10 +103,3 @@ class RingMemoryError(LoaderError, MemoryError):
 
 class UnsupportedPlatform(LoaderError, RuntimeError):
     """Worker processes need a system that asyncloader does not support yet."""
-
-
-def reraise_note(error: BaseException, note: str) -> Any:
-    """Add `note` to `error`'s traceback text once and give the error back."""
-    if note not in getattr(error, "__notes__", ()):
-        error.add_note(note)
-    return error

@@ -33,7 +33,7 @@ def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: Work
             f"copies: {statistics.copy_outs} of {statistics.batches} batches were copied out of their ring, because "
             "the consumer held more batches than the ring can spare"
         )
-    lines.append(verdict(statistics, spec.num_workers, usable_cpus()))
+    lines.append(verdict(statistics, spec.num_workers, usable_cpus(), asynchronous=is_async_dataset(spec.dataset)))
     return "\n".join(lines)
 
 
@@ -77,7 +77,7 @@ def _pinning(spec: LoaderSpec[Any]) -> str:
     return "page-locked copies, made in a thread ahead of the consumer"
 
 
-def verdict(statistics: Statistics, num_workers: int, cpus: int) -> str:
+def verdict(statistics: Statistics, num_workers: int, cpus: int, *, asynchronous: bool = False) -> str:
     """What bounds the run, and what to change: one sentence."""
     if not statistics.batches or not statistics.elapsed_s:
         return "Nothing was loaded yet."
@@ -101,6 +101,11 @@ def verdict(statistics: Statistics, num_workers: int, cpus: int) -> str:
         )
     if statistics.copy_outs * 2 > statistics.batches:
         return f"{head} while batches were copied out of the rings; hold fewer batches at a time."
+    if asynchronous:
+        return (
+            f"{head} while workers waited for their reads (their CPUs were {busy:.0%} busy); raise prefetch_factor or "
+            "concurrency to have more of them in flight."
+        )
     return (
         f"{head} though workers were only {busy:.0%} busy: batches are small or uneven; raise batch_size, or "
         "prefetch_factor, or set in_order=False."

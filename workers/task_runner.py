@@ -12,7 +12,7 @@ import os
 import pickle
 import select
 from collections.abc import Callable
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ class TaskRunner:
         self._last_template = b""
         self._samples = 0
         self._epoch = 0
+        self._cpu_mark = process_time()
         self._ended = False  # this worker's copy of an iterable dataset has ended in this epoch
         self._start_error: bytes | None = None
         self._fetcher: Any = None
@@ -158,9 +159,10 @@ class TaskRunner:
         try:
             self._raise_start_error()
             encoded = self._fetcher.fetch(self._index(index))
-            self._answer(epoch, seq, slot, self._ring if ring == self._ring_number else None, encoded, begin)
+            ring_now = self._ring if ring == self._ring_number else None
+            self._answer(epoch, seq, slot, ring_now, encoded, lambda: perf_counter() - begin)
         except Exception as error:
-            self._answer_error(epoch, seq, begin, error)
+            self._answer_error(epoch, seq, lambda: perf_counter() - begin, error)
 
     async def task_async(self, body: bytes) -> None:
         """Carry out one task of an asynchronous dataset; several run at a time."""
@@ -168,7 +170,6 @@ class TaskRunner:
             return
         epoch, seq, slot, ring_number, index = wire.unpack_task(body)
         ring = self._ring if ring_number == self._ring_number else None
-        begin = perf_counter()
         try:
             self._raise_start_error()
             if self._fetcher is None:
@@ -176,10 +177,16 @@ class TaskRunner:
             encoded = await self._fetcher.fetch(self._index(index))
             # A task that outlived its epoch (it would not be cancelled) may not touch its slot: it is another's now.
             if epoch == self._epoch:
-                self._answer(epoch, seq, slot, ring, encoded, begin)
+                self._answer(epoch, seq, slot, ring, encoded, self._cpu_time)
         except Exception as error:
             if epoch == self._epoch and not self._ended:
-                self._answer_error(epoch, seq, begin, error)
+                self._answer_error(epoch, seq, self._cpu_time, error)
+
+    def _cpu_time(self) -> float:
+        """CPU seconds since the last call: what an asynchronous worker spent, beside waiting, since its last answer."""
+        now = process_time()
+        spent, self._cpu_mark = now - self._cpu_mark, now
+        return spent
 
     def _raise_start_error(self) -> None:
         error, self._start_error = self._start_error, None
@@ -191,7 +198,9 @@ class TaskRunner:
 
     # -------------------------------------------------------------------------------------------- answers
 
-    def _answer(self, epoch: int, seq: int, slot: int, ring: WorkerRing | None, encoded: Encoded, begin: float) -> None:
+    def _answer(
+        self, epoch: int, seq: int, slot: int, ring: WorkerRing | None, encoded: Encoded, busy: Callable[[], float]
+    ) -> None:
         fds: list[int] = []
         ring_number = self._ring_number
         if not encoded.nbytes:
@@ -203,7 +212,7 @@ class TaskRunner:
             fds.append(_write_oneoff(encoded))
         same = encoded.template == self._last_template
         result = wire.Result(
-            epoch, seq, slot, ring_number, encoded.nbytes, encoded.pickled, self._samples, perf_counter() - begin, same
+            epoch, seq, slot, ring_number, encoded.nbytes, encoded.pickled, self._samples, busy(), same
         )
         try:
             self.channel_send(wire.pack_result(result, encoded.template), fds)
@@ -212,14 +221,13 @@ class TaskRunner:
                 os.close(fd)
         self._last_template = encoded.template
 
-    def _answer_error(self, epoch: int, seq: int, begin: float, error: Exception) -> None:
-        busy = perf_counter() - begin
+    def _answer_error(self, epoch: int, seq: int, busy: Callable[[], float], error: Exception) -> None:
         if self._setup_iterable() and isinstance(error, (StopIteration, StopAsyncIteration)):
             self._ended = True
-            self.channel_send(wire.pack_answer(wire.EXHAUSTED, epoch, seq, busy))
+            self.channel_send(wire.pack_answer(wire.EXHAUSTED, epoch, seq, busy()))
             return
         payload = error.payload if isinstance(error, _StartError) else _pickle_error(error, self.worker_id)
-        self.channel_send(wire.pack_answer(wire.ERROR, epoch, seq, busy, payload))
+        self.channel_send(wire.pack_answer(wire.ERROR, epoch, seq, busy(), payload))
 
     def _setup_iterable(self) -> bool:
         setup = getattr(self, "_setup", None)  # missing when the set-up itself did not unpickle
