@@ -26,7 +26,7 @@ test: $(VENV)/.stamp-test ## run the whole suite
 	$(BIN)/python -m pytest $(ARGS)
 
 bench: $(VENV)/.stamp-bench ## measure against torch and the peers; writes docs/reference/benchmarks.md
-	$(BIN)/python -m tests.benchmarks $(ARGS)
+	$(BIN)/python -m tests.benchmarks --save $(ARGS)
 
 check: $(VENV)/.stamp-check ## lint, format and types
 	$(BIN)/ruff check .

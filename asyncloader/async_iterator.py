@@ -252,12 +252,15 @@ class AsyncLoaderIterator:
 
     def _advance(self, seq: int) -> None:
         offer: Any = NOTHING
-        if self._sampler is not None:
-            offer = pull(self._sampler)
+        try:
+            if self._sampler is not None:
+                offer = ENDED  # also if it raises: torch's loader gives the rest after such an error
+                offer = pull(self._sampler)
+        finally:
             if offer is ENDED:
                 self._sampler = None
-        if self._pipeline is not None:
-            self._pipeline.advance(seq, offer)
+            if self._pipeline is not None:
+                self._pipeline.advance(seq, offer)
 
     async def _end(self, item: Action) -> NoReturn:
         if isinstance(item, Finish):

@@ -291,13 +291,7 @@ class _WorkerIter(_CountedNext):
             batch = self._opener.open(outcome)
         else:
             batch = outcome.batch if isinstance(outcome, Pinned) else None
-        offer: Any = NOTHING
-        if self._sampler is not None:
-            offer = pull(self._sampler)
-            if offer is ENDED:
-                self._sampler = None
-        assert self._pipeline is not None
-        self._bridge.call(self._pipeline.advance, item.seq, offer)
+        self._advance(item.seq)
         if isinstance(outcome, WorkerFailure):
             self._statistics.batch(0, 0, 0, waited, outcome.busy, self._num_workers)
             raise_worker_error(outcome.error)
@@ -306,6 +300,18 @@ class _WorkerIter(_CountedNext):
         result = outcome.result
         self._statistics.batch(result.samples, result.nbytes, result.pickled, waited, result.busy, self._num_workers)
         return batch
+
+    def _advance(self, seq: int) -> None:
+        offer: Any = NOTHING
+        try:
+            if self._sampler is not None:
+                offer = ENDED  # also if it raises: torch's loader gives the rest after such an error
+                offer = pull(self._sampler)
+        finally:
+            if offer is ENDED:
+                self._sampler = None
+            if self._pipeline is not None:
+                self._bridge.call(self._pipeline.advance, seq, offer)
 
     def _end(self, item: Action) -> NoReturn:
         if isinstance(item, Finish):

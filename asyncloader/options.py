@@ -133,6 +133,9 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
             )
 
 
+LoaderSpec.__init__.__qualname__ = "DataLoader.__init__"  # what Python's own errors about arguments call it
+
+
 # Functions, not attributes: a user's subclass of the loader may have attributes of any name.
 
 
