@@ -2,11 +2,12 @@
 
 Data path: sampler -> scheduler -> pool -> worker -> ring -> reorder -> delivery -> pin_memory -> [async_iterator].
 
-    _start       pool          worker processes and their rings            workers/pool.py
+    __init__     consumer      sampler, opener, counters                   consumer.py
                  scheduler     who gets which task; order                  scheduler.py
                  queue         what is ready                               here
-                 pin stage     page-locked copies, if asked for            pin_memory.py
+    _start       pool          worker processes and their rings            workers/pool.py
                  pipeline      the scheduler's hands                       pipeline.py
+                 pin stage     page-locked copies, if asked for            pin_memory.py
     __anext__    wait          for the queue
                  open          a view of the slot, or a copy               delivery.py
                  advance       the sampler by one; the credit goes back    pipeline.py
@@ -23,29 +24,27 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any, NoReturn, Protocol
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from asyncloader.delivery import LARGE, Opener, raise_worker_error
+from asyncloader.consumer import Consumer, discard
 from asyncloader.errors import LoaderClosed, LoaderTimeout
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.options import (
     LoaderSpec,
-    async_index_source,
-    is_iterable,
-    make_scheduler,
     shared_seed,
     start_method,
     warn_over_length,
     worker_context,
+    worker_credits,
     worker_setup,
 )
-from asyncloader.pin_memory import Pinned, PinStage, torch_pin
-from asyncloader.pipeline import ENDED, NOTHING, Pipeline, WorkerFailure, prime, pull
+from asyncloader.pipeline import Pipeline
 from asyncloader.statistics import Statistics
-from asyncloader.workers.pool import Answer, WorkerPool
+from asyncloader.workers.pool import WorkerPool
 
 __all__ = ["AsyncLoaderIterator", "PoolShelf"]
 
@@ -93,13 +92,6 @@ class ReadyQueue:
                     self._wake()  # this one was told, but will not take it
                 raise
 
-    def discard(self) -> None:
-        """Throw away what nobody will take; memory comes back."""
-        while self.items:
-            item = self.items.popleft()
-            if isinstance(item, Deliver) and isinstance(item.outcome, Answer):
-                item.outcome.discard()
-
 
 class AsyncLoaderIterator:
     """Iterates once over a loader with workers. Made by ``aiter(loader)``; belongs to the loop that first awaits it.
@@ -113,22 +105,10 @@ class AsyncLoaderIterator:
     ) -> None:
         self._spec = spec
         self._draws = draws
-        self._statistics = statistics
         self._shelf = shelf
-        source = async_index_source(spec)
-        self._source = source
-        self._scheduler, credits = make_scheduler(spec)
-        self._credits = credits
-        # The sampler is advanced here and in `__anext__`, in the caller's thread, as torch does it.
-        sampler = None if is_iterable(spec) or source is not None else draws._sampler_iter
-        self._sampler: Any = sampler
-        self._offers = prime(sampler, credits * spec.num_workers)
-        if self._offers and self._offers[-1] is ENDED:
-            self._sampler = None
+        self._consumer = Consumer(spec, draws, statistics)
         self._timeout = spec.timeout
         self._queue = ReadyQueue()
-        self._opener = Opener(statistics)
-        self._pin: PinStage | None = None
         self.pool: WorkerPool | None = None
         self._pipeline: Pipeline | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -140,7 +120,6 @@ class AsyncLoaderIterator:
         self._ended: str | None = None
         self._closed = False
         self._owner = os.getpid()
-        self._begun = statistics.begin()
         self._yielded = 0
 
     def __aiter__(self) -> AsyncLoaderIterator:
@@ -175,19 +154,13 @@ class AsyncLoaderIterator:
         spec = self._spec
         pool = self._shelf.take()
         if pool is None:
-            make = _pool_maker(spec, self._draws, self._credits)
+            make = _pool_maker(spec, self._draws)
             # A fork must happen in the thread that the user's code runs in; the other methods need not block the loop.
             pool = make() if start_method(spec) == "fork" else await asyncio.to_thread(make)
         self.pool = pool
-        put: Callable[[Action], None] = self._queue.put
-        if self._draws._pin_memory:
-            loop, queue = asyncio.get_running_loop(), self._queue
-            pin = torch_pin(self._draws._pin_memory_device)
-            self._pin = PinStage(self._opener, pin, lambda item: _put_from_thread(loop, queue, item))
-            put = self._pin.put
-        self._pipeline = Pipeline(pool, self._scheduler, put, self._source)
-        self._pipeline.start(self._offers, shared_seed(self._draws))
-        self._offers = []
+        put_from_thread = partial(_put_from_thread, asyncio.get_running_loop(), self._queue)
+        self._pipeline = self._consumer.pipeline(pool, self._queue.put, put_from_thread)
+        self._pipeline.start(self._consumer.offers, shared_seed(self._draws))
 
     # ------------------------------------------------------------------------------------------- iterating
 
@@ -197,33 +170,23 @@ class AsyncLoaderIterator:
         if self._copying is None and not items:
             await self._wait()
         waited = perf_counter() - begin
-        if self._copying is not None:
-            item, batch = await self._finish_copy()
-        else:
-            item = items.popleft()  # type: ignore[assignment]
+        if self._copying is None:
+            item = items.popleft()
             if not isinstance(item, Deliver):
                 await self._end(item)
-            outcome = item.outcome
-            if isinstance(outcome, Answer):
-                if outcome.result.nbytes >= LARGE and Opener.will_copy(outcome):
-                    loop = asyncio.get_running_loop()
-                    self._copying = (item, loop.run_in_executor(None, self._opener.open, outcome))
-                    item, batch = await self._finish_copy()
-                else:
-                    batch = self._opener.open(outcome)
-            else:
-                batch = outcome.batch if isinstance(outcome, Pinned) else None
-        self._advance(item.seq)
-        outcome = item.outcome
-        if isinstance(outcome, WorkerFailure):
-            self._statistics.batch(0, 0, 0, waited, outcome.busy, self._spec.num_workers)
-            raise_worker_error(outcome.error)
-        result = outcome.result
-        if not self._yielded:
-            self._statistics.first_batch(self._begun)
-        self._statistics.batch(
-            result.samples, result.nbytes, result.pickled, waited, result.busy, self._spec.num_workers
-        )
+            if not self._consumer.opening_blocks(item):
+                return self._hand_over(item, self._consumer.open(item), waited)
+            copy = asyncio.get_running_loop().run_in_executor(None, self._consumer.open, item)
+            self._copying = (item, copy)
+        item, copy = self._copying
+        batch = await asyncio.shield(copy)  # a cancelled caller leaves the copy to the next call
+        self._copying = None
+        return self._hand_over(item, batch, waited)
+
+    def _hand_over(self, item: Deliver, batch: Any, waited: float) -> Any:
+        assert self._pipeline is not None
+        self._consumer.advance(item.seq, self._pipeline.advance)
+        self._consumer.settle(item, waited)
         self._yielded += 1
         self._draws._num_yielded = self._yielded
         warn_over_length(self._draws)
@@ -242,25 +205,6 @@ class AsyncLoaderIterator:
                 await self._queue.wait()
         except TimeoutError:
             raise LoaderTimeout(self._timeout) from None
-
-    async def _finish_copy(self) -> tuple[Deliver, Any]:
-        assert self._copying is not None
-        item, future = self._copying
-        batch = await asyncio.shield(future)
-        self._copying = None
-        return item, batch
-
-    def _advance(self, seq: int) -> None:
-        offer: Any = NOTHING
-        try:
-            if self._sampler is not None:
-                offer = ENDED  # also if it raises: torch's loader gives the rest after such an error
-                offer = pull(self._sampler)
-        finally:
-            if offer is ENDED:
-                self._sampler = None
-            if self._pipeline is not None:
-                self._pipeline.advance(seq, offer)
 
     async def _end(self, item: Action) -> NoReturn:
         if isinstance(item, Finish):
@@ -300,9 +244,9 @@ class AsyncLoaderIterator:
             self._ended = "this iterator was closed"
         pipeline, self._pipeline = self._pipeline, None
         reader = pipeline.close() if pipeline is not None else None
-        if self._pin is not None:
-            self._pin.close()
-        self._queue.discard()
+        self._consumer.close()
+        while self._queue.items:
+            discard(self._queue.items.popleft())
         pool = self.pool
         if pool is None or self._shelf.leave(pool):
             return None, reader
@@ -325,8 +269,9 @@ class AsyncLoaderIterator:
             pool.stop_soon()
 
 
-def _pool_maker(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter, credits: int) -> Callable[[], WorkerPool]:
-    setup, context, ring_bytes = worker_setup(spec, draws), worker_context(spec), spec.ring_bytes
+def _pool_maker(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter) -> Callable[[], WorkerPool]:
+    setup, context = worker_setup(spec, draws), worker_context(spec)
+    credits, ring_bytes = worker_credits(spec), spec.ring_bytes
     return lambda: WorkerPool(context, setup, credits, ring_bytes)
 
 

@@ -15,7 +15,7 @@ import functools
 import os
 import queue
 import weakref
-from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any, NoReturn, TypeVar
 
@@ -23,7 +23,7 @@ import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.bridge import Bridge
-from asyncloader.delivery import Opener, raise_worker_error
+from asyncloader.consumer import Consumer, discard
 from asyncloader.errors import LoaderClosed, LoaderTimeout
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.explain import explain
@@ -31,18 +31,17 @@ from asyncloader.inline import batch_nbytes, count_samples, make_inline_fetcher
 from asyncloader.options import (
     LoaderSpec,
     async_index_source,
-    is_iterable,
-    make_scheduler,
     shared_seed,
     warn_over_length,
     worker_context,
+    worker_credits,
     worker_setup,
 )
-from asyncloader.pin_memory import Pinned, PinStage, torch_pin
-from asyncloader.pipeline import ENDED, NOTHING, Pipeline, WorkerFailure, prime, pull
+from asyncloader.pin_memory import torch_pin
+from asyncloader.pipeline import Pipeline
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch import is_async_dataset
-from asyncloader.workers.pool import Answer, WorkerPool
+from asyncloader.workers.pool import WorkerPool
 
 __all__ = ["DataLoader"]
 
@@ -193,10 +192,10 @@ class _InlineIter(_CountedNext):
 
     async def _next_index_async(self) -> Any:
         if self._source is None:
-            index = pull(self._sampler_iter)
-            if index is ENDED:
-                raise StopAsyncIteration
-            return index
+            try:
+                return next(self._sampler_iter)
+            except StopIteration:
+                raise StopAsyncIteration from None
         if self._indices is None:
             self._indices = aiter(self._source)
         return await anext(self._indices)
@@ -217,22 +216,16 @@ class _WorkerIter(_CountedNext):
     def __init__(self, loader: DataLoader[Any]) -> None:
         super().__init__(loader)
         self._shutdown = True  # until there is something to shut down
-        self._spec = loader
-        self._statistics = loader._state.statistics
+        self._timeout_or_none = self._timeout or None
         self._bridge = loader._state.bridge
-        self._opener = Opener(self._statistics)
         self._owner = os.getpid()
         self._pipeline: Pipeline | None = None
-        self._pin: PinStage | None = None
-        make_scheduler(loader)  # torch finds a bad prefetch_factor before it starts anything
-        credits = loader.prefetch_factor or 0
-        self._begun = self._statistics.begin()
-        # Forked here, in the caller's thread and before the loop's thread exists.
-        self._pool = WorkerPool(worker_context(loader), worker_setup(loader, self), credits, loader.ring_bytes)
-        self._workers = [process.process for process in self._pool.processes]
-        self._shutdown = False
+        self._consumer: Consumer | None = None
         self._ended: str | None = None  # as in async_iterator.py
         self._queue: queue.SimpleQueue[Action] = queue.SimpleQueue()
+        # Forked here, in the caller's thread and before the loop's thread exists.
+        self._start_workers(loader)
+        self._shutdown = False
         self._bridge.acquire()
         _install_exit_hook()
         _live.add(self)
@@ -241,6 +234,11 @@ class _WorkerIter(_CountedNext):
         except BaseException:
             self._shutdown_workers()
             raise
+
+    def _start_workers(self, loader: DataLoader[Any]) -> None:
+        setup, credits = worker_setup(loader, self), worker_credits(loader)
+        self._pool = WorkerPool(worker_context(loader), setup, credits, loader.ring_bytes)
+        self._workers = [process.process for process in self._pool.processes]
 
     @property
     def queue_depth(self) -> int:
@@ -251,27 +249,17 @@ class _WorkerIter(_CountedNext):
         """Begin an epoch; with persistent workers torch's loader calls this for every one after the first."""
         super()._reset(loader, first_iter)
         if not first_iter:
-            self._begun = self._statistics.begin()
             self._end_epoch()
             if self._pool.broken:
                 self._pool.stop()
-                self._pool = WorkerPool(
-                    worker_context(loader), worker_setup(loader, self), loader.prefetch_factor, loader.ring_bytes
-                )
-                self._workers = [process.process for process in self._pool.processes]
+                self._start_workers(loader)
         self._ended = None
         self._queue = queue.SimpleQueue()
-        source = async_index_source(loader)
-        sampler = None if is_iterable(loader) or source is not None else self._sampler_iter
-        scheduler, credits = make_scheduler(loader)
-        offers = prime(sampler, credits * loader.num_workers)
-        self._sampler: Any = None if offers and offers[-1] is ENDED else sampler
-        sink: Callable[[Action], None] = self._queue.put
-        if self._pin_memory:
-            self._pin = PinStage(self._opener, torch_pin(self._pin_memory_device), sink)
-            sink = self._pin.put
-        self._pipeline = Pipeline(self._pool, scheduler, sink, source)
-        self._bridge.call(_start, self._pipeline, offers, shared_seed(self), sink)
+        put = self._queue.put
+        self._consumer = Consumer(loader, self, loader._state.statistics)
+        self._pipeline = self._consumer.pipeline(self._pool, put, put)
+        self._tell = partial(self._bridge.call, self._pipeline.advance)
+        self._bridge.call(_start, self._pipeline, self._consumer.offers, shared_seed(self), put)
 
     def _next_data(self) -> Any:
         if self._ended is not None:
@@ -280,38 +268,18 @@ class _WorkerIter(_CountedNext):
             raise LoaderClosed("this iterator belongs to the process that this one was forked from; make a new one")
         begin = perf_counter()
         try:
-            item = self._queue.get(timeout=self._timeout or None)
+            item = self._queue.get(timeout=self._timeout_or_none)
         except queue.Empty:
             raise LoaderTimeout(self._timeout) from None
         waited = perf_counter() - begin
         if not isinstance(item, Deliver):
             self._end(item)
-        outcome = item.outcome
-        if isinstance(outcome, Answer):
-            batch = self._opener.open(outcome)
-        else:
-            batch = outcome.batch if isinstance(outcome, Pinned) else None
-        self._advance(item.seq)
-        if isinstance(outcome, WorkerFailure):
-            self._statistics.batch(0, 0, 0, waited, outcome.busy, self._num_workers)
-            raise_worker_error(outcome.error)
-        if not self._num_yielded:
-            self._statistics.first_batch(self._begun)
-        result = outcome.result
-        self._statistics.batch(result.samples, result.nbytes, result.pickled, waited, result.busy, self._num_workers)
+        consumer = self._consumer
+        assert consumer is not None
+        batch = consumer.open(item)
+        consumer.advance(item.seq, self._tell)
+        consumer.settle(item, waited)
         return batch
-
-    def _advance(self, seq: int) -> None:
-        offer: Any = NOTHING
-        try:
-            if self._sampler is not None:
-                offer = ENDED  # also if it raises: torch's loader gives the rest after such an error
-                offer = pull(self._sampler)
-        finally:
-            if offer is ENDED:
-                self._sampler = None
-            if self._pipeline is not None:
-                self._bridge.call(self._pipeline.advance, seq, offer)
 
     def _end(self, item: Action) -> NoReturn:
         if isinstance(item, Finish):
@@ -331,13 +299,11 @@ class _WorkerIter(_CountedNext):
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
             self._bridge.run(_close(pipeline))
-        pin, self._pin = self._pin, None
-        if pin is not None:
-            pin.close()
+        consumer, self._consumer = self._consumer, None
+        if consumer is not None:
+            consumer.close()
         while not self._queue.empty():
-            item = self._queue.get()
-            if isinstance(item, Deliver) and isinstance(item.outcome, Answer):
-                item.outcome.discard()
+            discard(self._queue.get())
 
     def _shutdown_workers(self) -> None:
         """End the epoch and the workers; wait until they are gone. Idempotent. The name is torch's."""

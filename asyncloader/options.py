@@ -36,6 +36,7 @@ __all__ = [
     "usable_cpus",
     "warn_over_length",
     "worker_context",
+    "worker_credits",
     "worker_setup",
 ]
 
@@ -186,24 +187,27 @@ def shared_seed(draws: _BaseDataLoaderIter) -> int | None:
     return None if draws._shared_seed is None else int(draws._shared_seed)
 
 
-def make_scheduler(spec: LoaderSpec[Any]) -> tuple[Scheduler, int]:
-    """A scheduler for one epoch, and the credits that a worker gets.
+def worker_credits(spec: LoaderSpec[Any]) -> int:
+    """Tasks that a worker may have outstanding.
 
     Raises:
         AssertionError: prefetch_factor is 0, in torch's words and as late as torch finds it.
     """
     if not spec.prefetch_factor:
         raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
-    credits = int(spec.prefetch_factor)
-    scheduler = Scheduler(
+    return int(spec.prefetch_factor)
+
+
+def make_scheduler(spec: LoaderSpec[Any]) -> Scheduler:
+    """A scheduler for one epoch."""
+    return Scheduler(
         workers=spec.num_workers,
-        credits=credits,
+        credits=worker_credits(spec),
         in_order=spec.in_order,
         iterable=is_iterable(spec),
         # An async sampler's order is no promise of torch's: whoever is free may work.
         assignment="round_robin" if async_index_source(spec) is None else "least_loaded",
     )
-    return scheduler, credits
 
 
 def warn_over_length(draws: _BaseDataLoaderIter) -> None:

@@ -33,7 +33,7 @@ from asyncloader.events import (
 from asyncloader.scheduler import Scheduler
 from asyncloader.workers.pool import Answer, Listener, WorkerPool
 
-__all__ = ["ENDED", "NOTHING", "Pipeline", "WorkerFailure", "prime", "pull"]
+__all__ = ["ENDED", "NOTHING", "Pipeline", "WorkerFailure"]
 
 
 class _Mark:
@@ -48,21 +48,6 @@ ENDED: Final = _Mark("ENDED")
 """In place of an index: the sampler has no more."""
 NOTHING: Final = _Mark("NOTHING")
 """In place of an index: there is no plain sampler, or it ended before."""
-
-
-def pull(sampler: Any) -> Any:
-    """The sampler's next index, or `ENDED`."""
-    return next(sampler, ENDED)
-
-
-def prime(sampler: Any, count: int) -> list[Any]:
-    """The first `count` indices, as torch draws them before it waits for the first batch; None has none."""
-    offers: list[Any] = []
-    while sampler is not None and len(offers) < count:
-        offers.append(pull(sampler))
-        if offers[-1] is ENDED:
-            break
-    return offers
 
 
 class WorkerFailure:

@@ -1,0 +1,134 @@
+"""The consumer's side of one epoch, the same for `for` and ``async for``: sampler, opening of batches, counting.
+
+Data path: sampler -> [consumer] -> scheduler ... reorder -> delivery -> [consumer] -> the user.
+
+Everything here runs in the thread that iterates. For each batch the iterators call, in this order: `open`, `advance`,
+`settle`. That is torch's order too: a plain sampler is advanced after the batch has come and before an error in it is
+raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from asyncloader.delivery import LARGE, Opener, raise_worker_error
+from asyncloader.events import Action, Deliver
+from asyncloader.options import LoaderSpec, async_index_source, is_iterable, make_scheduler
+from asyncloader.pin_memory import Pinned, PinStage, torch_pin
+from asyncloader.pipeline import ENDED, NOTHING, Pipeline, WorkerFailure
+from asyncloader.statistics import Statistics
+from asyncloader.workers.pool import Answer, WorkerPool
+
+__all__ = ["Consumer", "discard"]
+
+
+class Consumer:
+    """What an iterator does with each batch, and what it hands to the pipeline.
+
+    Args:
+        spec: the loader's options, read now.
+        draws: torch's iterator base, which has drawn this iterator's random numbers.
+        statistics: the loader's counters.
+
+    Raises:
+        AssertionError: prefetch_factor is 0 (torch's error).
+    """
+
+    def __init__(self, spec: LoaderSpec[Any], draws: _BaseDataLoaderIter, statistics: Statistics) -> None:
+        self._statistics = statistics
+        self._begun = statistics.begin()
+        # Nothing here refers to `draws`, which in the sync loader is the iterator itself: it must die when dropped.
+        self._workers = spec.num_workers
+        self._source = async_index_source(spec)
+        self._scheduler = make_scheduler(spec)
+        # None when there is nothing to advance here: no sampler, or one that a task of the loop reads.
+        self._sampler: Any = None if is_iterable(spec) or self._source is not None else draws._sampler_iter
+        self._first = True
+        self._opener = Opener(statistics)
+        self._pins = draws._pin_memory
+        self._pin_device = draws._pin_memory_device
+        self._pin: PinStage | None = None
+        self.offers = self._prime(self._scheduler.credits * spec.num_workers)
+        """What the sampler gave before the first wait, as much as torch takes then."""
+
+    def _prime(self, count: int) -> list[Any]:
+        offers: list[Any] = []
+        while self._sampler is not None and len(offers) < count:
+            offers.append(self._pull())
+        return offers
+
+    def _pull(self) -> Any:
+        offer = next(self._sampler, ENDED)
+        if offer is ENDED:
+            self._sampler = None
+        return offer
+
+    def pipeline(
+        self, pool: WorkerPool, put: Callable[[Action], None], put_from_thread: Callable[[Action], None]
+    ) -> Pipeline:
+        """The epoch's pipeline, which hands items to `put`; `put_from_thread` is used by the pinning stage's thread."""
+        sink = put
+        if self._pins:
+            self._pin = PinStage(self._opener, torch_pin(self._pin_device), put_from_thread)
+            sink = self._pin.put
+        return Pipeline(pool, self._scheduler, sink, self._source)
+
+    def close(self) -> None:
+        """End the pinning stage."""
+        if self._pin is not None:
+            self._pin.close()
+
+    # ---------------------------------------------------------------------------------------- for each batch
+
+    def opening_blocks(self, item: Deliver) -> bool:
+        """Whether `open` would copy so much that an event loop must not wait for it."""
+        outcome = item.outcome
+        return isinstance(outcome, Answer) and outcome.result.nbytes >= LARGE and Opener.will_copy(outcome)
+
+    def open(self, item: Deliver) -> Any:
+        """The batch; None when there is an error in its place, which `settle` will raise."""
+        outcome = item.outcome
+        if isinstance(outcome, Answer):
+            return self._opener.open(outcome)
+        return outcome.batch if isinstance(outcome, Pinned) else None
+
+    def advance(self, seq: int, tell: Callable[[int, Any], None]) -> None:
+        """Advance a plain sampler, and `tell` the pipeline that the batch was taken and what the sampler gave.
+
+        Raises:
+            Exception: what the sampler raises; the batches asked for before still come, as in torch.
+        """
+        offer: Any = NOTHING
+        if self._sampler is not None:
+            try:
+                offer = self._pull()
+            except BaseException:
+                self._sampler = None
+                tell(seq, ENDED)
+                raise
+        tell(seq, offer)
+
+    def settle(self, item: Deliver, waited: float) -> None:
+        """Count the batch.
+
+        Raises:
+            Exception: the worker's, if there is an error in the batch's place.
+        """
+        outcome = item.outcome
+        if isinstance(outcome, WorkerFailure):
+            self._statistics.batch(0, 0, 0, waited, outcome.busy, self._workers)
+            raise_worker_error(outcome.error)
+        if self._first:
+            self._first = False
+            self._statistics.first_batch(self._begun)
+        result = outcome.result
+        self._statistics.batch(result.samples, result.nbytes, result.pickled, waited, result.busy, self._workers)
+
+
+def discard(item: Action) -> None:
+    """Nobody will take the item; its memory comes back."""
+    if isinstance(item, Deliver) and isinstance(item.outcome, Answer):
+        item.outcome.discard()
