@@ -8,6 +8,7 @@ torch's own datasets, samplers and functions are re-exported as they are.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,13 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if sys.platform == "win32" and name in ("AsyncDataLoader", "DataLoader"):
+        from asyncloader.errors import UnsupportedPlatform
+
+        raise UnsupportedPlatform(
+            "asyncloader's workers need Unix sockets that pass file descriptors, which Windows does not have. "
+            "Use torch.utils.data.DataLoader here, or run under WSL."
+        )
     value = getattr(import_module(_OWN.get(name, "torch.utils.data")), name)
     globals()[name] = value
     return value

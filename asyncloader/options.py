@@ -12,17 +12,19 @@ import functools
 import math
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.utils.data
-from torch.utils.data import Dataset, IterDataPipe, MapDataPipe
+from torch.utils.data import Dataset, IterableDataset, IterDataPipe, MapDataPipe
 from torch.utils.data import _DatasetKind as DatasetKind
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
 from asyncloader.sampler import AsyncIndexSource, as_async_source
 from asyncloader.scheduler import Scheduler
+from asyncloader.workers.fetch import is_async_stream
 from asyncloader.workers.info import WorkerSetup
 
 __all__ = [
@@ -83,8 +85,9 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
         ring_bytes: int | None = None,
         concurrency: int = DEFAULT_CONCURRENCY,
     ) -> None:
+        stream = is_async_stream(dataset)
         super().__init__(
-            dataset,
+            _AsyncStream() if stream else dataset,  # torch's checks are those of an iterable dataset
             batch_size,
             shuffle,
             sampler,
@@ -102,6 +105,8 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+        if stream:
+            self.__dict__["dataset"] = dataset  # torch refuses the plain assignment from here on
         if ring_bytes is not None and (not isinstance(ring_bytes, int) or ring_bytes < 1):
             raise ValueError(
                 f"ring_bytes should be a positive number of bytes or None, but got ring_bytes={ring_bytes!r}"
@@ -115,7 +120,8 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
     def _index_sampler(self) -> Any:
         # torch's iterator calls `iter()` on it at once; an async sampler answers with nothing and is read elsewhere.
         plain = super()._index_sampler
-        return as_async_source(plain) or plain
+        source = as_async_source(plain)
+        return plain if source is None else source
 
     def check_worker_number_rationality(self) -> None:
         """torch's warning about too many workers, which knows a container's CPU quota too."""
@@ -132,6 +138,13 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
                 "if necessary.",
                 stacklevel=2,
             )
+
+
+class _AsyncStream(IterableDataset[Any]):
+    """Stands for an asynchronous stream that is none of torch's classes while torch's constructor looks at it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError("an asynchronous stream cannot be iterated with a plain for")
 
 
 LoaderSpec.__init__.__qualname__ = "DataLoader.__init__"  # what Python's own errors about arguments call it

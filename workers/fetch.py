@@ -14,10 +14,17 @@ import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
 from torch.utils.data import _DatasetKind as DatasetKind
 
-__all__ = ["AsyncFetcher", "BlockingFetcher", "is_async_dataset", "make_async_fetcher", "make_blocking_fetcher"]
+__all__ = [
+    "AsyncFetcher",
+    "BlockingFetcher",
+    "is_async_dataset",
+    "is_async_stream",
+    "make_async_fetcher",
+    "make_blocking_fetcher",
+]
 
 
 class BlockingFetcher(Protocol):
@@ -37,16 +44,16 @@ class AsyncFetcher(Protocol):
 
 
 def is_async_dataset(dataset: Any) -> bool:
-    """Whether samples must be awaited: the dataset's own methods, or those of what it is a view of."""
+    """Whether samples must be awaited: the dataset's own methods, or those of what it is a view of.
+
+    A dataset with both `__aiter__` and `__iter__` is asynchronous: torch's IterableDataset demands an `__iter__`.
+    """
     kind = type(dataset)
-    if hasattr(kind, "__aiter__") and not hasattr(kind, "__iter__"):
+    if hasattr(kind, "__aiter__"):
         return True
     for name in ("__getitem__", "__getitems__"):
         if inspect.iscoroutinefunction(getattr(kind, name, None)):
             return True
-    if hasattr(kind, "__aiter__"):
-        # torch's IterableDataset gives every subclass an `__iter__`, which raises; one of its own wins.
-        return "__iter__" not in _own_methods(kind)
     if isinstance(dataset, Subset):
         return is_async_dataset(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
@@ -54,13 +61,10 @@ def is_async_dataset(dataset: Any) -> bool:
     return False
 
 
-def _own_methods(kind: type) -> set[str]:
-    names: set[str] = set()
-    for base in kind.__mro__:
-        if base.__module__.startswith(("torch.", "typing", "builtins")):
-            break
-        names.update(vars(base))
-    return names
+def is_async_stream(dataset: Any) -> bool:
+    """Whether it is an asynchronous iterable that torch would take for a map dataset, not knowing `__aiter__`."""
+    kind = type(dataset)
+    return hasattr(kind, "__aiter__") and not hasattr(kind, "__getitem__") and not isinstance(dataset, IterableDataset)
 
 
 def make_blocking_fetcher(

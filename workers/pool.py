@@ -23,7 +23,7 @@ import warnings
 import weakref
 from typing import Any, NamedTuple
 
-from asyncloader.errors import UnsupportedPlatform, WorkerDied
+from asyncloader.errors import WorkerDied
 from asyncloader.workers import wire
 from asyncloader.workers.codec import Template
 from asyncloader.workers.info import WorkerSetup
@@ -99,16 +99,11 @@ class WorkerPool:
         ring_bytes: bound on each ring, None for none.
 
     Raises:
-        UnsupportedPlatform: on Windows.
         RingMemoryError: the rings asked for can never fit.
         Exception: the set-up cannot be pickled (spawn, forkserver), with a note that names the part.
     """
 
     def __init__(self, context: Any, setup: WorkerSetup, credits: int, ring_bytes: int | None) -> None:
-        if os.name == "nt":
-            raise UnsupportedPlatform(
-                "asyncloader's workers need Unix sockets with descriptor passing; use num_workers=0"
-            )
         self.start_method: str = context.get_start_method()
         self.epoch = 0
         self.processes: list[WorkerProcess] = []

@@ -9,10 +9,10 @@ child of the fork server, whose exit code only the server learns, it is the sent
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import socket
-import weakref
 from time import monotonic
 from typing import Any
 
@@ -48,6 +48,7 @@ class WorkerProcess:
         self.ready = False
         """The worker said that it runs; before that it has not touched the user's code."""
         self._pidfd: int | None = None
+        _install_fork_hook()
         _processes.add(self)
         try:
             self.process = context.Process(
@@ -64,6 +65,7 @@ class WorkerProcess:
             self.process.start()
         except BaseException:
             self.channel.close()
+            _processes.discard(self)
             raise
         finally:
             _detach_in_parent(theirs)
@@ -126,13 +128,25 @@ class WorkerProcess:
         return f"<WorkerProcess {self.worker_id} pid={self.pid}>"
 
 
-_processes: weakref.WeakSet[WorkerProcess] = weakref.WeakSet()
+# Every process that is not released yet. Strong: if a pool is garbage, its finalizer must find sockets and pidfds whole,
+# and garbage is finalized in any order. Nothing here refers to a pool.
+_processes: set[WorkerProcess] = set()
+
+
+@functools.cache
+def _install_fork_hook() -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_forget_all)
+
+
+def _forget_all() -> None:
+    """A forked child, a worker or not, has copies of all that its parent had open: close our kind at once."""
+    for process in _processes:
+        process.forget_in_child()
+    _processes.clear()
 
 
 def _entry(worker_id: int, control: InheritedFd, parent: InheritedFd | None, setup: WorkerSetup | Payload) -> None:
-    """In the child. A forked one holds copies of everything that its parent had open: close our kind at once."""
-    for process in list(_processes):
-        process.forget_in_child()
     worker_main(worker_id, control, parent, setup)
 
 
