@@ -115,7 +115,7 @@ class AsyncLoaderIterator:
         self._copying: tuple[Deliver, asyncio.Future[Any]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
-        # Why there are no more batches: None while there are, "" for the plain end. A text, not an exception: one that
+        # Why there are no more batches: None while there are, "" for the end. A text, not an exception: one that
         # was raised refers to the consumer's frames, and through them to the batches that they hold.
         self._ended: str | None = None
         self._closed = False
@@ -212,7 +212,7 @@ class AsyncLoaderIterator:
             await self.aclose()
             raise StopAsyncIteration
         assert isinstance(item, Fail)
-        self._ended = f"this iterator ended with {type(item.error).__name__}: {item.error}"
+        self._ended = ""  # raised once; a caller that goes on regardless must come to an end
         await self.aclose()
         raise item.error
 

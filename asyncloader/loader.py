@@ -290,7 +290,7 @@ class _WorkerIter(_CountedNext):
                 self._shutdown_workers()
             raise StopIteration
         assert isinstance(item, Fail)
-        self._ended = f"this iterator ended with {type(item.error).__name__}: {item.error}"
+        self._ended = ""  # raised once; a caller that goes on regardless must come to an end
         self._shutdown_workers()
         raise item.error
 

@@ -37,7 +37,10 @@ def _collate_tensor_private(batch: Sequence[torch.Tensor], *, collate_fn_map: An
     elem = batch[0]
     if elem.is_nested or elem.layout is not torch.strided:
         return _TORCH_MAP[torch.Tensor](batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
-    return torch.stack(list(batch), 0)
+    if elem.device.type != "cpu" or elem.is_quantized or elem.requires_grad or type(elem) is not torch.Tensor:
+        return torch.stack(list(batch), 0)
+    # As in torch's own workers, the first sample's dtype is that of the batch.
+    return torch.stack(list(batch), 0, out=torch.empty((len(batch), *elem.shape), dtype=elem.dtype))
 
 
 def use_private_memory() -> None:
@@ -112,7 +115,7 @@ class Collator:
         dtype = elem.dtype
         nbytes = elem.numel() * elem.element_size() * len(values)
         if not nbytes:
-            return torch.stack(values, 0)
+            return _collate_tensor_private(values)
 
         # As in torch's own workers, the first sample's dtype is that of the batch.
         def write(memory: mmap.mmap, offset: int) -> None:
