@@ -69,28 +69,32 @@ class ReadyQueue:
         self._waiters: deque[asyncio.Future[None]] = deque()
 
     def put(self, item: Action) -> None:
-        """In the loop's thread."""
+        """In the loop's thread. Wakes one of those who wait."""
         self.items.append(item)
-        self._wake()
+        self._wake_one()
 
-    def _wake(self) -> None:
+    def _wake_one(self) -> None:
         while self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.done():
                 waiter.set_result(None)
                 return
 
+    def wake_all(self) -> None:
+        """Nothing will come any more; those who wait must look for themselves."""
+        while self._waiters:
+            self._wake_one()
+
     async def wait(self) -> None:
-        """Until something is there."""
-        while not self.items:
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            try:
-                await waiter
-            except asyncio.CancelledError:
-                if self.items:
-                    self._wake()  # this one was told, but will not take it
-                raise
+        """Until something may be there. The caller looks, and waits again if another task was faster."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if self.items:
+                self._wake_one()  # this one was told, but will not take it
+            raise
 
 
 class AsyncLoaderIterator:
@@ -167,26 +171,29 @@ class AsyncLoaderIterator:
     async def __anext__(self) -> Any:
         begin = perf_counter()
         items = self._queue.items
-        if self._copying is None and not items:
-            await self._wait()
-        waited = perf_counter() - begin
-        if self._copying is None:
-            item = items.popleft()
-            if not isinstance(item, Deliver):
-                await self._end(item)
-            if not self._consumer.opening_blocks(item):
-                return self._hand_over(item, self._consumer.open(item), waited)
-            copy = asyncio.get_running_loop().run_in_executor(None, self._consumer.open, item)
-            self._copying = (item, copy)
-        item, copy = self._copying
-        batch = await asyncio.shield(copy)  # a cancelled caller leaves the copy to the next call
-        self._copying = None
-        return self._hand_over(item, batch, waited)
+        while True:  # once, unless several tasks share this iterator
+            if self._copying is not None:
+                copied, copy = self._copying
+                await asyncio.wait([copy])  # a cancelled caller leaves the copy to the next call
+                if self._copying is not None and self._copying[1] is copy:
+                    self._copying = None
+                    return self._deliver(copied, perf_counter() - begin, copy.result)
+            elif items:
+                waited = perf_counter() - begin
+                item = items.popleft()
+                if not isinstance(item, Deliver):
+                    await self._end(item)
+                if not self._consumer.opening_blocks(item):
+                    return self._deliver(item, waited, None)
+                loop = asyncio.get_running_loop()
+                self._copying = (item, loop.run_in_executor(None, self._consumer.open, item))
+            else:
+                await self._wait()
 
-    def _hand_over(self, item: Deliver, batch: Any, waited: float) -> Any:
-        assert self._pipeline is not None
-        self._consumer.advance(item.seq, self._pipeline.advance)
-        self._consumer.settle(item, waited)
+    def _deliver(self, item: Deliver, waited: float, opened: Callable[[], Any] | None) -> Any:
+        if self._pipeline is None:
+            raise LoaderClosed("this iterator was closed")
+        batch = self._consumer.deliver(item, waited, self._pipeline.advance, opened)
         self._yielded += 1
         self._draws._num_yielded = self._yielded
         warn_over_length(self._draws)
@@ -247,6 +254,7 @@ class AsyncLoaderIterator:
         self._consumer.close()
         while self._queue.items:
             discard(self._queue.items.popleft())
+        self._queue.wake_all()
         pool = self.pool
         if pool is None or self._shelf.leave(pool):
             return None, reader

@@ -2,9 +2,8 @@
 
 Data path: sampler -> [consumer] -> scheduler ... reorder -> delivery -> [consumer] -> the user.
 
-Everything here runs in the thread that iterates. For each batch the iterators call, in this order: `open`, `advance`,
-`settle`. That is torch's order too: a plain sampler is advanced after the batch has come and before an error in it is
-raised.
+Everything here runs in the thread that iterates. The order of things for each batch is torch's: a plain sampler is
+advanced after the batch has come, and before an error in its place is raised.
 """
 
 from __future__ import annotations
@@ -89,34 +88,35 @@ class Consumer:
         return isinstance(outcome, Answer) and outcome.result.nbytes >= LARGE and Opener.will_copy(outcome)
 
     def open(self, item: Deliver) -> Any:
-        """The batch; None when there is an error in its place, which `settle` will raise."""
+        """The batch; None when there is an error in its place, which `deliver` will raise."""
         outcome = item.outcome
         if isinstance(outcome, Answer):
             return self._opener.open(outcome)
         return outcome.batch if isinstance(outcome, Pinned) else None
 
-    def advance(self, seq: int, tell: Callable[[int, Any], None]) -> None:
-        """Advance a plain sampler, and `tell` the pipeline that the batch was taken and what the sampler gave.
+    def deliver(
+        self,
+        item: Deliver,
+        waited: float,
+        tell: Callable[[int, Any], None],
+        opened: Callable[[], Any] | None = None,
+    ) -> Any:
+        """The batch for the user.
+
+        Args:
+            item: what the pipeline gave.
+            waited: seconds that the user waited for it.
+            tell: tells the pipeline that it was taken, and what a plain sampler gave next.
+            opened: gives the batch if it was opened already.
 
         Raises:
-            Exception: what the sampler raises; the batches asked for before still come, as in torch.
+            Exception: the worker's, if there is an error in the batch's place; or the sampler's. The batches asked
+                for before still come, as in torch.
         """
-        offer: Any = NOTHING
-        if self._sampler is not None:
-            try:
-                offer = self._pull()
-            except BaseException:
-                self._sampler = None
-                tell(seq, ENDED)
-                raise
-        tell(seq, offer)
-
-    def settle(self, item: Deliver, waited: float) -> None:
-        """Count the batch.
-
-        Raises:
-            Exception: the worker's, if there is an error in the batch's place.
-        """
+        try:
+            batch = self.open(item) if opened is None else opened()
+        finally:
+            self._advance(item.seq, tell)  # also if opening failed: the credit must not be lost
         outcome = item.outcome
         if isinstance(outcome, WorkerFailure):
             self._statistics.batch(0, 0, 0, waited, outcome.busy, self._workers)
@@ -126,6 +126,18 @@ class Consumer:
             self._statistics.first_batch(self._begun)
         result = outcome.result
         self._statistics.batch(result.samples, result.nbytes, result.pickled, waited, result.busy, self._workers)
+        return batch
+
+    def _advance(self, seq: int, tell: Callable[[int, Any], None]) -> None:
+        offer: Any = NOTHING
+        if self._sampler is not None:
+            try:
+                offer = self._pull()
+            except BaseException:
+                self._sampler = None
+                tell(seq, ENDED)
+                raise
+        tell(seq, offer)
 
 
 def discard(item: Action) -> None:

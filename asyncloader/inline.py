@@ -87,6 +87,7 @@ class InlineIterator:
         self._pin = torch_pin(self._draws._pin_memory_device) if self._draws._pin_memory else None
         self._executor = ThreadPoolExecutor(1, "asyncloader-fetch")
         self._owner = os.getpid()
+        self._turn = asyncio.Lock()  # several tasks may share this iterator; each gets batches of its own
         self._pending: asyncio.Future[tuple[Any, int]] | None = None
         self._ended: str | None = None  # as in async_iterator.py
         self._begun = statistics.begin()
@@ -101,15 +102,22 @@ class InlineIterator:
         return f"<InlineIterator {'running' if self._ended is None else 'over'}>"
 
     async def __anext__(self) -> Any:
+        async with self._turn:
+            return await self._one()
+
+    async def _one(self) -> Any:
         if self._ended is not None:
             raise StopAsyncIteration if not self._ended else LoaderClosed(self._ended)
         begin = perf_counter()
-        if self._pending is None:
-            self._pending = asyncio.ensure_future(self._next())
+        pending = self._pending
+        if pending is None:
+            pending = self._pending = asyncio.ensure_future(self._next())
         # Shielded: if the caller is cancelled, the batch stays pending and the next call gives it.
         try:
-            batch, samples = await asyncio.shield(self._pending)
+            batch, samples = await asyncio.shield(pending)
         except asyncio.CancelledError:
+            if pending.cancelled() and self._ended is not None:
+                raise LoaderClosed(self._ended) from None  # closed by another task
             raise
         except StopAsyncIteration:
             self._end("")

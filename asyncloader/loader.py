@@ -276,10 +276,7 @@ class _WorkerIter(_CountedNext):
             self._end(item)
         consumer = self._consumer
         assert consumer is not None
-        batch = consumer.open(item)
-        consumer.advance(item.seq, self._tell)
-        consumer.settle(item, waited)
-        return batch
+        return consumer.deliver(item, waited, self._tell)
 
     def _end(self, item: Action) -> NoReturn:
         if isinstance(item, Finish):

@@ -128,7 +128,7 @@ class WorkerProcess:
         return f"<WorkerProcess {self.worker_id} pid={self.pid}>"
 
 
-# Every process that is not released yet. Strong: if a pool is garbage, its finalizer must find sockets and pidfds whole,
+# Every process that is not released yet. Strong: a pool that is garbage must find its sockets and pidfds whole,
 # and garbage is finalized in any order. Nothing here refers to a pool.
 _processes: set[WorkerProcess] = set()
 
