@@ -56,6 +56,10 @@ class PoolShelf(Protocol):
         """Idle workers to be used again; None: start new ones."""
         ...
 
+    def note(self, pool: WorkerPool) -> None:
+        """New workers were started."""
+        ...
+
     def leave(self, pool: WorkerPool) -> bool:
         """Offer the workers for the next iterator; False: stop them."""
         ...
@@ -161,6 +165,7 @@ class AsyncLoaderIterator:
             make = _pool_maker(spec, self._draws)
             # A fork must happen in the thread that the user's code runs in; the other methods need not block the loop.
             pool = make() if start_method(spec) == "fork" else await asyncio.to_thread(make)
+            self._shelf.note(pool)
         self.pool = pool
         put_from_thread = partial(_put_from_thread, asyncio.get_running_loop(), self._queue)
         self._pipeline = self._consumer.pipeline(pool, self._queue.put, put_from_thread)
@@ -200,10 +205,14 @@ class AsyncLoaderIterator:
         return batch
 
     async def _wait(self) -> None:
+        """Until something may be there, or there will be nothing; the caller looks again."""
         if self._ended is not None:
             raise StopAsyncIteration if not self._ended else LoaderClosed(self._ended)
         if self._pipeline is None:
             await self._ensure_started()
+            return
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError("this iterator belongs to another event loop; make a new one with aiter(loader)")
         if not self._timeout:
             await self._queue.wait()
             return

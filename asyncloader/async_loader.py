@@ -117,6 +117,7 @@ class AsyncDataLoader(Generic[T_co]):
         self._statistics = Statistics()
         # Weak: an iterator that is dropped must die, and free its workers, at once.
         self._iterators: weakref.WeakSet[AsyncLoaderIterator | InlineIterator] = weakref.WeakSet()
+        self._pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
         self._newest: weakref.ref[AsyncLoaderIterator | InlineIterator] | None = None
         self._draws: _BaseDataLoaderIter | None = None
         self._idle_pool: WorkerPool | None = None
@@ -182,8 +183,9 @@ class AsyncDataLoader(Generic[T_co]):
         self._closed = True
         for iterator in list(self._iterators):
             await iterator.aclose()
-        pool, self._idle_pool = self._idle_pool, None
-        if pool is not None:
+        self._idle_pool = None
+        # Also those of iterators that were dropped a moment ago, which are ending in threads of their own.
+        for pool in list(self._pools):
             await asyncio.shield(asyncio.to_thread(pool.stop))
 
     def close(self) -> None:
@@ -191,8 +193,8 @@ class AsyncDataLoader(Generic[T_co]):
         self._closed = True
         for iterator in list(self._iterators):
             iterator.close()
-        pool, self._idle_pool = self._idle_pool, None
-        if pool is not None:
+        self._idle_pool = None
+        for pool in list(self._pools):
             pool.stop()
 
     def _newest_iterator(self) -> AsyncLoaderIterator | InlineIterator | None:
@@ -226,6 +228,9 @@ class _Shelf:
             pool.stop_soon()
             return None
         return pool
+
+    def note(self, pool: WorkerPool) -> None:
+        self._loader._pools.add(pool)
 
     def leave(self, pool: WorkerPool) -> bool:
         loader = self._loader

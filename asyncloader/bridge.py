@@ -15,11 +15,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import queue
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from asyncloader.errors import LoaderClosed
@@ -117,16 +117,25 @@ class Bridge:
         if self.inside:
             coroutine.close()
             raise RuntimeError("a loader's own loop cannot wait for itself")
+        # Not run_coroutine_threadsafe: its two futures refer to each other, and would keep the result, a batch
+        # perhaps, until the garbage collector comes.
+        answers: queue.SimpleQueue[asyncio.Task[T]] = queue.SimpleQueue()
+        launched: list[asyncio.Task[T]] = []
         try:
-            future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._alive())
+            loop = self._alive()
+            loop.call_soon_threadsafe(_launch, loop, coroutine, launched, answers)
         except BaseException:
             coroutine.close()
             raise
         try:
-            return future.result()
-        except BaseException:
-            future.cancel()
+            task = answers.get()
+        except BaseException:  # Ctrl-C
+            loop.call_soon_threadsafe(_cancel, launched)
             raise
+        try:
+            return task.result()
+        finally:
+            del task, launched  # an error's traceback refers to this frame
 
     def _alive(self) -> asyncio.AbstractEventLoop:
         loop = self._loop
@@ -136,6 +145,22 @@ class Bridge:
             )
             raise LoaderClosed(f"the loader's event loop is gone: {where}; make a new iterator")
         return loop
+
+
+def _launch(
+    loop: asyncio.AbstractEventLoop,
+    coroutine: Coroutine[Any, Any, T],
+    launched: list[asyncio.Task[T]],
+    answers: queue.SimpleQueue[asyncio.Task[T]],
+) -> None:
+    task = loop.create_task(coroutine)
+    launched.append(task)
+    task.add_done_callback(answers.put)
+
+
+def _cancel(tasks: list[asyncio.Task[T]]) -> None:
+    for task in tasks:
+        task.cancel()
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

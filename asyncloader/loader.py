@@ -75,6 +75,7 @@ class DataLoader(LoaderSpec[T_co]):
             self.check_worker_number_rationality()
             iterator = _WorkerIter(self)
         state.newest = weakref.ref(iterator)
+        state.iterators.add(iterator)
         return iterator
 
     def __enter__(self) -> DataLoader[T_co]:
@@ -84,13 +85,12 @@ class DataLoader(LoaderSpec[T_co]):
         self.close()
 
     def close(self) -> None:
-        """End the newest iterator and its workers; wait until they are gone. Idempotent."""
+        """End all iterators and their workers; wait until they are gone. Idempotent."""
         state = self._state
         state.closed = True
-        newest = state.iterator()
         self._iterator = None
-        if newest is not None:
-            newest._shutdown_workers()
+        for iterator in list(state.iterators):
+            iterator._shutdown_workers()
 
     def stats(self) -> dict[str, float]:
         """Counters over all iterators so far, as a flat dictionary of floats. O(1)."""
@@ -120,6 +120,7 @@ class _FacadeState:
         self.statistics = Statistics()
         self.bridge = Bridge()
         self.closed = False
+        self.iterators: weakref.WeakSet[_InlineIter | _WorkerIter] = weakref.WeakSet()
         self.newest: weakref.ref[_InlineIter | _WorkerIter] | None = None
 
     def iterator(self) -> _InlineIter | _WorkerIter | None:
@@ -157,7 +158,8 @@ class _InlineIter(_CountedNext):
         self._async = is_async_dataset(self._dataset)
         self._bridge: Bridge | None = None
         self._owner = os.getpid()
-        if self._async or self._source is not None:
+        self._uses_loop = self._async or self._source is not None
+        if self._uses_loop:
             self._bridge = loader._state.bridge
             self._bridge.acquire()
         self._dataset_fetcher: Any = None if self._async else make_inline_fetcher(loader, self)
@@ -166,13 +168,16 @@ class _InlineIter(_CountedNext):
 
     def _next_data(self) -> Any:
         begin = perf_counter()
-        if self._bridge is None:
+        if not self._uses_loop:
             index = next(self._sampler_iter)
             data = self._dataset_fetcher.fetch(index)
+        elif self._bridge is None:
+            raise StopIteration
         else:
             try:
                 index, data = self._bridge.run(self._fetch())
             except StopAsyncIteration:
+                self._shutdown_workers()
                 raise StopIteration from None
         if self._pin is not None:
             data = self._pin(data)
