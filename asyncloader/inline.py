@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Any
@@ -181,6 +181,9 @@ class InlineIterator:
             await asyncio.wait([pending])
             if not pending.cancelled():
                 pending.exception()
+        indices, self._indices = self._indices, None
+        if isinstance(indices, AsyncGenerator):
+            await indices.aclose()
         await asyncio.to_thread(self._executor.shutdown)
 
     def close(self) -> None:

@@ -339,7 +339,9 @@ def _build_leaf(place: Place, anchor: Memory | None, storages: dict[int, torch.U
         storage = _build_storage(place, anchor, storages)
         return torch.empty(0, dtype=dtype).set_(storage, place.first, place.shape, place.stride)
     if isinstance(place, Storage):
-        return _build_storage(place, anchor, storages)
+        whole = _build_storage(place, anchor, storages)
+        whole.__class__ = _PickledStorage
+        return whole
     if not place.nbytes:
         return bytearray()
     assert anchor is not None
@@ -348,6 +350,17 @@ def _build_leaf(place: Place, anchor: Memory | None, storages: dict[int, torch.U
 
 def _bytes(anchor: Memory, offset: int, nbytes: int) -> memoryview:
     return memoryview(anchor).cast("B")[offset : offset + nbytes]  # type: ignore[arg-type]
+
+
+class _PickledStorage(torch.UntypedStorage):
+    """An untyped storage as torch's own unpickling would give it: one that can also be asked for its untyped self.
+
+    `torch._utils._rebuild_tensor_v3` (unsigned and float8 dtypes) does ask.
+    """
+
+    @property
+    def _untyped_storage(self) -> torch.UntypedStorage:
+        return self
 
 
 def _build_storage(

@@ -111,7 +111,13 @@ class _AsyncMapFetcher:
                 async with self._room:
                     samples = await samples
             if any(inspect.isawaitable(s) for s in samples):  # a Subset of an asynchronous dataset
-                samples = await self._all(samples, self._settle)
+                pending = samples
+                try:
+                    samples = await self._all(pending, self._settle)
+                finally:
+                    for sample in pending:
+                        if inspect.iscoroutine(sample):
+                            sample.close()  # those that an error kept from being awaited; a no-op for the others
             return self._collate(samples)
         return self._collate(await self._all(index, self._one))
 
