@@ -82,9 +82,7 @@ def run_pytest(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
     conftest = (HERE / "conftest.py").read_text()
     assert "GRACE_S = 20.0" in conftest
     (folder / "conftest.py").write_text(conftest.replace("GRACE_S = 20.0", "GRACE_S = 0.2"))
-    (folder / "pytest.ini").write_text(
-        "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n"
-    )
+    (folder / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n")
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-s", "-rA", "-p", "no:cacheprovider"],
         cwd=folder,

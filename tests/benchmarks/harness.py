@@ -28,6 +28,19 @@ LIMIT_S = 300.0  # for one job
 SAMPLE_S = 0.05  # between two looks at the memory
 
 
+@dataclass(frozen=True)
+class Memory:
+    """One look at a process tree, in bytes.
+
+    Args:
+        pss: the sum of the proportional set sizes.
+        unmapped: shared memory that the tree holds open and has mapped nowhere: batches on their way.
+    """
+
+    pss: int
+    unmapped: int
+
+
 class JobFailed(Exception):
     """A measurement ended without a result: a loader failed, hung, or delivered wrong content."""
 
@@ -76,7 +89,7 @@ def run_rounds(plan: Callable[[int], list[Job]], rounds: int, log: Callable[[str
     return results
 
 
-def _record(job: Job, output: dict[str, Any], memory: list[tuple[float, int]], results: Results) -> None:
+def _record(job: Job, output: dict[str, Any], memory: list[tuple[float, Memory]], results: Results) -> None:
     if job.probe == "throughput":
         for way, rate in output["rate"].items():
             results.add(f"{job.workload}/{way}", job.loader, rate)
@@ -93,18 +106,19 @@ def _record(job: Job, output: dict[str, Any], memory: list[tuple[float, int]], r
         results.add("second", job.loader, output["seconds"])
     elif job.probe == "memory":
         begin, end = output["steady"]
-        steady = [size for when, size in memory if begin <= when <= end]
+        steady = [look for when, look in memory if begin <= when <= end]
         if not steady:
             raise JobFailed(f"{job}: no look at its memory fell between {begin} and {end}")
-        results.add("memory/peak", job.loader, max(size for _, size in memory))
-        results.add("memory/steady", job.loader, statistics.median(steady))
+        results.add("memory/peak", job.loader, max(look.pss for _, look in memory))
+        results.add("memory/steady", job.loader, statistics.median(look.pss for look in steady))
+        results.add("memory/held", job.loader, statistics.median(look.pss + look.unmapped for look in steady))
 
 
-def run_job(job: Job) -> tuple[dict[str, Any], list[tuple[float, int]]]:
+def run_job(job: Job) -> tuple[dict[str, Any], list[tuple[float, Memory]]]:
     """Run one job in a process of its own.
 
     Returns:
-        Its result, and for the probe "memory" the samples: monotonic seconds, PSS bytes of the tree.
+        Its result, and for the probe "memory" the samples: monotonic seconds, memory of the tree.
 
     Raises:
         JobFailed: it ended with an error or took more than five minutes; the text has the end of its stderr.
@@ -121,7 +135,7 @@ def run_job(job: Job) -> tuple[dict[str, Any], list[tuple[float, int]]]:
                 stderr=stderr,
                 start_new_session=True,
             )
-        samples: list[tuple[float, int]] = []
+        samples: list[tuple[float, Memory]] = []
         done = threading.Event()
         sampler = threading.Thread(target=_sample, args=(process.pid, samples, done))
         if job.probe == "memory":
@@ -143,13 +157,13 @@ def run_job(job: Job) -> tuple[dict[str, Any], list[tuple[float, int]]]:
         return json.loads(output.read_text(encoding="utf-8")), samples
 
 
-def _sample(pid: int, samples: list[tuple[float, int]], done: threading.Event) -> None:
+def _sample(pid: int, samples: list[tuple[float, Memory]], done: threading.Event) -> None:
     while not done.wait(SAMPLE_S):
-        samples.append((time.monotonic(), tree_pss(pid)))
+        samples.append((time.monotonic(), tree_memory(pid)))
 
 
-def tree_pss(root: int) -> int:
-    """Proportional set size, in bytes, of a process and its descendants; one that ends counts zero."""
+def tree_memory(root: int) -> Memory:
+    """The memory of a process and its descendants; one that ends meanwhile counts zero."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -159,7 +173,14 @@ def tree_pss(root: int) -> int:
     tree = {root}
     while grown := {pid for pid, parent in parents.items() if parent in tree} - tree:
         tree |= grown
-    return sum(_pss(pid) for pid in tree)
+    mapped: set[int] = set()
+    held: dict[int, int] = {}
+    for pid in tree:
+        with contextlib.suppress(OSError):
+            mapped |= _mapped_shared(pid)
+            held |= _open_shared(pid)
+    unmapped = sum(size for inode, size in held.items() if inode not in mapped)
+    return Memory(pss=sum(_pss(pid) for pid in tree), unmapped=unmapped)
 
 
 def _pss(pid: int) -> int:
@@ -168,3 +189,24 @@ def _pss(pid: int) -> int:
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
     return 0
+
+
+def _is_shared(path: str) -> bool:
+    return path.startswith(("/dev/shm/", "/memfd:"))
+
+
+def _mapped_shared(pid: int) -> set[int]:
+    """The inodes of the shared-memory segments that a process has mapped."""
+    fields = (line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+    return {int(each[4]) for each in fields if len(each) == 6 and _is_shared(each[5])}
+
+
+def _open_shared(pid: int) -> dict[int, int]:
+    """The shared-memory segments that a process has open: bytes in use, by inode."""
+    found: dict[int, int] = {}
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if _is_shared(str(entry.readlink())):
+                status = entry.stat()
+                found[status.st_ino] = status.st_blocks * 512
+    return found

@@ -51,6 +51,8 @@ class Verdict:
     def ok(self) -> bool:
         """Whether the ratio of the medians holds the floor."""
         bound = self.floor.bound
+        if bound is None:
+            return True
         return self.ratio >= bound if self.metric.more_is_better else self.ratio <= bound
 
 
@@ -82,16 +84,18 @@ def floor_table(results: Results) -> str:
             f"{_number(results.median(metric.key, floor.loader) * metric.scale)} {metric.unit}",
             f"**{verdict.ratio:.2f}**",
             f"{verdict.low:.2f} to {verdict.high:.2f}",
-            f"{sign} {floor.bound:g}",
-            "ok" if verdict.ok else "**short**",
+            "" if floor.bound is None else f"{sign} {floor.bound:g}",
+            "" if floor.bound is None else "ok" if verdict.ok else "**short**",
         )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def peer_table(results: Results) -> str:
-    """The Markdown table of every loader's batches per second, and its ratio to torch."""
+    """The Markdown table of every loader's batches per second, and its ratio to torch; empty without rates."""
     metrics = [key for key in COMPARED if results.has(key, TORCH)]
+    if not metrics:
+        return ""
     lines = [
         "| loader | " + " | ".join(SHORT_TITLES[key] for key in metrics) + " |",
         "|---|" + "--:|" * len(metrics),
@@ -192,8 +196,9 @@ METHOD = f"""\
 - The time to the first batch starts before the loader is made, torch being imported. For forkserver,
   another loader of the same kind was used in the process before, so that its fork server runs.
 - Memory is the sum of the proportional set sizes (PSS) of the process and its descendants, looked at from
-  outside every 50 ms; *peak* covers the whole life of the process. Shared memory that no process has
-  mapped at that moment (torch's batches on their way) is in nobody's PSS.
+  outside every 50 ms; *peak* covers the whole life of the process. A shared segment that is open but
+  mapped nowhere at that moment (torch's batches on their way) is in nobody's PSS: the last memory row
+  adds those.
 - CPU seconds are the main process's, all threads, consumer included.
 - `{FACADE}` and `{ASYNC}` are asyncloader's; torch `file_system` is torch's with that sharing strategy.
 - Peers whose workers do not outlive an epoch (nodes, grain, spdl) read an endless repetition of it, and

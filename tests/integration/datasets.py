@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 __all__ = [
-    "Augmented",
     "AsyncNumbers",
     "AsyncStream",
     "AsyncWholeBatches",
+    "Augmented",
     "CountedStream",
     "Custom",
     "Deep",
@@ -202,7 +202,7 @@ def collate_strings(samples: list[Any]) -> list[Any]:
 
 
 class AsyncNumbers(Numbers):
-    """`Numbers`, awaited. Sample `i` comes after sample ``i ^ 1``'s fetch began, so fetches must overlap."""
+    """`Numbers`, awaited."""
 
     async def __getitem__(self, index: int) -> Any:
         await asyncio.sleep(0)
@@ -215,7 +215,7 @@ class AsyncWholeBatches(Numbers):
         return [super(AsyncWholeBatches, self).__getitem__(i) for i in indices]
 
 
-class AsyncStream(IterableDataset[Any]):
+class AsyncStream:
     """Worker `w` gives ``lengths[w]`` samples, asynchronously."""
 
     def __init__(self, lengths: list[int]) -> None:
@@ -227,3 +227,16 @@ class AsyncStream(IterableDataset[Any]):
         for i in range(self.lengths[worker]):
             await asyncio.sleep(0)
             yield torch.tensor([worker, i])
+
+
+class BothStreams(IterableDataset[Any]):
+    """torch's type demands an `__iter__`; the asynchronous one is meant."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self._stream = AsyncStream(lengths)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError("iterate asynchronously")
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self._stream.__aiter__()

@@ -33,6 +33,7 @@ __all__ = [
     "children_of",
     "collect",
     "environment",
+    "outcomes",
     "run_async",
     "run_loader",
     "run_script",
@@ -132,6 +133,36 @@ def assert_like_torch(kind: str, dataset: Any, *, epochs: int = 1, **options: An
         assert_same(a, b, f"epoch {number}")
     assert got.after == expected.after, "the global generators are elsewhere"
     return got
+
+
+def outcomes(kind: str, dataset: Any, *, seed: int = 7, **options: Any) -> list[Any]:
+    """One epoch, going on after errors: each batch, or (type, text) of the error that came in its place."""
+    _seed(seed)
+    found: list[Any] = []
+    if kind in LOOPS:
+
+        async def run() -> None:
+            async with AsyncDataLoader[Any](dataset, **options) as loader:
+                batches = aiter(loader)
+                while True:
+                    try:
+                        found.append(await anext(batches))
+                    except StopAsyncIteration:
+                        return
+                    except Exception as error:
+                        found.append((type(error), str(error)))
+
+        run_async(run(), kind)
+        return found
+    make = torch.utils.data.DataLoader if kind == "torch" else DataLoader
+    batches = iter(make(dataset, **options))
+    while True:
+        try:
+            found.append(next(batches))
+        except StopIteration:
+            return found
+        except Exception as error:
+            found.append((type(error), str(error)))
 
 
 # ------------------------------------------------------------------------------------------- processes

@@ -81,9 +81,7 @@ def test_same_batches_with_persistent_workers(kind: str, workers: int) -> None:
 @pytest.mark.parametrize("prefetch_factor", [1, 5])
 def test_prefetch_factor_changes_no_batch(kind: str, prefetch_factor: int) -> None:
     """How far the workers run ahead shows in no batch and in no generator."""
-    assert_like_torch(
-        kind, Augmented(40), num_workers=2, prefetch_factor=prefetch_factor, batch_size=3, shuffle=True
-    )
+    assert_like_torch(kind, Augmented(40), num_workers=2, prefetch_factor=prefetch_factor, batch_size=3, shuffle=True)
 
 
 @pytest.mark.parametrize("kind", BOTH)

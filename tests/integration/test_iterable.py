@@ -57,9 +57,7 @@ def test_options_for_streams(kind: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("persistent", [False, True])
 def test_streams_begin_anew_each_epoch(kind: str, persistent: bool) -> None:
     """Each epoch iterates the dataset again, with torch's worker seeds."""
-    assert_like_torch(
-        kind, UnevenStream([3, 14]), epochs=3, num_workers=2, batch_size=4, persistent_workers=persistent
-    )
+    assert_like_torch(kind, UnevenStream([3, 14]), epochs=3, num_workers=2, batch_size=4, persistent_workers=persistent)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -73,9 +71,7 @@ def test_streams_out_of_order(kind: str) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 def test_chained_streams(kind: str) -> None:
     """torch's ChainDataset works as it is."""
-    assert_like_torch(
-        kind, ChainDataset([UnevenStream([2, 5]), UnevenStream([3, 0])]), num_workers=2, batch_size=2
-    )
+    assert_like_torch(kind, ChainDataset([UnevenStream([2, 5]), UnevenStream([3, 0])]), num_workers=2, batch_size=2)
 
 
 class Sharded(IterableDataset[Any]):

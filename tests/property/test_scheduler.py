@@ -194,9 +194,7 @@ def test_iterable_dataset_delivers_all_of_every_copy(
 
 @settings(deadline=None)
 @given(steps=st.integers(0, 30), iterable=st.booleans(), in_order=st.booleans(), random=randoms)
-def test_death_at_any_time_is_the_last_word(
-    steps: int, iterable: bool, in_order: bool, random: Random
-) -> None:
+def test_death_at_any_time_is_the_last_word(steps: int, iterable: bool, in_order: bool, random: Random) -> None:
     """A death gives one `Fail`; what happens later gives nothing. What was delivered before stays valid."""
     scheduler = Scheduler(workers=2, credits=2, iterable=iterable, in_order=in_order)
     world = World(scheduler, random, list(range(40)), [40, 40], fifo=True)

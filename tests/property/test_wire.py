@@ -54,7 +54,8 @@ def test_task_round_trip(epoch: int, seq: int, slot: int, ring: int, index: byte
 def test_frames_survive_any_cuts(sent: list[tuple[int, bytes]], cuts: list[int]) -> None:
     """However the stream is cut into reads, the same frames come out in the same order."""
     stream = b"".join(wire.pack(kind, payload) for kind, payload in sent)
-    splitter, got, start = wire.FrameSplitter(), [], 0
+    splitter, start = wire.FrameSplitter(), 0
+    got: list[tuple[int, bytes]] = []
     for size in [*cuts, len(stream)]:
         got += splitter.feed(stream[start : start + size])
         start += size

@@ -12,7 +12,6 @@ from asyncloader.errors import (
     RingMemoryError,
     UnsupportedPlatform,
     WorkerDied,
-    reraise_note,
 )
 
 ALL = [
@@ -82,10 +81,3 @@ def test_memory_error_names_sizes_and_options() -> None:
     for words in ("1,234,567 bytes", "1,000,000 bytes", "control group /a", "ring_bytes", "num_workers"):
         assert words in text
     assert "unknown limit" in str(RingMemoryError(1, None, "mmap"))
-
-
-def test_note_is_added_once() -> None:
-    """The same note twice is one note, and the error itself comes back."""
-    error = ValueError("x")
-    assert reraise_note(reraise_note(error, "seen"), "seen") is error
-    assert error.__notes__ == ["seen"]

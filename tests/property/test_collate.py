@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.utils.data import default_collate
+from torch.utils.data._utils import worker as torch_worker
+
+from asyncloader.workers.codec import Encoder
+from asyncloader.workers.collate import Collator
+from asyncloader.workers.info import install_worker_info
+from tests.integration.comparing import assert_same
+from tests.property.samples import batches, single_leaves
+from tests.unit.workers.through_memory import view
+
+
+@pytest.fixture(autouse=True)
+def in_a_worker() -> Iterator[None]:
+    """torch's collation decides by this whether it stacks into shared memory, with the first sample's dtype."""
+    install_worker_info(0, 1, 0, None)
+    yield
+    torch_worker._worker_info = None
+
+
+def outcome(collate: Any, samples: list[Any]) -> tuple[Any, Exception | None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, on read-only arrays and the like
+        try:
+            return collate(samples), None
+        except Exception as error:
+            return None, error
+
+
+def words(error: Exception | None) -> tuple[type, str]:
+    return type(error), str(error)
+
+
+def ours(samples: list[Any]) -> Any:
+    return view(Collator(Encoder()).collate(samples))
+
+
+def check(samples: list[Any]) -> tuple[Exception | None, Exception | None]:
+    """Equal batches or two errors, which are given back: ours and torch's."""
+    expected, refused = outcome(default_collate, samples)
+    got, error = outcome(ours, samples)
+    if refused is None:
+        assert error is None, repr(error)
+        assert_same(got, expected)
+    else:
+        assert error is not None, refused
+    return error, refused
+
+
+@settings(max_examples=250, deadline=None)
+@given(batches())
+def test_collation_into_the_slot_is_torchs(samples: list[Any]) -> None:
+    """For any structure of samples: torch's values, dtypes and types, and what torch refuses is refused."""
+    check(samples)
+
+
+@settings(max_examples=150, deadline=None)
+@given(single_leaves())
+def test_errors_are_torchs(samples: list[Any]) -> None:
+    """A fault is told in torch's type and words: its worker's, or the clearer ones of its main process.
+
+    (Of several faults in one batch another may be found first.)
+    """
+    error, refused = check(samples)
+    torch_worker._worker_info = None
+    _, in_main = outcome(default_collate, samples)
+    install_worker_info(0, 1, 0, None)
+    assert words(error) in (words(refused), words(in_main))
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(), batches())
+def test_a_refused_batch_leaves_nothing_behind(first: list[Any], second: list[Any]) -> None:
+    """One encoder serves batch after batch, whatever became of the ones before."""
+    encoder = Encoder()
+    outcome(lambda samples: view(Collator(encoder).collate(samples)), first)
+    fresh, refused = outcome(ours, second)
+    got, error = outcome(lambda samples: view(Collator(encoder).collate(samples)), second)
+    assert type(error) is type(refused)
+    assert_same(got, fresh)
+
+
+def test_the_comparison_bites() -> None:
+    """Another dtype of the same values is a difference."""
+    with pytest.raises(AssertionError):
+        assert_same(ours([1, 2]), torch.tensor([1.0, 2.0]))

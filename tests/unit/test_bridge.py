@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import uvloop
+
+from asyncloader.bridge import Bridge, loop_factory
+from asyncloader.errors import LoaderClosed
+
+
+@pytest.fixture
+def bridge() -> Iterator[Bridge]:
+    bridge = Bridge()
+    bridge.acquire()
+    yield bridge
+    bridge.release()
+
+
+async def loop_thread() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
+    return asyncio.get_running_loop(), threading.current_thread()
+
+
+def test_loop_runs_in_a_daemon_thread_of_its_own(bridge: Bridge) -> None:
+    """The loop is the installed fast one, in a thread that does not keep the program alive."""
+    loop, thread = bridge.run(loop_thread())
+    assert isinstance(loop, uvloop.Loop)
+    assert thread is not threading.current_thread()
+    assert thread.daemon
+    assert not bridge.inside
+
+
+def test_run_gives_the_result_or_the_error(bridge: Bridge) -> None:
+    """A coroutine's outcome is the caller's."""
+
+    async def give(value: int) -> int:
+        await asyncio.sleep(0)
+        if value < 0:
+            raise KeyError(value)
+        return value
+
+    assert bridge.run(give(5)) == 5
+    with pytest.raises(KeyError):
+        bridge.run(give(-1))
+
+
+def test_calls_keep_their_order(bridge: Bridge) -> None:
+    """Calls of one thread are made in the order in which they were asked for, all of them."""
+    seen: list[int] = []
+    for number in range(1000):
+        bridge.call(seen.append, number)
+    done = threading.Event()
+    bridge.call(done.set)
+    assert done.wait(60)
+    assert seen == list(range(1000))
+
+
+def test_calls_from_several_threads_are_all_made(bridge: Bridge) -> None:
+    """No call is lost between threads, and each thread's calls keep their order."""
+    seen: list[tuple[int, int]] = []
+    done = [threading.Event() for _ in range(4)]
+
+    def caller(name: int) -> None:
+        for number in range(500):
+            bridge.call(seen.append, (name, number))
+        bridge.call(done[name].set)
+
+    threads = [threading.Thread(target=caller, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread, event in zip(threads, done, strict=True):
+        thread.join()
+        assert event.wait(60)
+    for name in range(4):
+        assert [number for who, number in seen if who == name] == list(range(500))
+
+
+def test_a_call_may_call_again(bridge: Bridge) -> None:
+    """A call made in the loop's thread may ask for another one."""
+    done = threading.Event()
+    bridge.call(lambda: bridge.call(done.set))
+    assert done.wait(60)
+
+
+def test_a_failing_call_does_not_hold_up_the_others(bridge: Bridge, caplog: pytest.LogCaptureFixture) -> None:
+    """Calls that wait behind one that raises are made all the same; the error goes to the loop's handler."""
+    caplog.set_level(logging.CRITICAL + 1, logger="asyncio")
+    go, done = threading.Event(), threading.Event()
+    told: list[BaseException | None] = []
+
+    async def listen() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context.get("exception")))
+
+    def fail() -> None:
+        raise KeyError("mine")
+
+    bridge.run(listen())
+    bridge.call(go.wait, 60)
+    bridge.call(fail)
+    bridge.call(done.set)
+    go.set()
+    assert done.wait(60)
+    assert [repr(error) for error in told] == ["KeyError('mine')"]
+
+
+def test_the_loops_thread_cannot_wait_for_itself(bridge: Bridge) -> None:
+    """`run` in the loop's own thread is refused rather than hung, and the coroutine is not left unawaited."""
+
+    async def reenter() -> str:
+        assert bridge.inside
+        with pytest.raises(RuntimeError, match="cannot wait for itself"):
+            bridge.run(asyncio.sleep(0))
+        return "refused"
+
+    assert bridge.run(reenter()) == "refused"
+
+
+def test_thread_lives_from_first_acquire_to_last_release() -> None:
+    """Users share one thread; the last to go ends it."""
+    bridge = Bridge()
+    bridge.acquire()
+    first = bridge.run(loop_thread())[1]
+    bridge.acquire()
+    assert bridge.run(loop_thread())[1] is first
+    bridge.release()
+    assert first.is_alive()
+    bridge.release()
+    assert not first.is_alive()
+
+
+def test_bridge_starts_again() -> None:
+    """After its end it may be acquired anew, with a new loop."""
+    bridge = Bridge()
+    loops = []
+    for _ in range(2):
+        bridge.acquire()
+        done = threading.Event()
+        bridge.call(done.set)
+        assert done.wait(60)
+        loops.append(bridge.run(loop_thread())[0])
+        bridge.release()
+    assert loops[0] is not loops[1]
+    assert all(loop.is_closed() for loop in loops)
+
+
+def test_a_closed_bridge_says_so_every_time_and_can_start_again() -> None:
+    """A call or a run without a loop raises, again and again; and does no harm to a later start."""
+    bridge = Bridge()
+    for _ in range(3):
+        with pytest.raises(LoaderClosed, match="it was closed"):
+            bridge.call(print, "never")
+        with pytest.raises(LoaderClosed, match="it was closed"):
+            bridge.run(asyncio.sleep(0))
+    bridge.acquire()
+    done = threading.Event()
+    bridge.call(done.set)
+    assert done.wait(60)
+    bridge.release()
+
+
+def test_release_cancels_what_is_still_running() -> None:
+    """Tasks of the loop are cancelled and awaited before its thread ends."""
+    bridge = Bridge()
+    bridge.acquire()
+    ended: list[str] = []
+
+    async def forever(started: threading.Event) -> None:
+        started.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            ended.append("cleaned up")
+
+    async def spawn(started: threading.Event) -> asyncio.Task[None]:
+        return asyncio.ensure_future(forever(started))
+
+    started = threading.Event()
+    task = bridge.run(spawn(started))
+    assert started.wait(60)
+    bridge.release()
+    assert ended == ["cleaned up"]
+    assert task.cancelled()
+
+
+def test_release_from_the_loops_own_thread() -> None:
+    """The loop's thread may let go of the bridge itself: it ends once it is done."""
+    bridge = Bridge()
+    bridge.acquire()
+    _, thread = bridge.run(loop_thread())
+    bridge.call(bridge.release)
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def in_child(check: object) -> int:
+    """Run `check` in a forked child; 0 when it holds there."""
+    assert callable(check)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            check()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_is_told_at_once(bridge: Bridge) -> None:
+    """In a forked child the thread is missing: waiting for it is refused, and letting go of it does nothing."""
+
+    def check() -> None:
+        for _ in range(2):
+            with pytest.raises(LoaderClosed, match="forked child"):
+                bridge.run(asyncio.sleep(0))
+            with pytest.raises(LoaderClosed, match="forked child"):
+                bridge.call(print, "never")
+        bridge.release()
+
+    assert in_child(check) == 0
+    assert bridge.run(asyncio.sleep(0, "alive")) == "alive"
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_may_start_its_own(bridge: Bridge) -> None:
+    """Once the child has let go of its parent's loop, it can have one of its own."""
+
+    def check() -> None:
+        bridge.release()
+        bridge.acquire()
+        assert bridge.run(asyncio.sleep(0, "own")) == "own"
+        bridge.release()
+
+    assert in_child(check) == 0
+
+
+def test_loop_factory_makes_loops() -> None:
+    """The factory gives a new loop each time, uvloop's where it is installed."""
+    loops = [loop_factory()() for _ in range(2)]
+    assert loops[0] is not loops[1]
+    assert isinstance(loops[0], uvloop.Loop)
+    for loop in loops:
+        loop.close()
