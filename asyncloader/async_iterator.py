@@ -259,31 +259,40 @@ class AsyncLoaderIterator:
         if self._ended is None:
             self._ended = "this iterator was closed"
         pipeline, self._pipeline = self._pipeline, None
-        reader = pipeline.close() if pipeline is not None else None
-        self._consumer.close()
-        while self._queue.items:
-            discard(self._queue.items.popleft())
-        self._queue.wake_all()
-        pool = self.pool
-        if pool is None or self._shelf.leave(pool):
-            return None, reader
-        return pool, reader
+        return _release(pipeline, self._consumer, self._queue, self._shelf, self.pool)
 
     def __del__(self) -> None:
         if getattr(self, "_closed", True) or os.getpid() != self._owner:
             return
-        loop = self._loop
-        if loop is not None and not loop.is_closed() and threading.get_ident() != self._thread:
-            # Collected in another thread: the loop's own must let go of the readers first.
-            pool, pipeline = self.pool, self._pipeline
-            if pipeline is not None:
-                loop.call_soon_threadsafe(pipeline.close)
-            if pool is not None:
-                loop.call_soon_threadsafe(pool.stop_soon)
-            return
-        pool, _ = self._let_go()
-        if pool is not None:
-            pool.stop_soon()
+        loop, parts = self._loop, (self._pipeline, self._consumer, self._queue, self._shelf, self.pool)
+        if loop is None or loop.is_closed() or threading.get_ident() == self._thread:
+            _abandon(*parts)
+        else:  # collected in another thread: the loop's own must let go of the readers
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_abandon, *parts)
+
+
+def _release(
+    pipeline: Pipeline | None, consumer: Consumer, queue: ReadyQueue, shelf: PoolShelf, pool: WorkerPool | None
+) -> tuple[WorkerPool | None, asyncio.Task[None] | None]:
+    """End an iterator's parts. In the loop's thread."""
+    reader = pipeline.close() if pipeline is not None else None
+    consumer.close()
+    while queue.items:
+        discard(queue.items.popleft())
+    queue.wake_all()
+    if pool is None or shelf.leave(pool):
+        return None, reader
+    return pool, reader
+
+
+def _abandon(
+    pipeline: Pipeline | None, consumer: Consumer, queue: ReadyQueue, shelf: PoolShelf, pool: WorkerPool | None
+) -> None:
+    """End the parts of an iterator that nobody refers to any more. Does not wait."""
+    pool, _ = _release(pipeline, consumer, queue, shelf, pool)
+    if pool is not None:
+        pool.stop_soon()
 
 
 def _pool_maker(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter) -> Callable[[], WorkerPool]:

@@ -348,10 +348,10 @@ def _install_exit_hook() -> None:
 
 
 def _stop_all() -> None:
-    pools = [pool for pool in _pools if not pool.stopped]
+    pools = list(_pools)
     for pool in pools:
         with contextlib.suppress(Exception):
             pool.detach()
             pool.request_stop()
     for pool in pools:
-        pool.stop()
+        pool.stop()  # waits for one in progress, too
