@@ -228,10 +228,7 @@ class _WorkerIter(_CountedNext):
         self._consumer: Consumer | None = None
         self._ended: str | None = None  # as in async_iterator.py
         self._queue: queue.SimpleQueue[Action] = queue.SimpleQueue()
-        # Forked here, in the caller's thread and before the loop's thread exists.
-        self._start_workers(loader)
-        self._shutdown = False
-        self._bridge.acquire()
+        self._acquire(loader)
         _install_exit_hook()
         _live.add(self)
         try:
@@ -240,10 +237,14 @@ class _WorkerIter(_CountedNext):
             self._shutdown_workers()
             raise
 
-    def _start_workers(self, loader: DataLoader[Any]) -> None:
+    def _acquire(self, loader: DataLoader[Any]) -> None:
+        """Start workers and the loop's thread; `_shutdown_workers` gives both back."""
         setup, credits = worker_setup(loader, self), worker_credits(loader)
+        # Forked here, in the caller's thread and before the loop's thread exists.
         self._pool = WorkerPool(worker_context(loader), setup, credits, loader.ring_bytes)
         self._workers = [process.process for process in self._pool.processes]
+        self._bridge.acquire()
+        self._shutdown = False
 
     @property
     def queue_depth(self) -> int:
@@ -254,10 +255,12 @@ class _WorkerIter(_CountedNext):
         """Begin an epoch; with persistent workers torch's loader calls this for every one after the first."""
         super()._reset(loader, first_iter)
         if not first_iter:
-            self._end_epoch()
-            if self._pool.broken:
-                self._pool.stop()
-                self._start_workers(loader)
+            if not self._shutdown and self._pool.broken:
+                self._shutdown_workers()
+            if self._shutdown:  # a worker died in the last epoch, or since: begin with new ones
+                self._acquire(loader)
+            else:
+                self._end_epoch()
         self._ended = None
         self._queue = queue.SimpleQueue()
         put = self._queue.put

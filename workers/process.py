@@ -86,7 +86,10 @@ class WorkerProcess:
 
     def death(self) -> WorkerDied:
         """The error for a process that ended unasked; call when `death_fd` is readable."""
-        self.process.join(_FORKSERVER_REPORTS)
+        # `join` with a time-out waits for the sentinel pipe, which a child of the worker's own may hold open. The pidfd
+        # has spoken, so the process can be reaped without waiting; only a fork server's report may still be on its way.
+        if self._pidfd is None:
+            self.process.join(_FORKSERVER_REPORTS)
         return WorkerDied(self.worker_id, self.pid, self.process.exitcode)
 
     def request_stop(self) -> None:
