@@ -85,7 +85,7 @@ class Consumer:
     def opening_blocks(self, item: Deliver) -> bool:
         """Whether `open` would copy so much that an event loop must not wait for it."""
         outcome = item.outcome
-        return isinstance(outcome, Answer) and outcome.result.nbytes >= LARGE and Opener.will_copy(outcome)
+        return isinstance(outcome, Answer) and outcome.result.nbytes >= LARGE and self._opener.will_copy(outcome)
 
     def open(self, item: Deliver) -> Any:
         """The batch; None when there is an error in its place, which `deliver` will raise."""

@@ -9,10 +9,12 @@ that decides between view and copy, and why it cannot deadlock, is in `workers/r
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import Any, NoReturn
 
 from asyncloader.statistics import Statistics
 from asyncloader.workers.codec import copy_out
+from asyncloader.workers.lease import Anchor
 from asyncloader.workers.pool import Answer
 from asyncloader.workers.ring import oneoff_anchor
 
@@ -22,6 +24,10 @@ LARGE = 1 << 20
 """Bytes from which on a copy is too long for an event loop's thread (about 0.1 ms)."""
 
 _PICKLE_WARNING_BYTES = 1 << 20
+
+_MOST_ONEOFFS = 16
+"""Batches in segments of their own that a consumer may hold as views: each mapping costs a descriptor (`mmap` keeps a
+duplicate), and their number must be bounded."""
 
 
 class Opener:
@@ -34,10 +40,12 @@ class Opener:
     def __init__(self, statistics: Statistics) -> None:
         self._statistics = statistics
         self._warned = False
+        self._oneoffs: list[weakref.ref[Anchor]] = []
 
-    @staticmethod
-    def will_copy(answer: Answer) -> bool:
+    def will_copy(self, answer: Answer) -> bool:
         """Whether opening the answer now copies its bytes."""
+        if answer.fd is not None:
+            return not self._room_for_oneoff()
         return answer.ring is not None and not answer.ring.may_lend()
 
     def open(self, answer: Answer) -> Any:
@@ -54,7 +62,19 @@ class Opener:
                 return copy_out(template, ring.look(result.slot, result.nbytes), result.nbytes)
             finally:
                 ring.give_back(result.slot)
-        return template.build(None if fd is None else oneoff_anchor(fd, result.nbytes))
+        if fd is None:
+            return template.build(None)
+        anchor = oneoff_anchor(fd, result.nbytes)
+        if not self._room_for_oneoff():
+            self._statistics.copy_outs += 1
+            return copy_out(template, anchor, result.nbytes)
+        self._oneoffs.append(weakref.ref(anchor))
+        return template.build(anchor)
+
+    def _room_for_oneoff(self) -> bool:
+        if len(self._oneoffs) >= _MOST_ONEOFFS:
+            self._oneoffs = [held for held in self._oneoffs if held() is not None]
+        return len(self._oneoffs) < _MOST_ONEOFFS
 
 
 def raise_worker_error(error: Any) -> NoReturn:

@@ -174,7 +174,8 @@ class WorkerPool:
         """Stop listening. In the loop's thread, or in any once the loop is closed. Idempotent."""
         loop, self._loop = self._loop, None
         self._listener = None
-        if loop is None or loop.is_closed():
+        # A forked child shares its parent's epoll instance: it must not touch what is registered there.
+        if loop is None or loop.is_closed() or os.getpid() != self._owner:
             return
         for process in self.processes:
             self._unwatch(loop, process)
@@ -276,8 +277,9 @@ class WorkerPool:
 
     def request_stop(self) -> None:
         """Ask all workers to leave, without waiting; `stop` must follow, perhaps in another thread."""
-        for process in self.processes:
-            process.request_stop()
+        if os.getpid() == self._owner:
+            for process in self.processes:
+                process.request_stop()
 
     def stop_soon(self) -> None:
         """`stop` in a thread of its own, for callers that may not block: idle workers leave at once all the same."""

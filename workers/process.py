@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing.process
 import os
 import select
 import socket
@@ -146,6 +147,8 @@ def _forget_all() -> None:
     """A forked child, a worker or not, has copies of all that its parent had open: close our kind at once."""
     for process in _processes:
         process.forget_in_child()
+        # After a plain `os.fork`, multiprocessing's exit hook in the child would end the parent's workers.
+        multiprocessing.process._children.discard(process.process)  # type: ignore[attr-defined]
     _processes.clear()
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
 import secrets
 from pathlib import Path
 
@@ -39,7 +40,8 @@ def create(nbytes: int) -> int:
         os.ftruncate(fd, nbytes)
     except (OSError, OverflowError) as error:
         os.close(fd)
-        raise RingMemoryError(nbytes, None, f"ftruncate of the segment: {error}") from error
+        limit, reason = _process_limit(resource.RLIMIT_FSIZE, "file size limit, ulimit -f")
+        raise RingMemoryError(nbytes, limit, f"{reason}; ftruncate of the segment: {error}") from error
     return fd
 
 
@@ -73,7 +75,14 @@ def map_segment(fd: int, nbytes: int) -> mmap.mmap:
     try:
         return mmap.mmap(fd, nbytes)
     except OSError as error:
-        raise RingMemoryError(nbytes, None, f"mmap of the segment: {error}") from error
+        limit, reason = _process_limit(resource.RLIMIT_AS, "address space limit, ulimit -v")
+        raise RingMemoryError(nbytes, limit, f"{reason}; mmap of the segment: {error}") from error
+
+
+def _process_limit(which: int, name: str) -> tuple[int | None, str]:
+    """The process's limit of this kind; if it has none, whatever memory there is."""
+    soft = resource.getrlimit(which)[0]
+    return memory_limit() if soft == resource.RLIM_INFINITY else (soft, name)
 
 
 def reserve(fd: int, offset: int, nbytes: int) -> None:

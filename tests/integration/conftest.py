@@ -1,7 +1,31 @@
 from __future__ import annotations
 
+import asyncio
+import functools
+import inspect
+from typing import Any
+
 import pytest
+
+
 
 # Helpers that assert are not named test_*, and their asserts should speak as well.
 for part in ["comparing", "running"]:
     pytest.register_assert_rewrite(f"tests.integration.{part}")
+
+from tests.integration.running import PATIENCE_S  # noqa: E402 - after the registration
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """End an async test that hangs from inside: uvloop swallows what pytest-timeout raises in it."""
+    if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+        item.obj = _bounded(item.obj)
+
+
+def _bounded(test: Any) -> Any:
+    @functools.wraps(test)
+    async def inner(*args: Any, **kwargs: Any) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await test(*args, **kwargs)
+
+    return inner

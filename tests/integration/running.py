@@ -44,7 +44,7 @@ __all__ = [
 T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 60.0  # reached only by a hang
+PATIENCE_S = 30.0  # reached only by a hang
 KINDS = ["sync", "asyncio", "uvloop"]
 BOTH = ["sync", "asyncio"]
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
@@ -135,6 +135,10 @@ def assert_like_torch(kind: str, dataset: Any, *, epochs: int = 1, **options: An
     return got
 
 
+def _text(error: Exception) -> str:
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
 def outcomes(kind: str, dataset: Any, *, seed: int = 7, **options: Any) -> list[Any]:
     """One epoch, going on after errors: each batch, or (type, text) of the error that came in its place."""
     _seed(seed)
@@ -150,7 +154,7 @@ def outcomes(kind: str, dataset: Any, *, seed: int = 7, **options: Any) -> list[
                     except StopAsyncIteration:
                         return
                     except Exception as error:
-                        found.append((type(error), str(error)))
+                        found.append((type(error), _text(error)))
 
         run_async(run(), kind)
         return found
@@ -162,7 +166,7 @@ def outcomes(kind: str, dataset: Any, *, seed: int = 7, **options: Any) -> list[
         except StopIteration:
             return found
         except Exception as error:
-            found.append((type(error), str(error)))
+            found.append((type(error), _text(error)))
 
 
 # ------------------------------------------------------------------------------------------- processes

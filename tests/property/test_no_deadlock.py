@@ -180,7 +180,7 @@ class Machine(RuleBasedStateMachine):
         item = self.line.popleft()
         answer: Answer = item.outcome
         del self.answered[item.seq]
-        copied = Opener.will_copy(answer)
+        copied = self.opener.will_copy(answer)
         self.copies += copied
         stamp, batch = self.opener.open(answer)
         assert bool((batch == stamp).all())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._utils import ExceptionWrapper
 
-from asyncloader.delivery import Opener, raise_worker_error
+from asyncloader.delivery import _MOST_ONEOFFS, Opener, raise_worker_error
 from asyncloader.errors import RingMemoryError
 from asyncloader.statistics import Statistics
 from asyncloader.workers import segment, wire
@@ -56,7 +56,7 @@ def test_a_copy_when_the_ring_cannot_spare_it() -> None:
     opener = Opener(statistics)
     held = opener.open(answer(ring, torch.zeros(5)))
     second = answer(ring, torch.ones(5))
-    assert Opener.will_copy(second)
+    assert Opener(Statistics()).will_copy(second)
     copy = opener.open(second)
     assert (ring.leased, len(ring._free), statistics.copy_outs) == (1, 2, 1)
     for _ in range(2):  # every free slot is written again
@@ -68,12 +68,28 @@ def test_a_segment_of_its_own_needs_no_copy() -> None:
     """A one-off batch is a view of its own memory, and its descriptor is closed."""
     statistics = Statistics()
     item = answer(None, torch.arange(4))
-    assert not Opener.will_copy(item)
+    assert not Opener(Statistics()).will_copy(item)
     batch = Opener(statistics).open(item)
     assert item.fd is not None
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(item.fd)
     assert (batch.tolist(), statistics.copy_outs) == ([0, 1, 2, 3], 0)
+
+
+def test_segments_that_a_consumer_hoards_are_bounded() -> None:
+    """Each held one-off batch costs a mapping, so from some number on they are copied, until others are dropped."""
+    statistics = Statistics()
+    opener = Opener(statistics)
+    held = [opener.open(answer(None, torch.zeros(4))) for _ in range(_MOST_ONEOFFS)]
+    assert statistics.copy_outs == 0
+    item = answer(None, torch.ones(4))
+    assert opener.will_copy(item)
+    assert opener.open(item).tolist() == [1.0] * 4
+    assert statistics.copy_outs == 1
+    held.pop()
+    held.append(opener.open(answer(None, torch.zeros(4))))
+    assert statistics.copy_outs == 1
+    assert all(batch.tolist() == [0.0] * 4 for batch in held)
 
 
 def test_a_batch_without_bytes() -> None:
@@ -108,7 +124,7 @@ def test_a_copy_of_a_batch_that_cannot_be_built_frees_its_slot() -> None:
     held = opener.open(answer(ring, torch.zeros(5)))
     for _ in range(4):
         item = answer(ring, [torch.zeros(5), Broken()])
-        assert Opener.will_copy(item)
+        assert Opener(Statistics()).will_copy(item)
         with pytest.raises(KeyError, match="broken"):
             opener.open(item)
         del item

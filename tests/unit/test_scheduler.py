@@ -160,6 +160,17 @@ def test_outstanding_tasks_survive_a_death() -> None:
     assert s.outstanding == {1: Task(0, 1, 1), 2: Task(0, 2, 2)}
 
 
+def test_abandon_gives_what_nobody_will_take() -> None:
+    """Answers that wait for the head of the line are handed out when the epoch is abandoned, once; then it is over."""
+    s = started(offers=4)
+    s.handle(Completed(1, 1, "B"))
+    s.handle(Completed(1, 3, "D"))
+    assert s.abandon() == [Deliver(1, 1, "B"), Deliver(3, 1, "D")]
+    assert s.abandon() == []
+    assert s.handle(Completed(0, 0, "A")) == []
+    assert s.over
+
+
 def test_outstanding_is_a_copy() -> None:
     """A caller cannot change the scheduler through what it reads."""
     s = started(offers=1)

@@ -105,6 +105,8 @@ SAMPLES: dict[str, list[Any]] = {
     "ordered": [OrderedDict(b=1, a=2)] * 2,
     "default": [defaultdict(list, a=1.0)] * 2,
     "user dict": [UserDict(a=torch.zeros(2)), UserDict(a=torch.ones(2))],
+    "mixed in a user dict": [UserDict(a=torch.zeros(2)), UserDict(a=torch.ones(2, dtype=torch.float64))],
+    "mixed empty tensors": [torch.empty(0), torch.empty(0, dtype=torch.float64)],
     "strict mapping": [Strict(a=torch.zeros(2)), Strict(a=torch.ones(2))],
     "nothing inside": [{}, {}],
     "empty tuples": [(), ()],
@@ -232,6 +234,8 @@ def test_private_memory_replaces_torchs_shared_one(torch_map: dict[Any, Any]) ->
     batch = default_collate([torch.ones(2)] * 2)
     assert not batch.is_shared()
     assert batch.tolist() == [[1.0, 1.0]] * 2
+    mixed = default_collate([torch.ones(2), torch.ones(2, dtype=torch.float64)])
+    assert mixed.dtype is torch.float32  # the first sample's, as in torch's workers
     with pytest.raises(RuntimeError, match="sparse"):
         default_collate(SAMPLES["sparse"])
 

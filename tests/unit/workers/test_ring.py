@@ -172,6 +172,21 @@ def test_stale_release_is_ignored() -> None:
     assert not ring.idle
 
 
+def test_release_of_an_older_generation_is_ignored() -> None:
+    """A release that comes late, when its slot is lent anew, does not take the slot from its new holder."""
+    ring = new_ring()
+    batch = lend(ring)
+    (old,) = ring._leases.values()
+    del batch
+    assert free(ring) == 5
+    batch = lend(ring)
+    assert list(ring._leases) == [old.slot]
+    ring._released.append(old)
+    assert (free(ring), ring.leased) == (4, 1)
+    del batch
+    assert free(ring) == 5
+
+
 def test_retired_slots_count_as_lent() -> None:
     """Retired slots lower what may be lent, so that tasks still find theirs; a ring without spare slots is worn."""
     ring = new_ring()
@@ -243,10 +258,9 @@ def test_rings_do_not_mix() -> None:
     """Two rings have slots of the same numbers; each lease goes back to its own."""
     rings = [Ring(3, PAGE, 1, number) for number in range(2)]
     batches = [lend(ring) for ring in rings]
-    for value, batch in enumerate(batches):
-        batch.fill_(value)
+    for value in range(2):
+        batches[value].fill_(value)
     assert [int(batch[0]) for batch in batches] == [0, 1]
-    del batch
     batches.pop()
     assert [free(ring) for ring in rings] == [2, 3]
     batches.pop()

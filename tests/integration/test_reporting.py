@@ -1,0 +1,196 @@
+"""Statistics, explanations and names: what a loader tells about itself; and what pinning says without an accelerator."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from asyncloader import AsyncDataLoader, DataLoader
+from tests.integration.datasets import AsyncNumbers, Custom, Images, Numbers, UnevenStream
+from tests.integration.running import BOTH, collect, run_async, run_loader
+
+KEYS = [
+    "data/batches",
+    "data/samples",
+    "data/bytes",
+    "data/wait_s",
+    "data/wait_frac",
+    "data/batches_per_sec",
+    "data/samples_per_sec",
+    "data/bytes_per_sec",
+    "data/queue_depth",
+    "data/copy_outs",
+    "data/time_to_first_batch_s",
+    "data/worker_busy_frac",
+    "data/worker_restarts",
+]
+LOADERS: dict[str, Any] = {"sync": DataLoader, "asyncio": AsyncDataLoader}
+
+
+def exhaust(loader: Any, epochs: int = 1) -> None:
+    """Use up epochs of either loader, keeping no batch."""
+    if isinstance(loader, DataLoader):
+        for _ in range(epochs):
+            for _ in loader:
+                pass
+        return
+
+    async def run() -> None:
+        for _ in range(epochs):
+            async for _ in loader:
+                pass
+
+    run_async(run())
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_stats(kind: str, workers: int) -> None:
+    """A fresh flat dict of floats with exactly the promised keys, whose numbers add up over epochs."""
+    loader = LOADERS[kind](Numbers(10), batch_size=4, num_workers=workers)
+    empty = loader.stats()
+    assert sorted(empty) == sorted(KEYS)
+    assert all(type(value) is float for value in empty.values())
+    assert not any(empty.values())
+    exhaust(loader, 3)
+    stats = loader.stats()
+    assert stats is not loader.stats()
+    assert all(type(value) is float for value in stats.values())
+    assert (stats["data/batches"], stats["data/samples"]) == (9, 30)
+    assert stats["data/bytes"] >= 30 * 3 * 4
+    assert stats["data/wait_s"] > 0
+    assert 0 < stats["data/wait_frac"] <= 1
+    assert 0 < stats["data/worker_busy_frac"] <= 1
+    assert stats["data/time_to_first_batch_s"] > 0
+    assert stats["data/samples_per_sec"] == pytest.approx(stats["data/batches_per_sec"] * 30 / 9)
+    assert stats["data/queue_depth"] == stats["data/worker_restarts"] == 0
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_stats_of_a_short_stream(kind: str) -> None:
+    """Samples of short batches are counted as they are."""
+    loader = LOADERS[kind](UnevenStream([3, 6]), batch_size=4, num_workers=2)
+    exhaust(loader)
+    assert loader.stats()["data/samples"] == 9
+    assert loader.stats()["data/batches"] == 3
+
+
+def test_bytes_are_those_of_the_batch() -> None:
+    """`data/bytes` counts the batches' bytes, with at most some padding of each tensor."""
+    loader = DataLoader[Any](Numbers(64, 1000), batch_size=8, num_workers=1)
+    exhaust(loader)
+    assert 64 * 4000 <= loader.stats()["data/bytes"] < 64 * 4000 + 8 * 64
+
+
+def test_queue_depth_counts_what_is_ready() -> None:
+    """Batches that are ready and not taken: never more than the credits."""
+    loader = DataLoader[Any](Numbers(50), num_workers=2, prefetch_factor=3)
+    depths = []
+    for _ in loader:
+        depths.append(loader.stats()["data/queue_depth"])
+    assert 0 < max(depths) <= 6
+    assert loader.stats()["data/queue_depth"] == 0
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_explain(kind: str) -> None:
+    """The effective configuration, and at the end one sentence on what bounds the run."""
+    name = LOADERS[kind].__name__
+    loader = LOADERS[kind](
+        Images(20), num_workers=2, prefetch_factor=3, multiprocessing_context="fork", ring_bytes=1 << 20, in_order=False
+    )
+    text = loader.explain()
+    assert text.startswith(f"{name}: 2 workers by fork")
+    for words in ("3 batches ahead", "1,048,576", "default, straight into the ring", "as batches complete", "pinning: off"):
+        assert words in text
+    assert text.splitlines()[-1] == "Nothing was loaded yet."
+    exhaust(loader)
+    last = loader.explain().splitlines()[-1]
+    assert last.startswith(("Consumer-bound", "Input-bound"))
+    assert last.endswith(".")
+
+    custom = LOADERS[kind](AsyncNumbers(5), num_workers=1, persistent_workers=True, collate_fn=list)
+    assert "async dataset" in custom.explain()
+    assert "persistent" in custom.explain()
+    assert "list makes the batch in private memory" in custom.explain()
+    assert "no workers" in LOADERS[kind](Numbers(5)).explain()
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_repr_is_short(kind: str) -> None:
+    """One line that names the class, the batch size and the workers."""
+    assert repr(LOADERS[kind](Numbers(5), batch_size=3)) == f"<{LOADERS[kind].__name__} batch_size=3 num_workers=0>"
+
+
+async def test_repr_of_an_iterator() -> None:
+    """An iterator's repr tells its state."""
+    async with AsyncDataLoader[Any](Numbers(3), num_workers=1) as loader:
+        batches = aiter(loader)
+        assert "new" in repr(batches)
+        async for _ in batches:
+            assert "running" in repr(batches)
+        assert "over" in repr(batches)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_pin_memory_without_an_accelerator(kind: str, workers: int) -> None:
+    """torch's warning at `iter()`, then plain memory, and custom types are left alone, as torch leaves them."""
+
+    def messages(make: str) -> tuple[list[str], list[Any]]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            got = collect(make, Numbers(3), num_workers=workers, pin_memory=True, collate_fn=_custom)
+        return [str(w.message) for w in caught], got
+
+    expected, _ = messages("torch")
+    texts, got = messages(kind)
+    assert texts == expected
+    assert "no accelerator is found" in texts[0]
+    assert not got[0].x.is_pinned()
+    assert got[0].pinned_by is None
+
+
+def _custom(samples: list[Any]) -> Custom:
+    return Custom(torch.stack(samples), None)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
+@pytest.mark.parametrize("kind", BOTH)
+def test_explain_says_why_nothing_is_pinned(kind: str) -> None:
+    """pin_memory without an accelerator shows in `explain()`."""
+    assert "no accelerator" in LOADERS[kind](Numbers(3), pin_memory=True).explain()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("kind", ["sync", "asyncio", "uvloop"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_pin_memory_with_cuda(kind: str, workers: int) -> None:
+    """Every tensor of every batch is page-locked, equal to torch's, in order, over two epochs."""
+    run = run_loader(kind, Images(40), epochs=2, num_workers=workers, batch_size=4, pin_memory=True)
+    plain = run_loader("torch", Images(40), epochs=2, num_workers=workers, batch_size=4)
+    for epoch, expected in zip(run.epochs, plain.epochs, strict=True):
+        for batch, twin in zip(epoch, expected, strict=True):
+            assert batch["image"].is_pinned()
+            assert batch["pair"].left.is_pinned()
+            assert torch.equal(batch["image"], twin["image"])
+            assert batch["name"] == twin["name"]
+    (custom, *_) = collect(kind, Numbers(3), num_workers=workers, pin_memory=True, collate_fn=_custom)
+    assert custom.pinned_by == "pin_memory"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_pinned_epoch_left_early() -> None:
+    """Leaving epochs early while copies are in flight leaves no slot, thread or process behind."""
+    with DataLoader[Any](Images(80), batch_size=4, num_workers=2, pin_memory=True, persistent_workers=True) as loader:
+        for taken in (1, 5, 2, 9, 1, 1, 1, 1, 1, 1):
+            got = [int(batch["label"][0]) for batch, _ in zip(loader, range(taken), strict=False)]
+            assert got == [4 * i for i in range(taken)]
+        assert len(list(loader)) == 20
