@@ -177,10 +177,11 @@ class AsyncLoaderIterator:
         begin = perf_counter()
         items = self._queue.items
         while True:  # once, unless several tasks share this iterator
-            if self._copying is not None:
-                copied, copy = self._copying
+            copying = self._copying
+            if copying is not None:
+                copied, copy = copying
                 await asyncio.wait([copy])  # a cancelled caller leaves the copy to the next call
-                if self._copying is not None and self._copying[1] is copy:
+                if self._copying is copying:
                     self._copying = None
                     return self._deliver(copied, perf_counter() - begin, copy.result)
             elif items:

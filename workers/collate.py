@@ -183,7 +183,7 @@ def _shows_placeholders_to_nobody(sample: Any) -> bool:
     kind = type(sample)
     if kind in (dict, OrderedDict):
         return all(map(_shows_placeholders_to_nobody, sample.values()))
-    if kind in (list, tuple):
+    if kind in (list, tuple) or (kind.__bases__ == (tuple,) and hasattr(kind, "_fields")):  # a plain named tuple
         return all(map(_shows_placeholders_to_nobody, sample))
     if isinstance(sample, (str, bytes)):
         return True

@@ -202,7 +202,6 @@ class TaskRunner:
         self, epoch: int, seq: int, slot: int, ring: WorkerRing | None, encoded: Encoded, busy: Callable[[], float]
     ) -> None:
         fds: list[int] = []
-        ring_number = self._ring_number
         if not encoded.nbytes:
             slot = wire.NO_SLOT
         elif ring is not None and slot >= 0 and encoded.nbytes <= ring.slot_bytes:
@@ -211,9 +210,7 @@ class TaskRunner:
             slot = wire.ONEOFF
             fds.append(_write_oneoff(encoded))
         same = encoded.template == self._last_template
-        result = wire.Result(
-            epoch, seq, slot, ring_number, encoded.nbytes, encoded.pickled, self._samples, busy(), same
-        )
+        result = wire.Result(epoch, seq, slot, encoded.nbytes, encoded.pickled, self._samples, busy(), same)
         try:
             self.channel_send(wire.pack_result(result, encoded.template), fds)
         finally:

@@ -57,8 +57,8 @@ _TASK_HEAD = struct.Struct("=IQiI")
 _RING_HEAD = struct.Struct("=IIQ")  # number, slots, slot_bytes
 _RESET_HEAD = struct.Struct("=I")  # epoch
 _ANSWER_HEAD = struct.Struct("=IQd")  # epoch, seq, busy
-_RESULT = struct.Struct("=IBIQiIQQIdB")
-_RESULT_HEAD = struct.Struct("=IQiIQQIdB")
+_RESULT = struct.Struct("=IBIQiQQIdB")
+_RESULT_HEAD = struct.Struct("=IQiQQIdB")
 
 _MAX_FRAME = 1 << 31
 
@@ -73,7 +73,6 @@ class Result(NamedTuple):
     epoch: int
     seq: int
     slot: int
-    ring: int
     nbytes: int
     pickled: int
     samples: int
@@ -137,8 +136,8 @@ def pack_result(result: Result, template: bytes) -> bytes:
 
 def unpack_result(body: bytes) -> tuple[Result, bytes]:
     """The result and its template (empty when `same`)."""
-    epoch, seq, slot, ring, nbytes, pickled, samples, busy, same = _RESULT_HEAD.unpack_from(body)
-    result = Result(epoch, seq, slot, ring, nbytes, pickled, samples, busy, bool(same))
+    epoch, seq, slot, nbytes, pickled, samples, busy, same = _RESULT_HEAD.unpack_from(body)
+    result = Result(epoch, seq, slot, nbytes, pickled, samples, busy, bool(same))
     return result, body[_RESULT_HEAD.size :]
 
 

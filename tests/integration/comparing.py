@@ -45,7 +45,7 @@ def assert_same(a: Any, b: Any, where: str = "batch") -> None:
     elif dataclasses.is_dataclass(a):
         for field in dataclasses.fields(a):
             assert_same(getattr(a, field.name), getattr(b, field.name), f"{where}.{field.name}")
-    elif type(a).__eq__ is object.__eq__ and hasattr(a, "__dict__"):
+    elif "__eq__" not in {name for base in type(a).__mro__[:-1] for name in vars(base)} and hasattr(a, "__dict__"):
         assert_same(vars(a), vars(b), f"{where}.__dict__")
     else:
         assert a == b or (a != a and b != b), f"{where}: {a!r} against {b!r}"

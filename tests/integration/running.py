@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -126,7 +126,8 @@ def assert_like_torch(kind: str, dataset: Any, *, epochs: int = 1, **options: An
 
     torch's workers are always forked: the start method shows in nothing, and the others cost seconds.
     """
-    expected = run_loader("torch", dataset, epochs=epochs, **{**options, "multiprocessing_context": None})
+    forked: dict[str, Any] = {**options, "multiprocessing_context": None}
+    expected = run_loader("torch", dataset, epochs=epochs, **forked)
     got = run_loader(kind, dataset, epochs=epochs, **options)
     assert [len(e) for e in got.epochs] == [len(e) for e in expected.epochs]
     for number, (a, b) in enumerate(zip(got.epochs, expected.epochs, strict=True)):
@@ -195,7 +196,7 @@ class Deaths:
             os.close(fd)
         self.fds = {}
 
-    def __enter__(self) -> Deaths:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

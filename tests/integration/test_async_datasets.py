@@ -20,7 +20,9 @@ WORKERS = [0, 1, 2]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("options", [{"batch_size": 4}, {"batch_size": None}, {"sampler": [3, 1, 3], "batch_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 4}, {"batch_size": None}, {"sampler": [3, 1, 3], "batch_size": 2}], ids=str
+)
 def test_async_getitem(kind: str, workers: int, options: dict[str, Any]) -> None:
     """`async def __getitem__` gives the batches of its plain twin."""
     got = collect(kind, AsyncNumbers(10), num_workers=workers, **options)
@@ -47,7 +49,9 @@ def test_views_of_an_async_dataset(kind: str, workers: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", [{"batch_size": 4}, {"batch_size": 4, "drop_last": True}, {"batch_size": None}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 4}, {"batch_size": 4, "drop_last": True}, {"batch_size": None}], ids=str
+)
 @pytest.mark.parametrize("make", [AsyncStream, BothStreams])
 def test_async_streams(kind: str, make: Any, options: dict[str, Any]) -> None:
     """`__aiter__` streams: each worker its own copy, torch's order of batches, short ones and uneven ends included."""

@@ -79,7 +79,11 @@ def test_async_sampler_inside_torchs_batch_sampler(kind: str) -> None:
 def test_errors_come_after_the_batches_before_them(kind: str, workers: int) -> None:
     """What the sampler raises reaches the consumer unchanged, after all that it had asked for."""
     got = outcomes(
-        kind, Numbers(20), batch_sampler=Ticking(9, fails_at=5, groups=2), num_workers=workers, prefetch_factor=4 if workers else None
+        kind,
+        Numbers(20),
+        batch_sampler=Ticking(9, fails_at=5, groups=2),
+        num_workers=workers,
+        prefetch_factor=4 if workers else None,
     )
     error = (ConnectionResetError, "the sampler's server is gone")
     assert_same(got[:5], collect("torch", Numbers(10), batch_size=2))

@@ -69,7 +69,7 @@ def test_batches_can_be_written_to(kind: str) -> None:
     """A batch is the consumer's own: in-place changes work and touch no other batch."""
     batches = collect(kind, Numbers(40), num_workers=2, batch_size=2)
     for batch in batches:
-        batch *= -1
+        batch.mul_(-1)
     expected = collect("torch", Numbers(40), batch_size=2)
     assert_same([-batch for batch in batches], expected)
 
@@ -183,7 +183,7 @@ def test_types_registered_in_torchs_map_are_respected(monkeypatch: pytest.Monkey
         return sum(batch, Fraction(0))
 
     monkeypatch.setitem(default_collate_fn_map, Fraction, collate_fractions)
-    dataset = [{"f": Fraction(1, n), "t": torch.tensor(n)} for n in range(1, 7)]
+    dataset: Any = [{"f": Fraction(1, n), "t": torch.tensor(n)} for n in range(1, 7)]
     batches = list(DataLoader[Any](dataset, batch_size=3, num_workers=2))
     assert [batch["f"] for batch in batches] == [Fraction(11, 6), Fraction(37, 60)]
     assert [batch["t"].tolist() for batch in batches] == [[1, 2, 3], [4, 5, 6]]

@@ -51,7 +51,7 @@ async def cancelled_often(batches: Any, kept: list[Any]) -> int:
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("name", SOURCES)
 def test_cancelled_at_every_await(kind: str, name: str) -> None:
-    """Cancelled again and again, during the start, while waiting and while copying: every batch comes, once, in order."""
+    """Cancelled again and again, while starting, waiting and copying: every batch comes, once and in order."""
     dataset, options = SOURCES[name]
 
     async def run() -> tuple[int, list[Any]]:
@@ -147,7 +147,7 @@ def test_several_consumers_of_one_iterator(kind: str, size: int, workers: int) -
         return kept
 
     shares = run_async(run(), kind)
-    assert sorted(sum(shares, [])) == list(range(60))
+    assert sorted(value for share in shares for value in share) == list(range(60))
     assert all(share == sorted(share) for share in shares)
 
 
@@ -164,7 +164,7 @@ def test_closing_wakes_who_waits(kind: str, workers: int) -> None:
         async with AsyncDataLoader[Any](Stuck(3), num_workers=workers) as loader:
             batches = aiter(loader)
             waiting = asyncio.ensure_future(anext(batches))
-            while batches.__repr__().startswith("<AsyncLoaderIterator new"):
+            while repr(batches).startswith("<AsyncLoaderIterator new"):  # noqa: ASYNC110 - no event says so
                 await asyncio.sleep(0)
             await batches.aclose()
             done, _ = await asyncio.wait([waiting], timeout=10)

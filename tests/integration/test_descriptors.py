@@ -15,7 +15,6 @@ from asyncloader import AsyncDataLoader, DataLoader
 from tests.integration.datasets import AsyncNumbers, Numbers
 from tests.integration.running import run_async
 
-
 MEMORY = "/memfd:asyncloader (deleted)"
 
 
@@ -27,7 +26,7 @@ def open_descriptors(pid: int) -> list[str]:
             target = str(link.readlink())
         except OSError:
             continue  # the descriptor of this very listing
-        found.append(target.split(":[")[0])
+        found.append(target.split(":[", maxsplit=1)[0])
     return sorted(found)
 
 
@@ -66,6 +65,7 @@ def test_descriptors_after_many_batches(name: str, hold: bool) -> None:
     workers = [process.pid for process in batches._workers]
     held: list[Any] = []
     early: list[list[str]] = []
+    main_early = 0
     for position in range(n - 8):
         batch = next(batches)
         if hold and position >= n - 200:

@@ -128,7 +128,8 @@ def test_torchs_own_datasets(kind: str) -> None:
     """TensorDataset, StackDataset, ConcatDataset and Subset work as they are."""
     tensors = TensorDataset(torch.arange(12.0).reshape(6, 2), torch.arange(6))
     stacked: StackDataset[Any] = StackDataset(x=Numbers(6), y=Numbers(6, 1))
-    for dataset in (tensors, stacked, ConcatDataset([Numbers(3), Numbers(4)]), Subset(tensors, [5, 1])):
+    datasets: list[Any] = [tensors, stacked, ConcatDataset([Numbers(3), Numbers(4)]), Subset(tensors, [5, 1])]
+    for dataset in datasets:
         assert_like_torch(kind, dataset, num_workers=2, batch_size=4, shuffle=True)
 
 
@@ -143,7 +144,8 @@ def test_indices_may_be_tensors(kind: str) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 def test_any_object_with_getitem_and_len(kind: str) -> None:
     """A list, an array and a tensor are datasets."""
-    for dataset in ([1, 2, 3, 4, 5], np.arange(10).reshape(5, 2), torch.arange(10).reshape(5, 2)):
+    datasets: list[Any] = [[1, 2, 3, 4, 5], np.arange(10).reshape(5, 2), torch.arange(10).reshape(5, 2)]
+    for dataset in datasets:
         assert_like_torch(kind, dataset, num_workers=2, batch_size=2)
 
 

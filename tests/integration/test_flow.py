@@ -146,9 +146,7 @@ def test_out_of_order_passes_a_slow_worker(kind: str) -> None:
     else:
 
         async def run() -> tuple[list[int], list[int]]:
-            async with AsyncDataLoader[Any](
-                dataset, num_workers=2, prefetch_factor=1, in_order=False
-            ) as loader:
+            async with AsyncDataLoader[Any](dataset, num_workers=2, prefetch_factor=1, in_order=False) as loader:
                 batches = aiter(loader)
                 early = [int(await anext(batches)) for _ in range(4)]
                 dataset.gates[0].release()

@@ -124,8 +124,8 @@ def test_persistent_workers_are_one_iterator() -> None:
 
 def test_without_persistent_workers_there_is_no_iterator() -> None:
     """As in torch: `_iterator` stays None, each `iter()` is new."""
-    for options in ({}, {"num_workers": 1}):
-        loader = DataLoader[Any](Numbers(3), **options)
+    for workers in (0, 1):
+        loader = DataLoader[Any](Numbers(3), num_workers=workers)
         one, two = iter(loader), iter(loader)
         assert one is not two
         assert loader._iterator is None

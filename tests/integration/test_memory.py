@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ def test_batches_that_are_held_never_change(kind: str) -> None:
 
 
 def test_any_kind_of_view_holds_the_slot() -> None:
-    """A slice, a numpy view, a detached tensor, a storage or a memoryview keeps the batch's memory from being reused."""
+    """A slice, a numpy view, a detached tensor, a storage or a memoryview keeps a batch's memory from being reused."""
     makers: list[Any] = [
         lambda t: t[0, 5:],
         lambda t: t.numpy(),
@@ -152,8 +153,7 @@ def test_memory_goes_with_the_last_view() -> None:
     """While one batch lives its segment is mapped; when it dies nothing is (the leak check looks too)."""
 
     def segments() -> int:
-        with open("/proc/self/maps") as maps:
-            return sum("memfd:asyncloader" in line for line in maps)
+        return sum("memfd:asyncloader" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
     before = segments()
     (batch, *_) = collect("sync", Sized([50_000] * 10), num_workers=1)

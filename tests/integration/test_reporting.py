@@ -1,4 +1,4 @@
-"""Statistics, explanations and names: what a loader tells about itself; and what pinning says without an accelerator."""
+"""Statistics, explanations and names: what a loader tells about itself; and pinning, with and without a device."""
 
 from __future__ import annotations
 
@@ -88,9 +88,7 @@ def test_bytes_are_those_of_the_batch() -> None:
 def test_queue_depth_counts_what_is_ready() -> None:
     """Batches that are ready and not taken: never more than the credits."""
     loader = DataLoader[Any](Numbers(50), num_workers=2, prefetch_factor=3)
-    depths = []
-    for _ in loader:
-        depths.append(loader.stats()["data/queue_depth"])
+    depths = [loader.stats()["data/queue_depth"] for _ in loader]
     assert 0 < max(depths) <= 6
     assert loader.stats()["data/queue_depth"] == 0
 
@@ -104,7 +102,13 @@ def test_explain(kind: str) -> None:
     )
     text = loader.explain()
     assert text.startswith(f"{name}: 2 workers by fork")
-    for words in ("3 batches ahead", "1,048,576", "default, straight into the ring", "as batches complete", "pinning: off"):
+    for words in (
+        "3 batches ahead",
+        "1,048,576",
+        "default, straight into the ring",
+        "as batches complete",
+        "pinning: off",
+    ):
         assert words in text
     assert text.splitlines()[-1] == "Nothing was loaded yet."
     exhaust(loader)

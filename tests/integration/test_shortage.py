@@ -1,4 +1,4 @@
-"""Not enough memory, descriptors or picklability: errors that name sizes, limits and options; and no dependence on /dev/shm."""
+"""Not enough memory, descriptors or picklability: errors that name sizes, limits and options; and a tiny /dev/shm."""
 
 from __future__ import annotations
 
@@ -49,9 +49,8 @@ class Large:
         return torch.full((SIZE,), index, dtype=torch.uint8)
 
 def used():
-    for line in open("/proc/self/status"):
-        if line.startswith("VmSize:"):
-            return int(line.split()[1]) * 1024
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
 
 async def run():
     async with AsyncDataLoader(Large(), num_workers=1, ring_bytes=RING) as loader:
@@ -79,7 +78,7 @@ for use in (lambda: list(DataLoader(Large(), num_workers=1, ring_bytes=RING)), l
     ("size", "ring"), [(1000, "500 << 20"), ("60 << 20", "None")], ids=["a ring too large", "batches that grow it"]
 )
 def test_under_an_address_space_limit(size: Any, ring: str, tmp_path: Path) -> None:
-    """Under ``ulimit -v`` a ring that cannot be mapped raises with the size and the limit; it neither hangs nor kills."""
+    """Under ``ulimit -v`` a ring that cannot be mapped raises with size and limit; it neither hangs nor kills."""
     done = run_script(tmp_path, LIMITED.replace("SIZE", str(size)).replace("RING", ring))
     assert (done.returncode, done.stdout, done.stderr) == (0, "refused\nrefused\n", "")
 
@@ -104,7 +103,7 @@ def test_unpicklable_dataset(kind: str, method: str) -> None:
     """torch's warning, then the original error with a note that names the attribute; nothing was started."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with pytest.raises(TypeError, match="cannot pickle '_thread.lock' object") as error:
+        with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object") as error:
             collect(kind, HasLock(), num_workers=2, multiprocessing_context=method)
     texts = [str(w.message) for w in caught]
     assert any(text.startswith("Got pickle error when attempting to start a worker Process.") for text in texts)

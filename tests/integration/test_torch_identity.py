@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import asyncloader
 from asyncloader import AsyncDataLoader, DataLoader
@@ -30,13 +31,13 @@ def test_the_facade_is_a_torch_dataloader() -> None:
 
 def test_the_async_loader_is_none() -> None:
     """It is only asynchronously iterable, so that a framework never takes it for a blocking one."""
-    loader = AsyncDataLoader[Any](Numbers(3))
+    loader: Any = AsyncDataLoader[Any](Numbers(3))
     assert not isinstance(loader, torch.utils.data.DataLoader)
     assert isinstance(loader, AsyncIterable)
     assert isinstance(aiter(loader), AsyncIterator)
     assert not hasattr(loader, "__iter__")
     with pytest.raises(TypeError):
-        iter(loader)  # type: ignore[call-overload]
+        iter(loader)
 
 
 def test_reexports_are_torchs_own() -> None:
@@ -52,12 +53,13 @@ def test_iterators_are_torchs_kind() -> None:
     """The facade's iterators derive from torch's base iterator, which frameworks look for."""
     for workers in (0, 1):
         batches = iter(DataLoader[Any](Numbers(3), num_workers=workers))
-        assert isinstance(batches, torch.utils.data.dataloader._BaseDataLoaderIter)
+        assert isinstance(batches, _BaseDataLoaderIter)
 
 
 def test_private_names_that_frameworks_read() -> None:
     """`_auto_collation`, `_index_sampler`, `_dataset_kind`, `_IterableDataset_len_called` are torch's."""
-    for options in ({"batch_size": 2}, {"batch_size": None}, {"batch_size": 2, "shuffle": True}):
+    every: list[dict[str, Any]] = [{"batch_size": 2}, {"batch_size": None}, {"batch_size": 2, "shuffle": True}]
+    for options in every:
         ours, theirs = DataLoader[Any](Numbers(6), **options), torch.utils.data.DataLoader(Numbers(6), **options)
         assert ours._auto_collation == theirs._auto_collation
         assert type(ours._index_sampler) is type(theirs._index_sampler)
@@ -105,9 +107,9 @@ def test_subclassing() -> None:
 def test_rebuilding_from_attributes() -> None:
     """A framework may make a loader anew from the attributes of another, with another sampler."""
     old = DataLoader[Any](Numbers(10), batch_size=3, num_workers=1, ring_bytes=1 << 20, collate_fn=collate_strings)
-    names = "batch_size num_workers collate_fn pin_memory timeout worker_init_fn prefetch_factor persistent_workers".split()
+    names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor"]
     sampler = BatchSampler(range(9, -1, -1), 5, drop_last=False)
-    options = {name: getattr(old, name) for name in names if name != "batch_size"}
+    options = {name: getattr(old, name) for name in names}
     new = type(old)(old.dataset, batch_sampler=sampler, ring_bytes=old.ring_bytes, **options)
     assert_same(list(new), collect("torch", Numbers(10), batch_sampler=sampler, collate_fn=collate_strings))
 
@@ -120,7 +122,11 @@ def test_copies(make: Any, used: bool, way: str) -> None:
     loader = make(Numbers(7), batch_size=2, num_workers=1, ring_bytes=1 << 20)
     if used:
         _epoch(loader)
-    ways: dict[str, Any] = {"pickle": lambda x: pickle.loads(pickle.dumps(x)), "copy": copy.copy, "deepcopy": copy.deepcopy}
+    ways: dict[str, Any] = {
+        "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+        "copy": copy.copy,
+        "deepcopy": copy.deepcopy,
+    }
     twin = ways[way](loader)
     loader.close()
     assert type(twin) is make
@@ -165,9 +171,10 @@ def test_iterators_refuse_pickling(workers: int) -> None:
 def test_distributed_sampler(make: Any, persistent: bool) -> None:
     """`set_epoch` between epochs reshuffles as in torch; the ranks' shares make the whole."""
     shares: list[list[float]] = [[], []]
+    batches: list[Any] = []
     for rank in range(2):
-        mine = DistributedSampler(Numbers(20), num_replicas=2, rank=rank, seed=5)
-        theirs = DistributedSampler(Numbers(20), num_replicas=2, rank=rank, seed=5)
+        mine: Any = DistributedSampler(Numbers(20), num_replicas=2, rank=rank, seed=5)
+        theirs: Any = DistributedSampler(Numbers(20), num_replicas=2, rank=rank, seed=5)
         loader = make(Numbers(20), sampler=mine, batch_size=3, num_workers=2, persistent_workers=persistent)
         torch_loader = torch.utils.data.DataLoader(Numbers(20), sampler=theirs, batch_size=3)
         for epoch in range(3):

@@ -203,9 +203,9 @@ def test_errors_of_a_sampler_sync(workers: int) -> None:
     """The sampler runs in the caller's thread: its error comes unchanged, where torch raises it."""
     for make in (torch.utils.data.DataLoader, DataLoader):
         given = []
-        with pytest.raises(PermissionError, match="^in the sampler$"):  # noqa: PT012
+        with pytest.raises(PermissionError, match=r"^in the sampler$"):  # noqa: PT012
             for batch in make(Numbers(3), batch_sampler=FailingSampler(), num_workers=workers):
-                given.append(batch)
+                given.append(batch)  # noqa: PERF402 - what came before the error counts
         assert len(given) == (0 if workers else 2)
 
 
@@ -214,9 +214,9 @@ async def test_errors_of_a_sampler_async(workers: int) -> None:
     """The same for the asynchronous loader."""
     given = []
     async with AsyncDataLoader[Any](Numbers(3), batch_sampler=FailingSampler(), num_workers=workers) as loader:
-        with pytest.raises(PermissionError, match="^in the sampler$"):  # noqa: PT012
+        with pytest.raises(PermissionError, match=r"^in the sampler$"):  # noqa: PT012
             async for batch in loader:
-                given.append(batch)
+                given.append(batch)  # noqa: PERF401 - what came before the error counts
     assert len(given) == (0 if workers else 2)
 
 

@@ -24,10 +24,8 @@ def _values(batches: list[Any]) -> list[int]:
 
 def test_child_reads_held_batches_unchanged() -> None:
     """A child that was forked while batches are held finds them as they were, however far the parent has gone on."""
-    held: list[Any] = []
     batches = iter(DataLoader[Any](Sized([20_000] * N), num_workers=2))
-    for _ in range(5):
-        held.append(next(batches))
+    held = [next(batches) for _ in range(5)]
     go, went = os.pipe()
     answer, tell = os.pipe()
     child = os.fork()
@@ -70,7 +68,7 @@ def test_the_child_cannot_use_the_parents_iterator() -> None:
     next(batches)
 
     def child() -> None:
-        with pytest.raises(LoaderClosed, match="fork"):
+        with pytest.raises(LoaderClosed, match="fork"):  # noqa: PT012
             for _ in range(20):  # what was ready at the fork may still be given
                 next(batches)
         assert _values(list(DataLoader[Any](Sized([10] * 4)))) == [0, 1, 2, 3]

@@ -41,8 +41,8 @@ class Facts(Dataset[Any]):
 @pytest.mark.parametrize(("kind", "method"), [("sync", "fork"), ("sync", "spawn"), ("asyncio", "fork")])
 def test_worker_is_set_up_as_torchs(kind: str, method: str) -> None:
     """One torch thread, SIGINT ignored, torch's thread name, datasets run in the main thread of a daemon process."""
-    (facts, *_) = collect(kind, Facts(), num_workers=1, collate_fn=list, multiprocessing_context=method)
-    assert facts[0] == {
+    batches = collect(kind, Facts(), num_workers=1, collate_fn=list, multiprocessing_context=method)
+    assert batches[0][0] == {
         "threads": 1,
         "sigint": True,
         "sigterm": True,
@@ -62,8 +62,8 @@ class Seeds(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         info = get_worker_info()
         assert info is not None
-        numpy_key: Any = np.random.get_state()[1]
-        return info.seed, torch.initial_seed(), random.getstate()[1][:3], numpy_key[:3].tolist()
+        numpy_key: Any = np.random.get_state()
+        return info.seed, torch.initial_seed(), random.getstate()[1][:3], numpy_key[1][:3].tolist()
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -82,7 +82,8 @@ class Log:
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
         assert info is not None
-        info.dataset.marks = [worker, info.id, info.seed, torch.initial_seed(), random.random()]
+        dataset: Any = info.dataset
+        dataset.marks = [worker, info.id, info.seed, torch.initial_seed(), random.random()]
 
 
 class Marked(Dataset[Any]):

@@ -138,7 +138,7 @@ class Machine(RuleBasedStateMachine):
         else:
             slot, fd = wire.ONEOFF, segment.create(encoded.nbytes)
             encoded.write(segment.map_segment(fd, encoded.nbytes), 0)
-        result = wire.Result(job.epoch, job.seq, slot, job.ring.number, encoded.nbytes, 0, 1, 0.0, same=False)
+        result = wire.Result(job.epoch, job.seq, slot, encoded.nbytes, 0, 1, 0.0, same=False)
         ring = self.keepers[worker].answered(job.epoch, job.seq, slot, encoded.nbytes)
         assert (ring is job.ring) == (slot >= 0)
         answer = Answer(result, Template(encoded.template), ring, fd)

@@ -20,7 +20,6 @@ results = st.builds(
     epoch=u32,
     seq=u64,
     slot=i32,
-    ring=u32,
     nbytes=u64,
     pickled=u64,
     samples=u32,

@@ -36,7 +36,7 @@ def answer(ring: Ring | None, value: object, *, pickled: int = 0) -> Answer:
     elif encoded.nbytes:
         slot, fd = wire.ONEOFF, segment.create(encoded.nbytes)
         encoded.write(segment.map_segment(fd, encoded.nbytes), 0)
-    result = wire.Result(0, 0, slot, 0, encoded.nbytes, pickled, 1, 0.0, same=False)
+    result = wire.Result(0, 0, slot, encoded.nbytes, pickled, 1, 0.0, same=False)
     return Answer(result, Template(encoded.template), ring if slot >= 0 else None, fd)
 
 

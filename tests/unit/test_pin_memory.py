@@ -36,7 +36,7 @@ def deliver(seq: int, ring: Ring | None) -> Deliver:
         assert taken is not None
         slot = taken
         encoded.write(ring._memory, slot * ring.slot_bytes)
-    result = wire.Result(0, seq, slot, 0, encoded.nbytes, 0, 10, 0.5, same=False)
+    result = wire.Result(0, seq, slot, encoded.nbytes, 0, 10, 0.5, same=False)
     return Deliver(seq, 0, Answer(result, Template(encoded.template), ring, fd))
 
 
