@@ -387,6 +387,7 @@ def copy_out(template: Template, anchor: Anchor, nbytes: int) -> Any:
 
     Leaves of the result share one private allocation, which lives as long as any of them.
     """
-    private = torch.empty(nbytes, dtype=torch.uint8)
-    private.copy_(torch.frombuffer(anchor, dtype=torch.uint8, count=nbytes))
-    return template.build(private.numpy())
+    private = torch.empty(nbytes, dtype=torch.uint8).numpy()
+    # numpy's plain memcpy: torch's would start, or spin on, the trainer's OpenMP threads.
+    np.copyto(private, np.frombuffer(anchor, np.uint8, nbytes))
+    return template.build(private)
