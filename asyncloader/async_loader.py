@@ -114,6 +114,10 @@ class AsyncDataLoader(Generic[T_co]):
             ring_bytes=ring_bytes,
             concurrency=concurrency,
         )
+        self._begin()
+
+    def _begin(self) -> None:
+        """What a loader has beyond its options; copies and pickles of it begin anew."""
         self._statistics = Statistics()
         # Weak: an iterator that is dropped must die, and free its workers, at once.
         self._iterators: weakref.WeakSet[AsyncLoaderIterator | InlineIterator] = weakref.WeakSet()
@@ -122,6 +126,13 @@ class AsyncDataLoader(Generic[T_co]):
         self._draws: _BaseDataLoaderIter | None = None
         self._idle_pool: WorkerPool | None = None
         self._closed = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_spec": self._spec}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._spec = state["_spec"]
+        self._begin()
 
     def __getattr__(self, name: str) -> Any:
         if name in _SPEC_NAMES:
