@@ -389,5 +389,5 @@ def copy_out(template: Template, anchor: Anchor, nbytes: int) -> Any:
     """
     private = torch.empty(nbytes, dtype=torch.uint8).numpy()
     # numpy's plain memcpy: torch's would start, or spin on, the trainer's OpenMP threads.
-    np.copyto(private, np.frombuffer(anchor, np.uint8, nbytes))
+    np.copyto(private, np.frombuffer(_bytes(anchor, 0, nbytes), np.uint8))
     return template.build(private)
