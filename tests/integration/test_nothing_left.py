@@ -93,14 +93,6 @@ LIVE = {
         thread.start()
         thread.join()
     """,
-    "in a daemon thread that goes on": """
-        begun = threading.Event()
-        def work():
-            for batch in DataLoader(Slow(), num_workers=2):
-                begun.set()
-        threading.Thread(target=work, daemon=True).start()
-        begun.wait()
-    """,
 }
 
 HEAD = """
@@ -138,6 +130,21 @@ def test_exit_with_a_live_iterator(name: str, tmp_path: Path) -> None:
     # `subprocess` returns when everybody who holds the pipes has ended: workers too
     done = run_script(tmp_path, script(LIVE[name]))
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
+
+
+def test_exit_while_a_daemon_thread_iterates(tmp_path: Path) -> None:
+    """The exit is not held up, and the workers go; a thread that asks for one batch more may be told `LoaderClosed`."""
+    body = """
+        begun = threading.Event()
+        def work():
+            for batch in DataLoader(Slow(), num_workers=2):
+                begun.set()
+        threading.Thread(target=work, daemon=True).start()
+        begun.wait()
+    """
+    done = run_script(tmp_path, script(body))
+    assert (done.returncode, done.stdout) == (0, "")
+    assert not done.stderr or "LoaderClosed: " in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("name", ["sync", "async"])
@@ -186,11 +193,6 @@ INTERRUPTED = {
             async for batch in AsyncDataLoader(Slow(), num_workers=2, persistent_workers=True):
                 print("batch", flush=True)
         asyncio.run(main())
-    """,
-    "persistent": """
-        loader = DataLoader(Slow(), num_workers=2, persistent_workers=True)
-        for batch in loader:
-            print("batch", flush=True)
     """,
 }
 

@@ -36,8 +36,9 @@ def test_the_async_loader_is_none() -> None:
     assert isinstance(loader, AsyncIterable)
     assert isinstance(aiter(loader), AsyncIterator)
     assert not hasattr(loader, "__iter__")
+    untyped: Any = loader
     with pytest.raises(TypeError):
-        iter(loader)
+        iter(untyped)
 
 
 def test_reexports_are_torchs_own() -> None:
