@@ -13,16 +13,20 @@ them. After a fork the child's copy is dead, and says so instead of waiting for 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import queue
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from asyncloader.errors import LoaderClosed
+
+try:
+    # With this module, not at the first `iter()`: it takes as long as starting a worker.
+    import uvloop
+except ImportError:  # not on Windows, and not required elsewhere
+    uvloop = None  # type: ignore[assignment]
 
 __all__ = ["Bridge", "loop_factory"]
 
@@ -31,12 +35,7 @@ T = TypeVar("T")
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     """uvloop's loop where it is installed, asyncio's otherwise."""
-    if sys.platform != "win32":
-        with contextlib.suppress(ImportError):
-            import uvloop
-
-            return uvloop.new_event_loop
-    return asyncio.new_event_loop
+    return asyncio.new_event_loop if uvloop is None else uvloop.new_event_loop
 
 
 class Bridge:
