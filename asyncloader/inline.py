@@ -17,7 +17,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data import IterDataPipe, MapDataPipe, default_collate
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.graph_settings import apply_sharding
 
@@ -26,13 +26,16 @@ from asyncloader.options import LoaderSpec, async_index_source, is_iterable, war
 from asyncloader.pin_memory import torch_pin
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch import is_async_dataset, make_async_fetcher, make_blocking_fetcher
+from asyncloader.workers.recycle import recycling_collate
 
 __all__ = ["InlineIterator", "batch_nbytes", "count_samples", "make_inline_fetcher"]
 
 
 def make_inline_fetcher(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter) -> Any:
     """The fetcher for this process: an `AsyncFetcher` for an async dataset, else torch's own."""
-    dataset = draws._dataset
+    dataset, collate = draws._dataset, spec.collate_fn
+    if collate is default_collate:
+        collate = recycling_collate()
     if isinstance(dataset, (IterDataPipe, MapDataPipe)):
         apply_sharding(dataset, draws._world_size, draws._rank)
     if is_async_dataset(dataset):
@@ -40,7 +43,7 @@ def make_inline_fetcher(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter) -> An
             dataset,
             iterable=is_iterable(spec),
             auto_collation=bool(spec._auto_collation),
-            collate=spec.collate_fn,
+            collate=collate,
             drop_last=spec.drop_last,
             concurrency=spec.concurrency,
         )
@@ -48,7 +51,7 @@ def make_inline_fetcher(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter) -> An
         dataset,
         iterable=is_iterable(spec),
         auto_collation=bool(spec._auto_collation),
-        collate=spec.collate_fn,
+        collate=collate,
         drop_last=spec.drop_last,
     )
 

@@ -19,10 +19,10 @@ from typing import Any
 
 from asyncloader.errors import WorkerDied
 from asyncloader.workers import wire
+from asyncloader.workers.bootstrap import Bootstrap
 from asyncloader.workers.channel import Channel, channel_pair
 from asyncloader.workers.info import WorkerSetup
 from asyncloader.workers.payload import InheritedFd, Payload
-from asyncloader.workers.worker import worker_main
 
 __all__ = ["WorkerProcess", "wait_for_deaths"]
 
@@ -53,7 +53,7 @@ class WorkerProcess:
         _processes.add(self)
         try:
             self.process = context.Process(
-                target=_entry,
+                target=Bootstrap(),
                 args=(
                     worker_id,
                     InheritedFd(theirs.fileno()),
@@ -150,10 +150,6 @@ def _forget_all() -> None:
         # After a plain `os.fork`, multiprocessing's exit hook in the child would end the parent's workers.
         multiprocessing.process._children.discard(process.process)  # type: ignore[attr-defined]
     _processes.clear()
-
-
-def _entry(worker_id: int, control: InheritedFd, parent: InheritedFd | None, setup: WorkerSetup | Payload) -> None:
-    worker_main(worker_id, control, parent, setup)
 
 
 def _detach_in_parent(theirs: socket.socket) -> None:

@@ -193,8 +193,9 @@ METHOD = f"""\
   order, with its dtypes and shapes) is held against the one computed from the definition of the samples.
   In every round the position of every sample of the warm-up epoch is checked, and in every timed epoch
   the number that the consumer computes from each batch.
-- The time to the first batch starts before the loader is made, torch being imported. For forkserver,
-  another loader of the same kind was used in the process before, so that its fork server runs.
+- The time to the first batch starts before the loader is made, torch and asyncloader being imported (which a
+  script does at its top; asyncloader adds about 40 ms to torch's second). For forkserver, another loader of the
+  same kind was used in the process before, so that its fork server runs.
 - Memory is the sum of the proportional set sizes (PSS) of the process and its descendants, looked at from
   outside every 50 ms; *peak* covers the whole life of the process. A shared segment that is open but
   mapped nowhere at that moment (torch's batches on their way) is in nobody's PSS: the last memory row
