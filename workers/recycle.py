@@ -94,7 +94,7 @@ def recycling_collate() -> Callable[[Sequence[Any]], Any]:
         return torch.stack(list(batch), 0, out=place)
 
     def collate(samples: Sequence[Any]) -> Any:
-        functions = torch_collate.default_collate_fn_map
+        functions: Any = torch_collate.default_collate_fn_map
         if functions.get(torch.Tensor) is torchs:
             functions = {**functions, torch.Tensor: stack}
         return torch_collate.collate(samples, collate_fn_map=functions)
