@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .plan import Job
+from .plan import PEERS, Job
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 300.0  # for one job
@@ -41,6 +42,9 @@ class Memory:
     unmapped: int
 
 
+PEER_ATTEMPTS = 3
+
+
 class JobFailed(Exception):
     """A measurement ended without a result: a loader failed, hung, or delivered wrong content."""
 
@@ -52,6 +56,8 @@ class Results:
     values: dict[tuple[str, str], list[float]] = field(default_factory=dict[tuple[str, str], list[float]])
     checksums: dict[tuple[str, str], str] = field(default_factory=dict[tuple[str, str], str])
     memcpy: list[float] = field(default_factory=list[float])
+    failures: list[str] = field(default_factory=list[str])
+    """Measurements of peers that failed and were repeated: which, and the last line of the reason."""
 
     def add(self, metric: str, loader: str, value: float) -> None:
         """Append this round's number."""
@@ -76,17 +82,29 @@ def run_rounds(plan: Callable[[int], list[Job]], rounds: int, log: Callable[[str
     """Run every job of `plan(round)` for each round.
 
     Raises:
-        JobFailed: a job failed. The table would have a blank, so there is no table.
+        JobFailed: a job failed, a peer's three times in a row. The table would have a blank, so there is no table.
     """
     results = Results()
     for number in range(rounds):
         jobs = plan(number)
         started = time.monotonic()
         for job in jobs if number % 2 == 0 else reversed(jobs):
-            _record(job, *run_job(job), results)
+            _record(job, *_attempt(job, results), results)
         results.memcpy.append(run_job(Job("memcpy", seconds=0.5))[0]["rate"])
         log(f"round {number + 1} of {rounds}: {len(jobs)} measurements in {time.monotonic() - started:.0f} s")
     return results
+
+
+def _attempt(job: Job, results: Results) -> tuple[dict[str, Any], list[tuple[float, Memory]]]:
+    """Run the job; a peer's failure (one of them now and then delivers a batch twice) is noted and tried again."""
+    for _ in range(PEER_ATTEMPTS - 1 if job.loader in PEERS else 0):
+        try:
+            return run_job(job)
+        except JobFailed as failure:
+            said = [line for line in str(failure).splitlines() if re.match(r"[\w.]+Error: ", line)]
+            reason = said[-1] if said else str(failure).splitlines()[0]
+            results.failures.append(f"{job.loader}, {job.workload}: {reason}")
+    return run_job(job)
 
 
 def _record(job: Job, output: dict[str, Any], memory: list[tuple[float, Memory]], results: Results) -> None:

@@ -150,6 +150,14 @@ def machine() -> dict[str, str]:
     return found
 
 
+def failures(results: Results) -> list[str]:
+    """A paragraph on the peers' measurements that failed; nothing if none did."""
+    if not results.failures:
+        return []
+    listed = "\n".join(f"- {failure}" for failure in results.failures)
+    return [f"Measurements that failed, and were repeated within their round:\n\n{listed}"]
+
+
 def page(results: Results, command: str, rounds: int) -> str:
     """The page `docs/reference/benchmarks.md`."""
     parts = [
@@ -169,6 +177,7 @@ def page(results: Results, command: str, rounds: int) -> str:
         ),
         "## Every loader, batches per second",
         peer_table(results),
+        *failures(results),
         "## Memory bandwidth",
         memory_bandwidth(results).replace("\n", "\\\n"),
         "## The machine",

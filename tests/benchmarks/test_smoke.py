@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from . import chart, report
+from . import chart, harness, report
 from .__main__ import parse, save
 from .child import check_positions
-from .harness import Results, tree_memory
+from .harness import JobFailed, Results, tree_memory
 from .loaders import Pass, build, drive
-from .plan import ASYNC, FACADE, FLOORS, METRICS, OURS, ROWS, TORCH, jobs
+from .plan import ASYNC, FACADE, FLOORS, METRICS, OURS, PEERS, ROWS, TORCH, Job, jobs
 from .workloads import WORKLOADS, Checksum, ContentError, reference_checksum
 
 BATCHES = 5
@@ -165,3 +165,27 @@ def _hold(pipe: Any) -> None:
     held = bytearray(b"1") * 2**26  # 64 MiB, every page written
     pipe.send(len(held))
     pipe.recv()
+
+
+@pytest.mark.parametrize("loader", [PEERS[0], TORCH, *OURS])
+def test_only_a_peers_failure_is_forgiven_and_told(loader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that fails is measured again and named on the page; torch or we fail once and there is no table."""
+    outputs: list[Any] = [JobFailed("a b\nContentError: wrong"), ({"rate": {"touch": 2.0}, "cpu": {"touch": 1.0}}, [])]
+    outputs[1][0]["checksum"] = ""
+    results = iter([*outputs, ({"rate": 1.0}, [])])  # the last one is memcpy's
+
+    def run_job(_: Job) -> Any:
+        output = next(results)
+        if isinstance(output, JobFailed):
+            raise output
+        return output
+
+    monkeypatch.setattr(harness, "run_job", run_job)
+    jobs = [Job("throughput", "ints", loader)]
+    if loader not in PEERS:
+        with pytest.raises(JobFailed):
+            harness.run_rounds(lambda _: jobs, 1, lambda _: None)
+        return
+    measured = harness.run_rounds(lambda _: jobs, 1, lambda _: None)
+    assert measured.median("ints/touch", loader) == 2.0
+    assert f"- {loader}, ints: ContentError: wrong" in report.failures(measured)[0]
