@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -34,12 +34,12 @@ from asyncloader.consumer import Consumer, discard
 from asyncloader.errors import LoaderClosed, LoaderTimeout
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.options import (
+    EpochPlan,
     LoaderSpec,
     shared_seed,
     start_method,
     warn_over_length,
     worker_context,
-    worker_credits,
     worker_setup,
 )
 from asyncloader.pipeline import Pipeline
@@ -109,12 +109,18 @@ class AsyncLoaderIterator:
     """
 
     def __init__(
-        self, spec: LoaderSpec[Any], draws: _BaseDataLoaderIter, statistics: Statistics, shelf: PoolShelf
+        self,
+        spec: LoaderSpec[Any],
+        plan: EpochPlan,
+        draws: _BaseDataLoaderIter,
+        statistics: Statistics,
+        shelf: PoolShelf,
     ) -> None:
         self._spec = spec
+        self._plan = plan
         self._draws = draws
         self._shelf = shelf
-        self._consumer = Consumer(spec, draws, statistics)
+        self._consumer = Consumer(plan, draws, statistics)
         self._timeout = spec.timeout
         self._queue = ReadyQueue()
         self.pool: WorkerPool | None = None
@@ -162,7 +168,7 @@ class AsyncLoaderIterator:
         spec = self._spec
         pool = self._shelf.take()
         if pool is None:
-            make = _pool_maker(spec, self._draws)
+            make = _pool_maker(spec, self._plan, self._draws)
             # A fork must happen in the thread that the user's code runs in; the other methods need not block the loop.
             pool = make() if start_method(spec) == "fork" else await asyncio.to_thread(make)
             self._shelf.note(pool)
@@ -188,7 +194,11 @@ class AsyncLoaderIterator:
                 waited = perf_counter() - begin
                 item = items.popleft()
                 if not isinstance(item, Deliver):
-                    await self._end(item)
+                    error = await self._end(item)
+                    try:
+                        raise error
+                    finally:
+                        del item, error  # the traceback refers to this frame, which must not refer back to the error
                 if not self._consumer.opening_blocks(item):
                     return self._deliver(item, waited, None)
                 loop = asyncio.get_running_loop()
@@ -223,15 +233,16 @@ class AsyncLoaderIterator:
         except TimeoutError:
             raise LoaderTimeout(self._timeout) from None
 
-    async def _end(self, item: Action) -> NoReturn:
+    async def _end(self, item: Action) -> BaseException:
+        """End with this item; returns what is to be raised."""
         if isinstance(item, Finish):
             self._ended = ""
             await self.aclose()
-            raise StopAsyncIteration
+            return StopAsyncIteration()
         assert isinstance(item, Fail)
         self._ended = ""  # raised once; a caller that goes on regardless must come to an end
         await self.aclose()
-        raise item.error
+        return item.error
 
     # --------------------------------------------------------------------------------------------- closing
 
@@ -296,10 +307,9 @@ def _abandon(
         pool.stop_soon()
 
 
-def _pool_maker(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter) -> Callable[[], WorkerPool]:
-    setup, context = worker_setup(spec, draws), worker_context(spec)
-    credits, ring_bytes = worker_credits(spec), spec.ring_bytes
-    return lambda: WorkerPool(context, setup, credits, ring_bytes)
+def _pool_maker(spec: LoaderSpec[Any], plan: EpochPlan, draws: _BaseDataLoaderIter) -> Callable[[], WorkerPool]:
+    setup, context, ring_bytes = worker_setup(spec, plan, draws), worker_context(spec), spec.ring_bytes
+    return lambda: WorkerPool(context, setup, plan.credits, ring_bytes)
 
 
 def _put_from_thread(loop: asyncio.AbstractEventLoop, queue: ReadyQueue, item: Action) -> None:

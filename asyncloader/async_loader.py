@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch.utils.data import Dataset
@@ -18,7 +18,8 @@ from asyncloader.async_iterator import AsyncLoaderIterator
 from asyncloader.errors import LoaderClosed
 from asyncloader.explain import explain
 from asyncloader.inline import InlineIterator
-from asyncloader.options import DEFAULT_CONCURRENCY, LoaderSpec
+from asyncloader.options import DEFAULT_CONCURRENCY, EpochPlan, LoaderSpec, epoch_plan
+from asyncloader.rebuild import constructor_arguments
 from asyncloader.statistics import Statistics
 from asyncloader.workers.pool import WorkerPool
 
@@ -64,7 +65,8 @@ class AsyncDataLoader(Generic[T_co]):
     ``num_workers=0`` a blocking dataset is read in one thread of its own, an async one on the running loop.
 
     Several iterators may run at a time. With ``persistent_workers=True`` the workers outlive an iterator and serve the
-    next one, also under another event loop; `aclose` (or ``async with``) ends them.
+    next one, also under another event loop; `aclose` (or ``async with``) ends them. An epoch begins with its first
+    batch: an iterator that is dropped before it starts nothing, where torch's would have fetched a few batches.
 
     Raises:
         ValueError, TypeError: options out of range, in torch's words.
@@ -123,7 +125,7 @@ class AsyncDataLoader(Generic[T_co]):
         self._iterators: weakref.WeakSet[AsyncLoaderIterator | InlineIterator] = weakref.WeakSet()
         self._pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
         self._newest: weakref.ref[AsyncLoaderIterator | InlineIterator] | None = None
-        self._draws: _BaseDataLoaderIter | None = None
+        self._kept: tuple[_BaseDataLoaderIter, EpochPlan] | None = None  # of the persistent workers
         self._idle_pool: WorkerPool | None = None
         self._closed = False
 
@@ -138,6 +140,15 @@ class AsyncDataLoader(Generic[T_co]):
         if name in _SPEC_NAMES:
             return getattr(self._spec, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _SPEC_NAMES:
+            super().__setattr__(name, value)
+            return
+        try:
+            setattr(self._spec, name, value)
+        except ValueError as error:  # one that torch does not let anybody set
+            raise ValueError(str(error).replace(type(self._spec).__name__, type(self).__name__)) from None
 
     def __len__(self) -> int:
         """Batches in an epoch. TypeError when the sampler or dataset has no length."""
@@ -158,32 +169,36 @@ class AsyncDataLoader(Generic[T_co]):
             iterator = InlineIterator(spec, self._statistics)
         else:
             spec.check_worker_number_rationality()
-            iterator = AsyncLoaderIterator(spec, self._draw(), self._statistics, _Shelf(self))
+            draws, plan = self._draw()
+            iterator = AsyncLoaderIterator(spec, plan, draws, self._statistics, _Shelf(self))
         self._newest = weakref.ref(iterator)
         self._iterators.add(iterator)
         return iterator
 
-    def _draw(self) -> _BaseDataLoaderIter:
+    def _draw(self) -> tuple[_BaseDataLoaderIter, EpochPlan]:
         """torch's random draws for an iterator: the same numbers from the same generators, in the same order.
 
-        Persistent workers keep their base seed, as in torch: only the sampler is begun anew.
+        Persistent workers keep their base seed and their options, as in torch: only the sampler is begun anew.
         """
-        if self._draws is not None and self._idle_pool is not None:
-            self._draws._reset(self._spec)
-            return self._draws
+        if self._kept is not None and self._idle_pool is not None:
+            self._kept[0]._reset(self._spec)
+            return self._kept
         draws = _BaseDataLoaderIter(self._spec)
+        shared_seed = draws._shared_seed
+        plan = epoch_plan(self._spec)
         draws._reset(self._spec, first_iter=True)
+        draws._shared_seed = shared_seed  # torch draws another one here, too, but its workers have got the first
         if self._spec.persistent_workers:
-            self._draws = draws
-        return draws
+            self._kept = draws, plan
+        return draws, plan
 
-    async def __aenter__(self) -> AsyncDataLoader[T_co]:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    def __enter__(self) -> AsyncDataLoader[T_co]:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -210,6 +225,15 @@ class AsyncDataLoader(Generic[T_co]):
 
     def _newest_iterator(self) -> AsyncLoaderIterator | InlineIterator | None:
         return None if self._newest is None else self._newest()
+
+    def clone(self, **changes: Any) -> Self:
+        """A new loader with this one's options, `changes` applied; see `DataLoader.clone`."""
+        return type(self)(**constructor_arguments(self._spec, changes))
+
+    @classmethod
+    def from_torch(cls, loader: torch.utils.data.DataLoader[Any], **changes: Any) -> Self:
+        """A loader with the options of any torch loader, `changes` applied as in `clone`."""
+        return cls(**constructor_arguments(loader, changes))
 
     def stats(self) -> dict[str, float]:
         """Counters over all iterators so far, as a flat dictionary of floats. O(1)."""

@@ -15,7 +15,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.delivery import LARGE, Opener, raise_worker_error
 from asyncloader.events import Action, Deliver
-from asyncloader.options import LoaderSpec, async_index_source, is_iterable, make_scheduler
+from asyncloader.options import EpochPlan
 from asyncloader.pin_memory import Pinned, PinStage, torch_pin
 from asyncloader.pipeline import ENDED, NOTHING, Pipeline, WorkerFailure
 from asyncloader.statistics import Statistics
@@ -28,29 +28,27 @@ class Consumer:
     """What an iterator does with each batch, and what it hands to the pipeline.
 
     Args:
-        spec: the loader's options, read now.
+        plan: the options that shape the epoch.
         draws: torch's iterator base, which has drawn this iterator's random numbers.
         statistics: the loader's counters.
-
-    Raises:
-        AssertionError: prefetch_factor is 0 (torch's error).
     """
 
-    def __init__(self, spec: LoaderSpec[Any], draws: _BaseDataLoaderIter, statistics: Statistics) -> None:
+    def __init__(self, plan: EpochPlan, draws: _BaseDataLoaderIter, statistics: Statistics) -> None:
         self._statistics = statistics
         self._begun = statistics.begin()
         # Nothing here refers to `draws`, which in the sync loader is the iterator itself: it must die when dropped.
-        self._workers = spec.num_workers
-        self._source = async_index_source(spec)
-        self._scheduler = make_scheduler(spec)
+        self._workers = plan.workers
+        self._source = plan.source
+        self._scheduler = plan.scheduler()
         # None when there is nothing to advance here: no sampler, or one that a task of the loop reads.
-        self._sampler: Any = None if is_iterable(spec) or self._source is not None else draws._sampler_iter
+        self._sampler: Any = None if plan.iterable or plan.source is not None else draws._sampler_iter
+        self._outstanding = 0  # indices given out and not delivered; only counted where there is a plain sampler
         self._first = True
         self._opener = Opener(statistics)
         self._pins = draws._pin_memory
         self._pin_device = draws._pin_memory_device
         self._pin: PinStage | None = None
-        self.offers = self._prime(self._scheduler.credits * spec.num_workers)
+        self.offers = self._prime(plan.credits * plan.workers)
         """What the sampler gave before the first wait, as much as torch takes then."""
 
     def _prime(self, count: int) -> list[Any]:
@@ -63,6 +61,8 @@ class Consumer:
         offer = next(self._sampler, ENDED)
         if offer is ENDED:
             self._sampler = None
+        else:
+            self._outstanding += 1
         return offer
 
     def pipeline(
@@ -120,7 +120,7 @@ class Consumer:
         outcome = item.outcome
         if isinstance(outcome, WorkerFailure):
             self._statistics.batch(0, 0, 0, waited, outcome.busy, self._workers)
-            raise_worker_error(outcome.error)
+            raise_worker_error(outcome.take())
         if self._first:
             self._first = False
             self._statistics.first_batch(self._begun)
@@ -130,14 +130,17 @@ class Consumer:
 
     def _advance(self, seq: int, tell: Callable[[int, Any], None]) -> None:
         offer: Any = NOTHING
-        if self._sampler is not None:
-            try:
+        self._outstanding -= 1
+        try:
+            if self._sampler is not None:
                 offer = self._pull()
-            except BaseException:
-                self._sampler = None
-                tell(seq, ENDED)
-                raise
-        tell(seq, offer)
+        except BaseException:
+            # As in torch, the sampler is asked again after the next batch, unless there is none to come.
+            if self._outstanding <= 0:
+                self._sampler, offer = None, ENDED
+            raise
+        finally:
+            tell(seq, offer)
 
 
 def discard(item: Action) -> None:

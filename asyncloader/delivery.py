@@ -82,10 +82,20 @@ def raise_worker_error(error: Any) -> NoReturn:
 
     `error` is torch's `ExceptionWrapper` or an error of ours.
     """
+    # torch's `reraise` leaves the exception in a local variable of its frame: a cycle through the traceback, that would
+    # hold the frames that called us, and with them the iterator, until the garbage collector comes.
     if isinstance(error, BaseException):
-        raise error
-    error.reraise()
-    raise AssertionError("torch's ExceptionWrapper did not raise")
+        raised = error
+    else:
+        try:
+            error.reraise()
+            raise AssertionError("torch's ExceptionWrapper did not raise")
+        except Exception as caught:
+            raised = caught.with_traceback(None)
+    try:
+        raise raised
+    finally:
+        del raised, error
 
 
 def _warn_pickled(nbytes: int) -> None:

@@ -8,7 +8,8 @@
     +-- UnsupportedPlatform         this system cannot run workers (also a RuntimeError)
 
 Errors that a user's own code raises in a worker keep their own type and are none of these.
-Each error pickles: its constructor arguments are its attributes.
+Each error pickles: its constructor arguments are its attributes. One warning has a class of its own, so that it can be
+filtered: `NeverIteratedWarning`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ __all__ = [
     "LoaderClosed",
     "LoaderError",
     "LoaderTimeout",
+    "NeverIteratedWarning",
     "RingMemoryError",
     "UnsupportedPlatform",
     "WorkerDied",
@@ -103,3 +105,7 @@ class RingMemoryError(LoaderError, MemoryError):
 
 class UnsupportedPlatform(LoaderError, RuntimeError):
     """Worker processes need a system that asyncloader does not support yet."""
+
+
+class NeverIteratedWarning(UserWarning):
+    """A `DataLoader` was collected without having been iterated: a framework may have replaced it by a stock one."""

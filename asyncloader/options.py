@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.utils.data
@@ -29,16 +29,16 @@ from asyncloader.workers.info import WorkerSetup
 
 __all__ = [
     "DEFAULT_CONCURRENCY",
+    "EpochPlan",
     "LoaderSpec",
     "async_index_source",
+    "epoch_plan",
     "is_iterable",
-    "make_scheduler",
     "shared_seed",
     "start_method",
     "usable_cpus",
     "warn_over_length",
     "worker_context",
-    "worker_credits",
     "worker_setup",
 ]
 
@@ -115,6 +115,7 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
             raise ValueError(f"concurrency should be a positive integer, but got concurrency={concurrency!r}")
         self.ring_bytes = ring_bytes
         self.concurrency = concurrency
+        self.__dict__["_asyncloader_maker"] = os.getpid()  # made here, and not a copy
 
     @property
     def _index_sampler(self) -> Any:
@@ -174,7 +175,7 @@ def start_method(spec: LoaderSpec[Any]) -> str:
     return str(worker_context(spec).get_start_method())
 
 
-def worker_setup(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter) -> WorkerSetup:
+def worker_setup(spec: LoaderSpec[Any], plan: EpochPlan, draws: _BaseDataLoaderIter) -> WorkerSetup:
     """What the workers need, from the options as they are now and the random numbers drawn for this iterator."""
     init = spec.worker_init_fn
     dataset = draws._dataset
@@ -182,14 +183,14 @@ def worker_setup(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter) -> WorkerSet
         init = functools.partial(_sharding_worker_init_fn, init, draws._world_size, draws._rank)
     return WorkerSetup(
         dataset=dataset,
-        iterable=is_iterable(spec),
+        iterable=plan.iterable,
         auto_collation=bool(spec._auto_collation),
         batch_size=spec.batch_size,
         collate_fn=spec.collate_fn,
         drop_last=spec.drop_last,
         base_seed=int(draws._base_seed),
         worker_init_fn=init,
-        num_workers=spec.num_workers,
+        num_workers=plan.workers,
         shared_seed=shared_seed(draws),
         concurrency=spec.concurrency,
     )
@@ -200,27 +201,40 @@ def shared_seed(draws: _BaseDataLoaderIter) -> int | None:
     return None if draws._shared_seed is None else int(draws._shared_seed)
 
 
-def worker_credits(spec: LoaderSpec[Any]) -> int:
-    """Tasks that a worker may have outstanding.
+class EpochPlan(NamedTuple):
+    """The options that shape an epoch with workers. Persistent workers keep those that they were started with."""
+
+    workers: int
+    credits: int
+    """Tasks that a worker may have outstanding: torch's `prefetch_factor`."""
+    in_order: bool
+    iterable: bool
+    source: AsyncIndexSource | None
+
+    def scheduler(self) -> Scheduler:
+        """A scheduler for one epoch."""
+        return Scheduler(
+            workers=self.workers,
+            credits=self.credits,
+            in_order=self.in_order,
+            iterable=self.iterable,
+            # An async sampler's order is no promise of torch's: whoever is free may work.
+            assignment="round_robin" if self.source is None else "least_loaded",
+        )
+
+
+def epoch_plan(spec: LoaderSpec[Any]) -> EpochPlan:
+    """The plan of the options as they are now.
 
     Raises:
-        AssertionError: prefetch_factor is 0, in torch's words and as late as torch finds it.
+        AssertionError, TypeError: a number that the constructor would not have taken, or prefetch_factor=0, in torch's
+            words and as late as torch finds it.
     """
-    if not spec.prefetch_factor:
-        raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
-    return int(spec.prefetch_factor)
-
-
-def make_scheduler(spec: LoaderSpec[Any]) -> Scheduler:
-    """A scheduler for one epoch."""
-    return Scheduler(
-        workers=spec.num_workers,
-        credits=worker_credits(spec),
-        in_order=spec.in_order,
-        iterable=is_iterable(spec),
-        # An async sampler's order is no promise of torch's: whoever is free may work.
-        assignment="round_robin" if async_index_source(spec) is None else "least_loaded",
-    )
+    prefetch: Any = spec.prefetch_factor
+    for name, value in (("num_workers", spec.num_workers), ("prefetch_factor", prefetch)):
+        if value <= 0:
+            raise AssertionError(f"{name} must be greater than 0 for MultiProcessingDataLoaderIter")
+    return EpochPlan(spec.num_workers, prefetch, spec.in_order, is_iterable(spec), async_index_source(spec))
 
 
 def warn_over_length(draws: _BaseDataLoaderIter) -> None:

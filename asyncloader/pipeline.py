@@ -59,6 +59,11 @@ class WorkerFailure:
         self.error = error
         self.busy = busy
 
+    def take(self) -> Any:
+        """The error, which is not kept: raised, it refers to frames that refer to this object."""
+        error, self.error = self.error, None
+        return error
+
 
 class Pipeline(Listener):
     """Drives one epoch, in its loop's thread.

@@ -42,6 +42,7 @@ from asyncloader.workers.leaves import (
     Storage,
     Strided,
 )
+from asyncloader.workers.reductions import reduce_quantized, reduce_sparse, reduce_typed_storage
 
 Memory: TypeAlias = Anchor | np.ndarray[Any, np.dtype[np.uint8]]
 """What leaves are built on: a slot's anchor, or a private copy of it."""
@@ -80,7 +81,7 @@ class Encoder:
         self._dispatch: dict[type, Any] = {
             torch.Tensor: self._reduce_tensor,
             torch.UntypedStorage: self._reduce_storage,
-            torch.storage.TypedStorage: _reduce_typed_storage,
+            torch.storage.TypedStorage: reduce_typed_storage,
         }
 
     def placeholder(self, leaf: Leaf) -> pickle.PickleBuffer:
@@ -148,7 +149,9 @@ class Encoder:
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if tensor.layout is not torch.strided and not tensor.requires_grad:
-            return _reduce_sparse(tensor)
+            return reduce_sparse(tensor)
+        if tensor.is_quantized and type(tensor) is torch.Tensor:
+            return reduce_quantized(tensor)
         if not _is_plain(tensor):
             return tensor.__reduce_ex__(5)
         shared = self._share(tensor.untyped_storage())
@@ -246,46 +249,6 @@ def _raw_writer(view: memoryview) -> Callable[[mmap.mmap, int], None]:
 def _leaf(value: Any) -> Any:
     """Stands in pickle for "the decoded leaf itself"."""
     return value
-
-
-def _reduce_sparse(tensor: torch.Tensor) -> Any:
-    """A sparse tensor by its parts. torch's own way keeps every tensor that it unpickles in a global list, for ever."""
-    if tensor.layout is torch.sparse_coo:
-        parts = (tensor._indices(), tensor._values())
-        return _sparse_coo, (*parts, tuple(tensor.shape), tensor.is_coalesced())
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return _sparse_compressed, (
-            (tensor.crow_indices(), tensor.col_indices(), tensor.values()),
-            tuple(tensor.shape),
-            tensor.layout,
-        )
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return _sparse_compressed, (
-            (tensor.ccol_indices(), tensor.row_indices(), tensor.values()),
-            tuple(tensor.shape),
-            tensor.layout,
-        )
-    return tensor.__reduce_ex__(5)
-
-
-def _sparse_coo(
-    indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], is_coalesced: bool
-) -> torch.Tensor:
-    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced, check_invariants=False)
-
-
-def _sparse_compressed(
-    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor], shape: tuple[int, ...], layout: torch.layout
-) -> torch.Tensor:
-    return torch.sparse_compressed_tensor(*parts, shape, layout=layout, check_invariants=False)
-
-
-def _reduce_typed_storage(storage: torch.storage.TypedStorage) -> Any:
-    return _typed_storage, (storage._untyped_storage, storage.dtype)
-
-
-def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
-    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 # ---------------------------------------------------------------------------------------------------- decoding

@@ -44,7 +44,7 @@ class TaskRunner:
     """Carries tasks out and answers them.
 
     An error at start-up (a dataset that does not unpickle, `worker_init_fn`, `__iter__`) is kept and answers the first
-    task, as torch does.
+    task, as torch does, and the others of the epoch, too. The next epoch of persistent workers tries `__iter__` again.
     """
 
     def __init__(self, worker_id: int, channel: Channel, setup: WorkerSetup | Payload) -> None:
@@ -73,14 +73,14 @@ class TaskRunner:
             self._start_error = _pickle_error(error, self.worker_id)
 
     def _start(self, setup: WorkerSetup) -> None:
+        self._collate = self._make_collate(setup)
+        self._infinite = range(setup.batch_size) if setup.batch_size is not None else None
         seed = seed_worker(setup.base_seed, self.worker_id)
         self._dataset = self._reseed_datapipe(setup.dataset, setup.shared_seed)
         install_worker_info(self.worker_id, setup.num_workers, seed, self._dataset)
         self.asynchronous = is_async_dataset(self._dataset)
         if setup.worker_init_fn is not None:
             setup.worker_init_fn(self.worker_id)
-        self._collate = self._make_collate(setup)
-        self._infinite = range(setup.batch_size) if setup.batch_size is not None else None
         if not self.asynchronous:
             self._fetcher = self._make_fetcher()
 
@@ -141,8 +141,9 @@ class TaskRunner:
         self._epoch = epoch
         self._ended = False
         self.channel_send(wire.pack_reset(wire.RESET_DONE, epoch))
-        if self._start_error is not None:
-            return
+        if not hasattr(self, "_dataset"):
+            return  # the set-up did not unpickle: that stays the answer to every task
+        self._start_error = None
         shared_seed = pickle.loads(payload)
         try:
             self._dataset = self._reseed_datapipe(self._dataset, shared_seed)
@@ -189,9 +190,8 @@ class TaskRunner:
         return spent
 
     def _raise_start_error(self) -> None:
-        error, self._start_error = self._start_error, None
-        if error is not None:
-            raise _StartError(error)
+        if self._start_error is not None:
+            raise _StartError(self._start_error)
 
     def _index(self, index: bytes) -> Any:
         return self._infinite if self._setup.iterable else pickle.loads(index)
@@ -266,7 +266,17 @@ def _pickle_error(error: Exception, worker_id: int) -> bytes:
     try:
         data = pickle.dumps(wrapper)
         pickle.loads(data)
-    except Exception:  # the type is local to a function, or takes other arguments: keep its text
-        wrapper.exc_type = RuntimeError
+    except Exception:  # the type is local to a function, or does not unpickle: keep its name and text
+        wrapper.exc_type = _LostType(type(error).__name__)
         data = pickle.dumps(wrapper)
     return data
+
+
+class _LostType:
+    """Stands for an exception type that cannot travel. It makes no exceptions; torch then makes a RuntimeError."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, *_: Any) -> Any:
+        raise TypeError(f"{self.__name__} could not be pickled")

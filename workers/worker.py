@@ -93,7 +93,7 @@ def _serve_blocking(runner: TaskRunner) -> None:
     channel = runner.channel
     inbox: deque[tuple[int, bytes]] = deque()
     while not runner.stopped:
-        # Look into the socket before each task: STOP and RESET overtake the tasks before them.
+        # Look into the socket before each task: STOP overtakes the tasks before it.
         _receive(channel, inbox, wait=not inbox)
         if channel.ended and not inbox:
             return
@@ -108,11 +108,10 @@ def _serve_blocking(runner: TaskRunner) -> None:
 
 def _receive(channel: Channel, inbox: deque[tuple[int, bytes]], *, wait: bool) -> None:
     for kind, body in channel.receive(wait=wait):
-        if kind in (wire.RESET, wire.STOP):
-            # Tasks of the epoch that is over (or of the loader that is closing) need not be carried out.
-            kept = [frame for frame in inbox if frame[0] != wire.TASK]
-            inbox.clear()
-            inbox.extend(kept)
+        if kind == wire.STOP:
+            inbox.clear()  # nobody will look at what comes of them
+        # RESET does not overtake: torch's workers carry out the tasks of an abandoned epoch, too, and the random
+        # numbers that these take are not there for the next one.
         inbox.append((kind, body))
 
 

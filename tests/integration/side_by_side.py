@@ -1,0 +1,48 @@
+"""Asks torch's loader and ours the same and compares the answers: errors and warnings by type and text."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from asyncloader import AsyncDataLoader, DataLoader
+
+__all__ = ["MAKERS", "messages", "outcome", "shut_down", "steps"]
+
+MAKERS: dict[str, Any] = {"torch": torch.utils.data.DataLoader, "sync": DataLoader, "asyncio": AsyncDataLoader}
+
+
+def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a call gives, or the type and the text of what it raises."""
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        return type(error), str(error)
+
+
+def messages(function: Callable[[], object]) -> list[tuple[type[Warning], str]]:
+    """Category and text of every warning of a call, in order."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function()
+    return [(w.category, str(w.message)) for w in caught]
+
+
+def steps(make: Any, dataset: Any, limit: int, **options: Any) -> list[Any]:
+    """What `iter` (if it fails) and up to `limit` calls of `next` give or raise; goes on after errors and ends."""
+    torch.manual_seed(1)
+    batches = outcome(iter, make(dataset, **options))
+    if isinstance(batches, tuple):
+        return [batches]
+    found = [outcome(next, batches) for _ in range(limit)]
+    shut_down(batches)
+    return found
+
+
+def shut_down(batches: Any) -> None:
+    """End an iterator that has raised errors: torch's is in a cycle then, and takes 5 s when the collector finds it."""
+    if hasattr(batches, "_shutdown_workers"):
+        batches._shutdown_workers()
