@@ -1,0 +1,104 @@
+"""The sampler of the keyed permutation: pure in seed and epoch, sought in O(1), at home in any loader."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, Sampler
+
+from asyncloader import AsyncDataLoader, DataLoader, SeededSampler
+from tests.integration.running import run_async
+
+
+def test_every_index_once() -> None:
+    """Over several blocks, and for the smallest sizes."""
+    for size in (0, 1, 2, 4095, 4096, 4097, 10_000):
+        order = list(SeededSampler(range(size), seed=5))
+        assert sorted(order) == list(range(size))
+        assert all(type(index) is int for index in order)
+
+
+def test_order_is_a_function_of_seed_and_epoch() -> None:
+    """The same again, whatever the global generators do; another one for another epoch or seed."""
+    sampler = SeededSampler(range(100), seed=1)
+    first = list(sampler)
+    torch.manual_seed(3)
+    assert list(sampler) == first
+    state = torch.get_rng_state()
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    assert list(SeededSampler(range(100), seed=2)) != first
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_unshuffled() -> None:
+    """shuffle=False is the order of the dataset in every epoch."""
+    sampler = SeededSampler(range(10), seed=1, shuffle=False)
+    sampler.set_epoch(4)
+    assert list(sampler) == list(range(10))
+    assert list(sampler.indices(7)) == [7, 8, 9]
+
+
+@pytest.mark.parametrize("start", [0, 1, 4095, 4096, 9999, 10_000])
+def test_resuming_at_any_position(start: int) -> None:
+    """`indices(start)` is the rest of the epoch."""
+    sampler = SeededSampler(range(10_000), seed=11)
+    sampler.set_epoch(3)
+    assert list(sampler.indices(start)) == list(sampler)[start:]
+
+
+def test_huge_datasets_begin_at_once() -> None:
+    """Nothing is stored: the middle of 10**15 indices is as near as the beginning."""
+    sampler = SeededSampler(range(10**15), seed=1)
+    beginning = list(itertools.islice(sampler, 5))
+    middle = list(itertools.islice(sampler.indices(5 * 10**14), 5))
+    assert len({*beginning, *middle}) == 10
+    assert len(sampler) == 10**15
+
+
+@pytest.mark.parametrize("start", [-1, 11])
+def test_start_out_of_range(start: int) -> None:
+    """It is refused at once, not at the first index."""
+    with pytest.raises(ValueError, match=f"between 0 and 10, but got start={start}"):
+        SeededSampler(range(10), seed=1).indices(start)
+
+
+def test_values_out_of_range() -> None:
+    """Seed and epoch have 64 bits."""
+    with pytest.raises(ValueError, match="seed=-1"):
+        SeededSampler(range(10), seed=-1)
+    with pytest.raises(ValueError, match=f"epoch={2**64}"):
+        SeededSampler(range(10), seed=1).set_epoch(2**64)
+
+
+def test_it_is_a_sampler_of_torch() -> None:
+    """It is of torch's class, pickles, and feeds torch's BatchSampler."""
+    sampler = SeededSampler(range(10), seed=1)
+    sampler.set_epoch(2)
+    assert isinstance(sampler, Sampler)
+    assert list(pickle.loads(pickle.dumps(sampler))) == list(sampler)
+    batches = BatchSampler(sampler, 4, drop_last=False)
+    assert [index for batch in batches for index in batch] == list(sampler)
+    assert repr(sampler) == "<SeededSampler of 10, seed=1, epoch=2, shuffle=True>"
+
+
+def test_in_every_loader() -> None:
+    """torch's loader and both of ours read it: the same batches."""
+    data: Any = list(range(20))
+    sampler = SeededSampler(data, seed=4)
+    expected = [batch.tolist() for batch in torch.utils.data.DataLoader(data, 3, sampler=sampler)]
+    assert [index for batch in expected for index in batch] == list(sampler)
+    with DataLoader[Any](data, 3, sampler=sampler, num_workers=2) as loader:
+        assert [batch.tolist() for batch in loader] == expected
+
+    async def read() -> list[Any]:
+        async with AsyncDataLoader[Any](data, 3, sampler=sampler, num_workers=1) as loader:
+            return [batch.tolist() async for batch in loader]
+
+    assert run_async(read()) == expected
