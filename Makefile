@@ -12,18 +12,21 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # switched off is setuptools' general advice about editable installs.
 INSTALL := PYTHONWARNINGS=ignore::UserWarning $(PIP) install --quiet -c constraints.txt --no-build-isolation
 
-.PHONY: help demo test bench check format docs clean
+.PHONY: help demo test test-integrations bench check format docs clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # two pips in one environment would trip over each other
 
 help: ## this text
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.stamp-demo ## train a small network on handwritten digits, then compare the loaders
 	$(BIN)/python docs/examples/digits.py
 
 test: $(VENV)/.stamp-test ## run the whole suite
 	$(BIN)/python -m pytest $(ARGS)
+
+test-integrations: $(VENV)/.stamp-test-integrations ## run the tests with more frameworks that hold a loader (1 GB)
+	$(BIN)/python -m pytest -m clients tests/integrations $(ARGS)
 
 bench: $(VENV)/.stamp-bench ## measure against torch and the peers; writes docs/reference/benchmarks.md
 	$(BIN)/python -m tests.benchmarks --save $(ARGS)
@@ -49,6 +52,7 @@ clean: ## remove everything that make made
 # Which extras each target installs. One stamp each: `make demo` must not wait for the linters.
 $(VENV)/.stamp-demo: EXTRAS := demo
 $(VENV)/.stamp-test: EXTRAS := test,demo
+$(VENV)/.stamp-test-integrations: EXTRAS := test-integrations
 $(VENV)/.stamp-bench: EXTRAS := bench
 $(VENV)/.stamp-check: EXTRAS := lint,test,demo
 $(VENV)/.stamp-docs: EXTRAS := docs

@@ -17,9 +17,13 @@ if TYPE_CHECKING:
         BatchSampler,
         ChainDataset,
         ConcatDataset,
+        DataChunk,
         Dataset,
+        DFIterDataPipe,
         DistributedSampler,
         IterableDataset,
+        IterDataPipe,
+        MapDataPipe,
         RandomSampler,
         Sampler,
         SequentialSampler,
@@ -28,10 +32,17 @@ if TYPE_CHECKING:
         SubsetRandomSampler,
         TensorDataset,
         WeightedRandomSampler,
+        _DatasetKind,
+        argument_validation,
         default_collate,
         default_convert,
+        functional_datapipe,
         get_worker_info,
+        guaranteed_datapipes_determinism,
+        non_deterministic,
         random_split,
+        runtime_validation,
+        runtime_validation_disabled,
     )
 
     from asyncloader.async_loader import AsyncDataLoader
@@ -39,12 +50,15 @@ if TYPE_CHECKING:
         LoaderClosed,
         LoaderError,
         LoaderTimeout,
+        NeverIteratedWarning,
         RingMemoryError,
         UnsupportedPlatform,
         WorkerDied,
     )
     from asyncloader.loader import DataLoader
+    from asyncloader.patching import install
     from asyncloader.sampler import AsyncSampler
+    from asyncloader.seeded_sampler import SeededSampler
 
 __version__ = "0.1.0"
 
@@ -55,9 +69,12 @@ _OWN = {
     "LoaderClosed": "asyncloader.errors",
     "LoaderError": "asyncloader.errors",
     "LoaderTimeout": "asyncloader.errors",
+    "NeverIteratedWarning": "asyncloader.errors",
     "RingMemoryError": "asyncloader.errors",
+    "SeededSampler": "asyncloader.seeded_sampler",
     "UnsupportedPlatform": "asyncloader.errors",
     "WorkerDied": "asyncloader.errors",
+    "install": "asyncloader.patching",
 }
 
 __all__ = [
@@ -66,16 +83,22 @@ __all__ = [
     "BatchSampler",
     "ChainDataset",
     "ConcatDataset",
+    "DFIterDataPipe",
+    "DataChunk",
     "DataLoader",
     "Dataset",
     "DistributedSampler",
+    "IterDataPipe",
     "IterableDataset",
     "LoaderClosed",
     "LoaderError",
     "LoaderTimeout",
+    "MapDataPipe",
+    "NeverIteratedWarning",
     "RandomSampler",
     "RingMemoryError",
     "Sampler",
+    "SeededSampler",
     "SequentialSampler",
     "StackDataset",
     "Subset",
@@ -84,17 +107,25 @@ __all__ = [
     "UnsupportedPlatform",
     "WeightedRandomSampler",
     "WorkerDied",
+    "_DatasetKind",
+    "argument_validation",
     "default_collate",
     "default_convert",
+    "functional_datapipe",
     "get_worker_info",
+    "guaranteed_datapipes_determinism",
+    "install",
+    "non_deterministic",
     "random_split",
+    "runtime_validation",
+    "runtime_validation_disabled",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if sys.platform == "win32" and name in ("AsyncDataLoader", "DataLoader"):
+    if sys.platform == "win32" and name in ("AsyncDataLoader", "DataLoader", "install"):
         from asyncloader.errors import UnsupportedPlatform
 
         raise UnsupportedPlatform(

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import asyncloader
 from asyncloader import AsyncDataLoader, DataLoader
@@ -39,8 +40,17 @@ def test_statistics_page_lists_every_key(loader: type) -> None:
 
 def test_every_public_name_is_on_a_page() -> None:
     """A name that `asyncloader` exports is documented on the page of the API or of the errors."""
-    text = (REFERENCE / "api.md").read_text() + (REFERENCE / "errors.md").read_text()
+    text = "".join((REFERENCE / page).read_text() for page in ("api.md", "errors.md", "names.md"))
     assert [name for name in asyncloader.__all__ if not re.search(rf"\b{name}\b", text)] == []
+
+
+def test_names_page_lists_torchs_names() -> None:
+    """Every public name of `torch.utils.data` has a row, and *torch's* means the same object."""
+    listed = {row[0]: row[-1] for row in rows("names.md") if len(row) == 4}
+    assert set(torch.utils.data.__all__) <= set(listed)
+    for name in torch.utils.data.__all__:
+        same = getattr(asyncloader, name) is getattr(torch.utils.data, name)
+        assert same == listed[name].startswith("torch's"), name
 
 
 def test_every_public_name_is_there() -> None:

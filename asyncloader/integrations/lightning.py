@@ -1,0 +1,66 @@
+"""Lightning keeps a loader's class and drops its iterators when a stage ends, so ours needs nothing to be used.
+
+This callback puts the loader's counters (`DataLoader.stats`) among the metrics that a run logs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from asyncloader.loader import DataLoader
+
+__all__ = ["LoaderCallback"]
+
+
+class LoaderCallback(Callback):
+    """Logs the counters of the training loaders, under ``data/...``; of several, under ``loader_0/data/...`` and so on.
+
+    Args:
+        every_n_steps: log every so many training steps, at least 1; None logs at the end of each epoch only (default).
+    """
+
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(f"every_n_steps should be at least 1 or None, but got every_n_steps={every_n_steps}")
+        self._every = every_n_steps
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log if it is time."""
+        if self._every is not None and trainer.global_step % self._every == 0:
+            self._log(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log once an epoch."""
+        if self._every is None:
+            self._log(trainer)
+
+    def _log(self, trainer: Trainer) -> None:
+        ours = list(_flat(trainer.train_dataloader))
+        for number, loader in enumerate(ours):
+            stats = loader.stats()
+            if len(ours) > 1:
+                stats = {f"loader_{number}/{name}": value for name, value in stats.items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(stats, trainer.global_step)
+
+
+def _flat(loaders: Any) -> Iterator[DataLoader[Any]]:
+    if isinstance(loaders, DataLoader):
+        yield loaders
+    elif isinstance(loaders, TorchDataLoader) or loaders is None:
+        return
+    elif isinstance(loaders, CombinedLoader):
+        yield from _flat(loaders.iterables)
+    elif isinstance(loaders, dict):
+        for loader in loaders.values():
+            yield from _flat(loader)
+    elif isinstance(loaders, (list, tuple)):
+        for loader in loaders:
+            yield from _flat(loader)
