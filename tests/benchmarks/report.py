@@ -205,6 +205,8 @@ METHOD = f"""\
 - The time to the first batch starts before the loader is made, torch and asyncloader being imported (which a
   script does at its top; asyncloader adds about 40 ms to torch's second). For forkserver, another loader of the
   same kind was used in the process before, so that its fork server runs.
+  The measured script does not import torch at its top; where one does, spawned workers do so before any code of
+  ours, and start in torch's own time.
 - Memory is the sum of the proportional set sizes (PSS) of the process and its descendants, looked at from
   outside every 50 ms; *peak* covers the whole life of the process. A shared segment that is open but
   mapped nowhere at that moment (torch's batches on their way) is in nobody's PSS: the last memory row
