@@ -6,12 +6,19 @@ import inspect
 from typing import Any
 
 import pytest
+import torch
 
 # Helpers that assert are not named test_*, and their asserts should speak as well.
 for part in ["comparing", "running"]:
     pytest.register_assert_rewrite(f"tests.integration.{part}")
 
 from tests.integration.running import PATIENCE_S  # noqa: E402 - after the registration
+
+
+@pytest.fixture
+def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch finds no accelerator, so that what it and we do without one is tested on every machine."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -267,7 +267,7 @@ def test_point_07_options_are_read_at_iter() -> None:
     assert {tuple(marks) for _, marks, _ in got} == {(0,), (1,)}
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="torch warns where there is no accelerator")
+@pytest.mark.usefixtures("no_accelerator")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_point_07_pin_memory_is_read_at_iter(workers: int) -> None:
     """Set after construction, `pin_memory` is noticed when iteration begins: torch's warning comes then."""

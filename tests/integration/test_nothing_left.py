@@ -96,7 +96,7 @@ LIVE = {
 }
 
 HEAD = """
-import asyncio, os, signal, sys, threading, time
+import asyncio, os, signal, sys, threading
 import torch
 from asyncloader import AsyncDataLoader, DataLoader
 
@@ -111,7 +111,7 @@ class Slow:
         return 1000
     def __getitem__(self, index):
         if index > 3:
-            time.sleep(3600)
+            signal.pause()  # for ever
         return index
 
 data = torch.arange(1000)
@@ -179,7 +179,7 @@ INTERRUPTED = {
             print("batch", flush=True)
             print("batch", flush=True)
             while True:
-                time.sleep(3600)
+                signal.pause()
     """,
     "async": """
         async def main():
@@ -230,14 +230,14 @@ KILLED = {
 @pytest.mark.chaos
 @pytest.mark.parametrize("method", KILLED)
 def test_kill_9_of_the_main_process(method: str, tmp_path: Path) -> None:
-    """Its workers follow it at once, although they are in the middle of a fetch that takes an hour."""
+    """Its workers follow it at once, although they are in the middle of a fetch that never ends."""
     body = f"""
         if __name__ == "__main__":
             batches = iter({KILLED[method]})
             for _ in range(4):
                 next(batches)
             print(*[worker.pid for worker in batches._workers], flush=True)
-            time.sleep(3600)
+            signal.pause()
     """
     with start_script(tmp_path, script(body)) as running:
         workers = [int(pid) for pid in running.line().split()]
@@ -255,7 +255,7 @@ def test_kill_9_with_an_async_dataset(tmp_path: Path) -> None:
         class Waits(AsyncData):
             async def __getitem__(self, index):
                 if index:
-                    await asyncio.sleep(3600)
+                    await asyncio.Event().wait()
                 return index
         async def main():
             batches = aiter(AsyncDataLoader(Waits(), num_workers=2))

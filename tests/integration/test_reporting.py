@@ -139,7 +139,7 @@ async def test_repr_of_an_iterator() -> None:
         assert "over" in repr(batches)
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+@pytest.mark.usefixtures("no_accelerator")
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_pin_memory_without_an_accelerator(kind: str, workers: int) -> None:
@@ -163,7 +163,7 @@ def _custom(samples: list[Any]) -> Custom:
     return Custom(torch.stack(samples), None)
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+@pytest.mark.usefixtures("no_accelerator")
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
 @pytest.mark.parametrize("kind", BOTH)
 def test_explain_says_why_nothing_is_pinned(kind: str) -> None:

@@ -152,7 +152,7 @@ def test_iterators_refuse_pickling(workers: int) -> None:
     """As torch's do: NotImplementedError, for both loaders, before and after the first batch."""
     batches: Any = iter(DataLoader[Any](Numbers(3), num_workers=workers))
     for _ in range(2):
-        with pytest.raises(NotImplementedError):
+        with pytest.raises(NotImplementedError, match="cannot be pickled"):
             pickle.dumps(batches)
         next(batches)
 
@@ -160,7 +160,7 @@ def test_iterators_refuse_pickling(workers: int) -> None:
         async with AsyncDataLoader[Any](Numbers(3), num_workers=workers) as loader:
             batches: Any = aiter(loader)
             for _ in range(2):
-                with pytest.raises(NotImplementedError):
+                with pytest.raises(NotImplementedError, match="cannot be pickled"):
                     pickle.dumps(batches)
                 await anext(batches)
 

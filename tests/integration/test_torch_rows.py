@@ -290,7 +290,7 @@ def test_going_on_after_a_timeout() -> None:
         shut_down(batches)
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+@pytest.mark.usefixtures("no_accelerator")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_warnings_about_pinning(workers: int) -> None:
     """Both come at `iter()` and not before, the one on the device first and only with pin_memory; each `iter()` anew,
