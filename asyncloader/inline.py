@@ -128,6 +128,8 @@ class InlineIterator:
         except BaseException:
             self._pending = None
             raise
+        finally:
+            del pending  # an error that it raised refers to this frame, which must not refer back to the error
         self._pending = None
         passed = perf_counter() - begin
         if not self._draws._num_yielded:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
+import weakref
 from typing import Any
 
 import pytest
@@ -251,3 +253,38 @@ async def test_iterators_start_nothing_before_the_first_anext() -> None:
     assert not multiprocessing.active_children()
     assert not torch.equal(torch.get_rng_state(), before)
     del batches
+
+
+class Failing(Numbers):
+    """The third sample cannot be read."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 2:
+            raise ValueError("the third")
+        return super().__getitem__(index)
+
+
+class Marker:
+    """Stands for what a consumer's frame holds."""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_an_error_that_was_caught_holds_nothing(workers: int) -> None:
+    """Once it is forgotten, the frames that it passed are free, and what they held, before any garbage collection."""
+
+    async def consume(_: Marker) -> None:
+        async with AsyncDataLoader[Any](Failing(5), num_workers=workers) as loader:
+            with pytest.raises(ValueError, match="the third"):
+                async for _batch in loader:
+                    pass
+
+    marker = Marker()
+    held = weakref.ref(marker)
+    gc.disable()
+    try:
+        await consume(marker)
+        del marker
+        await asyncio.sleep(0)  # the callback that woke this task holds the future, which holds the error
+        assert held() is None
+    finally:
+        gc.enable()
