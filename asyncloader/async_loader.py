@@ -18,7 +18,7 @@ from asyncloader.async_iterator import AsyncLoaderIterator
 from asyncloader.errors import LoaderClosed
 from asyncloader.explain import explain
 from asyncloader.inline import InlineIterator
-from asyncloader.options import DEFAULT_CONCURRENCY, EpochPlan, LoaderSpec, epoch_plan
+from asyncloader.options import DEFAULT_CONCURRENCY, OPTION_NAMES, EpochPlan, LoaderSpec, epoch_plan
 from asyncloader.rebuild import constructor_arguments
 from asyncloader.statistics import Statistics
 from asyncloader.workers.pool import WorkerPool
@@ -27,28 +27,7 @@ __all__ = ["AsyncDataLoader"]
 
 T_co = TypeVar("T_co", covariant=True)
 
-_SPEC_NAMES = frozenset(
-    [
-        "dataset",
-        "batch_size",
-        "batch_sampler",
-        "sampler",
-        "num_workers",
-        "collate_fn",
-        "pin_memory",
-        "drop_last",
-        "timeout",
-        "worker_init_fn",
-        "multiprocessing_context",
-        "generator",
-        "prefetch_factor",
-        "persistent_workers",
-        "pin_memory_device",
-        "in_order",
-        "ring_bytes",
-        "concurrency",
-    ]
-)
+_SPEC_NAMES = frozenset(OPTION_NAMES) - {"shuffle"}
 
 
 class AsyncDataLoader(Generic[T_co]):

@@ -9,6 +9,7 @@ one, the async one *has* one. Options that torch lets a user change after constr
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import os
 import warnings
@@ -29,6 +30,7 @@ from asyncloader.workers.info import WorkerSetup
 
 __all__ = [
     "DEFAULT_CONCURRENCY",
+    "OPTION_NAMES",
     "EpochPlan",
     "LoaderSpec",
     "async_index_source",
@@ -147,6 +149,9 @@ class _AsyncStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         raise TypeError("an asynchronous stream cannot be iterated with a plain for")
 
+
+OPTION_NAMES = tuple(inspect.signature(LoaderSpec).parameters)
+"""Every argument of the loaders; each but `shuffle`, which becomes a sampler, is an attribute under the same name."""
 
 LoaderSpec.__init__.__qualname__ = "DataLoader.__init__"  # what Python's own errors about arguments call it
 

@@ -18,23 +18,13 @@ from torch.utils.data import RandomSampler, SequentialSampler, default_collate, 
 from torch.utils.data import _DatasetKind as DatasetKind
 from torch.utils.data.datapipes.datapipe import _IterDataPipeSerializationWrapper, _MapDataPipeSerializationWrapper
 
+from asyncloader.options import OPTION_NAMES
+
 __all__ = ["constructor_arguments"]
 
-_PLAIN = (
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-)
-_OURS = ("ring_bytes", "concurrency")
 _ONLY_WITH_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
 _BATCHING = ("batch_size", "shuffle", "sampler", "drop_last")
+_PLAIN = [name for name in OPTION_NAMES if name not in ("dataset", "collate_fn", "batch_sampler", *_BATCHING)]
 
 
 def constructor_arguments(loader: torch.utils.data.DataLoader[Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,8 +36,8 @@ def constructor_arguments(loader: torch.utils.data.DataLoader[Any], changes: Map
             ``sampler`` replaces ``shuffle`` and the other way round. ``num_workers=0`` drops what needs workers.
     """
     arguments: dict[str, Any] = {"dataset": _plain_dataset(loader.dataset)}
-    for name in (*_PLAIN, *_OURS):
-        if hasattr(loader, name):
+    for name in _PLAIN:
+        if hasattr(loader, name):  # torch's own has none of our options
             arguments[name] = getattr(loader, name)
     if loader.collate_fn is not (default_collate if loader._auto_collation else default_convert):
         arguments["collate_fn"] = loader.collate_fn
