@@ -60,18 +60,21 @@ def install() -> Generator[type[DataLoader[Any]], None, None]:
     torch before keeps torch's class. A module that is first imported inside the block, and takes the name from torch,
     keeps ours afterwards unless it is one of those: import what you need before. Blocks may be nested.
     """
-    replaced = [place for place in PLACES if _replace(place, _TORCHS, InstalledDataLoader)]
+    inside_another = any(_present(place) is InstalledDataLoader for place in PLACES)
+    for place in PLACES:
+        _replace(place, _TORCHS, InstalledDataLoader)
     try:
         yield InstalledDataLoader
     finally:
-        if "torch.utils.data" in replaced:  # not inside another block
+        if not inside_another:
             for place in PLACES:
                 _replace(place, InstalledDataLoader, _TORCHS)
 
 
-def _replace(place: str, present: type[Any], other: type[Any]) -> bool:
-    module = sys.modules.get(place)
-    if module is None or vars(module).get("DataLoader") is not present:
-        return False
-    module.DataLoader = other  # type: ignore[attr-defined]
-    return True
+def _present(place: str) -> Any:
+    return getattr(sys.modules.get(place), "DataLoader", None)
+
+
+def _replace(place: str, old: type[Any], new: type[Any]) -> None:
+    if _present(place) is old:
+        sys.modules[place].DataLoader = new  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from asyncloader.permutation import Permutation
 __all__ = ["SeededSampler"]
 
 _BLOCK = 4096
-"""Indices computed at a time: 0.3 ms of numpy, 32 KB."""
+"""Indices computed at a time: 0.3 to 0.5 ms of numpy, 32 KB."""
 
 
 class SeededSampler(Sampler[int]):

@@ -3,7 +3,7 @@
 Data path: without workers: fetch -> [recycle: collate] -> consumer.
 
 An allocator gives what is larger than its bounds (32 MiB in glibc) back to the system with every `free`, and gets it
-anew, page by page and zeroed, with the next batch: 1.7 GB/s instead of 20. So large batches are stacked into memory
+anew, page by page and zeroed, with the next batch: 2 GB/s instead of 20. So large batches are stacked into memory
 that stays. The consumer's hold on it is a lease, as on a ring's slot.
 """
 

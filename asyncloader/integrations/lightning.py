@@ -28,12 +28,19 @@ class LoaderCallback(Callback):
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps should be at least 1 or None, but got every_n_steps={every_n_steps}")
         self._every = every_n_steps
+        self._logged = 0  # the step at which it was done last
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A new run, perhaps a resumed one."""
+        self._logged = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log if it is time."""
-        if self._every is not None and trainer.global_step % self._every == 0:
+        step = trainer.global_step  # batches that are only accumulated do not move it
+        if self._every is not None and step % self._every == 0 and step != self._logged:
+            self._logged = step
             self._log(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

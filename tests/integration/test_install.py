@@ -56,6 +56,20 @@ def test_blocks_nest() -> None:
         assert names() == [Torchs, Torchs]
 
 
+def test_a_name_that_somebody_else_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is left alone, and the other names come back all the same."""
+    import torch.utils.data.dataloader as module
+
+    class Theirs(Torchs[Any]):
+        """Another package's."""
+
+    monkeypatch.setattr(torch.utils.data, "DataLoader", Theirs)
+    with install() as ours:
+        assert names() == [Theirs, ours]
+    assert names() == [Theirs, Torchs]
+    assert module.DataLoader is Torchs
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_code_that_makes_torchs_loader_gets_ours(workers: int) -> None:
     """Same arguments, same batches, our loader; it lives on after the block."""

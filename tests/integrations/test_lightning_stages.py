@@ -170,6 +170,16 @@ def test_callback_logs_every_so_many_steps() -> None:
     assert [step for step, _ in kept.of_loader()] == [4, 8]
 
 
+def test_callback_logs_a_step_once() -> None:
+    """Batches whose gradients are only accumulated are no steps; a second run logs its steps anew."""
+    callback = LoaderCallback(every_n_steps=3)
+    for _ in range(2):
+        kept = Kept()
+        loader = OURS(Rows(24), 4)
+        fit(loader, max_epochs=1, logger=kept, callbacks=[callback], accumulate_grad_batches=2)
+        assert [step for step, _ in kept.of_loader()] == [3]
+
+
 def test_callback_tells_loaders_apart() -> None:
     """Of several loaders each has its number; stock loaders among them are passed over."""
     kept = Kept()
