@@ -1,0 +1,165 @@
+"""An even interleaving of several sources in given proportions, computed at any place, with no random draws. Pure.
+
+Data path: [interleave] -> mixture sampler -> scheduler.
+
+The sources are the leaves of a binary tree. The n items that come to a node are shared between its two sides as evenly
+as whole items can be: the left side has had ``round(n * left / both)`` of them. That is a line drawn on a grid
+(Bresenham, "Algorithm for computer control of a digital plotter", IBM Systems Journal 1965); both sides are within 1/2
+of their share after every item, whatever n. So how often a source comes in the first n items takes one division for
+each node above it, with nothing before n computed or stored.
+
+Going down, the deviation from the exact share shrinks by the share of each side and grows by at most 1/2. In a Huffman
+tree (Huffman, "A method for the construction of minimum-redundancy codes", Proc. IRE 1952), a node outweighs its child
+and grandchild on any path together, so the halves on the way to a leaf sum to less than 1/2 (1 + 1 + 1/2 + 1/3 + 1/5 +
+...), the reciprocal Fibonacci numbers: below 1.68 for any number of sources and any weights. For two sources it is 1/2,
+and for three below 1. After each period, which is the sum of the weights, every source has come exactly `weight` times.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from numbers import Integral, Rational, Real
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["DEVIATION", "LARGEST", "Interleave", "whole_weights"]
+
+Places = npt.NDArray[np.int64]
+
+DEVIATION = 1.68
+"""No source is further than this from its exact share, after any number of items."""
+
+LARGEST = (1 << 31) - 1
+"""The largest period: the product of two numbers below it fits in 63 bits."""
+
+_NICE = 10**6
+_ROUNDED = 1 << 30
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A node, and the weights of its left side and of both. A leaf is the number of its source."""
+
+    left: _Node | int
+    right: _Node | int
+    share: int
+    both: int
+
+    def lefts(self, items: int) -> int:
+        """How many of the first `items` items go to the left."""
+        return (items * self.share + self.both // 2) // self.both
+
+
+class Interleave:
+    """The endless sequence of sources in these proportions. The same for ever.
+
+    Args:
+        weights: of each source: integers, 0 or more. A source of weight 0 never comes.
+
+    Raises:
+        ValueError: all weights are 0, or their sum is larger than `LARGEST`.
+    """
+
+    def __init__(self, weights: Sequence[int]) -> None:
+        self.weights = tuple(weights)
+        self.period = sum(weights)
+        if not 0 < self.period <= LARGEST:
+            raise ValueError(f"weights should sum to between 1 and {LARGEST}, but they sum to {self.period}")
+        # The second number makes the tree unique, and keeps nodes from being compared.
+        heap: list[tuple[int, int, _Node | int]] = [(w, source, source) for source, w in enumerate(weights) if w]
+        heapq.heapify(heap)
+        for number in range(len(weights), len(weights) + len(heap) - 1):
+            light, _, right = heapq.heappop(heap)
+            heavy, _, left = heapq.heappop(heap)
+            if light == heavy:
+                left, right = right, left  # the earlier source comes first
+            heapq.heappush(heap, (light + heavy, number, _Node(left, right, heavy, light + heavy)))
+        self._root = heap[0][2]
+
+    def counts(self, items: int) -> list[int]:
+        """How often each source comes in the first `items` items. O(number of sources)."""
+        found = [0] * len(self.weights)
+        waiting = [(self._root, items)]
+        while waiting:
+            node, number = waiting.pop()
+            if isinstance(node, int):
+                found[node] = number
+            else:
+                lefts = node.lefts(number)
+                waiting += [(node.left, lefts), (node.right, number - lefts)]
+        return found
+
+    def block(self, first: int, size: int) -> Iterator[tuple[int, int, Places]]:
+        """The sources of items `first` to ``first + size``.
+
+        Yields:
+            A source, how often it came before `first`, and its places in the block, ascending. Only sources that come.
+        """
+        waiting = [(self._root, first, np.arange(size))]
+        while waiting:
+            node, before, places = waiting.pop()
+            if not places.size:
+                continue
+            if isinstance(node, int):
+                yield node, before, places
+                continue
+            # The line repeats after `both` items, so its places are counted from the last repetition: they are small.
+            rest = before % node.both
+            line = ((rest + np.arange(len(places) + 1)) * node.share + node.both // 2) // node.both
+            lefts = (before - rest) // node.both * node.share + int(line[0])
+            to_left = np.diff(line).astype(bool)
+            waiting += [(node.left, lefts, places[to_left]), (node.right, before - lefts, places[~to_left])]
+
+    def first_reached(self, amounts: Sequence[int]) -> int:
+        """The fewest items after which some source has come as often as its amount says; one of weight 0 never does."""
+        sources = [(amount, weight) for amount, weight in zip(amounts, self.weights, strict=True) if weight]
+        margin = math.ceil(DEVIATION)
+        low = max(0, min((amount - margin) * self.period // weight for amount, weight in sources))
+        high = min((amount + margin) * self.period // weight + 1 for amount, weight in sources)
+
+        def reached(items: int) -> bool:
+            pairs = zip(self.counts(items), amounts, self.weights, strict=True)
+            return any(count >= amount for count, amount, weight in pairs if weight)
+
+        return low + bisect_left(range(low, high), True, key=reached)
+
+
+def whole_weights(weights: Sequence[float | Fraction]) -> list[int]:
+    """Integers in the proportions of these weights, with no common factor.
+
+    Integers and Fractions are taken as they are. A float is taken as the fraction with a denominator of up to a million
+    that it is the nearest float to, where there is one (1/3 is a third), else as the decimal that it is written as. If
+    the integers sum to more than `LARGEST`, each share is rounded to a multiple of 2**-30, and to no less than one.
+
+    Raises:
+        ValueError: there are none, one is negative, infinite or no number, or all are 0.
+    """
+    exact = [_fraction(source, weight) for source, weight in enumerate(weights)]
+    total = sum(exact)
+    if not total:
+        raise ValueError(f"at least one weight should be positive, but got weights={list(weights)}")
+    scale = math.lcm(*(weight.denominator for weight in exact))
+    whole = [int(weight * scale) for weight in exact]
+    divisor = math.gcd(*whole)
+    if sum(whole) // divisor > LARGEST:
+        whole = [max(1, round(weight / total * _ROUNDED)) if weight else 0 for weight in exact]
+        divisor = math.gcd(*whole)
+    return [number // divisor for number in whole]
+
+
+def _fraction(source: int, weight: Real | float) -> Fraction:
+    if not isinstance(weight, Real) or not math.isfinite(weight) or weight < 0:
+        raise ValueError(f"a weight should be a number, 0 or more, but weight {source} is {weight!r}")
+    if isinstance(weight, Integral):
+        return Fraction(int(weight))
+    if isinstance(weight, Rational):
+        return Fraction(weight)
+    number = float(weight)
+    nice = Fraction(number).limit_denominator(_NICE)
+    return nice if float(nice) == number else Fraction(repr(number))
