@@ -51,36 +51,53 @@ if TYPE_CHECKING:
         LoaderError,
         LoaderTimeout,
         NeverIteratedWarning,
+        RanksDisagree,
         RingMemoryError,
+        StateError,
         UnsupportedPlatform,
         WorkerDied,
     )
+    from asyncloader.length_batches import BucketBatchSampler, TokenBudgetBatchSampler
     from asyncloader.loader import DataLoader
+    from asyncloader.mixture import MixtureSampler
     from asyncloader.patching import install
     from asyncloader.sampler import AsyncSampler
     from asyncloader.seeded_sampler import SeededSampler
+    from asyncloader.stateful_loader import StatefulDataLoader
+    from asyncloader.stateful_samplers import StatefulDistributedSampler, StatefulRandomSampler
+    from asyncloader.workers.seeding import sample_rng
 
 __version__ = "0.1.0"
 
 _OWN = {
     "AsyncDataLoader": "asyncloader.async_loader",
     "AsyncSampler": "asyncloader.sampler",
+    "BucketBatchSampler": "asyncloader.length_batches",
     "DataLoader": "asyncloader.loader",
     "LoaderClosed": "asyncloader.errors",
     "LoaderError": "asyncloader.errors",
     "LoaderTimeout": "asyncloader.errors",
+    "MixtureSampler": "asyncloader.mixture",
     "NeverIteratedWarning": "asyncloader.errors",
+    "RanksDisagree": "asyncloader.errors",
     "RingMemoryError": "asyncloader.errors",
     "SeededSampler": "asyncloader.seeded_sampler",
+    "StateError": "asyncloader.errors",
+    "StatefulDataLoader": "asyncloader.stateful_loader",
+    "StatefulDistributedSampler": "asyncloader.stateful_samplers",
+    "StatefulRandomSampler": "asyncloader.stateful_samplers",
+    "TokenBudgetBatchSampler": "asyncloader.length_batches",
     "UnsupportedPlatform": "asyncloader.errors",
     "WorkerDied": "asyncloader.errors",
     "install": "asyncloader.patching",
+    "sample_rng": "asyncloader.workers.seeding",
 }
 
 __all__ = [
     "AsyncDataLoader",
     "AsyncSampler",
     "BatchSampler",
+    "BucketBatchSampler",
     "ChainDataset",
     "ConcatDataset",
     "DFIterDataPipe",
@@ -94,16 +111,23 @@ __all__ = [
     "LoaderError",
     "LoaderTimeout",
     "MapDataPipe",
+    "MixtureSampler",
     "NeverIteratedWarning",
     "RandomSampler",
+    "RanksDisagree",
     "RingMemoryError",
     "Sampler",
     "SeededSampler",
     "SequentialSampler",
     "StackDataset",
+    "StateError",
+    "StatefulDataLoader",
+    "StatefulDistributedSampler",
+    "StatefulRandomSampler",
     "Subset",
     "SubsetRandomSampler",
     "TensorDataset",
+    "TokenBudgetBatchSampler",
     "UnsupportedPlatform",
     "WeightedRandomSampler",
     "WorkerDied",
@@ -119,13 +143,14 @@ __all__ = [
     "random_split",
     "runtime_validation",
     "runtime_validation_disabled",
+    "sample_rng",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if sys.platform == "win32" and name in ("AsyncDataLoader", "DataLoader", "install"):
+    if sys.platform == "win32" and name in ("AsyncDataLoader", "DataLoader", "StatefulDataLoader", "install"):
         from asyncloader.errors import UnsupportedPlatform
 
         raise UnsupportedPlatform(

@@ -30,6 +30,7 @@ from typing import Any, Protocol
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from asyncloader.checkpoint import Progress
 from asyncloader.consumer import Consumer, discard
 from asyncloader.errors import LoaderClosed, LoaderTimeout
 from asyncloader.events import Action, Deliver, Fail, Finish
@@ -115,12 +116,15 @@ class AsyncLoaderIterator:
         draws: _BaseDataLoaderIter,
         statistics: Statistics,
         shelf: PoolShelf,
+        progress: Progress,
     ) -> None:
         self._spec = spec
         self._plan = plan
         self._draws = draws
         self._shelf = shelf
-        self._consumer = Consumer(plan, draws, statistics)
+        self._progress = progress
+        self._base_seed, self._starts = progress.starts(plan.workers, int(draws._base_seed), shared_seed(draws))
+        self._consumer = Consumer(plan, draws, statistics, progress)
         self._timeout = spec.timeout
         self._queue = ReadyQueue()
         self.pool: WorkerPool | None = None
@@ -168,14 +172,20 @@ class AsyncLoaderIterator:
         spec = self._spec
         pool = self._shelf.take()
         if pool is None:
-            make = _pool_maker(spec, self._plan, self._draws)
+            make = self._pool_maker()
             # A fork must happen in the thread that the user's code runs in; the other methods need not block the loop.
             pool = make() if start_method(spec) == "fork" else await asyncio.to_thread(make)
             self._shelf.note(pool)
         self.pool = pool
         put_from_thread = partial(_put_from_thread, asyncio.get_running_loop(), self._queue)
         self._pipeline = self._consumer.pipeline(pool, self._queue.put, put_from_thread)
-        self._pipeline.start(self._consumer.offers, shared_seed(self._draws))
+        self._pipeline.start(self._consumer.offers, self._starts)
+
+    def _pool_maker(self) -> Callable[[], WorkerPool]:
+        spec, plan = self._spec, self._plan
+        setup = worker_setup(spec, plan.workers, self._draws, self._base_seed, self._starts)
+        context, ring_bytes = worker_context(spec), spec.ring_bytes
+        return lambda: WorkerPool(context, setup, plan.credits, ring_bytes, plan.run_ahead)
 
     # ------------------------------------------------------------------------------------------- iterating
 
@@ -237,6 +247,7 @@ class AsyncLoaderIterator:
         """End with this item; returns what is to be raised."""
         if isinstance(item, Finish):
             self._ended = ""
+            self._progress.finish()
             await self.aclose()
             return StopAsyncIteration()
         assert isinstance(item, Fail)
@@ -305,11 +316,6 @@ def _abandon(
     pool, _ = _release(pipeline, consumer, queue, shelf, pool)
     if pool is not None:
         pool.stop_soon()
-
-
-def _pool_maker(spec: LoaderSpec[Any], plan: EpochPlan, draws: _BaseDataLoaderIter) -> Callable[[], WorkerPool]:
-    setup, context, ring_bytes = worker_setup(spec, plan, draws), worker_context(spec), spec.ring_bytes
-    return lambda: WorkerPool(context, setup, plan.credits, ring_bytes)
 
 
 def _put_from_thread(loop: asyncio.AbstractEventLoop, queue: ReadyQueue, item: Action) -> None:

@@ -8,18 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 import torch
 from torch.utils.data import Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.async_iterator import AsyncLoaderIterator
+from asyncloader.checkpoint import StateKeeper
 from asyncloader.errors import LoaderClosed
 from asyncloader.explain import explain
 from asyncloader.inline import InlineIterator
-from asyncloader.options import DEFAULT_CONCURRENCY, OPTION_NAMES, EpochPlan, LoaderSpec, epoch_plan
+from asyncloader.options import (
+    DEFAULT_CONCURRENCY,
+    DEFAULT_RUN_AHEAD,
+    OPTION_NAMES,
+    EpochPlan,
+    LoaderSpec,
+    draw_source,
+    epoch_plan,
+)
+from asyncloader.rank_view import OnUneven
 from asyncloader.rebuild import constructor_arguments
+from asyncloader.sampler import feedback_target
 from asyncloader.statistics import Statistics
 from asyncloader.workers.pool import WorkerPool
 
@@ -38,6 +49,7 @@ class AsyncDataLoader(Generic[T_co]):
     Args:
         ring_bytes: upper bound of each worker's ring in bytes; default None: it follows the batches seen.
         concurrency: samples that a worker awaits at a time when the dataset's methods are ``async``; default 256.
+        seed, rank, world_size, on_uneven, resume, snapshot_every_n_steps, run_ahead: see `LoaderSpec`.
 
     The options can be read as attributes under their own names. The dataset may have ``async def __getitem__``,
     ``async def __getitems__`` or `__aiter__`; `sampler` and `batch_sampler` may be async iterables. With
@@ -73,6 +85,13 @@ class AsyncDataLoader(Generic[T_co]):
         in_order: bool = True,
         ring_bytes: int | None = None,
         concurrency: int = DEFAULT_CONCURRENCY,
+        seed: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        on_uneven: OnUneven = "drop",
+        resume: Literal["exact", "replay"] = "exact",
+        snapshot_every_n_steps: int | None = 1,
+        run_ahead: int = DEFAULT_RUN_AHEAD,
     ) -> None:
         self._spec: LoaderSpec[Any] = LoaderSpec(
             dataset,
@@ -94,12 +113,20 @@ class AsyncDataLoader(Generic[T_co]):
             in_order=in_order,
             ring_bytes=ring_bytes,
             concurrency=concurrency,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            on_uneven=on_uneven,
+            resume=resume,
+            snapshot_every_n_steps=snapshot_every_n_steps,
+            run_ahead=run_ahead,
         )
         self._begin()
 
     def _begin(self) -> None:
         """What a loader has beyond its options; copies and pickles of it begin anew."""
         self._statistics = Statistics()
+        self._keeper = StateKeeper()
         # Weak: an iterator that is dropped must die, and free its workers, at once.
         self._iterators: weakref.WeakSet[AsyncLoaderIterator | InlineIterator] = weakref.WeakSet()
         self._pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
@@ -144,28 +171,33 @@ class AsyncDataLoader(Generic[T_co]):
             raise LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
         spec = self._spec
         iterator: AsyncLoaderIterator | InlineIterator
+        progress = self._keeper.begin(spec)
         if spec.num_workers == 0:
-            iterator = InlineIterator(spec, self._statistics)
+            iterator = InlineIterator(spec, self._statistics, progress)
         else:
             spec.check_worker_number_rationality()
-            draws, plan = self._draw()
-            iterator = AsyncLoaderIterator(spec, plan, draws, self._statistics, _Shelf(self))
+            draws, plan = self._draw(progress.epoch)
+            iterator = AsyncLoaderIterator(spec, plan, draws, self._statistics, _Shelf(self), progress)
         self._newest = weakref.ref(iterator)
         self._iterators.add(iterator)
         return iterator
 
-    def _draw(self) -> tuple[_BaseDataLoaderIter, EpochPlan]:
+    def _draw(self, epoch: int) -> tuple[_BaseDataLoaderIter, EpochPlan]:
         """torch's random draws for an iterator: the same numbers from the same generators, in the same order.
 
         Persistent workers keep their base seed and their options, as in torch: only the sampler is begun anew.
         """
+        source = draw_source(self._spec, epoch)
         if self._kept is not None and self._idle_pool is not None:
-            self._kept[0]._reset(self._spec)
+            draws = self._kept[0]
+            draws._reset(source)
+            if self._spec.seed is not None:
+                draws._index_sampler = self._spec._index_sampler  # the ranks may be others, and the share with them
             return self._kept
-        draws = _BaseDataLoaderIter(self._spec)
+        draws = _BaseDataLoaderIter(source)
         shared_seed = draws._shared_seed
         plan = epoch_plan(self._spec)
-        draws._reset(self._spec, first_iter=True)
+        draws._reset(source, first_iter=True)
         draws._shared_seed = shared_seed  # torch draws another one here, too, but its workers have got the first
         if self._spec.persistent_workers:
             self._kept = draws, plan
@@ -205,6 +237,27 @@ class AsyncDataLoader(Generic[T_co]):
     def _newest_iterator(self) -> AsyncLoaderIterator | InlineIterator | None:
         return None if self._newest is None else self._newest()
 
+    def state_dict(self) -> dict[str, Any]:
+        """See `DataLoader.state_dict`."""
+        return self._keeper.state(self._spec)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `DataLoader.load_state_dict`."""
+        self._keeper.load(self._spec, state_dict)
+
+    def set_epoch(self, epoch: int) -> None:
+        """See `DataLoader.set_epoch`."""
+        self._keeper.set_epoch(self._spec, epoch)
+
+    def feedback(self, *args: Any, **kwargs: Any) -> None:
+        """See `DataLoader.feedback`. Call it where the loader is iterated."""
+        feedback_target(self._spec)(*args, **kwargs)
+
+    @property
+    def padding(self) -> int:
+        """See `DataLoader.padding`."""
+        return self._keeper.padding
+
     def clone(self, **changes: Any) -> Self:
         """A new loader with this one's options, `changes` applied; see `DataLoader.clone`."""
         return type(self)(**constructor_arguments(self._spec, changes))
@@ -217,7 +270,8 @@ class AsyncDataLoader(Generic[T_co]):
     def stats(self) -> dict[str, float]:
         """Counters over all iterators so far, as a flat dictionary of floats. O(1)."""
         newest = self._newest_iterator()
-        return self._statistics.snapshot(0 if newest is None else newest.queue_depth)
+        depth = 0 if newest is None else newest.queue_depth
+        return self._statistics.snapshot(depth) | self._keeper.tally.snapshot()
 
     def explain(self) -> str:
         """The effective configuration, and one sentence on what bounds the run and what to change."""

@@ -55,6 +55,11 @@ class Bridge:
         """Whether this is the loop's own thread, which must not wait for itself."""
         return self._thread is threading.current_thread()
 
+    @property
+    def running(self) -> bool:
+        """Whether the thread runs, in this process."""
+        return self._thread is not None and os.getpid() == self._owner
+
     def acquire(self) -> None:
         """Start the thread unless it runs. Pair with `release`."""
         with self._lock:

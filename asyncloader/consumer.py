@@ -13,8 +13,11 @@ from typing import Any
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from asyncloader.agreement import AgreementStage
+from asyncloader.checkpoint import Progress
 from asyncloader.delivery import LARGE, Opener, raise_worker_error
 from asyncloader.events import Action, Deliver
+from asyncloader.index_stream import IndexStream
 from asyncloader.options import EpochPlan
 from asyncloader.pin_memory import Pinned, PinStage, torch_pin
 from asyncloader.pipeline import ENDED, NOTHING, Pipeline, WorkerFailure
@@ -31,25 +34,32 @@ class Consumer:
         plan: the options that shape the epoch.
         draws: torch's iterator base, which has drawn this iterator's random numbers.
         statistics: the loader's counters.
+        progress: the iterator's position.
     """
 
-    def __init__(self, plan: EpochPlan, draws: _BaseDataLoaderIter, statistics: Statistics) -> None:
+    def __init__(self, plan: EpochPlan, draws: _BaseDataLoaderIter, statistics: Statistics, progress: Progress) -> None:
         self._statistics = statistics
+        self._progress = progress
+        self._tasks = 0  # indices given out
         self._begun = statistics.begin()
         # Nothing here refers to `draws`, which in the sync loader is the iterator itself: it must die when dropped.
         self._workers = plan.workers
         self._source = plan.source
-        self._scheduler = plan.scheduler()
+        self._scheduler = plan.scheduler(progress.turn)
         # None when there is nothing to advance here: no sampler, or one that a task of the loop reads.
-        self._sampler: Any = None if plan.iterable or plan.source is not None else draws._sampler_iter
+        self._sampler: IndexStream | None = None
+        if not plan.iterable and plan.source is None:
+            self._sampler = progress.stream(draws._index_sampler, draws._sampler_iter)
         self._outstanding = 0  # indices given out and not delivered; only counted where there is a plain sampler
         self._first = True
         self._opener = Opener(statistics)
         self._pins = draws._pin_memory
         self._pin_device = draws._pin_memory_device
         self._pin: PinStage | None = None
-        self.offers = self._prime(plan.credits * plan.workers)
-        """What the sampler gave before the first wait, as much as torch takes then."""
+        self._agreement = progress.agreement
+        self._agreeing: AgreementStage | None = None
+        self.offers = self._prime(plan.offers)
+        """What the sampler gave before the first wait; in torch mode as much as torch takes then."""
 
     def _prime(self, count: int) -> list[Any]:
         offers: list[Any] = []
@@ -58,11 +68,15 @@ class Consumer:
         return offers
 
     def _pull(self) -> Any:
-        offer = next(self._sampler, ENDED)
-        if offer is ENDED:
+        assert self._sampler is not None
+        try:
+            step, offer = self._sampler.pull()
+        except StopIteration:
             self._sampler = None
-        else:
-            self._outstanding += 1
+            return ENDED
+        self._progress.pulled(self._tasks, step)
+        self._tasks += 1
+        self._outstanding += 1
         return offer
 
     def pipeline(
@@ -70,15 +84,21 @@ class Consumer:
     ) -> Pipeline:
         """The epoch's pipeline, which hands items to `put`; `put_from_thread` is used by the pinning stage's thread."""
         sink = put
+        if self._agreement is not None:
+            self._agreeing = AgreementStage(self._agreement, put_from_thread, discard)
+            sink = put_from_thread = self._agreeing.put
         if self._pins:
             self._pin = PinStage(self._opener, torch_pin(self._pin_device), put_from_thread)
             sink = self._pin.put
-        return Pipeline(pool, self._scheduler, sink, self._source)
+        indices = None if self._source is None else self._source.reading(self._progress)
+        return Pipeline(pool, self._scheduler, sink, indices)
 
     def close(self) -> None:
-        """End the pinning stage."""
+        """End the stages."""
         if self._pin is not None:
             self._pin.close()
+        if self._agreeing is not None:
+            self._agreeing.close()
 
     # ---------------------------------------------------------------------------------------- for each batch
 
@@ -114,17 +134,23 @@ class Consumer:
                 for before still come, as in torch.
         """
         try:
-            batch = self.open(item) if opened is None else opened()
-        finally:
-            self._advance(item.seq, tell)  # also if opening failed: the credit must not be lost
+            try:
+                batch = self.open(item) if opened is None else opened()
+            finally:
+                self._advance(item.seq, tell)  # also if opening failed: the credit must not be lost
+        except BaseException:
+            self._progress.failed(item.seq)
+            raise
         outcome = item.outcome
         if isinstance(outcome, WorkerFailure):
+            self._progress.failed(item.seq)
             self._statistics.batch(0, 0, 0, waited, outcome.busy, self._workers)
             raise_worker_error(outcome.take())
         if self._first:
             self._first = False
             self._statistics.first_batch(self._begun)
         result = outcome.result
+        self._progress.delivered(item.seq, item.worker, outcome.cursor)
         self._statistics.batch(result.samples, result.nbytes, result.pickled, waited, result.busy, self._workers)
         return batch
 

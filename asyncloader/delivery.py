@@ -50,7 +50,7 @@ class Opener:
 
     def open(self, answer: Answer) -> Any:
         """The batch. The answer must not be used afterwards."""
-        result, template, ring, fd = answer
+        result, template, ring, fd, _ = answer
         if result.pickled > _PICKLE_WARNING_BYTES and not self._warned:
             self._warned = True
             _warn_pickled(result.pickled)

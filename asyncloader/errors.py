@@ -4,6 +4,8 @@
     +-- WorkerDied                  the world ended a worker (also a RuntimeError, in torch's wording)
     +-- LoaderTimeout               no batch within `timeout` seconds (also a RuntimeError, in torch's wording)
     +-- LoaderClosed                we ended it: the loader or iterator was closed (also a RuntimeError)
+    +-- StateError                  a saved state cannot be loaded (also a ValueError)
+    +-- RanksDisagree               the ranks' epochs end differently (also a RuntimeError)
     +-- RingMemoryError             not enough shared memory (also a MemoryError)
     +-- UnsupportedPlatform         this system cannot run workers (also a RuntimeError)
 
@@ -21,7 +23,9 @@ __all__ = [
     "LoaderError",
     "LoaderTimeout",
     "NeverIteratedWarning",
+    "RanksDisagree",
     "RingMemoryError",
+    "StateError",
     "UnsupportedPlatform",
     "WorkerDied",
 ]
@@ -78,6 +82,14 @@ class LoaderTimeout(LoaderError, RuntimeError):
 
 class LoaderClosed(LoaderError, RuntimeError):
     """The loader or its iterator was closed and cannot give another batch."""
+
+
+class RanksDisagree(LoaderError, RuntimeError):
+    """The ranks' epochs end differently, which the loader was told not to even out; or one of them failed or left."""
+
+
+class StateError(LoaderError, ValueError):
+    """A state cannot be loaded: it is broken, newer, of another loader, or cannot be resumed from exactly."""
 
 
 class RingMemoryError(LoaderError, MemoryError):

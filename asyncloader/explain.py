@@ -9,7 +9,8 @@ from typing import Any
 
 from torch.utils.data._utils import collate as torch_collate
 
-from asyncloader.options import LoaderSpec, start_method, usable_cpus
+from asyncloader.cpus import usable_cpus
+from asyncloader.options import LoaderSpec, start_method
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch import is_async_dataset
 from asyncloader.workers.pool import WorkerPool

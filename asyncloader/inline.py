@@ -19,41 +19,54 @@ from typing import Any
 import torch
 from torch.utils.data import IterDataPipe, MapDataPipe, default_collate
 from torch.utils.data.dataloader import _BaseDataLoaderIter
-from torch.utils.data.graph_settings import apply_sharding
+from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
+from asyncloader.agreement import Agreement
+from asyncloader.checkpoint import Progress
 from asyncloader.errors import LoaderClosed
-from asyncloader.options import LoaderSpec, async_index_source, is_iterable, warn_over_length
+from asyncloader.index_stream import IndexStream
+from asyncloader.options import (
+    LoaderSpec,
+    async_index_source,
+    draw_source,
+    is_iterable,
+    shared_seed,
+    warn_over_length,
+    worker_setup,
+)
 from asyncloader.pin_memory import torch_pin
 from asyncloader.statistics import Statistics
-from asyncloader.workers.fetch import is_async_dataset, make_async_fetcher, make_blocking_fetcher
+from asyncloader.workers.reader import Reader
 from asyncloader.workers.recycle import recycling_collate
 
-__all__ = ["InlineIterator", "batch_nbytes", "count_samples", "make_inline_fetcher"]
+__all__ = ["InlineIterator", "batch_nbytes", "count_samples", "inline_stream", "make_inline_reader"]
 
 
-def make_inline_fetcher(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter) -> Any:
-    """The fetcher for this process: an `AsyncFetcher` for an async dataset, else torch's own."""
-    dataset, collate = draws._dataset, spec.collate_fn
+def make_inline_reader(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter, progress: Progress) -> Reader:
+    """The dataset's reader in this process, at the iterator's position."""
+    dataset: Any = draws._dataset
+    collate = spec.collate_fn
     if collate is default_collate:
         collate = recycling_collate()
     if isinstance(dataset, (IterDataPipe, MapDataPipe)):
         apply_sharding(dataset, draws._world_size, draws._rank)
-    if is_async_dataset(dataset):
-        return make_async_fetcher(
-            dataset,
-            iterable=is_iterable(spec),
-            auto_collation=bool(spec._auto_collation),
-            collate=collate,
-            drop_last=spec.drop_last,
-            concurrency=spec.concurrency,
-        )
-    return make_blocking_fetcher(
-        dataset,
-        iterable=is_iterable(spec),
-        auto_collation=bool(spec._auto_collation),
-        collate=collate,
-        drop_last=spec.drop_last,
-    )
+    drawn = shared_seed(draws)
+    base_seed, (start,) = progress.starts(1, int(draws._base_seed), drawn)
+    if start.shared_seed is not None and start.shared_seed != drawn:  # that of the epoch that goes on
+        generator = torch.Generator()
+        generator.manual_seed(start.shared_seed)
+        dataset = apply_random_seed(dataset, generator)
+    setup = worker_setup(spec, 0, draws, base_seed, [start])
+    reader = Reader(setup, dataset, collate, in_worker=False)
+    reader.begin(start)
+    return reader
+
+
+def inline_stream(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter, progress: Progress) -> IndexStream | None:
+    """A plain sampler's indices from the iterator's position on; None where there is no plain sampler."""
+    if is_iterable(spec) or async_index_source(spec) is not None:
+        return None
+    return progress.stream(draws._index_sampler, draws._sampler_iter)
 
 
 def count_samples(spec: LoaderSpec[Any], index: Any) -> int:
@@ -77,21 +90,24 @@ class InlineIterator:
 
     queue_depth = 0
 
-    def __init__(self, spec: LoaderSpec[Any], statistics: Statistics) -> None:
+    def __init__(self, spec: LoaderSpec[Any], statistics: Statistics, progress: Progress) -> None:
         if spec.timeout:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._spec = spec
         self._statistics = statistics
-        self._draws = _BaseDataLoaderIter(spec)
-        self._async = is_async_dataset(self._draws._dataset)
-        self._fetcher: Any = None if self._async else make_inline_fetcher(spec, self._draws)
+        self._draws = _BaseDataLoaderIter(draw_source(spec, progress.epoch))
+        self._progress = progress
+        self._agreement = progress.agreement
+        self._tasks = 0
+        self._reader = make_inline_reader(spec, self._draws, progress)
+        self._stream = inline_stream(spec, self._draws, progress)
         self._source = async_index_source(spec)
         self._indices: AsyncIterator[Any] | None = None
         self._pin = torch_pin(self._draws._pin_memory_device) if self._draws._pin_memory else None
         self._executor = ThreadPoolExecutor(1, "asyncloader-fetch")
         self._owner = os.getpid()
         self._turn = asyncio.Lock()  # several tasks may share this iterator; each gets batches of its own
-        self._pending: asyncio.Future[tuple[Any, int]] | None = None
+        self._pending: asyncio.Future[tuple[Any, int, bytes]] | None = None
         self._ended: str | None = None  # as in async_iterator.py
         self._begun = statistics.begin()
 
@@ -117,20 +133,25 @@ class InlineIterator:
             pending = self._pending = asyncio.ensure_future(self._next())
         # Shielded: if the caller is cancelled, the batch stays pending and the next call gives it.
         try:
-            batch, samples = await asyncio.shield(pending)
+            batch, samples, cursor = await asyncio.shield(pending)
         except asyncio.CancelledError:
             if pending.cancelled() and self._ended is not None:
                 raise LoaderClosed(self._ended) from None  # closed by another task
             raise
         except StopAsyncIteration:
             self._end("")
+            self._progress.finish()
             raise
         except BaseException:
             self._pending = None
+            self._progress.failed(self._tasks)
+            self._tasks += 1
             raise
         finally:
             del pending  # an error that it raised refers to this frame, which must not refer back to the error
         self._pending = None
+        self._progress.delivered(self._tasks, 0, cursor)
+        self._tasks += 1
         passed = perf_counter() - begin
         if not self._draws._num_yielded:
             self._statistics.first_batch(self._begun)
@@ -139,36 +160,54 @@ class InlineIterator:
         warn_over_length(self._draws)
         return batch
 
-    async def _next(self) -> tuple[Any, int]:
+    async def _next(self) -> tuple[Any, int, bytes]:
+        """A batch, its samples, and where the dataset stands after it."""
+        try:
+            return await self._agreed_next()
+        except StopAsyncIteration:
+            if self._agreement is not None:
+                await self._in_thread(Agreement.end, self._agreement)
+            raise
+        except BaseException:
+            if self._agreement is not None:
+                await self._in_thread(Agreement.fail, self._agreement)
+            raise
+
+    async def _agreed_next(self) -> tuple[Any, int, bytes]:
         index = await self._next_index()
-        if self._async:
-            if self._fetcher is None:
-                self._fetcher = make_inline_fetcher(self._spec, self._draws)
-            batch = await self._fetcher.fetch(index)
+        if self._reader.asynchronous:
+            batch = await self._reader.fetch_async(index)
         else:
             batch = await self._in_thread(self._fetch, index)
+        cursor = self._reader.cursor()
+        if self._agreement is not None and not await self._in_thread(Agreement.batch, self._agreement):
+            raise StopAsyncIteration
         if self._pin is not None:
             batch = await self._in_thread(self._pin, batch)
-        return batch, count_samples(self._spec, index)
+        return batch, count_samples(self._spec, index), cursor
 
     def _in_thread(self, function: Any, argument: Any) -> Awaitable[Any]:
         return asyncio.get_running_loop().run_in_executor(self._executor, function, argument)
 
     def _fetch(self, index: Any) -> Any:
         try:
-            return self._fetcher.fetch(index)
+            return self._reader.fetch(index)
         except StopIteration:
             raise StopAsyncIteration from None  # a future cannot carry StopIteration
 
     async def _next_index(self) -> Any:
-        if self._source is None:
-            try:
+        if self._source is not None:
+            if self._indices is None:
+                self._indices = self._source.reading(self._progress)
+            return await anext(self._indices)
+        try:
+            if self._stream is None:  # an iterable dataset's indices say no more than how many samples
                 return next(self._draws._sampler_iter)
-            except StopIteration:
-                raise StopAsyncIteration from None
-        if self._indices is None:
-            self._indices = aiter(self._source)
-        return await anext(self._indices)
+            step, index = self._stream.pull()
+        except StopIteration:
+            raise StopAsyncIteration from None
+        self._progress.pulled(self._tasks, step)
+        return index
 
     def _end(self, why: str) -> None:
         self._ended = why
@@ -181,7 +220,7 @@ class InlineIterator:
         if self._ended is None:
             self._end("this iterator was closed")
         if pending is not None:
-            if self._async:
+            if self._reader.asynchronous:
                 pending.cancel()
             await asyncio.wait([pending])
             if not pending.cancelled():

@@ -17,10 +17,12 @@ import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.bridge import Bridge
+from asyncloader.checkpoint import StateKeeper
 from asyncloader.errors import LoaderClosed, NeverIteratedWarning
 from asyncloader.explain import explain
-from asyncloader.options import LoaderSpec
+from asyncloader.options import LoaderSpec, async_index_source
 from asyncloader.rebuild import constructor_arguments
+from asyncloader.sampler import feedback_target
 from asyncloader.statistics import Statistics
 from asyncloader.sync_iterator import InlineIterator, WorkerIterator
 
@@ -54,10 +56,10 @@ class DataLoader(LoaderSpec[T_co]):
             raise LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
         iterator: InlineIterator | WorkerIterator
         if self.num_workers == 0:
-            iterator = InlineIterator(self, state.statistics, state.bridge)
+            iterator = InlineIterator(self, state.statistics, state.bridge, state.keeper.begin(self))
         else:
             self.check_worker_number_rationality()
-            iterator = WorkerIterator(self, state.statistics, state.bridge)
+            iterator = WorkerIterator(self, state.statistics, state.bridge, state.keeper)
         state.newest = weakref.ref(iterator)
         state.iterators.add(iterator)
         with contextlib.suppress(TypeError):  # lists and the like cannot be referred to weakly
@@ -78,6 +80,53 @@ class DataLoader(LoaderSpec[T_co]):
         for iterator in list(state.iterators):
             iterator._shutdown_workers()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where the newest iterator stands: a fresh dictionary of plain values, O(1). Between epochs: the next epoch.
+
+        Only batches that were delivered count. Safe for ``torch.load(weights_only=True)``; for JSON, too, if the states
+        of the user's own samplers and datasets are.
+        """
+        return self._state.keeper.state(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The next ``iter()`` goes on from there. An empty dictionary forgets any position.
+
+        Raises:
+            StateError: the state is broken, of a newer version or of another loader, or has no exact position; in its
+                words, what to do.
+        """
+        self._state.keeper.load(self, state_dict)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next ``iter()`` is of this epoch; samplers and datasets that have `set_epoch` are told.
+
+        In seeded mode the epoch advances by itself when one was delivered completely, and the order depends on it. In
+        torch mode it is the sampler's alone.
+        """
+        self._state.keeper.set_epoch(self, epoch)
+
+    def feedback(self, *args: Any, **kwargs: Any) -> None:
+        """Pass something that the trainer learned to the sampler: calls its method `feedback` with these arguments.
+
+        The sampler is ahead of the trainer by what is in flight: with workers, at most
+        ``num_workers * prefetch_factor + 1`` batches, and `run_ahead` more in seeded mode. An async sampler is called
+        in the thread that reads it.
+
+        Raises:
+            TypeError: the sampler has no such method.
+        """
+        target = feedback_target(self)
+        state = self._state
+        if async_index_source(self) is None or not state.bridge.running:
+            target(*args, **kwargs)
+        else:
+            state.bridge.run(_call(target, args, kwargs))
+
+    @property
+    def padding(self) -> int:
+        """Samples at the end of the newest iterator's last batch that only make the ranks' batches even; mostly 0."""
+        return self._state.keeper.padding
+
     def clone(self, **changes: Any) -> Self:
         """A new loader with this one's options, of its class, `changes` applied.
 
@@ -97,7 +146,8 @@ class DataLoader(LoaderSpec[T_co]):
     def stats(self) -> dict[str, float]:
         """Counters over all iterators so far, as a flat dictionary of floats. O(1)."""
         newest = self._state.iterator()
-        return self._state.statistics.snapshot(0 if newest is None else newest.queue_depth)
+        state = self._state
+        return state.statistics.snapshot(0 if newest is None else newest.queue_depth) | state.keeper.tally.snapshot()
 
     def explain(self) -> str:
         """The effective configuration, and one sentence on what bounds the run and what to change."""
@@ -131,6 +181,10 @@ class DataLoader(LoaderSpec[T_co]):
         )
 
 
+async def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    function(*args, **kwargs)
+
+
 # Datasets that a loader of ours was iterated over, by their identity.
 _iterated: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -142,6 +196,7 @@ class _FacadeState:
         self.owner = os.getpid()
         self.statistics = Statistics()
         self.bridge = Bridge()
+        self.keeper = StateKeeper()
         self.closed = False
         self.iterators: weakref.WeakSet[InlineIterator | WorkerIterator] = weakref.WeakSet()
         self.newest: weakref.ref[InlineIterator | WorkerIterator] | None = None

@@ -10,35 +10,47 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import os
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.utils.data
-from torch.utils.data import Dataset, IterableDataset, IterDataPipe, MapDataPipe
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    IterableDataset,
+    IterDataPipe,
+    MapDataPipe,
+    default_collate,
+    default_convert,
+)
 from torch.utils.data import _DatasetKind as DatasetKind
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
+from asyncloader.cpus import affinity, cpu_quota
+from asyncloader.index_stream import WatchedSampler, iterates_plainly
+from asyncloader.rank_view import OnUneven
 from asyncloader.sampler import AsyncIndexSource, as_async_source
 from asyncloader.scheduler import Scheduler
+from asyncloader.seeded_mode import check_options, default_sampler, rank_view, topology
 from asyncloader.workers.fetch import is_async_stream
-from asyncloader.workers.info import WorkerSetup
+from asyncloader.workers.info import EpochStart, SeededSetup, WorkerSetup
+from asyncloader.workers.seeding import derive
 
 __all__ = [
     "DEFAULT_CONCURRENCY",
+    "DEFAULT_RUN_AHEAD",
     "OPTION_NAMES",
     "EpochPlan",
     "LoaderSpec",
     "async_index_source",
+    "draw_source",
     "epoch_plan",
     "is_iterable",
     "shared_seed",
     "start_method",
-    "usable_cpus",
     "warn_over_length",
     "worker_context",
     "worker_setup",
@@ -47,6 +59,7 @@ __all__ = [
 T_co = TypeVar("T_co", covariant=True)
 
 DEFAULT_CONCURRENCY = 256
+DEFAULT_RUN_AHEAD = 16
 
 
 class LoaderSpec(torch.utils.data.DataLoader[T_co]):
@@ -56,13 +69,36 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
         ring_bytes: upper bound of each worker's ring in bytes, at least 4096 a slot; default None: the ring follows
             the batches seen. Larger batches then go through memory of their own, once each.
         concurrency: samples that a worker awaits at a time, for datasets with ``async`` methods; default 256.
+        seed: 0 to 2**64 - 1: seeded mode, in which order and random numbers are functions of the seed, the epoch and
+            the sample's position alone. Default None: torch mode.
+        rank, world_size: this process's place among those that train together, in seeded mode; default None:
+            torch.distributed's where it is initialized, else one process alone.
+        on_uneven: what becomes of samples that the ranks cannot share evenly at the epoch's end: "drop" (default)
+            leaves out fewer than `world_size`, "repeat" repeats fewer than `world_size`, "pad" fills every rank's last
+            batch to `batch_size`, "error" raises.
+        resume: "exact" (default) refuses a state that cannot be resumed from exactly; "replay" reads a stream without
+            a state of its own again from its beginning, and drops what was delivered.
+        snapshot_every_n_steps: stateful samplers and streams are asked for their states every so many batches (default
+            1); a resumed loader reads and drops the batches since. 0 or None: never.
+        run_ahead: in seeded mode, batches that may be ready before an earlier one that takes longer (default 16), as
+            far as their rings have room.
 
     Raises:
         ValueError, TypeError: torch's, in torch's order and words, then ours.
     """
 
+    _replays = False
+    """Whether `resume` is "replay" whatever it says."""
+
     ring_bytes: int | None
     concurrency: int
+    seed: int | None
+    rank: int | None
+    world_size: int | None
+    on_uneven: OnUneven
+    resume: Literal["exact", "replay"]
+    snapshot_every_n_steps: int | None
+    run_ahead: int
 
     def __init__(
         self,
@@ -86,8 +122,18 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
         in_order: bool = True,
         ring_bytes: int | None = None,
         concurrency: int = DEFAULT_CONCURRENCY,
+        seed: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        on_uneven: OnUneven = "drop",
+        resume: Literal["exact", "replay"] = "exact",
+        snapshot_every_n_steps: int | None = 1,
+        run_ahead: int = DEFAULT_RUN_AHEAD,
     ) -> None:
         stream = is_async_stream(dataset)
+        ours = None if stream else default_sampler(dataset, seed, shuffle, sampler, batch_sampler)
+        if ours is not None:
+            sampler, shuffle = ours, None
         super().__init__(
             _AsyncStream() if stream else dataset,  # torch's checks are those of an iterable dataset
             batch_size,
@@ -115,8 +161,26 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
             )
         if not isinstance(concurrency, int) or concurrency < 1:
             raise ValueError(f"concurrency should be a positive integer, but got concurrency={concurrency!r}")
+        check_options(
+            iterable=is_iterable(self),
+            seed=seed,
+            generator=generator,
+            rank=rank,
+            world_size=world_size,
+            on_uneven=on_uneven,
+            resume=resume,
+            snapshot_every_n_steps=snapshot_every_n_steps,
+            run_ahead=run_ahead,
+        )
         self.ring_bytes = ring_bytes
         self.concurrency = concurrency
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.on_uneven = on_uneven
+        self.resume = resume
+        self.snapshot_every_n_steps = snapshot_every_n_steps
+        self.run_ahead = run_ahead
         self.__dict__["_asyncloader_maker"] = os.getpid()  # made here, and not a copy
 
     @property
@@ -124,12 +188,20 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
         # torch's iterator calls `iter()` on it at once; an async sampler answers with nothing and is read elsewhere.
         plain = super()._index_sampler
         source = as_async_source(plain)
-        return plain if source is None else source
+        if self.seed is None or is_iterable(self):
+            return plain if source is None else source
+        if source is None:
+            return rank_view(self, plain)
+        source.share, source.seeded = rank_view(self, plain).share, True
+        return source
+
+    def _workers_begin(self) -> None:
+        """Workers are about to start for an iterator of this loader."""
 
     def check_worker_number_rationality(self) -> None:
         """torch's warning about too many workers, which knows a container's CPU quota too."""
-        quota = _cpu_quota()
-        if not self.num_workers or quota is None or quota >= _affinity():
+        quota = cpu_quota()
+        if not self.num_workers or quota is None or quota >= affinity():
             super().check_worker_number_rationality()
             return
         if self.num_workers > quota:
@@ -180,25 +252,85 @@ def start_method(spec: LoaderSpec[Any]) -> str:
     return str(worker_context(spec).get_start_method())
 
 
-def worker_setup(spec: LoaderSpec[Any], plan: EpochPlan, draws: _BaseDataLoaderIter) -> WorkerSetup:
-    """What the workers need, from the options as they are now and the random numbers drawn for this iterator."""
+def worker_setup(
+    spec: LoaderSpec[Any], workers: int, draws: _BaseDataLoaderIter, base_seed: int, starts: Sequence[EpochStart]
+) -> WorkerSetup:
+    """What readers of the dataset need, from the options as they are now.
+
+    Args:
+        spec: the loader.
+        workers: their number; 0 for the consumer's own process.
+        draws: torch's iterator base, which has drawn this iterator's random numbers.
+        base_seed: the workers' seeds count from it.
+        starts: one a worker.
+    """
     init = spec.worker_init_fn
     dataset = draws._dataset
     if isinstance(dataset, (IterDataPipe, MapDataPipe)):
         init = functools.partial(_sharding_worker_init_fn, init, draws._world_size, draws._rank)
     return WorkerSetup(
         dataset=dataset,
-        iterable=plan.iterable,
+        iterable=is_iterable(spec),
         auto_collation=bool(spec._auto_collation),
         batch_size=spec.batch_size,
         collate_fn=spec.collate_fn,
         drop_last=spec.drop_last,
-        base_seed=int(draws._base_seed),
+        base_seed=base_seed,
         worker_init_fn=init,
-        num_workers=plan.workers,
-        shared_seed=shared_seed(draws),
+        num_workers=workers,
         concurrency=spec.concurrency,
+        starts=starts,
+        snapshot_every=spec.snapshot_every_n_steps or 0,
+        seeded=_seeded_setup(spec, workers, draws),
     )
+
+
+def _seeded_setup(spec: LoaderSpec[Any], workers: int, draws: _BaseDataLoaderIter) -> SeededSetup | None:
+    if spec.seed is None:
+        return None
+    share = getattr(draws._index_sampler, "share", None)
+    return SeededSetup(
+        seed=spec.seed,
+        replicas=1 if share is None or share.of_batches else share.replicas,
+        first_stream=topology(spec).rank * max(1, workers),
+        seed_collate=spec.collate_fn not in (default_collate, default_convert),
+    )
+
+
+def draw_source(spec: LoaderSpec[Any], epoch: int) -> Any:
+    """What torch's iterator base draws its random numbers from: the loader; in seeded mode a view of it, with numbers
+    of the seed and the epoch, so that the process's generators stay where they are. A user's sampler that may draw
+    when it is asked for an iterator is watched.
+    """
+    if spec.seed is not None:
+        return _SeededDraws(spec, spec.seed, epoch)
+    sampler = spec._index_sampler
+    if isinstance(sampler, AsyncIndexSource) or type(sampler) is BatchSampler or iterates_plainly(sampler):
+        return spec
+    return _WatchedDraws(spec, WatchedSampler(sampler))
+
+
+class _WatchedDraws:
+    """The loader, but for its sampler, whose own draws are noted."""
+
+    def __init__(self, spec: LoaderSpec[Any], sampler: WatchedSampler) -> None:
+        self._spec = spec
+        self._index_sampler = sampler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._spec, name)
+
+
+class _SeededDraws:
+    """The loader, but for its generator."""
+
+    def __init__(self, spec: LoaderSpec[Any], seed: int, epoch: int) -> None:
+        self._spec = spec
+        self.generator = torch.Generator()
+        self.generator.manual_seed(derive(seed, "iterator", epoch))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._spec, name)
 
 
 def shared_seed(draws: _BaseDataLoaderIter) -> int | None:
@@ -215,16 +347,32 @@ class EpochPlan(NamedTuple):
     in_order: bool
     iterable: bool
     source: AsyncIndexSource | None
+    run_ahead: int
+    """Batches that may be ready before an earlier one; 0 in torch mode."""
+    seeded: bool
 
-    def scheduler(self) -> Scheduler:
-        """A scheduler for one epoch."""
+    @property
+    def free(self) -> bool:
+        """Whether no promise binds a batch to a worker."""
+        return self.source is not None or (self.seeded and not self.iterable)
+
+    @property
+    def offers(self) -> int:
+        """Indices that the scheduler may want before the first delivery."""
+        return self.credits * self.workers + self.run_ahead
+
+    def scheduler(self, turn: int) -> Scheduler:
+        """A scheduler for one epoch, in which worker `turn` comes first."""
         return Scheduler(
             workers=self.workers,
             credits=self.credits,
             in_order=self.in_order,
             iterable=self.iterable,
-            # An async sampler's order is no promise of torch's: whoever is free may work.
-            assignment="round_robin" if self.source is None else "least_loaded",
+            # Neither seeded mode nor an async sampler's order is torch's promise: whoever is free may work. The order
+            # of an iterable dataset's copies is.
+            assignment="least_loaded" if self.free else "round_robin",
+            run_ahead=self.run_ahead,
+            turn=turn,
         )
 
 
@@ -239,7 +387,9 @@ def epoch_plan(spec: LoaderSpec[Any]) -> EpochPlan:
     for name, value in (("num_workers", spec.num_workers), ("prefetch_factor", prefetch)):
         if value <= 0:
             raise AssertionError(f"{name} must be greater than 0 for MultiProcessingDataLoaderIter")
-    return EpochPlan(spec.num_workers, prefetch, spec.in_order, is_iterable(spec), async_index_source(spec))
+    iterable, seeded = is_iterable(spec), spec.seed is not None
+    ahead = spec.run_ahead if seeded and spec.in_order and not iterable else 0
+    return EpochPlan(spec.num_workers, prefetch, spec.in_order, iterable, async_index_source(spec), ahead, seeded)
 
 
 def warn_over_length(draws: _BaseDataLoaderIter) -> None:
@@ -258,48 +408,3 @@ def warn_over_length(draws: _BaseDataLoaderIter) -> None:
             "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
         )
     warnings.warn(message, stacklevel=3)
-
-
-def usable_cpus() -> int:
-    """CPUs that this process may use: affinity, and the control group's quota."""
-    quota = _cpu_quota()
-    return _affinity() if quota is None else max(1, min(_affinity(), quota))
-
-
-def _affinity() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _cpu_quota() -> int | None:
-    """The tightest CPU quota of this process's control groups in whole CPUs, rounded up; None when there is none."""
-    quotas: list[float] = []
-    for group in _cpu_groups():
-        try:
-            quota, period = (group / "cpu.max").read_text().split()
-        except (OSError, ValueError):
-            try:
-                quota = (group / "cpu.cfs_quota_us").read_text().strip()
-                period = (group / "cpu.cfs_period_us").read_text().strip()
-            except OSError:
-                continue
-        if quota not in ("max", "-1"):
-            quotas.append(int(quota) / int(period))
-    return max(1, math.ceil(min(quotas))) if quotas else None
-
-
-def _cpu_groups() -> list[Path]:
-    root = Path("/sys/fs/cgroup")
-    groups: list[Path] = []
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return groups
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        top = root if not controllers else root / controllers
-        if not controllers or "cpu" in controllers.split(","):
-            group = top / path.lstrip("/")
-            groups += [p for p in (group, *group.parents) if p == top or top in p.parents]
-    return groups

@@ -30,6 +30,7 @@ class Pinned(NamedTuple):
 
     batch: Any
     result: wire.Result
+    cursor: bytes
 
 
 def torch_pin(device: str | None) -> Callable[[Any], Any]:
@@ -62,8 +63,9 @@ class PinStage:
         item = self._items.popleft()
         try:
             if isinstance(item, Deliver) and isinstance(item.outcome, Answer):
-                result = item.outcome.result
-                item = item._replace(outcome=Pinned(self._pin(self._opener.open(item.outcome)), result))
+                answer = item.outcome
+                pinned = Pinned(self._pin(self._opener.open(answer)), answer.result, answer.cursor)
+                item = item._replace(outcome=pinned)
         except Exception as error:
             item = Fail(error)
         self._forward(item)

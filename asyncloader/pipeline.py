@@ -31,6 +31,7 @@ from asyncloader.events import (
     Started,
 )
 from asyncloader.scheduler import Scheduler
+from asyncloader.workers.info import EpochStart
 from asyncloader.workers.pool import Answer, Listener, WorkerPool
 
 __all__ = ["ENDED", "NOTHING", "Pipeline", "WorkerFailure"]
@@ -82,12 +83,13 @@ class Pipeline(Listener):
         sink: Callable[[Action], None],
         source: AsyncIterable[Any] | None = None,
     ) -> None:
+        self._runs_ahead = scheduler.run_ahead > 0
         self._pool = pool
         self._scheduler = scheduler
         self._sink = sink
         self._source = source
         self._offers: deque[Any] = deque()
-        self._allowed = 0  # how many more indices the async source may be asked for
+        self._allowed = 0  # how many more indices the scheduler wants
         self._allow: asyncio.Event | None = None
         self._reader: asyncio.Task[None] | None = None
         self._source_error: Exception | None = None
@@ -95,12 +97,12 @@ class Pipeline(Listener):
 
     # ------------------------------------------------------------------------------- from the consumer's side
 
-    def start(self, offers: Iterable[Any], shared_seed: int | None) -> None:
+    def start(self, offers: Iterable[Any], starts: Sequence[EpochStart]) -> None:
         """Begin: attach to the running loop and give the workers their first tasks."""
         if self._closed:
             return
         loop = asyncio.get_running_loop()
-        self._scheduler.epoch = self._pool.attach(loop, self, shared_seed)
+        self._scheduler.epoch = self._pool.attach(loop, self, starts)
         if self._source is not None:
             self._allow = asyncio.Event()
             self._reader = loop.create_task(self._read(self._source))
@@ -114,6 +116,8 @@ class Pipeline(Listener):
         if offer is not NOTHING:
             self._offers.append(offer)
         self._handle(Delivered(seq))
+        if self._offers and self._allowed:
+            self._handle(None)
 
     def close(self) -> asyncio.Task[None] | None:
         """Stop at once. The reader of an async source is cancelled and returned, to be awaited. Idempotent."""
@@ -153,9 +157,13 @@ class Pipeline(Listener):
 
     # ------------------------------------------------------------------------------------------- the shell
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: Event | None) -> None:
+        """Tell the scheduler; None: only look for offers that it is waiting for."""
         try:
-            self._carry_out(self._scheduler.handle(event))
+            if event is None:
+                self._offer()
+            else:
+                self._carry_out(self._scheduler.handle(event))
         except Exception as error:
             # No memory for a grown ring, no descriptors left, an index that does not pickle: the consumer must hear it.
             self._sink(Fail(error))
@@ -168,21 +176,23 @@ class Pipeline(Listener):
             elif isinstance(action, Assign):
                 task = action.task
                 self._pool.assign(action.worker, task.epoch, task.seq, task.index)
+                if self._runs_ahead:
+                    self._scheduler.run_ahead = self._pool.run_ahead  # rings may have become larger, and fewer slots
             elif isinstance(action, Pull):
-                self._pull(action.number)
+                self._allowed += action.number
+                self._offer()
             elif isinstance(action, Finish) and self._source_error is not None:
                 self._sink(Fail(self._source_error))
             else:
                 self._sink(action)
 
-    def _pull(self, count: int) -> None:
+    def _offer(self) -> None:
+        """Hand over what the scheduler wants, as far as it is there."""
         if self._allow is not None:
-            self._allowed += count
             self._allow.set()
             return
-        for _ in range(count):
-            if not self._offers:
-                return  # the sampler ended before
+        while self._allowed and self._offers:
+            self._allowed -= 1
             offer = self._offers.popleft()
             self._carry_out(self._scheduler.handle(SamplerEnded() if offer is ENDED else Offered(offer)))
 

@@ -10,6 +10,7 @@ length; so what torch made by itself is left to be made again.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,12 +19,18 @@ from torch.utils.data import RandomSampler, SequentialSampler, default_collate, 
 from torch.utils.data import _DatasetKind as DatasetKind
 from torch.utils.data.datapipes.datapipe import _IterDataPipeSerializationWrapper, _MapDataPipeSerializationWrapper
 
-from asyncloader.options import OPTION_NAMES
+from asyncloader.options import OPTION_NAMES, LoaderSpec
+from asyncloader.seeded_sampler import SeededSampler
 
 __all__ = ["constructor_arguments"]
 
 _ONLY_WITH_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
 _BATCHING = ("batch_size", "shuffle", "sampler", "drop_last")
+_OURS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(LoaderSpec).parameters.items()
+    if name not in inspect.signature(torch.utils.data.DataLoader).parameters
+}
 _PLAIN = [name for name in OPTION_NAMES if name not in ("dataset", "collate_fn", "batch_sampler", *_BATCHING)]
 
 
@@ -37,7 +44,8 @@ def constructor_arguments(loader: torch.utils.data.DataLoader[Any], changes: Map
     """
     arguments: dict[str, Any] = {"dataset": _plain_dataset(loader.dataset)}
     for name in _PLAIN:
-        if hasattr(loader, name):  # torch's own has none of our options
+        # torch's own has none of our options, and a subclass need not have all of them.
+        if hasattr(loader, name) and (name not in _OURS or getattr(loader, name) != _OURS[name]):
             arguments[name] = getattr(loader, name)
     if loader.collate_fn is not (default_collate if loader._auto_collation else default_convert):
         arguments["collate_fn"] = loader.collate_fn
@@ -79,6 +87,8 @@ def _order(loader: torch.utils.data.DataLoader[Any]) -> dict[str, Any]:
     if source is loader.dataset or source is _plain_dataset(loader.dataset):
         if type(sampler) is SequentialSampler:
             return {}
+        if type(sampler) is SeededSampler and sampler.seed == getattr(loader, "seed", None):
+            return {"shuffle": True} if sampler.shuffle else {}
         if (
             type(sampler) is RandomSampler
             and not sampler.replacement

@@ -8,10 +8,15 @@ one may wait (for a queue, a server, feedback), so it is read ahead by a task of
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator
+import copy
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterator
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from torch.utils.data import BatchSampler
+
+from asyncloader.index_stream import StateLog
+from asyncloader.rank_view import Cutter, RankView, Share, Topology
+from asyncloader.workers.cursor import is_stateful
 
 __all__ = ["AsyncIndexSource", "AsyncSampler", "as_async_source", "is_async_sampler"]
 
@@ -31,6 +36,23 @@ def is_async_sampler(sampler: object) -> TypeGuard[AsyncIterable[Any]]:
     return hasattr(type(sampler), "__aiter__") and not hasattr(type(sampler), "__iter__")
 
 
+class ReadingPosition(Protocol):
+    """What a reader of an async sampler is told, and tells: see `checkpoint.Progress`."""
+
+    log: StateLog | None
+    every: int
+    drained: dict[str, Any] | None
+    view: RankView | None
+
+    @property
+    def first_step(self) -> int: ...
+    @property
+    def skipped(self) -> frozenset[int]: ...
+    @property
+    def saved_sampler(self) -> dict[str, Any] | None: ...
+    def pulled(self, task: int, step: int) -> None: ...
+
+
 class AsyncIndexSource:
     """What the scheduler is fed from when the sampler is async: single indices, the user's batches, or batches of ours.
 
@@ -42,37 +64,70 @@ class AsyncIndexSource:
 
     def __init__(self, sampler: AsyncIterable[Any], batch_size: int | None, drop_last: bool) -> None:
         self.sampler = sampler
-        self.batch_size = batch_size
-        self.drop_last = drop_last
+        self.seeded = False
+        """Whether indices go with their positions."""
+        self.share = Share(batch_size, drop_last, Topology(0, 1), "drop")
+        """This rank's part of what the sampler gives."""
 
     def __iter__(self) -> Iterator[Any]:
         """Nothing: torch's machinery asks for a plain iterator, which an async sampler does not have."""
         return iter(())
 
     def __len__(self) -> int:
-        length = len(self.sampler)  # type: ignore[arg-type]
-        if self.batch_size is None:
-            return length
-        return length // self.batch_size if self.drop_last else -(-length // self.batch_size)
+        return len(RankView(self.sampler, self.share))
 
-    async def __aiter__(self) -> AsyncIterator[Any]:
-        indices = aiter(self.sampler)
-        batch: list[Any] = []
+    async def reading(self, position: ReadingPosition) -> AsyncIterator[Any]:
+        """The indices from a position on, a step each; what was delivered beyond it is left out."""
+        sampler: Any = self.sampler
+        if position.drained is not None:
+            await _drain(sampler, position.drained)
+        saved = position.saved_sampler
+        if saved is not None and saved["sampler"] is not None:
+            sampler.load_state_dict(copy.deepcopy(saved["sampler"]))
+        items: Any = aiter(sampler)
+        if saved is not None and saved["iterator"] is not None:
+            items.load_state_dict(copy.deepcopy(saved["iterator"]))
+        if is_stateful(sampler) or is_stateful(items):
+            position.log = StateLog(position.every, saved)
+            if saved is None and not position.log.note(0, sampler, items):
+                position.log = None
+        step = 0 if saved is None else saved["at"]
+        view = position.view = RankView(sampler, self.share)
+        cutter = view.cutter = Cutter(self.share, step)
+        group, task = list[Any](), 0
         try:
-            async for index in indices:
-                if self.batch_size is None:
-                    yield index
+            async for item in items:
+                group.append(item)
+                if len(group) < cutter.stride:
                     continue
-                batch.append(index)
-                if len(batch) == self.batch_size:
-                    yield batch
-                    batch = []
-            if batch and not self.drop_last:
-                yield batch
+                placed, group = cutter.cut(group), []
+                step += 1
+                if position.log is not None and not position.log.note(step, sampler, items):
+                    position.log = None
+                if placed is None or step <= position.first_step or step - 1 in position.skipped:
+                    continue
+                position.pulled(task, step - 1)
+                task += 1
+                yield placed if self.seeded else placed.index
+            placed = cutter.cut(group)
+            if placed is not None and step >= position.first_step and step not in position.skipped:
+                position.pulled(task, step)
+                yield placed if self.seeded else placed.index
         finally:
             # Closed with this generator, rather than whenever the loop finds it abandoned.
-            if isinstance(indices, AsyncGenerator):
-                await indices.aclose()
+            if isinstance(items, AsyncGenerator):
+                await items.aclose()
+
+
+async def _drain(sampler: Any, saved: dict[str, Any]) -> None:
+    """Bring a sampler to the end of the epoch that its state is of."""
+    if saved["sampler"] is not None:
+        sampler.load_state_dict(copy.deepcopy(saved["sampler"]))
+    items: Any = aiter(sampler)
+    if saved["iterator"] is not None:
+        items.load_state_dict(copy.deepcopy(saved["iterator"]))
+    async for _ in items:
+        pass
 
 
 def as_async_source(index_sampler: Any) -> AsyncIndexSource | None:
@@ -82,3 +137,18 @@ def as_async_source(index_sampler: Any) -> AsyncIndexSource | None:
     if is_async_sampler(index_sampler):
         return AsyncIndexSource(index_sampler, None, False)
     return None
+
+
+def feedback_target(spec: Any) -> Callable[..., Any]:
+    """The `feedback` method of a loader's sampler or batch sampler.
+
+    Raises:
+        TypeError: neither has one.
+    """
+    samplers = [getattr(spec, "batch_sampler", None), getattr(spec, "sampler", None)]
+    for sampler in samplers:
+        method = getattr(sampler, "feedback", None)
+        if callable(method):
+            return method  # type: ignore[no-any-return]
+    kind = next((type(sampler).__name__ for sampler in samplers if sampler is not None), "no sampler")
+    raise TypeError(f"feedback goes to the sampler's method 'feedback', but {kind} has none; give the sampler one")

@@ -12,7 +12,9 @@ event. The rules:
   only a worker with fewer than its share outstanding. The same batches then come from the same workers as in torch,
   which decides what a worker's random numbers are used for.
 * ``assignment="least_loaded"`` gives the task to the worker with the fewest unanswered ones; it is used where no
-  promise binds a batch to a worker.
+  promise binds a batch to a worker. There, workers may run ahead: of the batches that are ready but held back by an
+  earlier one, `run_ahead` do not count as outstanding. So a slow batch at the head of the line stops only the worker
+  that makes it; a slow consumer holds nothing back, and stops all of them as ever.
 * Iterable datasets have no sampler: the scheduler offers itself a task a credit, and another when a worker's copy ends
   (the tasks that this worker still held are void).
 * A worker that dies ends the epoch with `Fail`. Its tasks are idempotent and still known here (`outstanding`), so that
@@ -55,6 +57,8 @@ class Scheduler:
         in_order: deliver in task order (True) or as they complete.
         iterable: the workers iterate their own copies; there is no sampler.
         assignment: see the module's text.
+        run_ahead: see the module's text; may be lowered, and raised again, at any time.
+        turn: the worker that gets the first task (round robin).
         epoch: goes into each task, so that answers of an abandoned epoch are told apart.
     """
 
@@ -66,6 +70,8 @@ class Scheduler:
         in_order: bool = True,
         iterable: bool = False,
         assignment: Assignment = "round_robin",
+        run_ahead: int = 0,
+        turn: int = 0,
         epoch: int = 0,
     ) -> None:
         if workers < 1 or credits < 1:
@@ -75,7 +81,10 @@ class Scheduler:
         self.in_order = in_order
         self.iterable = iterable
         self.assignment: Assignment = assignment
+        self.run_ahead = run_ahead
         self.epoch = epoch
+        self._asked = 0  # indices that were pulled and not yet offered
+        self._most = credits * workers + run_ahead
         self._active = [True] * workers
         self._load = [0] * workers  # tasks assigned and not yet delivered (or void)
         self._unanswered = [0] * workers  # tasks assigned and not yet completed (or void)
@@ -83,7 +92,7 @@ class Scheduler:
         self._unanswered_tasks: dict[int, Task] = {}
         self._reorder: ReorderBuffer[Deliver] = ReorderBuffer()
         self._send_seq = 0
-        self._turn = 0  # the worker whose turn it is
+        self._turn = turn  # the worker whose turn it is
         self._offers_ended = False
         self._over = False
 
@@ -145,7 +154,7 @@ class Scheduler:
     def _started(self) -> list[Action]:
         count = self.credits * self.workers
         if not self.iterable:
-            return [Pull(count)]
+            return self._pull(count)
         actions: list[Action] = []
         for _ in range(count):
             actions += self._offered(None)
@@ -154,11 +163,12 @@ class Scheduler:
     def _offered(self, index: Any) -> list[Action]:
         if self._offers_ended:
             raise ValueError(f"index {index!r} was offered after the sampler had ended")
-        if len(self._owner) >= self.credits * self.workers:
+        if len(self._owner) >= self._most:
             raise ValueError(
                 f"a task was offered beyond the credits: {len(self._owner)} undelivered, "
-                f"{self.credits} credits x {self.workers} workers"
+                f"{self.credits} credits x {self.workers} workers, {self._most - self.credits * self.workers} ahead"
             )
+        self._asked -= 1
         worker = self._choose()
         if worker is None:
             return []  # every copy of the iterable dataset has ended
@@ -173,7 +183,8 @@ class Scheduler:
 
     def _choose(self) -> int | None:
         if self.assignment == "least_loaded":
-            candidates = [w for w in range(self.workers) if self._active[w]]
+            most = self._most - self.credits * (self.workers - 1)
+            candidates = [w for w in range(self.workers) if self._active[w] and self._load[w] < most]
             return min(candidates, key=self._unanswered.__getitem__, default=None)
         share = 0 if self.in_order else self.credits * self.workers // max(1, sum(self._active))
         for _ in range(self.workers):
@@ -192,7 +203,8 @@ class Scheduler:
         deliver = Deliver(seq, worker, event.outcome)
         if not self.in_order:
             return [deliver]
-        return list(self._reorder.push(seq, deliver))
+        ready: list[Action] = list(self._reorder.push(seq, deliver))
+        return ready if ready or self.iterable else self._pull_ahead()
 
     def _delivered(self, event: Delivered) -> list[Action]:
         worker = None if event.seq in self._unanswered_tasks else self._owner.pop(event.seq, None)
@@ -203,7 +215,21 @@ class Scheduler:
             return self._offered(None) + self._finish_if_done()
         if self._offers_ended:
             return self._finish_if_done()
-        return [Pull(1)]
+        return self._pull(1) if self.assignment == "round_robin" else self._pull_ahead()
+
+    def _pull(self, number: int) -> list[Action]:
+        self._asked += number
+        return [Pull(number)]
+
+    def _pull_ahead(self) -> list[Action]:
+        """Indices for which there is a credit now, or a worker without work that may run ahead."""
+        if self.assignment == "round_robin" or self._offers_ended:
+            return []
+        credits = self.credits * self.workers
+        room = credits + min(len(self._reorder), self.run_ahead) - len(self._owner) - self._asked
+        idle = credits - len(self._unanswered_tasks) - self._asked
+        number = min(room, idle)
+        return self._pull(number) if number > 0 else []
 
     def _exhausted(self, event: Exhausted) -> list[Action]:
         worker = event.worker

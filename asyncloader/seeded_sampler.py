@@ -5,9 +5,10 @@ Data path: [seeded_sampler] -> scheduler -> pool -> worker.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 
 import numpy as np
+import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from asyncloader.permutation import Permutation
@@ -54,9 +55,9 @@ class SeededSampler(Sampler[int]):
         return len(self.data_source)
 
     def __iter__(self) -> Iterator[int]:
-        return self.indices(0)
+        return self.iter_from(0)
 
-    def indices(self, start: int) -> Iterator[int]:
+    def iter_from(self, start: int) -> Iterator[int]:
         """The present epoch's order from position `start` on, found without the positions before it.
 
         Raises:
@@ -65,15 +66,20 @@ class SeededSampler(Sampler[int]):
         size = len(self.data_source)
         if not 0 <= start <= size:
             raise ValueError(f"start should be between 0 and {size}, but got start={start}")
-        return self._from(start, size, Permutation(size, self.seed, self.epoch) if self.shuffle else None)
+        return self._from(start, size, self.order())
+
+    def order(self) -> Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]:
+        """The present epoch's order as a function from positions to indices, int64 arrays of any shape."""
+        return Permutation(len(self.data_source), self.seed, self.epoch) if self.shuffle else _identity
 
     @staticmethod
-    def _from(start: int, size: int, order: Permutation | None) -> Iterator[int]:
-        if order is None:
-            yield from range(start, size)
-            return
+    def _from(start: int, size: int, order: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]) -> Iterator[int]:
         for first in range(start, size, _BLOCK):
             yield from order(np.arange(first, min(first + _BLOCK, size))).tolist()
 
     def __repr__(self) -> str:
         return f"<SeededSampler of {len(self)}, seed={self.seed}, epoch={self.epoch}, shuffle={self.shuffle}>"
+
+
+def _identity(positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return positions

@@ -15,6 +15,7 @@ import functools
 import os
 import queue
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -23,13 +24,15 @@ import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.bridge import Bridge
+from asyncloader.checkpoint import Progress, StateKeeper
 from asyncloader.consumer import Consumer, discard
 from asyncloader.errors import LoaderClosed, LoaderTimeout
 from asyncloader.events import Action, Deliver, Fail, Finish
-from asyncloader.inline import batch_nbytes, count_samples, make_inline_fetcher
+from asyncloader.inline import batch_nbytes, count_samples, inline_stream, make_inline_reader
 from asyncloader.options import (
     LoaderSpec,
     async_index_source,
+    draw_source,
     epoch_plan,
     shared_seed,
     warn_over_length,
@@ -39,7 +42,7 @@ from asyncloader.options import (
 from asyncloader.pin_memory import torch_pin
 from asyncloader.pipeline import Pipeline
 from asyncloader.statistics import Statistics
-from asyncloader.workers.fetch import is_async_dataset
+from asyncloader.workers.info import EpochStart
 from asyncloader.workers.pool import WorkerPool
 
 __all__ = ["InlineIterator", "WorkerIterator"]
@@ -65,62 +68,89 @@ class InlineIterator(_CountedNext):
 
     queue_depth = 0
 
-    def __init__(self, loader: LoaderSpec[Any], statistics: Statistics, bridge: Bridge) -> None:
-        super().__init__(loader)
+    def __init__(self, loader: LoaderSpec[Any], statistics: Statistics, bridge: Bridge, progress: Progress) -> None:
+        super().__init__(draw_source(loader, progress.epoch))
         if self._timeout:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._spec = loader
+        self._progress = progress
+        self._agreement = progress.agreement
+        self._tasks = 0
         self._statistics = statistics
         self._source = async_index_source(loader)
         self._indices: Any = None
-        self._async = is_async_dataset(self._dataset)
         self._bridge: Bridge | None = None
         self._owner = os.getpid()
-        self._uses_loop = self._async or self._source is not None
+        self._reader = make_inline_reader(loader, self, progress)
+        self._stream = inline_stream(loader, self, progress)
+        self._uses_loop = self._reader.asynchronous or self._source is not None
         if self._uses_loop:
             self._bridge = bridge
             self._bridge.acquire()
-        self._dataset_fetcher: Any = None if self._async else make_inline_fetcher(loader, self)
         self._pin = torch_pin(self._pin_memory_device) if self._pin_memory else None
         self._begun = self._statistics.begin()
 
     def _next_data(self) -> Any:
         begin = perf_counter()
-        if not self._uses_loop:
-            index = next(self._sampler_iter)
-            data = self._dataset_fetcher.fetch(index)
-        elif self._bridge is None:
-            raise StopIteration
-        else:
-            try:
-                index, data = self._bridge.run(self._fetch())
-            except StopAsyncIteration:
-                self._shutdown_workers()
-                raise StopIteration from None
-        if self._pin is not None:
-            data = self._pin(data)
+        try:
+            index, data = self._fetched()
+            if self._agreement is not None and not self._agreement.batch():
+                raise StopIteration
+            cursor = self._reader.cursor()
+            if self._pin is not None:
+                data = self._pin(data)
+        except StopIteration:
+            if self._agreement is not None:
+                self._agreement.end()
+            self._progress.finish()
+            raise
+        except BaseException:
+            if self._agreement is not None:
+                self._agreement.fail()
+            self._progress.failed(self._tasks)
+            self._tasks += 1
+            raise
+        self._progress.delivered(self._tasks, 0, cursor)
+        self._tasks += 1
         passed = perf_counter() - begin
         if not self._num_yielded:
             self._statistics.first_batch(self._begun)
         self._statistics.batch(count_samples(self._spec, index), batch_nbytes(data), 0, passed, passed, 1)
         return data
 
+    def _fetched(self) -> tuple[Any, Any]:
+        if not self._uses_loop:
+            index = self._next_index_plain()
+            return index, self._reader.fetch(index)
+        if self._bridge is None:
+            raise StopIteration
+        try:
+            return self._bridge.run(self._fetch())
+        except StopAsyncIteration:
+            self._shutdown_workers()
+            raise StopIteration from None
+
     async def _fetch(self) -> tuple[Any, Any]:
         index = await self._next_index_async()
-        if self._async:
-            if self._dataset_fetcher is None:
-                self._dataset_fetcher = make_inline_fetcher(self._spec, self)
-            return index, await self._dataset_fetcher.fetch(index)
-        return index, self._dataset_fetcher.fetch(index)
+        if self._reader.asynchronous:
+            return index, await self._reader.fetch_async(index)
+        return index, self._reader.fetch(index)
+
+    def _next_index_plain(self) -> Any:
+        if self._stream is None:  # an iterable dataset's indices say no more than how many samples
+            return next(self._sampler_iter)
+        step, index = self._stream.pull()
+        self._progress.pulled(self._tasks, step)
+        return index
 
     async def _next_index_async(self) -> Any:
         if self._source is None:
             try:
-                return next(self._sampler_iter)
+                return self._next_index_plain()
             except StopIteration:
                 raise StopAsyncIteration from None
         if self._indices is None:
-            self._indices = aiter(self._source)
+            self._indices = self._source.reading(self._progress)
         return await anext(self._indices)
 
     def _shutdown_workers(self) -> None:
@@ -136,8 +166,11 @@ class InlineIterator(_CountedNext):
 class WorkerIterator(_CountedNext):
     """With workers. The loop's thread refers to the pipeline and the queue, never to this object: dropped, it dies."""
 
-    def __init__(self, loader: LoaderSpec[Any], statistics: Statistics, bridge: Bridge) -> None:
-        super().__init__(loader)
+    def __init__(self, loader: LoaderSpec[Any], statistics: Statistics, bridge: Bridge, keeper: StateKeeper) -> None:
+        self._keeper = keeper
+        self._progress = keeper.begin(loader)
+        loader._workers_begin()
+        super().__init__(draw_source(loader, self._progress.epoch))
         self._shutdown = True  # until there is something to shut down
         self._timeout_or_none = self._timeout or None
         self._statistics = statistics
@@ -158,10 +191,11 @@ class WorkerIterator(_CountedNext):
 
     def _acquire(self, loader: LoaderSpec[Any]) -> None:
         """Start workers and the loop's thread; `_shutdown_workers` gives both back."""
-        self._plan = epoch_plan(loader)
-        setup = worker_setup(loader, self._plan, self)
+        plan = self._plan = epoch_plan(loader)
+        base_seed, starts = self._progress.starts(plan.workers, int(self._base_seed), shared_seed(self))
+        setup = worker_setup(loader, plan.workers, self, base_seed, starts)
         # Forked here, in the caller's thread and before the loop's thread exists.
-        self._pool = WorkerPool(worker_context(loader), setup, self._plan.credits, loader.ring_bytes)
+        self._pool = WorkerPool(worker_context(loader), setup, plan.credits, loader.ring_bytes, plan.run_ahead)
         self._workers = [process.process for process in self._pool.processes]
         self._bridge.acquire()
         self._shutdown = False
@@ -173,8 +207,12 @@ class WorkerIterator(_CountedNext):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin an epoch; with persistent workers torch's loader calls this for every one after the first."""
-        super()._reset(loader, first_iter)
         if not first_iter:
+            self._progress = self._keeper.begin(loader)
+        super()._reset(draw_source(loader, self._progress.epoch), first_iter)
+        if not first_iter:
+            if loader.seed is not None:
+                self._index_sampler = loader._index_sampler  # the ranks may be others, and the share with them
             if not self._shutdown and self._pool.broken:
                 self._shutdown_workers()
             if self._shutdown:  # a worker died in the last epoch, or since: begin with new ones
@@ -184,10 +222,11 @@ class WorkerIterator(_CountedNext):
         self._ended = None
         self._queue = queue.SimpleQueue()
         put = self._queue.put
-        self._consumer = Consumer(self._plan, self, self._statistics)
+        _, starts = self._progress.starts(self._plan.workers, int(self._base_seed), shared_seed(self))
+        self._consumer = Consumer(self._plan, self, self._statistics, self._progress)
         self._pipeline = self._consumer.pipeline(self._pool, put, put)
         self._tell = partial(self._bridge.call, self._pipeline.advance)
-        self._bridge.call(_start, self._pipeline, self._consumer.offers, shared_seed(self), put)
+        self._bridge.call(_start, self._pipeline, self._consumer.offers, starts, put)
 
     def _next_data(self) -> Any:
         if self._ended is not None:
@@ -214,6 +253,7 @@ class WorkerIterator(_CountedNext):
         """End with this item; returns what is to be raised."""
         if isinstance(item, Finish):
             self._ended = ""
+            self._progress.finish()
             if self._persistent_workers:
                 self._end_epoch()
             else:
@@ -260,10 +300,10 @@ class WorkerIterator(_CountedNext):
             self._shutdown_workers()
 
 
-def _start(pipeline: Pipeline, offers: list[Any], shared_seed: int | None, sink: Any) -> None:
+def _start(pipeline: Pipeline, offers: list[Any], starts: Sequence[EpochStart], sink: Any) -> None:
     """In the loop's thread."""
     try:
-        pipeline.start(offers, shared_seed)
+        pipeline.start(offers, starts)
     except Exception as error:
         sink(Fail(error))
 

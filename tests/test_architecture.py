@@ -37,7 +37,11 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 PURE = [
     "asyncloader.errors",
     "asyncloader.events",
+    "asyncloader.batch_plan",
+    "asyncloader.epoch",
+    "asyncloader.interleave",
     "asyncloader.permutation",
+    "asyncloader.state_layout",
     "asyncloader.scheduler",
     "asyncloader.reorder",
     "asyncloader.workers.layout",
@@ -51,7 +55,7 @@ IMPURE_IMPORTS = {"asyncio", "multiprocessing", "select", "selectors", "socket",
 # Who stands where: when it is imported, a module imports from its own layer or from those below it. What a
 # function imports late, when it runs, is not counted.
 BOTTOM = {"asyncloader.errors", "asyncloader.events"}
-TOP = {"asyncloader.loader", "asyncloader.patching", "asyncloader"}
+TOP = {"asyncloader.loader", "asyncloader.stateful_loader", "asyncloader.patching", "asyncloader"}
 
 
 def layer(module: str) -> int:

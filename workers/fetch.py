@@ -17,8 +17,12 @@ from typing import Any, Protocol
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 from torch.utils.data import _DatasetKind as DatasetKind
 
+from asyncloader.workers.seeded_fetch import fetches_batches
+from asyncloader.workers.seeding import GlobalWatch, SampleSeeder, global_generators_kept
+
 __all__ = [
     "AsyncFetcher",
+    "AsyncSeeding",
     "BlockingFetcher",
     "is_async_dataset",
     "is_async_stream",
@@ -87,22 +91,71 @@ def make_async_fetcher(
     collate: Callable[[Any], Any],
     drop_last: bool,
     concurrency: int,
+    seeding: AsyncSeeding | None = None,
 ) -> AsyncFetcher:
-    """The fetcher of an asynchronous dataset; at most `concurrency` samples are awaited at a time."""
+    """The fetcher of an asynchronous dataset; at most `concurrency` samples are awaited at a time. With `seeding`, the
+    index of a map dataset is ``(position, index)``.
+    """
     if iterable:
-        return _AsyncIterableFetcher(dataset, auto_collation, collate, drop_last)
-    return _AsyncMapFetcher(dataset, auto_collation, collate, concurrency)
+        return _AsyncIterableFetcher(dataset, auto_collation, collate, drop_last, seeding)
+    return _AsyncMapFetcher(dataset, auto_collation, collate, concurrency, seeding)
+
+
+class AsyncSeeding:
+    """Seeded mode for samples that are made concurrently: each has its own generators, the global ones are watched.
+
+    Args:
+        samples: seeds samples in their contexts.
+        collate: seeds the user's collation, which is not concurrent, with the global generators; None: leave it alone.
+        replicas: difference of the positions of neighbouring samples.
+        watch: warns when samples draw from the global generators; None where others draw from them, too.
+    """
+
+    def __init__(
+        self, samples: SampleSeeder, collate: SampleSeeder | None, replicas: int, watch: GlobalWatch | None
+    ) -> None:
+        self.samples = samples
+        self.replicas = replicas
+        self._collate = collate
+        self._watch = watch
+
+    def collated(self, collate: Callable[[Any], Any], first: int, samples: Any) -> Any:
+        """The batch of these samples, the first of which has position `first`."""
+        if self._watch is not None:
+            self._watch.look()
+        if self._collate is None:
+            return collate(samples)
+        if self._watch is None:
+            with global_generators_kept():
+                self._collate.batch(first)
+                return collate(samples)
+        self._collate.batch(first)
+        try:
+            return collate(samples)
+        finally:
+            self._watch.rebase()
 
 
 class _AsyncMapFetcher:
-    def __init__(self, dataset: Any, auto_collation: bool, collate: Callable[[Any], Any], concurrency: int) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        auto_collation: bool,
+        collate: Callable[[Any], Any],
+        concurrency: int,
+        seeding: AsyncSeeding | None,
+    ) -> None:
         self._dataset = dataset
         self._auto_collation = auto_collation
         self._collate = collate
         self._room = asyncio.Semaphore(concurrency)
         self._batched = callable(getattr(dataset, "__getitems__", None))
+        self._seeding = seeding
+        self._whole = auto_collation and fetches_batches(dataset)
 
     async def fetch(self, index: Any) -> Any:
+        if self._seeding is not None:
+            return await self._fetch_seeded(self._seeding, *index)
         if not self._auto_collation:
             return self._collate(await self._one(index))
         if self._batched:
@@ -120,6 +173,28 @@ class _AsyncMapFetcher:
                             sample.close()  # those that an error kept from being awaited; a no-op for the others
             return self._collate(samples)
         return self._collate(await self._all(index, self._one))
+
+    async def _fetch_seeded(self, seeding: AsyncSeeding, first: int, index: Any) -> Any:
+        samples: Any
+        if not self._auto_collation:
+            samples = await self._one_seeded((first, index))
+        elif self._whole:
+            seeding.samples.batch(first)
+            samples = self._dataset.__getitems__(index)
+            if inspect.isawaitable(samples):
+                async with self._room:
+                    samples = await samples
+        else:
+            places = range(first, first + len(index) * seeding.replicas, seeding.replicas)
+            samples = await self._all(zip(places, index, strict=True), self._one_seeded)
+        return seeding.collated(self._collate, first, samples)
+
+    async def _one_seeded(self, placed: tuple[int, Any]) -> Any:
+        assert self._seeding is not None
+        position, index = placed
+        # In this sample's own task, hence in a context of its own.
+        self._seeding.samples.sample(position)
+        return await self._one(index)
 
     async def _one(self, index: Any) -> Any:
         async with self._room:
@@ -146,20 +221,29 @@ async def _as_coroutine(awaitable: Awaitable[Any]) -> Any:
 
 
 class _AsyncIterableFetcher:
-    def __init__(self, dataset: Any, auto_collation: bool, collate: Callable[[Any], Any], drop_last: bool) -> None:
-        self._iterator: AsyncIterator[Any] = aiter(dataset)
+    def __init__(
+        self,
+        dataset: Any,
+        auto_collation: bool,
+        collate: Callable[[Any], Any],
+        drop_last: bool,
+        seeding: AsyncSeeding | None,
+    ) -> None:
+        # Names as in torch's fetcher.
+        self.dataset_iter: AsyncIterator[Any] = aiter(dataset)
+        self.collate_fn = collate
+        self.ended = False
         self._auto_collation = auto_collation
-        self._collate = collate
         self._drop_last = drop_last
-        self._ended = False
+        self._seeding = seeding
         self._turn = asyncio.Lock()  # tasks of one worker read its stream one after the other, in their order
 
     async def fetch(self, index: Sequence[Any] | None) -> Any:
         async with self._turn:
-            if self._ended:
+            if self.ended:
                 raise StopAsyncIteration
             if not self._auto_collation:
-                return self._collate(await self._next())
+                return self._collated(await self._next())
             assert index is not None
             samples: list[Any] = []
             try:
@@ -168,11 +252,17 @@ class _AsyncIterableFetcher:
             except StopAsyncIteration:
                 if not samples or self._drop_last:
                     raise
-            return self._collate(samples)
+            return self._collated(samples)
+
+    def _collated(self, samples: Any) -> Any:
+        if self._seeding is None:
+            return self.collate_fn(samples)
+        read = getattr(self.dataset_iter, "samples", 0)
+        return self._seeding.collated(self.collate_fn, read, samples)
 
     async def _next(self) -> Any:
         try:
-            return await anext(self._iterator)
+            return await anext(self.dataset_iter)
         except StopAsyncIteration:
-            self._ended = True
+            self.ended = True
             raise

@@ -6,13 +6,32 @@ Data path: worker start-up, before the first fetch.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
-__all__ = ["WorkerSetup", "install_worker_info", "seed_worker"]
+from asyncloader.workers.cursor import Cursor
+
+__all__ = ["EpochStart", "SeededSetup", "WorkerSetup", "install_worker_info", "seed_worker"]
+
+
+class EpochStart(NamedTuple):
+    """What one worker begins an epoch with.
+
+    Attributes:
+        shared_seed: the seed that all workers and ranks share, for torch's datapipes; None for other datasets.
+        epoch: its number, for seeded mode.
+        cursor: where its copy of the dataset stood; None for the beginning.
+        skip: batches to be read and dropped after that.
+    """
+
+    shared_seed: int | None = None
+    epoch: int = 0
+    cursor: Cursor | None = None
+    skip: int = 0
 
 
 class WorkerSetup(NamedTuple):
@@ -27,8 +46,29 @@ class WorkerSetup(NamedTuple):
     base_seed: int
     worker_init_fn: Any
     num_workers: int
-    shared_seed: int | None
     concurrency: int
+    starts: Sequence[EpochStart]
+    """One a worker, for the first epoch."""
+    snapshot_every: int
+    """A stateful dataset is asked for its state every so many batches; 0: never."""
+    seeded: SeededSetup | None = None
+    """None in torch mode."""
+
+
+class SeededSetup(NamedTuple):
+    """What seeded mode adds for the workers.
+
+    Attributes:
+        seed: the loader's.
+        replicas: the difference of the positions of a batch's neighbouring samples.
+        first_stream: number of worker 0's stream among those of all ranks, for iterable datasets.
+        seed_collate: whether collation is the user's, and may draw random numbers.
+    """
+
+    seed: int
+    replicas: int
+    first_stream: int
+    seed_collate: bool
 
 
 def seed_worker(base_seed: int, worker_id: int) -> int:

@@ -21,12 +21,13 @@ import pickle
 import threading
 import warnings
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from asyncloader.errors import WorkerDied
 from asyncloader.workers import wire
 from asyncloader.workers.codec import Template
-from asyncloader.workers.info import WorkerSetup
+from asyncloader.workers.info import EpochStart, WorkerSetup
 from asyncloader.workers.payload import Payload, explain_unpicklable
 from asyncloader.workers.process import WorkerProcess, wait_for_deaths
 from asyncloader.workers.ring import Ring, install_fork_hook
@@ -56,6 +57,7 @@ class Answer(NamedTuple):
     template: Template
     ring: Ring | None
     fd: int | None
+    cursor: bytes = b""
 
     def discard(self) -> None:
         """Nobody wants the batch: its memory comes back."""
@@ -97,17 +99,20 @@ class WorkerPool:
         setup: what the workers have in common.
         credits: tasks outstanding a worker.
         ring_bytes: bound on each ring, None for none.
+        run_ahead: batches that may wait for an earlier one, beside the credits.
 
     Raises:
         RingMemoryError: the rings asked for can never fit.
         Exception: the set-up cannot be pickled (spawn, forkserver), with a note that names the part.
     """
 
-    def __init__(self, context: Any, setup: WorkerSetup, credits: int, ring_bytes: int | None) -> None:
+    def __init__(
+        self, context: Any, setup: WorkerSetup, credits: int, ring_bytes: int | None, run_ahead: int = 0
+    ) -> None:
         self.start_method: str = context.get_start_method()
         self.epoch = 0
         self.processes: list[WorkerProcess] = []
-        self.rings = [RingKeeper(credits, ring_bytes) for _ in range(setup.num_workers)]
+        self.rings = [RingKeeper(credits, ring_bytes, run_ahead) for _ in range(setup.num_workers)]
         self._templates: list[Template | None] = [None] * setup.num_workers
         self._listener: Listener | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -153,10 +158,11 @@ class WorkerPool:
 
     # ------------------------------------------------------------------------------------------ in the loop
 
-    def attach(self, loop: asyncio.AbstractEventLoop, listener: Listener, shared_seed: int | None) -> int:
-        """Begin an epoch: listen to the workers from now on, in this loop's thread. Returns the epoch's number.
+    def attach(self, loop: asyncio.AbstractEventLoop, listener: Listener, starts: Sequence[EpochStart]) -> int:
+        """Begin an epoch: listen to the workers from now on, in this loop's thread. Returns this attachment's number.
 
-        From the second epoch on the workers are told to drop what they were asked for in the one before.
+        From the second one on the workers are told to drop what they were asked for before, and how to begin (in the
+        first they know that from their set-up).
         """
         self._loop, self._listener = loop, listener
         for process in self.processes:
@@ -164,9 +170,8 @@ class WorkerPool:
             loop.add_reader(process.death_fd, self._on_death, process)
         if self._used:
             self.epoch += 1
-            frame = wire.pack_reset(wire.RESET, self.epoch, pickle.dumps(shared_seed))
-            for process in self.processes:
-                self._send(process, frame)
+            for process, start in zip(self.processes, starts, strict=True):
+                self._send(process, wire.pack_reset(wire.RESET, self.epoch, pickle.dumps(tuple(start), 5)))
         self._used = True
         return self.epoch
 
@@ -185,6 +190,11 @@ class WorkerPool:
             loop.remove_reader(process.channel.fileno())
             loop.remove_writer(process.channel.fileno())
         loop.remove_reader(process.death_fd)
+
+    @property
+    def run_ahead(self) -> int:
+        """Batches that any worker may have ready before an earlier one, by the memory that its ring has for them."""
+        return min(keeper.run_ahead for keeper in self.rings)
 
     def assign(self, worker: int, epoch: int, seq: int, index: Any) -> None:
         """Send a task, with a slot if one is free."""
@@ -246,14 +256,14 @@ class WorkerPool:
     def _on_frame(self, process: WorkerProcess, kind: int, body: bytes) -> None:
         worker = process.worker_id
         if kind == wire.RESULT:
-            result, data = wire.unpack_result(body)
+            result, data, cursor = wire.unpack_result(body)
             fd = process.channel.take_fd() if result.slot == wire.ONEOFF else None
             if not result.same:
                 self._templates[worker] = Template(data)
             ring = self.rings[worker].answered(result.epoch, result.seq, result.slot, result.nbytes)
             template = self._templates[worker]
             assert template is not None  # a worker's first result is never "same"
-            answer = Answer(result, template, ring, fd)
+            answer = Answer(result, template, ring, fd, cursor)
             if result.epoch == self.epoch and self._listener is not None:
                 self._listener.on_answer(worker, answer)
             else:

@@ -13,10 +13,13 @@ ended, the epoch was abandoned) come back.
 from __future__ import annotations
 
 from asyncloader.workers import segment, wire
-from asyncloader.workers.layout import FIRST_SLOT_BYTES, PAGE, fit_slot_bytes, slot_count
+from asyncloader.workers.layout import FIRST_SLOT_BYTES, HEADROOM, PAGE, fit_slot_bytes, grown_slot_bytes, slot_count
 from asyncloader.workers.ring import Ring
 
-__all__ = ["RingKeeper"]
+__all__ = ["RUN_AHEAD_BYTES", "RingKeeper"]
+
+RUN_AHEAD_BYTES = 64 << 20
+"""Memory a worker's ring may take for batches that wait for an earlier one, where the user set no `ring_bytes`."""
 
 
 class RingKeeper:
@@ -25,14 +28,18 @@ class RingKeeper:
     Args:
         credits: tasks that the worker may have outstanding.
         ring_bytes: bound on the ring's size, None for none.
+        run_ahead: batches that may wait for an earlier one beside those. They get slots as long as these fit into
+            `ring_bytes`; without a bound, into `RUN_AHEAD_BYTES`.
 
     Raises:
         RingMemoryError: `ring_bytes` is more than the machine can hold.
     """
 
-    def __init__(self, credits: int, ring_bytes: int | None) -> None:
-        self._credits = credits
-        self._slots = slot_count(credits)
+    def __init__(self, credits: int, ring_bytes: int | None, run_ahead: int = 0) -> None:
+        self._most_ahead = run_ahead
+        self._least_slots = slot_count(credits)
+        room = run_ahead if ring_bytes is None else max(0, ring_bytes // PAGE - self._least_slots)
+        self._slots = self._least_slots + min(run_ahead, room)
         self._ring_bytes = ring_bytes
         if ring_bytes is not None:
             segment.check_room(ring_bytes, f"a ring of ring_bytes={ring_bytes}")
@@ -42,6 +49,11 @@ class RingKeeper:
         self._held: dict[tuple[int, int], tuple[Ring, int]] = {}  # (epoch, seq) -> slot of an unanswered task
         self._slot_bytes = FIRST_SLOT_BYTES if ring_bytes is None else self._fixed_slot_bytes(ring_bytes)
         self._grown = True  # the first ring is owed
+
+    @property
+    def run_ahead(self) -> int:
+        """Batches that may be held back by an earlier one, beside the credits."""
+        return self._slots - self._least_slots
 
     def _fixed_slot_bytes(self, ring_bytes: int) -> int:
         return max(PAGE, ring_bytes // self._slots // PAGE * PAGE)
@@ -55,7 +67,7 @@ class RingKeeper:
         if not self._grown and not (self.ring is not None and self.ring.worn):
             return None
         number = self.ring.number + 1 if self.ring is not None else 0
-        self.ring = Ring(self._slots, self._slot_bytes, self._credits, number)
+        self.ring = Ring(self._slots, self._slot_bytes, self._slots - HEADROOM, number)
         self.nbytes = self.ring.nbytes
         self._grown = False
         return self.ring
@@ -76,9 +88,10 @@ class RingKeeper:
         """
         held = self._held.pop((epoch, seq), None)
         if slot == wire.ONEOFF and nbytes > self._slot_bytes:
-            wanted = fit_slot_bytes(nbytes, self._slots, self._ring_bytes)
+            slots = self._least_slots + self._affordable(grown_slot_bytes(nbytes))
+            wanted = fit_slot_bytes(nbytes, slots, self._ring_bytes)
             if wanted > self._slot_bytes:
-                self._slot_bytes = wanted
+                self._slot_bytes, self._slots = wanted, slots
                 self._grown = True
         if held is None:
             return None
@@ -86,6 +99,11 @@ class RingKeeper:
             held[0].give_back(held[1])
             return None
         return held[0]
+
+    def _affordable(self, slot_bytes: int) -> int:
+        """Slots for batches that run ahead."""
+        room = RUN_AHEAD_BYTES if self._ring_bytes is None else self._ring_bytes - self._least_slots * slot_bytes
+        return min(self._most_ahead, max(0, room // slot_bytes))
 
     def void(self) -> None:
         """The worker will answer none of its tasks: their slots come back."""

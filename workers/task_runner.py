@@ -26,15 +26,9 @@ from asyncloader.workers import segment, wire
 from asyncloader.workers.channel import Channel
 from asyncloader.workers.codec import Encoded, Encoder
 from asyncloader.workers.collate import Collator, use_private_memory
-from asyncloader.workers.fetch import (
-    AsyncFetcher,
-    BlockingFetcher,
-    is_async_dataset,
-    make_async_fetcher,
-    make_blocking_fetcher,
-)
-from asyncloader.workers.info import WorkerSetup, install_worker_info, seed_worker
+from asyncloader.workers.info import EpochStart, WorkerSetup, install_worker_info, seed_worker
 from asyncloader.workers.payload import Payload
+from asyncloader.workers.reader import Reader
 from asyncloader.workers.ring import WorkerRing
 
 __all__ = ["TaskRunner"]
@@ -61,7 +55,7 @@ class TaskRunner:
         self._cpu_mark = process_time()
         self._ended = False  # this worker's copy of an iterable dataset has ended in this epoch
         self._start_error: bytes | None = None
-        self._fetcher: Any = None
+        self._reader: Reader | None = None
         torch.multiprocessing._set_thread_name("pt_data_worker")
         torch.set_num_threads(1)
         use_private_memory()
@@ -73,16 +67,17 @@ class TaskRunner:
             self._start_error = _pickle_error(error, self.worker_id)
 
     def _start(self, setup: WorkerSetup) -> None:
-        self._collate = self._make_collate(setup)
-        self._infinite = range(setup.batch_size) if setup.batch_size is not None else None
         seed = seed_worker(setup.base_seed, self.worker_id)
-        self._dataset = self._reseed_datapipe(setup.dataset, setup.shared_seed)
-        install_worker_info(self.worker_id, setup.num_workers, seed, self._dataset)
-        self.asynchronous = is_async_dataset(self._dataset)
+        start = setup.starts[self.worker_id]
+        dataset = self._reseed_datapipe(setup.dataset, start.shared_seed)
+        reader = self._reader = Reader(
+            setup, dataset, self._make_collate(setup), worker_id=self.worker_id, in_worker=True
+        )
+        install_worker_info(self.worker_id, setup.num_workers, seed, dataset)
+        self.asynchronous = reader.asynchronous
         if setup.worker_init_fn is not None:
             setup.worker_init_fn(self.worker_id)
-        if not self.asynchronous:
-            self._fetcher = self._make_fetcher()
+        reader.begin(start)
 
     def _reseed_datapipe(self, dataset: Any, shared_seed: int | None) -> Any:
         if isinstance(dataset, IterDataPipe):
@@ -101,25 +96,6 @@ class TaskRunner:
             return self._encoder.encode(collate_fn(data)) if collator is None else collator.collate(data)
 
         return collate
-
-    def _make_fetcher(self) -> BlockingFetcher | AsyncFetcher:
-        setup = self._setup
-        if self.asynchronous:
-            return make_async_fetcher(
-                self._dataset,
-                iterable=setup.iterable,
-                auto_collation=setup.auto_collation,
-                collate=self._collate,
-                drop_last=setup.drop_last,
-                concurrency=setup.concurrency,
-            )
-        return make_blocking_fetcher(
-            self._dataset,
-            iterable=setup.iterable,
-            auto_collation=setup.auto_collation,
-            collate=self._collate,
-            drop_last=setup.drop_last,
-        )
 
     # --------------------------------------------------------------------------------------------- frames
 
@@ -141,13 +117,14 @@ class TaskRunner:
         self._epoch = epoch
         self._ended = False
         self.channel_send(wire.pack_reset(wire.RESET_DONE, epoch))
-        if not hasattr(self, "_dataset"):
+        reader = self._reader
+        if reader is None:
             return  # the set-up did not unpickle: that stays the answer to every task
         self._start_error = None
-        shared_seed = pickle.loads(payload)
+        start = EpochStart(*pickle.loads(payload))
         try:
-            self._dataset = self._reseed_datapipe(self._dataset, shared_seed)
-            self._fetcher = None if self.asynchronous else self._make_fetcher()
+            reader.dataset = self._reseed_datapipe(reader.dataset, start.shared_seed)
+            reader.begin(start)
         except Exception as error:
             self._start_error = _pickle_error(error, self.worker_id)
 
@@ -158,10 +135,10 @@ class TaskRunner:
         epoch, seq, slot, ring, index = wire.unpack_task(body)
         begin = perf_counter()
         try:
-            self._raise_start_error()
-            encoded = self._fetcher.fetch(self._index(index))
+            reader = self._reader_or_error()
+            encoded = reader.fetch(pickle.loads(index))
             ring_now = self._ring if ring == self._ring_number else None
-            self._answer(epoch, seq, slot, ring_now, encoded, lambda: perf_counter() - begin)
+            self._answer(epoch, seq, slot, ring_now, encoded, reader.cursor(), lambda: perf_counter() - begin)
         except Exception as error:
             self._answer_error(epoch, seq, lambda: perf_counter() - begin, error)
 
@@ -172,13 +149,12 @@ class TaskRunner:
         epoch, seq, slot, ring_number, index = wire.unpack_task(body)
         ring = self._ring if ring_number == self._ring_number else None
         try:
-            self._raise_start_error()
-            if self._fetcher is None:
-                self._fetcher = self._make_fetcher()
-            encoded = await self._fetcher.fetch(self._index(index))
+            reader = self._reader_or_error()
+            encoded = await reader.fetch_async(pickle.loads(index))
+            cursor = reader.cursor()  # before another task reads on
             # A task that outlived its epoch (it would not be cancelled) may not touch its slot: it is another's now.
             if epoch == self._epoch:
-                self._answer(epoch, seq, slot, ring, encoded, self._cpu_time)
+                self._answer(epoch, seq, slot, ring, encoded, cursor, self._cpu_time)
         except Exception as error:
             if epoch == self._epoch and not self._ended:
                 self._answer_error(epoch, seq, self._cpu_time, error)
@@ -189,17 +165,23 @@ class TaskRunner:
         spent, self._cpu_mark = now - self._cpu_mark, now
         return spent
 
-    def _raise_start_error(self) -> None:
+    def _reader_or_error(self) -> Reader:
         if self._start_error is not None:
             raise _StartError(self._start_error)
-
-    def _index(self, index: bytes) -> Any:
-        return self._infinite if self._setup.iterable else pickle.loads(index)
+        assert self._reader is not None  # else there is an error
+        return self._reader
 
     # -------------------------------------------------------------------------------------------- answers
 
     def _answer(
-        self, epoch: int, seq: int, slot: int, ring: WorkerRing | None, encoded: Encoded, busy: Callable[[], float]
+        self,
+        epoch: int,
+        seq: int,
+        slot: int,
+        ring: WorkerRing | None,
+        encoded: Encoded,
+        cursor: bytes,
+        busy: Callable[[], float],
     ) -> None:
         fds: list[int] = []
         if not encoded.nbytes:
@@ -210,9 +192,11 @@ class TaskRunner:
             slot = wire.ONEOFF
             fds.append(_write_oneoff(encoded))
         same = encoded.template == self._last_template
-        result = wire.Result(epoch, seq, slot, encoded.nbytes, encoded.pickled, self._samples, busy(), same)
+        result = wire.Result(
+            epoch, seq, slot, encoded.nbytes, encoded.pickled, self._samples, busy(), same, len(cursor)
+        )
         try:
-            self.channel_send(wire.pack_result(result, encoded.template), fds)
+            self.channel_send(wire.pack_result(result, encoded.template, cursor), fds)
         finally:
             for fd in fds:
                 os.close(fd)

@@ -57,8 +57,8 @@ _TASK_HEAD = struct.Struct("=IQiI")
 _RING_HEAD = struct.Struct("=IIQ")  # number, slots, slot_bytes
 _RESET_HEAD = struct.Struct("=I")  # epoch
 _ANSWER_HEAD = struct.Struct("=IQd")  # epoch, seq, busy
-_RESULT = struct.Struct("=IBIQiQQIdB")
-_RESULT_HEAD = struct.Struct("=IQiQQIdB")
+_RESULT = struct.Struct("=IBIQiQQIdBI")
+_RESULT_HEAD = struct.Struct("=IQiQQIdBI")
 
 _MAX_FRAME = 1 << 31
 
@@ -67,7 +67,8 @@ class Result(NamedTuple):
     """A worker's answer to a task.
 
     `nbytes` is the size of the batch in memory; `pickled` the bytes of pickle among or beside it; `busy` the seconds
-    that the worker spent; `same` says that the body is that of the worker's previous result and was left out.
+    that the worker spent; `same` says that the template is that of the worker's previous result and was left out;
+    `cursor` is the length of the pickled cursor behind the template, 0 for none.
     """
 
     epoch: int
@@ -78,6 +79,7 @@ class Result(NamedTuple):
     samples: int
     busy: float
     same: bool
+    cursor: int = 0
 
 
 def pack(kind: int, payload: bytes = b"") -> bytes:
@@ -128,17 +130,18 @@ def unpack_answer(body: bytes) -> tuple[int, int, float, bytes]:
     return epoch, seq, busy, body[_ANSWER_HEAD.size :]
 
 
-def pack_result(result: Result, template: bytes) -> bytes:
+def pack_result(result: Result, template: bytes, cursor: bytes = b"") -> bytes:
     """A batch's descriptor; `template` is ignored when the result says `same`."""
-    body = b"" if result.same else template
+    body = cursor if result.same else template + cursor
     return _RESULT.pack(1 + _RESULT_HEAD.size + len(body), RESULT, *result) + body
 
 
-def unpack_result(body: bytes) -> tuple[Result, bytes]:
-    """The result and its template (empty when `same`)."""
-    epoch, seq, slot, nbytes, pickled, samples, busy, same = _RESULT_HEAD.unpack_from(body)
-    result = Result(epoch, seq, slot, nbytes, pickled, samples, busy, bool(same))
-    return result, body[_RESULT_HEAD.size :]
+def unpack_result(body: bytes) -> tuple[Result, bytes, bytes]:
+    """The result, its template (empty when `same`) and its cursor."""
+    epoch, seq, slot, nbytes, pickled, samples, busy, same, cursor = _RESULT_HEAD.unpack_from(body)
+    result = Result(epoch, seq, slot, nbytes, pickled, samples, busy, bool(same), cursor)
+    end = len(body) - cursor
+    return result, body[_RESULT_HEAD.size : end], body[end:]
 
 
 class FrameSplitter:

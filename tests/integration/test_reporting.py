@@ -26,6 +26,8 @@ KEYS = [
     "data/time_to_first_batch_s",
     "data/worker_busy_frac",
     "data/worker_restarts",
+    "data/dropped",
+    "data/repeated",
 ]
 LOADERS: dict[str, Any] = {"sync": DataLoader, "asyncio": AsyncDataLoader}
 

@@ -71,6 +71,10 @@ def test_every_option_is_kept() -> None:
         "drop_last": True,
         "ring_bytes": 1 << 20,
         "concurrency": 7,
+        "on_uneven": "error",
+        "resume": "replay",
+        "snapshot_every_n_steps": 3,
+        "run_ahead": 4,
     }
     loader = DataLoader[Any](Numbers(9), **options)
     assert arguments(loader) == options
@@ -78,6 +82,15 @@ def test_every_option_is_kept() -> None:
     loader.worker_init_fn = None
     later = {name: value for name, value in (options | {"timeout": 9}).items() if name != "worker_init_fn"}
     assert arguments(loader) == later
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_seeded_loader_gets_its_sampler_anew(shuffle: bool) -> None:
+    """The seed's own sampler is made again, for the dataset that the new loader gets."""
+    loader = DataLoader[Any](Numbers(9), batch_size=2, shuffle=shuffle, seed=3, rank=1, world_size=2)
+    again = loader.clone(dataset=Numbers(20))
+    assert len(again.sampler) == 20
+    assert (again.seed, again.rank, again.world_size, again.sampler.shuffle) == (3, 1, 2, shuffle)
 
 
 def test_a_loader_of_torchs_has_none_of_our_options() -> None:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
 import pytest
 from torch.utils.data import BatchSampler, SequentialSampler
 
+from asyncloader.index_stream import StateLog
+from asyncloader.rank_view import RankView
 from asyncloader.sampler import AsyncIndexSource, AsyncSampler, as_async_source, is_async_sampler
 
 
@@ -38,8 +41,26 @@ class Both(Endless):
         return iter(())
 
 
-async def read(source: AsyncIndexSource) -> list[Any]:
-    return [index async for index in source]
+@dataclass
+class Place:
+    """A position to read from, and what the reader tells of it."""
+
+    first_step: int = 0
+    skipped: frozenset[int] = frozenset()
+    saved_sampler: dict[str, Any] | None = None
+    drained: dict[str, Any] | None = None
+    every: int = 1
+    log: StateLog | None = None
+    view: RankView | None = None
+    steps: list[int] = field(default_factory=list)
+
+    def pulled(self, task: int, step: int) -> None:
+        assert task == len(self.steps)
+        self.steps.append(step)
+
+
+async def read(source: AsyncIndexSource, place: Place | None = None) -> list[Any]:
+    return [index async for index in source.reading(place or Place())]
 
 
 def test_only_what_cannot_be_read_plainly_is_async() -> None:
@@ -78,6 +99,52 @@ async def test_length_is_the_number_of_batches() -> None:
         assert len(await read(source)) == len(source), (count, batch_size, drop_last)
 
 
+async def test_reading_goes_on_at_a_position() -> None:
+    """From any step on the rest comes; steps that were delivered beyond it are left out."""
+    source = AsyncIndexSource(Counting(7), 2, drop_last=False)
+    for first in range(5):
+        place = Place(first_step=first)
+        assert await read(source, place) == [[0, 1], [2, 3], [4, 5], [6]][first:]
+        assert place.steps == list(range(first, 4))
+    place = Place(first_step=1, skipped=frozenset({2}))
+    assert await read(source, place) == [[2, 3], [6]]
+    assert place.steps == [1, 3]
+
+
+class Remembering(Counting):
+    """One that can begin in its middle."""
+
+    start = 0
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        for index in range(self.start, self.count):
+            self.start = index + 1
+            yield index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"start": self.start}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["start"]
+
+
+async def test_a_stateful_sampler_goes_on_by_its_state() -> None:
+    """Its state after each step is kept, and from there it reads on without the items before."""
+    place = Place()
+    assert len(await read(AsyncIndexSource(Remembering(7), 2, drop_last=False), place)) == 4
+    assert place.log is not None
+    for step in range(1, 4):
+        again = Place()
+        source = AsyncIndexSource(Remembering(7), 2, drop_last=False)
+        await read(source, again)
+        assert again.log is not None
+        saved = again.log.at(step)
+        assert saved is not None
+        assert saved["sampler"] == {"start": 2 * step}
+        rest = AsyncIndexSource(Remembering(7), 2, drop_last=False)
+        assert await read(rest, Place(first_step=step, saved_sampler=saved)) == [[0, 1], [2, 3], [4, 5], [6]][step:]
+
+
 def test_length_of_an_unsized_sampler_is_a_type_error() -> None:
     """A sampler without a length has none here either."""
     with pytest.raises(TypeError):
@@ -88,7 +155,7 @@ def test_length_of_an_unsized_sampler_is_a_type_error() -> None:
 async def test_closing_the_source_closes_the_sampler(batch_size: int | None) -> None:
     """A sampler that is left early is closed then and there, not when garbage is collected."""
     sampler = Counting(10)
-    indices = aiter(AsyncIndexSource(sampler, batch_size, drop_last=False))
+    indices = AsyncIndexSource(sampler, batch_size, drop_last=False).reading(Place())
     await anext(indices)
     await indices.aclose()  # type: ignore[attr-defined]
     assert sampler.closed == 1
@@ -99,7 +166,7 @@ def test_batch_sampler_around_an_async_sampler_is_taken_apart() -> None:
     sampler = Counting(5)
     source = as_async_source(BatchSampler(sampler, 2, drop_last=True))  # type: ignore[arg-type]
     assert source is not None
-    assert (source.sampler, source.batch_size, source.drop_last) == (sampler, 2, True)
+    assert (source.sampler, source.share.batch_size, source.share.drop_last) == (sampler, 2, True)
 
 
 def test_async_batch_sampler_is_taken_as_it_is() -> None:
@@ -107,7 +174,7 @@ def test_async_batch_sampler_is_taken_as_it_is() -> None:
     sampler = Counting(5)
     source = as_async_source(sampler)
     assert source is not None
-    assert (source.sampler, source.batch_size) == (sampler, None)
+    assert (source.sampler, source.share.batch_size) == (sampler, None)
 
 
 def test_plain_samplers_are_torchs_business() -> None:

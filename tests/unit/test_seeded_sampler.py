@@ -42,22 +42,22 @@ def test_unshuffled() -> None:
     sampler = SeededSampler(range(10), seed=1, shuffle=False)
     sampler.set_epoch(4)
     assert list(sampler) == list(range(10))
-    assert list(sampler.indices(7)) == [7, 8, 9]
+    assert list(sampler.iter_from(7)) == [7, 8, 9]
 
 
 @pytest.mark.parametrize("start", [0, 1, 4095, 4096, 9999, 10_000])
 def test_resuming_at_any_position(start: int) -> None:
-    """`indices(start)` is the rest of the epoch."""
+    """`iter_from(start)` is the rest of the epoch."""
     sampler = SeededSampler(range(10_000), seed=11)
     sampler.set_epoch(3)
-    assert list(sampler.indices(start)) == list(sampler)[start:]
+    assert list(sampler.iter_from(start)) == list(sampler)[start:]
 
 
 def test_huge_datasets_begin_at_once() -> None:
     """Nothing is stored: the middle of 10**15 indices is as near as the beginning."""
     sampler = SeededSampler(range(10**15), seed=1)
     beginning = list(itertools.islice(sampler, 5))
-    middle = list(itertools.islice(sampler.indices(5 * 10**14), 5))
+    middle = list(itertools.islice(sampler.iter_from(5 * 10**14), 5))
     assert len({*beginning, *middle}) == 10
     assert len(sampler) == 10**15
 
@@ -66,7 +66,7 @@ def test_huge_datasets_begin_at_once() -> None:
 def test_start_out_of_range(start: int) -> None:
     """It is refused at once, not at the first index."""
     with pytest.raises(ValueError, match=f"between 0 and 10, but got start={start}"):
-        SeededSampler(range(10), seed=1).indices(start)
+        SeededSampler(range(10), seed=1).iter_from(start)
 
 
 def test_values_out_of_range() -> None:

@@ -1,0 +1,58 @@
+"""How many CPUs this process may use: its affinity, and its control groups' quota.
+
+Data path: none; read for warnings and `explain`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+__all__ = ["affinity", "cpu_quota", "usable_cpus"]
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may use: affinity, and the control group's quota."""
+    quota = cpu_quota()
+    return affinity() if quota is None else max(1, min(affinity(), quota))
+
+
+def affinity() -> int:
+    """CPUs that the process is bound to."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu_quota() -> int | None:
+    """The tightest CPU quota of this process's control groups in whole CPUs, rounded up; None when there is none."""
+    quotas: list[float] = []
+    for group in _cpu_groups():
+        try:
+            quota, period = (group / "cpu.max").read_text().split()
+        except (OSError, ValueError):
+            try:
+                quota = (group / "cpu.cfs_quota_us").read_text().strip()
+                period = (group / "cpu.cfs_period_us").read_text().strip()
+            except OSError:
+                continue
+        if quota not in ("max", "-1"):
+            quotas.append(int(quota) / int(period))
+    return max(1, math.ceil(min(quotas))) if quotas else None
+
+
+def _cpu_groups() -> list[Path]:
+    root = Path("/sys/fs/cgroup")
+    groups: list[Path] = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return groups
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        top = root if not controllers else root / controllers
+        if not controllers or "cpu" in controllers.split(","):
+            group = top / path.lstrip("/")
+            groups += [p for p in (group, *group.parents) if p == top or top in p.parents]
+    return groups

@@ -1,0 +1,337 @@
+"""A plain sampler's indices, from any delivered position on, and what it takes to find that position again.
+
+Data path: sampler -> [index stream] -> scheduler. Runs in the consumer's thread.
+
+Three ways lead to a position, the first that the sampler allows: it seeks (`SeekableSampler`), it restores its own
+state (`state_dict` and `load_state_dict`, on the sampler or on its iterator), or its indices are read and dropped,
+which fetches no data. For the third the order must come again: what the sampler drew from torch's generators when it
+began is kept, and set for it when it begins again.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import inspect
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler
+
+from asyncloader.errors import StateError
+from asyncloader.rank_view import RankView, SeekableSampler
+from asyncloader.workers.cursor import is_stateful
+
+__all__ = [
+    "IndexStream",
+    "StateLog",
+    "WatchedSampler",
+    "base_sampler",
+    "iterates_plainly",
+    "own_generator",
+    "set_generators",
+]
+
+_END = object()
+
+
+def base_sampler(index_sampler: Any) -> Any:
+    """The user's own part of a loader's index sampler: what torch's `BatchSampler`, or a rank's view, reads from."""
+    if isinstance(index_sampler, (RankView, WatchedSampler)) or type(index_sampler) is BatchSampler:
+        return index_sampler.sampler
+    return index_sampler
+
+
+class StateLog:
+    """A stateful sampler's states, each kept until its step is delivered.
+
+    Args:
+        every: take one every so many steps, beside that of step 0; 0 for no more.
+        saved: the state to begin with, as `at` gave it.
+    """
+
+    def __init__(self, every: int, saved: dict[str, Any] | None) -> None:
+        self._every = every
+        self._states: deque[dict[str, Any]] = deque([saved] if saved is not None else [])
+
+    def note(self, step: int, sampler: Any, iterator: Any = None, *, ended: bool = False) -> bool:
+        """`step` steps have been taken from the sampler, and perhaps its end was seen. False if its `state_dict`
+        failed, as one that wants arguments does: iteration must not suffer, and indices can still be read and dropped.
+        """
+        if step and (not self._every or step % self._every):
+            return True
+        iterator = None if iterator is sampler else iterator
+        try:
+            parts = [copy.deepcopy(part.state_dict()) if is_stateful(part) else None for part in (sampler, iterator)]
+        except Exception:
+            return False
+        self._states.append({"at": step, "ended": ended, "sampler": parts[0], "iterator": parts[1]})
+        return True
+
+    def at(self, step: int) -> dict[str, Any] | None:
+        """The newest state that is not beyond `step` steps; None if there is none. Older ones are forgotten."""
+        states = self._states
+        while len(states) > 1 and states[1]["at"] <= step:
+            states.popleft()
+        return states[0] if states and states[0]["at"] <= step else None
+
+
+class WatchedSampler:
+    """The user's sampler as torch's iterator base sees it: what its `__iter__` draws at once is noted."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+        self.drawn: dict[str, str] | None = None
+        """States of the generators before the newest `__iter__`, of those that it drew from."""
+
+    def __iter__(self) -> Iterator[Any]:
+        own = own_generator(self.sampler)
+        before = _states(own)
+        made: Iterator[Any] = iter(self.sampler)
+        self.drawn = _changed(before, _states(own))
+        return made
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+class _Ending:
+    """An iterator that knows whether it has ended: who reads batches from it may see the end before the last batch."""
+
+    def __init__(self, iterator: Any) -> None:
+        self.iterator = iterator
+        self.ended = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.iterator)
+        except StopIteration:
+            self.ended = True
+            raise
+
+
+class IndexStream:
+    """One epoch's indices, a step each.
+
+    Args:
+        index_sampler: torch's batch sampler or the user's sampler (perhaps watched), or a `RankView`.
+        made: its iterator, just made.
+        step: steps that were delivered before.
+        beyond: numbers of steps after `step` that were delivered, too (out of order): they are left out.
+        every: how often a stateful sampler is asked for its state, in steps.
+        saved: the sampler's state to continue from, of a `StateLog`.
+        generators: what `generators` was when the epoch began.
+    """
+
+    def __init__(
+        self,
+        index_sampler: Any,
+        made: Iterator[Any],
+        *,
+        step: int = 0,
+        beyond: frozenset[int] = frozenset(),
+        every: int = 1,
+        saved: dict[str, Any] | None = None,
+        generators: dict[str, str] | None = None,
+    ) -> None:
+        self._drawn: dict[str, str] | None = None
+        if isinstance(index_sampler, WatchedSampler):
+            self._drawn, index_sampler = index_sampler.drawn, index_sampler.sampler
+        self._index_sampler = index_sampler
+        self._sampler = base_sampler(index_sampler)
+        self._made = made
+        self._beyond = beyond
+        self._saved = saved
+        self._iterator: Any = None
+        self._step = step
+        self._every = every
+        self._first: Any = _END
+        self._own = own_generator(self._sampler)
+        self.log: StateLog | None = None
+        """States of a stateful sampler; None when it has none."""
+        self.generators = generators
+        """Text of the torch generators' states from which the sampler drew its order; None when it drew nothing."""
+        # Seeking draws nothing, so it is done at once: an iterator keeps the epoch that it was made in. torch's own
+        # way, where nothing is to be sought, is to begin with the first index.
+        seeks = isinstance(self._sampler, SeekableSampler) and (step or isinstance(index_sampler, RankView))
+        self._items: Iterator[Any] | None = self._sought(step) if seeks else None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self.pull()[1]
+
+    def pull(self) -> tuple[int, Any]:
+        """The next step's number and index. StopIteration at the end."""
+        if self._items is None:
+            self._items = self._begin()
+        while True:
+            item, self._first = self._first, _END
+            if item is _END:
+                item = next(self._items)
+            step = self._step
+            self._step += 1
+            if self.log is not None:
+                ended = isinstance(self._iterator, _Ending) and self._iterator.ended
+                if not self.log.note(self._step, self._sampler, _inner(self._iterator), ended=ended):
+                    self.log = None
+            if step not in self._beyond:
+                return step, item
+
+    def end_of_epoch(self) -> None:
+        """Bring the sampler to the end of the epoch that the saved state is of: the next one follows from there."""
+        assert self._saved is not None
+        iterator = self._own_iterator()
+        if not self._saved["ended"]:
+            for _ in iterator:
+                pass
+
+    def own_state(self) -> str | None:
+        """Text of the present state of the sampler's own generator, None if it has none."""
+        return None if self._own is None else _text(self._own.get_state())
+
+    def _begin(self) -> Iterator[Any]:
+        """Find the position. Called with the first pull: torch's samplers, too, draw their random numbers there."""
+        before = _states(self._own)
+        if self.generators is not None:
+            set_generators(self.generators, self._own)
+        try:
+            items = self._restored(self._step)
+            # Not through itertools: its wrappers ask for an iterator anew, or do not go on after an error.
+            self._first = next(items, _END)
+        finally:
+            if self.generators is None:
+                self.generators = self._drawn or _changed(before, _states(self._own))
+            elif "global" in self.generators:
+                # The order's draws were made long ago; this process's own generator is where the user wants it.
+                torch.default_generator.set_state(before["global"])
+        if self.log is not None and self.generators is not None:
+            self.generators.pop("own", None)  # a stateful sampler keeps its generator's state itself
+        return items
+
+    def _sought(self, step: int) -> Iterator[Any]:
+        source = self._index_sampler
+        if isinstance(source, RankView):
+            return source.iter_from(step)
+        if source is self._sampler:
+            return source.iter_from(min(step, len(source)))  # type: ignore[no-any-return]
+        size = source.batch_size
+        return _batches(self._sampler.iter_from(min(step * size, len(self._sampler))), size, source.drop_last)
+
+    def _restored(self, step: int) -> Iterator[Any]:
+        """By the sampler's own state if there is one, and for the rest by reading and dropping."""
+        source, saved = self._index_sampler, self._saved
+        at = 0 if saved is None else saved["at"]
+        if isinstance(source, RankView):
+            iterator = _past(self._own_iterator(), (step - at) * source.cutter.stride)
+            return source.iter_from(step, self._unless_ended(iterator))
+        if source is self._sampler:
+            if saved is None and self.generators is None:
+                self._iterator = self._made
+                self._begin_log()
+                return _past(self._made, step)
+            return _past(self._unless_ended(self._own_iterator()), step - at)
+        if saved is None and iterates_plainly(self._sampler) and not is_stateful(self._sampler):
+            return _past(self._made, step)
+        items = self._unless_ended(self._own_iterator())
+        return _past(_batches(items, source.batch_size, source.drop_last), step - at)
+
+    def _own_iterator(self) -> Iterator[Any]:
+        """The user's sampler's iterator, which torch's batch sampler would keep to itself, from the saved state on."""
+        saved = self._saved
+        if saved is not None and saved["sampler"] is not None:
+            self._sampler.load_state_dict(copy.deepcopy(saved["sampler"]))
+        iterator = iter(self._sampler)
+        if saved is not None and saved["iterator"] is not None:
+            iterator.load_state_dict(copy.deepcopy(saved["iterator"]))
+        ending = self._iterator = _Ending(iterator)
+        self._begin_log()
+        return ending
+
+    def _begin_log(self) -> None:
+        iterator = _inner(self._iterator)
+        if is_stateful(self._sampler) or is_stateful(iterator):
+            self.log = StateLog(self._every, self._saved)
+            if self._saved is None and not self._step and not self.log.note(0, self._sampler, iterator):
+                self.log = None
+
+    def _unless_ended(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Nothing, if the saved state is that of a sampler that has seen its end: it stands before its next epoch."""
+        return iter(()) if self._saved is not None and self._saved["ended"] else iterator
+
+
+def own_generator(sampler: Any) -> torch.Generator | None:
+    """The sampler's own torch generator, None if it draws from the global one."""
+    own = getattr(sampler, "generator", None)
+    return own if isinstance(own, torch.Generator) else None
+
+
+def set_generators(saved: dict[str, str], own: torch.Generator | None) -> None:
+    """Set the generators to saved states.
+
+    Raises:
+        StateError: a state is that of the sampler's own generator, and it has none.
+    """
+    if "own" in saved:
+        if own is None:
+            raise StateError(
+                "the state was saved by a loader whose sampler had a generator of its own, and here it has none: pass "
+                "generator= as before"
+            )
+        own.set_state(_state(saved["own"]))
+    if "global" in saved:
+        torch.default_generator.set_state(_state(saved["global"]))
+
+
+def _inner(iterator: Any) -> Any:
+    return iterator.iterator if isinstance(iterator, _Ending) else iterator
+
+
+def _past(items: Iterator[Any], count: int) -> Iterator[Any]:
+    """The iterator itself, `count` items later."""
+    for _ in range(count):
+        if next(items, _END) is _END:
+            break
+    return items
+
+
+def _batches(items: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[Any]]:
+    """As torch's `BatchSampler`."""
+    while batch := list(itertools.islice(items, size)):
+        if len(batch) < size and drop_last:
+            return
+        yield batch
+
+
+def iterates_plainly(sampler: Any) -> bool:
+    """Its iterators are generators, or a built-in container's: they draw nothing when made, and have no state."""
+    method: Any = getattr(type(sampler), "__iter__", None)
+    return inspect.isgeneratorfunction(method) or not inspect.isfunction(method)
+
+
+def _states(own: torch.Generator | None) -> dict[str, torch.Tensor]:
+    found = {"global": torch.default_generator.get_state()}
+    if own is not None:
+        found["own"] = own.get_state()
+    return found
+
+
+def _changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> dict[str, str] | None:
+    """Those that were drawn from, as they were before."""
+    drawn = {name: _text(state) for name, state in before.items() if not torch.equal(state, after[name])}
+    return drawn or None
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _state(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
