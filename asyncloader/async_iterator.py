@@ -30,20 +30,19 @@ from typing import Any, Protocol
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from asyncloader.checkpoint import Progress
 from asyncloader.consumer import Consumer, discard
+from asyncloader.draws import shared_seed, warn_over_length
 from asyncloader.errors import LoaderClosed, LoaderTimeout
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.options import (
     EpochPlan,
     LoaderSpec,
-    shared_seed,
     start_method,
-    warn_over_length,
     worker_context,
     worker_setup,
 )
 from asyncloader.pipeline import Pipeline
+from asyncloader.progress import Progress
 from asyncloader.statistics import Statistics
 from asyncloader.workers.pool import WorkerPool
 

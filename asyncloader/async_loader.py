@@ -16,6 +16,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.async_iterator import AsyncLoaderIterator
 from asyncloader.checkpoint import StateKeeper
+from asyncloader.draws import draw_source
 from asyncloader.errors import LoaderClosed
 from asyncloader.explain import explain
 from asyncloader.inline import InlineIterator
@@ -25,7 +26,6 @@ from asyncloader.options import (
     OPTION_NAMES,
     EpochPlan,
     LoaderSpec,
-    draw_source,
     epoch_plan,
 )
 from asyncloader.rank_view import OnUneven
@@ -244,6 +244,9 @@ class AsyncDataLoader(Generic[T_co]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `DataLoader.load_state_dict`."""
         self._keeper.load(self._spec, state_dict)
+        pool, self._idle_pool = self._idle_pool, None
+        if pool is not None:
+            pool.stop_soon()  # its copies of the dataset have gone on
 
     def set_epoch(self, epoch: int) -> None:
         """See `DataLoader.set_epoch`."""

@@ -14,13 +14,13 @@ from typing import Any
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.agreement import AgreementStage
-from asyncloader.checkpoint import Progress
 from asyncloader.delivery import LARGE, Opener, raise_worker_error
 from asyncloader.events import Action, Deliver
 from asyncloader.index_stream import IndexStream
 from asyncloader.options import EpochPlan
 from asyncloader.pin_memory import Pinned, PinStage, torch_pin
 from asyncloader.pipeline import ENDED, NOTHING, Pipeline, WorkerFailure
+from asyncloader.progress import Progress
 from asyncloader.statistics import Statistics
 from asyncloader.workers.pool import Answer, WorkerPool
 

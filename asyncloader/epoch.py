@@ -27,6 +27,8 @@ class EpochClock:
         self._dataset = dataset if callable(getattr(dataset, "set_epoch", None)) else None
         self._seeded = seeded
         self._count = 0
+        self.told = seeded
+        """Whether the dataset hears of epochs from here."""
 
     @property
     def value(self) -> int:
@@ -48,10 +50,11 @@ class EpochClock:
             raise TypeError(f"an epoch should be an integer, but got epoch={epoch!r}")
         if epoch < 0:
             raise ValueError(f"an epoch should not be negative, but got epoch={epoch}")
-        self._count = epoch
         for told in (*self._samplers, self._dataset):
             if told is not None:
                 told.set_epoch(epoch)
+        self.told = True
+        self._count = epoch
 
     def restore(self, epoch: int, *, finished: bool) -> None:
         """A state was loaded that is of this epoch, or of its end.

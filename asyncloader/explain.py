@@ -10,7 +10,8 @@ from typing import Any
 from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader.cpus import usable_cpus
-from asyncloader.options import LoaderSpec, start_method
+from asyncloader.options import LoaderSpec, is_iterable, start_method
+from asyncloader.seeded_mode import topology
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch import is_async_dataset
 from asyncloader.workers.pool import WorkerPool
@@ -27,7 +28,7 @@ def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: Work
     if spec.num_workers:
         lines.append(f"memory: {_rings(spec, pool)}")
         lines.append(f"collation: {_collation(spec)}")
-        lines.append(f"order: {_order(spec)}")
+    lines.append(f"order: {_order(spec)}")
     lines.append(f"pinning: {_pinning(spec)}")
     if statistics.copy_outs:
         lines.append(
@@ -65,7 +66,15 @@ def _collation(spec: LoaderSpec[Any]) -> str:
 
 
 def _order(spec: LoaderSpec[Any]) -> str:
-    return "task order" if spec.in_order else "as batches complete"
+    delivery = "in task order" if spec.in_order else "as batches complete"
+    if spec.seed is None:
+        return f"the sampler's, {delivery}" if spec.num_workers else "the sampler's"
+    rank, world_size = topology(spec)
+    share = f", rank {rank} of {world_size} (on_uneven={spec.on_uneven!r})" if world_size > 1 else ""
+    if not spec.num_workers:
+        return f"seeded by {spec.seed}{share}"
+    ahead = f", up to {spec.run_ahead} batches ahead of a slow one" if spec.in_order and not is_iterable(spec) else ""
+    return f"seeded by {spec.seed}{share}, {delivery}{ahead}"
 
 
 def _pinning(spec: LoaderSpec[Any]) -> str:

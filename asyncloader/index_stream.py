@@ -46,7 +46,7 @@ def base_sampler(index_sampler: Any) -> Any:
 
 
 class StateLog:
-    """A stateful sampler's states, each kept until its step is delivered.
+    """A stateful sampler's states, each kept until its step is delivered. One thread notes, another may look.
 
     Args:
         every: take one every so many steps, beside that of step 0; 0 for no more.
@@ -72,11 +72,14 @@ class StateLog:
         return True
 
     def at(self, step: int) -> dict[str, Any] | None:
-        """The newest state that is not beyond `step` steps; None if there is none. Older ones are forgotten."""
+        """The newest state that is not beyond `step` steps; None if there is none."""
+        return next((state for state in reversed(tuple(self._states)) if state["at"] <= step), None)
+
+    def forget(self, step: int) -> None:
+        """`step` steps have been delivered: states of which ``at(step - 1)`` and later ones know nothing can go."""
         states = self._states
-        while len(states) > 1 and states[1]["at"] <= step:
+        while len(states) > 1 and states[1]["at"] < step:
             states.popleft()
-        return states[0] if states and states[0]["at"] <= step else None
 
 
 class WatchedSampler:
@@ -212,8 +215,6 @@ class IndexStream:
             elif "global" in self.generators:
                 # The order's draws were made long ago; this process's own generator is where the user wants it.
                 torch.default_generator.set_state(before["global"])
-        if self.log is not None and self.generators is not None:
-            self.generators.pop("own", None)  # a stateful sampler keeps its generator's state itself
         return items
 
     def _sought(self, step: int) -> Iterator[Any]:
@@ -268,9 +269,13 @@ class IndexStream:
 
 
 def own_generator(sampler: Any) -> torch.Generator | None:
-    """The sampler's own torch generator, None if it draws from the global one."""
-    own = getattr(sampler, "generator", None)
-    return own if isinstance(own, torch.Generator) else None
+    """The torch generator of the sampler, or of the one that it reads from; None if that is the global one."""
+    while sampler is not None:
+        own = getattr(sampler, "generator", None)
+        if isinstance(own, torch.Generator):
+            return own
+        sampler = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
+    return None
 
 
 def set_generators(saved: dict[str, str], own: torch.Generator | None) -> None:

@@ -22,19 +22,17 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from asyncloader.agreement import Agreement
-from asyncloader.checkpoint import Progress
+from asyncloader.draws import draw_source, shared_seed, warn_over_length
 from asyncloader.errors import LoaderClosed
 from asyncloader.index_stream import IndexStream
 from asyncloader.options import (
     LoaderSpec,
     async_index_source,
-    draw_source,
     is_iterable,
-    shared_seed,
-    warn_over_length,
     worker_setup,
 )
 from asyncloader.pin_memory import torch_pin
+from asyncloader.progress import Progress
 from asyncloader.statistics import Statistics
 from asyncloader.workers.reader import Reader
 from asyncloader.workers.recycle import recycling_collate
@@ -59,6 +57,7 @@ def make_inline_reader(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter, progre
     setup = worker_setup(spec, 0, draws, base_seed, [start])
     reader = Reader(setup, dataset, collate, in_worker=False)
     reader.begin(start)
+    progress.begun(0, reader.first_cursor())
     return reader
 
 

@@ -96,6 +96,8 @@ class DataLoader(LoaderSpec[T_co]):
                 words, what to do.
         """
         self._state.keeper.load(self, state_dict)
+        # As in torchdata: persistent workers end, whose copies of the dataset have gone on.
+        self._iterator = None
 
     def set_epoch(self, epoch: int) -> None:
         """The next ``iter()`` is of this epoch; samplers and datasets that have `set_epoch` are told.

@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 import torch.utils.data
 from torch.utils.data import (
-    BatchSampler,
     Dataset,
     IterableDataset,
     IterDataPipe,
@@ -30,14 +29,12 @@ from torch.utils.data import _DatasetKind as DatasetKind
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
 from asyncloader.cpus import affinity, cpu_quota
-from asyncloader.index_stream import WatchedSampler, iterates_plainly
 from asyncloader.rank_view import OnUneven
 from asyncloader.sampler import AsyncIndexSource, as_async_source
 from asyncloader.scheduler import Scheduler
 from asyncloader.seeded_mode import check_options, default_sampler, rank_view, topology
 from asyncloader.workers.fetch import is_async_stream
 from asyncloader.workers.info import EpochStart, SeededSetup, WorkerSetup
-from asyncloader.workers.seeding import derive
 
 __all__ = [
     "DEFAULT_CONCURRENCY",
@@ -46,12 +43,9 @@ __all__ = [
     "EpochPlan",
     "LoaderSpec",
     "async_index_source",
-    "draw_source",
     "epoch_plan",
     "is_iterable",
-    "shared_seed",
     "start_method",
-    "warn_over_length",
     "worker_context",
     "worker_setup",
 ]
@@ -297,47 +291,6 @@ def _seeded_setup(spec: LoaderSpec[Any], workers: int, draws: _BaseDataLoaderIte
     )
 
 
-def draw_source(spec: LoaderSpec[Any], epoch: int) -> Any:
-    """What torch's iterator base draws its random numbers from: the loader; in seeded mode a view of it, with numbers
-    of the seed and the epoch, so that the process's generators stay where they are. A user's sampler that may draw
-    when it is asked for an iterator is watched.
-    """
-    if spec.seed is not None:
-        return _SeededDraws(spec, spec.seed, epoch)
-    sampler = spec._index_sampler
-    if isinstance(sampler, AsyncIndexSource) or type(sampler) is BatchSampler or iterates_plainly(sampler):
-        return spec
-    return _WatchedDraws(spec, WatchedSampler(sampler))
-
-
-class _WatchedDraws:
-    """The loader, but for its sampler, whose own draws are noted."""
-
-    def __init__(self, spec: LoaderSpec[Any], sampler: WatchedSampler) -> None:
-        self._spec = spec
-        self._index_sampler = sampler
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._spec, name)
-
-
-class _SeededDraws:
-    """The loader, but for its generator."""
-
-    def __init__(self, spec: LoaderSpec[Any], seed: int, epoch: int) -> None:
-        self._spec = spec
-        self.generator = torch.Generator()
-        self.generator.manual_seed(derive(seed, "iterator", epoch))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._spec, name)
-
-
-def shared_seed(draws: _BaseDataLoaderIter) -> int | None:
-    """The seed that all workers and ranks share, for torch's datapipes; None for other datasets."""
-    return None if draws._shared_seed is None else int(draws._shared_seed)
-
-
 class EpochPlan(NamedTuple):
     """The options that shape an epoch with workers. Persistent workers keep those that they were started with."""
 
@@ -390,21 +343,3 @@ def epoch_plan(spec: LoaderSpec[Any]) -> EpochPlan:
     iterable, seeded = is_iterable(spec), spec.seed is not None
     ahead = spec.run_ahead if seeded and spec.in_order and not iterable else 0
     return EpochPlan(spec.num_workers, prefetch, spec.in_order, iterable, async_index_source(spec), ahead, seeded)
-
-
-def warn_over_length(draws: _BaseDataLoaderIter) -> None:
-    """torch's warning when an iterable dataset gives more than its length said. Call after counting a batch."""
-    reported = draws._IterableDataset_len_called
-    if draws._dataset_kind != DatasetKind.Iterable or reported is None or draws._num_yielded <= reported:
-        return
-    message = (
-        f"Length of IterableDataset {draws._dataset} was reported to be {reported}"
-        f"(when accessing len(dataloader)), but {draws._num_yielded} samples have been fetched. "
-    )
-    if draws._num_workers > 0:
-        message += (
-            "For multiprocessing data-loading, this could be caused by not properly configuring the "
-            "IterableDataset replica at each worker. Please see "
-            "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
-        )
-    warnings.warn(message, stacklevel=3)

@@ -150,5 +150,6 @@ def feedback_target(spec: Any) -> Callable[..., Any]:
         method = getattr(sampler, "feedback", None)
         if callable(method):
             return method  # type: ignore[no-any-return]
-    kind = next((type(sampler).__name__ for sampler in samplers if sampler is not None), "no sampler")
+    own = (sampler for sampler in samplers if sampler is not None and type(sampler) is not BatchSampler)
+    kind = next((type(sampler).__name__ for sampler in own), "the loader's sampler")
     raise TypeError(f"feedback goes to the sampler's method 'feedback', but {kind} has none; give the sampler one")

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, 
 from asyncloader.rank_view import ON_UNEVEN, RankView, Share, Topology
 from asyncloader.seeded_sampler import SeededSampler
 
-__all__ = ["check_options", "default_sampler", "expectations", "rank_view", "topology"]
+__all__ = ["check_options", "default_sampler", "expectations", "plain_sampler", "rank_view", "topology"]
 
 RESUME = ("exact", "replay")
 
@@ -35,7 +35,7 @@ def check_options(
     Raises:
         ValueError: one is out of range, or two exclude one another.
     """
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 64):
+    if seed is not None and not _is_seed(seed):
         raise ValueError(f"seed should be an integer between 0 and 2**64 - 1 or None, but got seed={seed!r}")
     if seed is not None and generator is not None:
         raise ValueError(
@@ -73,9 +73,14 @@ def check_options(
 
 def default_sampler(dataset: Any, seed: int | None, shuffle: Any, sampler: Any, batch_sampler: Any) -> Any:
     """The sampler of seeded mode where the user gave none; None where there is one, or nothing to sample."""
-    if seed is None or sampler is not None or batch_sampler is not None or isinstance(dataset, IterableDataset):
+    if not _is_seed(seed) or sampler is not None or batch_sampler is not None or isinstance(dataset, IterableDataset):
         return None
+    assert seed is not None
     return SeededSampler(dataset, seed, shuffle=bool(shuffle))
+
+
+def _is_seed(seed: Any) -> bool:
+    return isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 1 << 64
 
 
 def topology(spec: Any) -> Topology:
@@ -85,6 +90,17 @@ def topology(spec: Any) -> Topology:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return Topology(torch.distributed.get_rank(), torch.distributed.get_world_size())
     return Topology(0, 1)
+
+
+def plain_sampler(spec: Any) -> Any:
+    """The sampler of indices that the loader's order comes from, None where there is none.
+
+    torch sets `loader.sampler` to one of its own where the user gave a batch sampler; inside a plain `BatchSampler` is
+    the one that matters.
+    """
+    if type(spec.batch_sampler) is BatchSampler:
+        return spec.batch_sampler.sampler
+    return getattr(spec, "sampler", None)
 
 
 def _replicas(sampler: Any) -> Topology | None:
@@ -123,23 +139,22 @@ def rank_view(spec: Any, index_sampler: Any) -> RankView:
 
 def expectations(spec: Any, *, iterable: bool) -> dict[str, Any]:
     """What a state names of the loader that it is of, to be compared with the one that it is loaded into."""
-    sampler = getattr(spec, "sampler", None)
-    size = spec.batch_size
-    if spec.batch_sampler is not None and type(spec.batch_sampler) is BatchSampler:
-        size = spec.batch_sampler.batch_size
-    if size is not None and not iterable:
-        own = _replicas(sampler)
-        if own is not None:
+    size, drop_last = spec.batch_size, spec.drop_last
+    if type(spec.batch_sampler) is BatchSampler:
+        size, drop_last = spec.batch_sampler.batch_size, spec.batch_sampler.drop_last
+    if not iterable:
+        own = _replicas(plain_sampler(spec)) or _replicas(spec.batch_sampler)
+        if own is None and spec.seed is not None:
+            size = (size or 1) * topology(spec).world_size  # without a batch size: items that make a step
+        elif own is not None and size is not None:
             size *= own.world_size
-        elif spec.seed is not None:
-            size *= topology(spec).world_size
     return {
         "mode": "torch" if spec.seed is None else "seeded",
         "kind": "iterable" if iterable else "map",
         "seed": spec.seed,
         "length": None if iterable else _length(spec.dataset),
         "batch_size": size,
-        "drop_last": bool(spec.drop_last),
+        "drop_last": bool(drop_last),
         "order": "stream" if iterable else _order(spec),
     }
 
@@ -147,7 +162,7 @@ def expectations(spec: Any, *, iterable: bool) -> dict[str, Any]:
 def _order(spec: Any) -> str:
     if spec.batch_sampler is not None and type(spec.batch_sampler) is not BatchSampler:
         return "batch_sampler"
-    sampler = spec.sampler
+    sampler = plain_sampler(spec)
     if isinstance(sampler, SequentialSampler) or (type(sampler) is SeededSampler and not sampler.shuffle):
         return "sequential"
     if isinstance(sampler, RandomSampler) or type(sampler) is SeededSampler:

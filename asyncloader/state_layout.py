@@ -32,7 +32,7 @@ from typing import Any
 
 from asyncloader.errors import StateError
 
-__all__ = ["EXPECTED", "VERSION", "check_exact", "check_state", "check_workers", "compare"]
+__all__ = ["EXPECTED", "VERSION", "check_exact", "check_length", "check_state", "check_workers", "compare"]
 
 VERSION = 1
 
@@ -135,7 +135,9 @@ def _check_generators(generators: dict[str, Any]) -> None:
 def _check_worker_part(workers: dict[str, Any]) -> None:
     _check_fields(workers, _WORKERS, "the state's 'workers'")
     expected = max(1, workers["num_workers"])
-    if not len(workers["given"]) == len(workers["cursors"]) == expected or not 0 <= workers["next"] < expected:
+    if not 0 <= workers["next"] < expected:
+        raise StateError(f"the state is broken: num_workers={workers['num_workers']}, but next={workers['next']}")
+    if not len(workers["given"]) == len(workers["cursors"]) == expected:
         raise StateError(
             f"the state is broken: num_workers={workers['num_workers']}, but {len(workers['given'])} counts and "
             f"{len(workers['cursors'])} cursors"
@@ -187,6 +189,17 @@ def compare(state: dict[str, Any], expected: dict[str, Any], world_size: int) ->
             f"the state was saved with {name}={saved!r}, but this loader has {name}={here!r}; make the loader as it "
             "was, or begin anew without the state"
         )
+
+
+def check_length(state: dict[str, Any], steps: int | None) -> None:
+    """Whether the state's position is one of an epoch of so many steps (None: nobody knows).
+
+    Raises:
+        StateError: it is beyond its end.
+    """
+    last = max([state["step"], *(step + 1 for step in state["beyond"])])
+    if steps is not None and last > steps:
+        raise StateError(f"the state is broken: {last} batches of an epoch were delivered that has {steps}")
 
 
 def check_workers(workers: dict[str, Any], num_workers: int, rank: int, world_size: int) -> None:

@@ -24,23 +24,22 @@ import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.bridge import Bridge
-from asyncloader.checkpoint import Progress, StateKeeper
+from asyncloader.checkpoint import StateKeeper
 from asyncloader.consumer import Consumer, discard
+from asyncloader.draws import draw_source, shared_seed, warn_over_length
 from asyncloader.errors import LoaderClosed, LoaderTimeout
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.inline import batch_nbytes, count_samples, inline_stream, make_inline_reader
 from asyncloader.options import (
     LoaderSpec,
     async_index_source,
-    draw_source,
     epoch_plan,
-    shared_seed,
-    warn_over_length,
     worker_context,
     worker_setup,
 )
 from asyncloader.pin_memory import torch_pin
 from asyncloader.pipeline import Pipeline
+from asyncloader.progress import Progress
 from asyncloader.statistics import Statistics
 from asyncloader.workers.info import EpochStart
 from asyncloader.workers.pool import WorkerPool

@@ -127,9 +127,9 @@ class AsyncSeeding:
             return collate(samples)
         if self._watch is None:
             with global_generators_kept():
-                self._collate.batch(first)
+                self._collate.collation(first)
                 return collate(samples)
-        self._collate.batch(first)
+        self._collate.collation(first)
         try:
             return collate(samples)
         finally:

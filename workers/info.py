@@ -23,13 +23,15 @@ class EpochStart(NamedTuple):
 
     Attributes:
         shared_seed: the seed that all workers and ranks share, for torch's datapipes; None for other datasets.
-        epoch: its number, for seeded mode.
+        epoch: its number.
+        told: whether the consumer's copy of the dataset was told it: always in seeded mode, else if the user did.
         cursor: where its copy of the dataset stood; None for the beginning.
         skip: batches to be read and dropped after that.
     """
 
     shared_seed: int | None = None
     epoch: int = 0
+    told: bool = False
     cursor: Cursor | None = None
     skip: int = 0
 

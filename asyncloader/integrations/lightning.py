@@ -1,6 +1,8 @@
-"""Lightning keeps a loader's class and drops its iterators when a stage ends, so ours needs nothing to be used.
+"""Lightning keeps a loader's class, saves and loads its state, and drops its iterators when a stage ends, so ours needs
+nothing to be used.
 
-This callback puts the loader's counters (`DataLoader.stats`) among the metrics that a run logs.
+This callback puts the loader's counters (`DataLoader.stats`) among the metrics that a run logs, and makes checkpoints
+exact in the two places where Lightning saves another position than the one that it goes on from.
 """
 
 from __future__ import annotations
@@ -19,6 +21,13 @@ __all__ = ["LoaderCallback"]
 
 class LoaderCallback(Callback):
     """Logs the counters of the training loaders, under ``data/...``; of several, under ``loader_0/data/...`` and so on.
+
+    In checkpoints it corrects the states of our training loaders. Without it a run that is resumed from a checkpoint of
+    ``on_train_batch_end`` (as `ModelCheckpoint` with ``every_n_train_steps`` saves them) loses
+
+    - the next epoch, if that batch was the last of its epoch: Lightning begins a new epoch with a loader that stands at
+      the end of the old one (with `limit_train_batches` the new epoch has what was left of the old one);
+    - one batch of a loader without a length, of which Lightning reads one batch more than it trains on.
 
     Args:
         every_n_steps: log every so many training steps, at least 1; None logs at the end of each epoch only (default).
@@ -48,6 +57,27 @@ class LoaderCallback(Callback):
         if self._every is None:
             self._log(trainer)
 
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Called when all states are in the checkpoint: put ours right."""
+        saved: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {})
+        states = saved.get("state_dict", {}).get("combined_loader")
+        if not states:
+            return
+        progress = saved["epoch_loop.batch_progress"]
+        ready, completed = progress["current"]["ready"], progress["current"]["completed"]
+        last = progress["is_last_batch"] or ready == trainer.num_training_batches
+        if last and completed == ready:
+            return  # at the epoch's end; Lightning goes on from this position only to find that nothing is left
+        fetcher: Any = trainer.fit_loop._data_fetcher
+        ahead = bool(getattr(fetcher, "batches", ()))
+        for number, loader in enumerate(filter(_is_stateful, _leaves(trainer.train_dataloader))):
+            if not isinstance(loader, DataLoader):
+                continue
+            if last:
+                states[number] = {**states[number], "finished": True}
+            elif ahead:
+                states[number] = loader._state.keeper.state(loader, before_last=True)
+
     def _log(self, trainer: Trainer) -> None:
         ours = list(_flat(trainer.train_dataloader))
         for number, loader in enumerate(ours):
@@ -56,6 +86,15 @@ class LoaderCallback(Callback):
                 stats = {f"loader_{number}/{name}": value for name, value in stats.items()}
             for logger in trainer.loggers:
                 logger.log_metrics(stats, trainer.global_step)
+
+
+def _leaves(loaders: Any) -> list[Any]:
+    """The loaders in the order of Lightning's states."""
+    return list(CombinedLoader(loaders, "min_size").flattened)
+
+
+def _is_stateful(loader: Any) -> bool:
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
 def _flat(loaders: Any) -> Iterator[DataLoader[Any]]:

@@ -78,13 +78,15 @@ def main(arguments: list[str]) -> int:
     if wrong:
         log("no table, because content differs: " + "; ".join(wrong))
         return 2
-    tables = (report.floor_table(results), report.peer_table(results), report.memory_bandwidth(results))
+    writers = (report.floor_table, report.limit_table, report.peer_table, report.memory_bandwidth)
+    tables = [write(results) for write in writers]
     print("\n\n".join(table for table in tables if table), flush=True)
     if options.save:
         command = " ".join(["python -m tests.benchmarks", *arguments])
         save(results, command, options.rounds)
-    missed = [verdict for verdict in report.verdicts(results) if not verdict.ok]
-    log(f"{len(missed)} floors missed")
+    missed = sum(not each.ok for each in report.verdicts(results))
+    missed += sum(not each.ok for each in report.limit_verdicts(results))
+    log(f"{missed} floors missed")
     return 1 if missed else 0
 
 

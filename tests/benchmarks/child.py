@@ -213,9 +213,19 @@ def _median(values: Iterable[float]) -> float:
     return statistics.median(values)
 
 
+def _seeded(name: str) -> Callable[[Job], dict[str, Any]]:
+    def probe(job: Job) -> dict[str, Any]:
+        from . import seeded
+
+        result: dict[str, Any] = getattr(seeded, name)(job)
+        return result
+
+    return probe
+
+
 PROBES: dict[str, Callable[[Job], dict[str, Any]]] = {
     probe.__name__: probe for probe in (throughput, inline, first_batch, second_epoch, memory, reference, memcpy, peers)
-}
+} | {name: _seeded(name) for name in ("shuffle", "cost", "state", "line")}
 
 
 def main() -> None:

@@ -122,6 +122,16 @@ def _record(job: Job, output: dict[str, Any], memory: list[tuple[float, Memory]]
         results.add(f"first/{job.start}", job.loader, output["seconds"])
     elif job.probe == "second_epoch":
         results.add("second", job.loader, output["seconds"])
+    elif job.probe == "shuffle":
+        results.add("shuffle/first", job.loader, output["seconds"])
+        results.add("shuffle/memory", job.loader, output["memory"])
+    elif job.probe == "line":
+        results.add("line", job.loader, output["rate"])
+    elif job.probe == "cost":
+        results.add("seeded/cost", job.loader, output["seconds"])
+    elif job.probe == "state":
+        results.add("seeded/state", job.loader, output["state"])
+        results.add("seeded/resume", job.loader, output["resume"])
     elif job.probe == "memory":
         begin, end = output["steady"]
         steady = [look for when, look in memory if begin <= when <= end]

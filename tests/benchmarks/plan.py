@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 TORCH = "torch"
 TORCH_FILE_SYSTEM = "torch file_system"
+TORCH_UNORDERED = "torch out of order"
 ASYNC = "AsyncDataLoader"
 FACADE = "DataLoader"
 OURS = (ASYNC, FACADE)
@@ -84,6 +85,14 @@ class Floor:
     baseline: str = TORCH
 
 
+@dataclass(frozen=True)
+class Limit:
+    """The most that a metric of ours may be, in its unit, where there is nothing of torch's to compare with."""
+
+    metric: str
+    bound: float
+
+
 METRICS = (
     Metric("large", "large/touch", "64 x float32 3x224x224 (38.5 MB), one element touched", "batches/s"),
     Metric("large", "large/sum", "the same, consumer sums the whole batch", "batches/s"),
@@ -101,6 +110,12 @@ METRICS = (
     Metric("memory", "memory/steady", "the same: median while batches flow", "MiB", False, 2**-20),
     Metric("memory", "memory/held", "the same, with batches on their way (not in PSS)", "MiB", False, 2**-20),
     Metric("cpu", "cpu/small", "main-process CPU seconds per 1000 small batches", "s", False, 1e3),
+    Metric("shuffle", "shuffle/first", "first batch of 100 million shuffled samples", "ms", False, 1e3),
+    Metric("shuffle", "shuffle/memory", "memory that it took", "MiB", False, 2**-20),
+    Metric("line", "line", "one batch in 16 takes 20 times as long, 2 workers, in order", "batches/s"),
+    Metric("seeded", "seeded/cost", "a sample in seeded mode, more than in torch mode", "µs", False, 1e6),
+    Metric("seeded", "seeded/state", "`state_dict()` with 4 workers", "µs", False, 1e6),
+    Metric("seeded", "seeded/resume", "first batch after resuming at step 1,000,000, 4 workers", "ms", False, 1e3),
 )
 ROWS = tuple(dict.fromkeys(metric.row for metric in METRICS))
 THROUGHPUT = {"large": ("large",), "small": ("small", "cpu"), "ints": ("ints",)}
@@ -125,16 +140,24 @@ def _floors() -> tuple[Floor, ...]:
         "memory/steady": (1.0, 1.0),
         "memory/held": (None, None),
         "cpu/small": (0.3, 0.3),
+        "shuffle/first": (0.01, 0.01),
+        "shuffle/memory": (0.01, 0.01),
+        "line": (1.4, 1.4),
     }
     floors = [
         Floor(metric, loader, bound)
         for metric, bounds in pairs.items()
         for loader, bound in zip(OURS, bounds, strict=True)
     ]
-    return (*floors, *(Floor("small/touch", loader, 4.0, TORCH_FILE_SYSTEM) for loader in OURS))
+    more = (
+        *(Floor("small/touch", loader, 4.0, TORCH_FILE_SYSTEM) for loader in OURS),
+        *(Floor("line", loader, None, TORCH_UNORDERED) for loader in OURS),
+    )
+    return (*floors, *more)
 
 
 FLOORS = _floors()
+LIMITS = (Limit("seeded/cost", 10.0), Limit("seeded/state", 50.0), Limit("seeded/resume", 1000.0))
 
 
 def jobs(rows: tuple[str, ...], seconds: float, peers: bool, full: bool) -> list[Job]:
@@ -159,6 +182,12 @@ def jobs(rows: tuple[str, ...], seconds: float, peers: bool, full: bool) -> list
         planned += [Job("first_batch", "small", each, start) for start in starts for each in (TORCH, *OURS)]
     if "second" in rows:
         planned += [Job("second_epoch", "small", loader) for loader in (TORCH, *OURS)]
+    if "shuffle" in rows:
+        planned += [Job("shuffle", loader=loader) for loader in (TORCH, *OURS)]
+    if "line" in rows:
+        planned += [Job("line", loader=loader) for loader in (TORCH, TORCH_UNORDERED, *OURS)]
+    if "seeded" in rows:
+        planned += [Job(probe, loader=loader) for probe in ("cost", "state") for loader in OURS]
     if "memory" in rows:
         planned += [Job("memory", "large", loader, seconds=seconds) for loader in (TORCH, *OURS)]
     return planned

@@ -17,7 +17,21 @@ from .__main__ import parse, save
 from .child import check_positions
 from .harness import JobFailed, Results, tree_memory
 from .loaders import Pass, build, drive
-from .plan import ASYNC, FACADE, FLOORS, METRICS, OURS, PEERS, ROWS, TORCH, Job, jobs
+from .plan import (
+    ASYNC,
+    FACADE,
+    FLOORS,
+    LIMITS,
+    METRICS,
+    OURS,
+    PEERS,
+    ROWS,
+    TORCH,
+    TORCH_FILE_SYSTEM,
+    TORCH_UNORDERED,
+    Job,
+    jobs,
+)
 from .workloads import WORKLOADS, Checksum, ContentError, reference_checksum
 
 BATCHES = 5
@@ -95,16 +109,16 @@ def fake_results(factor: float) -> Results:
     """Every metric measured twice: torch 100, everyone else `factor` times that."""
     results = Results(memcpy=[1e10])
     for metric in METRICS:
-        for loader in ("torch file_system", TORCH, *OURS):
+        for loader in (TORCH_FILE_SYSTEM, TORCH_UNORDERED, TORCH, *OURS):
             for noise in (1.0, 1.2):
                 results.add(metric.key, loader, 100.0 * noise * (factor if loader in OURS else 1.0))
     return results
 
 
 def test_floors_bound_from_the_right_side() -> None:
-    """Twenty times torch holds the floors of rates and misses those of costs; a twentieth the reverse."""
+    """200 times torch holds the floors of rates and misses those of costs; a 200th the reverse."""
     rates = {metric.key for metric in METRICS if metric.more_is_better}
-    for factor, held in ((20.0, True), (0.05, False)):
+    for factor, held in ((200.0, True), (0.005, False)):
         verdicts = report.verdicts(fake_results(factor))
         assert len(verdicts) == len(FLOORS)
         for verdict in verdicts:
@@ -113,14 +127,25 @@ def test_floors_bound_from_the_right_side() -> None:
                 assert verdict.ok is ((verdict.metric.key in rates) is held)
 
 
+def test_limits_bound_the_measured_number() -> None:
+    """A figure in its metric's unit is held against its limit, for each of our loaders."""
+    assert len(report.limit_verdicts(fake_results(1.0))) == 2 * len(LIMITS)
+    results = Results()
+    results.add("seeded/state", ASYNC, 49e-6)
+    results.add("seeded/state", FACADE, 51e-6)
+    assert [(each.loader, each.ok) for each in report.limit_verdicts(results)] == [(ASYNC, True), (FACADE, False)]
+    assert "| **short** |" in report.limit_table(results)
+
+
 def test_page_and_picture(tmp_path: Path) -> None:
     """The page has a line for each floor and says which are short; the picture is well-formed XML."""
     results = fake_results(20.0)
     save(results, "python -m tests.benchmarks", 2, tmp_path / "benchmarks.md")
     text = (tmp_path / "benchmarks.md").read_text()
-    bound = [verdict for verdict in report.verdicts(results) if verdict.floor.bound is not None]
-    assert text.count("| ok |") == sum(verdict.ok for verdict in bound) > 0
-    assert text.count("| **short** |") == sum(not verdict.ok for verdict in bound) > 0
+    bound = [verdict.ok for verdict in report.verdicts(results) if verdict.floor.bound is not None]
+    bound += [verdict.ok for verdict in report.limit_verdicts(results)]
+    assert text.count("| ok |") == sum(bound) > 0
+    assert text.count("| **short** |") == len(bound) - sum(bound) > 0
     root = ET.fromstring((tmp_path / "benchmarks.svg").read_text())
     names = {element.text for element in root.iter("{http://www.w3.org/2000/svg}text")}
     assert {ASYNC, FACADE, TORCH} <= names
@@ -130,7 +155,8 @@ def test_page_and_picture(tmp_path: Path) -> None:
 def test_rows_select_jobs() -> None:
     """Every row feeds on at least one job, peers add jobs, and an unknown row is refused."""
     for row in ROWS:
-        assert {job.loader.partition(",")[0] for job in jobs((row,), 1.0, peers=False, full=False)} >= {TORCH}
+        measured = {job.loader.partition(",")[0] for job in jobs((row,), 1.0, peers=False, full=False)}
+        assert measured >= ({TORCH} if row != "seeded" else set(OURS))
     assert len(jobs(ROWS, 1.0, peers=True, full=False)) > len(jobs(ROWS, 1.0, peers=False, full=False))
     with pytest.raises(SystemExit):
         parse(["--rows", "nonsense"])

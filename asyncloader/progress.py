@@ -1,0 +1,257 @@
+"""The position of one iterator: what was delivered, and where the parts with a state of their own stood.
+
+Data path: consumer -> [progress] -> checkpoint. A few additions a batch, in the iterator's thread.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+from asyncloader.agreement import Agreement
+from asyncloader.epoch import EpochClock
+from asyncloader.index_stream import IndexStream, StateLog
+from asyncloader.rank_view import RankView
+from asyncloader.state_layout import VERSION
+from asyncloader.workers.cursor import Cursor
+from asyncloader.workers.info import EpochStart
+
+__all__ = ["Progress", "Tally"]
+
+
+class Tally:
+    """Samples that were left out, or came twice, for the ranks' evenness: over all ranks and completed epochs."""
+
+    def __init__(self) -> None:
+        self.dropped = 0
+        self.repeated = 0
+
+    def snapshot(self) -> dict[str, float]:
+        """For `stats()`."""
+        return {"data/dropped": float(self.dropped), "data/repeated": float(self.repeated)}
+
+
+class Progress:
+    """The position of one iterator: which steps were delivered, and where the parts with a state of their own stood.
+
+    Made by `StateKeeper.begin`. The iterator tells it what it delivers; everything happens in its thread.
+    """
+
+    def __init__(
+        self,
+        clock: EpochClock,
+        expects: dict[str, Any],
+        streams: dict[str, Any] | None,
+        resumed: dict[str, Any] | None,
+        total: int | None,
+        every: int,
+        tally: Tally,
+    ) -> None:
+        self.epoch = clock.value
+        self._clock = clock
+        self._expects = expects
+        self._resumed = resumed
+        self._total = total
+        self.every = every
+        self._finished = False
+        self._step = 0 if resumed is None else resumed["step"]
+        self._beyond: set[int] = set() if resumed is None else set(resumed["beyond"])
+        self._failed: list[int] = []
+        self._steps: dict[int, int] = {}  # task -> step, for tasks that are outstanding
+        self._stream: IndexStream | None = None
+        self.log: StateLog | None = None
+        """States of an async sampler, by its reader."""
+        self.drained: dict[str, Any] | None = None
+        """The state of an async sampler that has ended its epoch, after which this one follows."""
+        self.view: RankView | None = None
+        """This rank's share of the order, in seeded mode."""
+        self._tally = tally
+        self._tallied = False
+        self._streams = streams
+        self._cursors: list[bytes] = []
+        self._given: list[int] = []
+        self._turn = 0
+        self.agreement: Agreement | None = None
+        """With the other ranks, on when the epoch ends; None where there is nothing to agree on."""
+        self.base_seed: int | None = None
+        self.shared_seed: int | None = None
+        self._previous: tuple[Any, ...] = ()  # the position before the last delivery
+        self.padding = 0
+        """Samples at the end of the batch delivered last that are there for evenness only."""
+
+    # ------------------------------------------------------------------------------------------- beginning
+
+    @property
+    def first_step(self) -> int:
+        """Steps that were delivered before this iterator, without a gap."""
+        return 0 if self._resumed is None else int(self._resumed["step"])
+
+    @property
+    def skipped(self) -> frozenset[int]:
+        """Steps beyond `first_step` that were delivered before, too."""
+        return frozenset() if self._resumed is None else frozenset(self._resumed["beyond"])
+
+    @property
+    def saved_sampler(self) -> dict[str, Any] | None:
+        """The sampler's state to begin with; None: from the beginning."""
+        return None if self._resumed is None else self._resumed["sampler"]
+
+    @property
+    def turn(self) -> int:
+        """The worker that made the next batch of an iterable dataset."""
+        return self._turn
+
+    def stream(self, index_sampler: Any, made: Any) -> IndexStream:
+        """The index stream from the delivered position on; `made` is the index sampler's iterator, just made."""
+        self.view = index_sampler if isinstance(index_sampler, RankView) else None
+        self._stream = IndexStream(
+            index_sampler,
+            made,
+            step=self.first_step,
+            beyond=self.skipped,
+            every=self.every,
+            saved=self.saved_sampler,
+            generators=None if self._resumed is None else self._resumed["generators"],
+        )
+        return self._stream
+
+    def starts(self, workers: int, base_seed: int, shared_seed: int | None) -> tuple[int, list[EpochStart]]:
+        """The base seed, and what each worker begins the epoch with. Without workers: ``workers=1``."""
+        self.base_seed, self.shared_seed = base_seed, shared_seed
+        self._cursors, self._given, self._turn = [b""] * workers, [0] * workers, 0
+        saved = None if self._resumed is None else self._resumed["workers"]
+        if saved is None:
+            return base_seed, [EpochStart(shared_seed, self.epoch, self._clock.told) for _ in range(workers)]
+        self._given, self._turn = list(saved["given"]), saved["next"]
+        starts: list[EpochStart] = []
+        for worker, (given, place) in enumerate(zip(saved["given"], saved["cursors"], strict=True)):
+            # One that could not be taken tells nothing but that the stream must be read again.
+            cursor = None if place is None or place["problem"] else Cursor(**place)
+            if cursor is not None:
+                self._cursors[worker] = pickle.dumps(tuple(cursor), 5)
+            starts.append(
+                EpochStart(
+                    saved["shared_seed"],
+                    self.epoch,
+                    self._clock.told,
+                    cursor,
+                    given - (cursor.batches if cursor else 0),
+                )
+            )
+        if self._expects["kind"] == "iterable":
+            # The random numbers that the workers begin with are needed to read the same stream again.
+            self.base_seed, self.shared_seed = saved["base_seed"], saved["shared_seed"]
+        return self.base_seed, starts
+
+    def begun(self, worker: int, cursor: bytes) -> None:
+        """Where the worker's copy of the dataset stood when it began, if it has a state."""
+        if cursor and self._streams is not None and not self._cursors[worker]:
+            self._cursors[worker] = cursor
+
+    # ----------------------------------------------------------------------------------------- for each batch
+
+    def pulled(self, task: int, step: int) -> None:
+        """The task is that step's."""
+        self._steps[task] = step
+
+    def delivered(self, task: int, worker: int = 0, cursor: bytes = b"") -> None:
+        """The user gets the task's batch now."""
+        self._previous = self._step, tuple(self._beyond), worker
+        if self._streams is not None:
+            self._previous += self._given[worker], self._cursors[worker], self._turn
+            self._given[worker] += 1
+            self._turn = (worker + 1) % len(self._given)
+            if cursor:
+                self._cursors[worker] = cursor
+        if self._failed:
+            for failed in self._failed:
+                self._mark(failed)
+            self._failed.clear()
+        if self.view is not None:
+            padding = self.view.cutter.padding
+            self.padding = 0 if padding is None or padding[0] != self._steps.get(task) else padding[1]
+        self._mark(task)
+        log = self.log if self._stream is None else self._stream.log
+        if log is not None:
+            log.forget(self._step)
+        if self._step == self._total:
+            self._complete()
+
+    def _mark(self, task: int) -> None:
+        step = self._steps.pop(task, None)
+        if step is None:  # a step of a stream, which has no numbers of its own
+            step = self._step
+        if step == self._step and not self._beyond:
+            self._step += 1
+            return
+        self._beyond.add(step)
+        while self._step in self._beyond:
+            self._beyond.remove(self._step)
+            self._step += 1
+
+    def failed(self, task: int) -> None:
+        """The user gets an error in the batch's place: if the next batch is taken, this one is past."""
+        self._failed.append(task)
+
+    def finish(self) -> None:
+        """The user was told that there are no more batches."""
+        self._finished = True
+        self._complete()
+
+    def _complete(self) -> None:
+        self._clock.completed(self.epoch)
+        if self.view is not None and not self._tallied:
+            self._tallied = True
+            _, dropped, repeated = self.view.tail()
+            self._tally.dropped += dropped
+            self._tally.repeated += repeated
+
+    # ------------------------------------------------------------------------------------------------ reading
+
+    def state_before_last(self) -> dict[str, Any]:
+        """`state` as it was before the last delivery: for who reads one batch ahead of what is used."""
+        if not self._previous:
+            return self.state()
+        now = self._step, self._beyond, self._finished
+        step, beyond, worker, *place = self._previous
+        given, cursors, turn = list(self._given), list(self._cursors), self._turn
+        try:
+            self._step, self._beyond, self._finished = step, set(beyond), False
+            if place:
+                self._given[worker], self._cursors[worker], self._turn = place
+            return self.state()
+        finally:
+            self._step, self._beyond, self._finished = now
+            self._given, self._cursors, self._turn = given, cursors, turn
+
+    def state(self) -> dict[str, Any]:
+        """A fresh dictionary; see `state_layout.py`."""
+        stream = self._stream
+        generators = None if stream is None or stream.generators is None else dict(stream.generators)
+        if self._finished and stream is not None and generators is not None and "own" in generators:
+            generators["own"] = stream.own_state() or generators["own"]  # the next epoch goes on from there
+        log = self.log if stream is None else stream.log
+        sampler = self.saved_sampler if log is None else log.at(self._step)
+        return {
+            "version": VERSION,
+            **self._expects,
+            "epoch": self.epoch,
+            "step": self._step,
+            "beyond": sorted(self._beyond),
+            "finished": self._finished,
+            "sampler": copy.deepcopy(sampler),
+            "generators": generators,
+            "workers": None if self._streams is None else self._worker_states(self._streams),
+        }
+
+    def _worker_states(self, streams: dict[str, Any]) -> dict[str, Any]:
+        cursors = [None if not data else Cursor(*pickle.loads(data))._asdict() for data in self._cursors]
+        return {
+            **streams,
+            "next": self._turn,
+            "base_seed": self.base_seed,
+            "shared_seed": self.shared_seed,
+            "given": list(self._given),
+            "cursors": cursors,
+        }

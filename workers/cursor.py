@@ -1,0 +1,99 @@
+"""Where a dataset stands: the state of a stateful dataset, taken after each batch, and found again.
+
+Data path: worker: fetch -> [cursor] -> answer -> consumer. A cursor travels with the batch after which it was taken, so
+that the main process always has that of the *delivered* position, whatever was fetched ahead.
+
+Stateful is what has `state_dict` and `load_state_dict` (torchdata's protocol): the dataset, the iterator that it gives,
+or both. The order of restoring is torchdata's, too: the dataset, then ``iter(dataset)``, then that iterator.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, NamedTuple
+
+__all__ = ["Bookmark", "Cursor", "is_stateful"]
+
+
+def is_stateful(thing: Any) -> bool:
+    """Whether it can save and load a state of its own."""
+    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+
+
+class Cursor(NamedTuple):
+    """A dataset's place after some batches of one worker.
+
+    Attributes:
+        batches: batches that this worker has made in the epoch.
+        samples: samples read from its stream.
+        ended: the stream has given its last sample.
+        dataset: the dataset's state, None when it has none.
+        iterator: its iterator's state, None when it has none, or is the dataset itself.
+        problem: why there is no state although there should be one; empty otherwise.
+    """
+
+    batches: int
+    samples: int
+    ended: bool
+    dataset: Any
+    iterator: Any
+    problem: str = ""
+
+
+class Bookmark:
+    """Takes and restores cursors of one copy of a dataset.
+
+    Args:
+        dataset: the dataset.
+        every: take a cursor every so many batches; 0 for never.
+    """
+
+    def __init__(self, dataset: Any, every: int) -> None:
+        self._dataset = dataset
+        self._dataset_is_stateful = is_stateful(dataset)
+        self._every = every
+        self._iterator: Any = None
+        self._initial = b""
+        self.batches = 0
+
+    def begin(self, cursor: Cursor | None) -> None:
+        """A new epoch: restore the dataset. Call before ``iter(dataset)``."""
+        self.batches = 0 if cursor is None else cursor.batches
+        self._iterator = None
+        if cursor is not None and cursor.dataset is not None:
+            self._dataset.load_state_dict(cursor.dataset)
+
+    def iterates(self, iterator: Any, cursor: Cursor | None) -> None:
+        """`iter(dataset)` gave this iterator: restore it."""
+        self._iterator = iterator if iterator is not self._dataset and is_stateful(iterator) else None
+        if cursor is not None and cursor.iterator is not None:
+            iterator.load_state_dict(cursor.iterator)
+        if cursor is None and self._every != 1:
+            self._initial = self.initial()
+
+    def initial(self) -> bytes:
+        """The pickled cursor before the first batch, or nothing."""
+        return self._take(0, ended=False) if not self.batches else b""
+
+    def after_batch(self, samples: int, *, ended: bool) -> bytes:
+        """A batch was made: the pickled cursor, or nothing when there is none to be taken."""
+        self.batches += 1
+        initial, self._initial = self._initial, b""
+        if not self._every or self.batches % self._every:
+            return initial  # until a later one comes, this is where to begin and read on
+        return self._take(samples, ended=ended)
+
+    def _take(self, samples: int, *, ended: bool) -> bytes:
+        if not (self._dataset_is_stateful or self._iterator is not None):
+            return b""
+        dataset = iterator = None
+        problem = ""
+        try:
+            if self._dataset_is_stateful:
+                dataset = self._dataset.state_dict()
+            if self._iterator is not None:
+                iterator = self._iterator.state_dict()
+            return pickle.dumps(tuple(Cursor(self.batches, samples, ended, dataset, iterator)), 5)
+        except Exception as error:  # a state that cannot be saved must not spoil the batch
+            problem = f"{type(error).__name__}: {error}"
+        return pickle.dumps(tuple(Cursor(self.batches, samples, ended, None, None, problem)), 5)

@@ -1,0 +1,220 @@
+"""One copy of a dataset in use: begins epochs, fetches batches, tells where it stands.
+
+Data path: scheduler -> worker: [reader: fetch -> collate] -> codec -> ring. Also without workers, in the consumer's
+process.
+
+In torch mode the fetchers are torch's own, so that everything about batches is torch's. In seeded mode each sample is
+made under its own random numbers (`seeding.py`). A dataset that can save its state has it taken after each batch, and
+restored when an epoch begins in its middle (`cursor.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from asyncloader.errors import StateError
+from asyncloader.workers.cursor import Bookmark, Cursor
+from asyncloader.workers.fetch import AsyncSeeding, is_async_dataset, make_async_fetcher, make_blocking_fetcher
+from asyncloader.workers.info import EpochStart, WorkerSetup
+from asyncloader.workers.seeded_fetch import SeededAsyncIterator, SeededIterator, SeededMapFetcher
+from asyncloader.workers.seeding import GlobalWatch, SampleSeeder, global_generators_kept
+
+__all__ = ["Reader"]
+
+
+class Reader:
+    """Reads one copy of a dataset.
+
+    Args:
+        setup: the loader's options.
+        dataset: the copy; `setup`'s, unless it was seeded meanwhile.
+        collate: from samples to a batch, `setup`'s or one that encodes, too.
+        worker_id: number of this copy among those of this process's loader; 0 without workers.
+        in_worker: whether this process does nothing else, so that its global generators are ours to seed.
+    """
+
+    def __init__(
+        self, setup: WorkerSetup, dataset: Any, collate: Callable[[Any], Any], *, worker_id: int = 0, in_worker: bool
+    ) -> None:
+        self._setup = setup
+        self.dataset = dataset
+        self._collate = collate
+        self._worker_id = worker_id
+        self._in_worker = in_worker
+        self.asynchronous = is_async_dataset(dataset)
+        # A map dataset's batches cannot be read again without their indices: its state is of use after each batch only.
+        self._every = setup.snapshot_every if setup.iterable else min(1, setup.snapshot_every)
+        self._keeps_state = setup.iterable or setup.seeded is None
+        self._bookmark = Bookmark(dataset, self._every)
+        self._fetcher: Any = None
+        self._stream: SeededIterator | SeededAsyncIterator | None = None
+        self._start: EpochStart | None = None
+        self._watch = GlobalWatch() if in_worker and self.asynchronous and setup.seeded is not None else None
+        self._turn = asyncio.Lock()
+        self._ready = False  # the asynchronous dataset has begun
+        self._failure: StateError | None = None
+        self._stream_index = None if setup.batch_size is None else range(setup.batch_size)
+
+    # ------------------------------------------------------------------------------------------- beginning
+
+    def begin(self, start: EpochStart) -> None:
+        """Begin an epoch, or go on in its middle. An asynchronous dataset's begins with the first `fetch_async`.
+
+        Raises:
+            StateError: the stream ended before the place that it should go on from.
+        """
+        self._start = start
+        self._ready, self._failure = False, None
+        if self.asynchronous:
+            return
+        with self._generators():
+            self._open(start)
+            with self._skipping(start) as batches:
+                for _ in batches:
+                    self._fetcher.fetch(self._stream_index)
+                    self._bookmark.batches += 1
+
+    async def _begin_async(self, start: EpochStart) -> None:
+        self._open(start)
+        with self._skipping(start) as batches:
+            for _ in batches:
+                await self._fetcher.fetch(self._stream_index)
+                self._bookmark.batches += 1
+
+    def _open(self, start: EpochStart) -> None:
+        setup, cursor = self._setup, start.cursor
+        self._bookmark = Bookmark(self.dataset, self._every)
+        seeder = self._seeder(start.epoch, concurrent=self.asynchronous)
+        set_epoch = getattr(self.dataset, "set_epoch", None)
+        if start.told and callable(set_epoch):  # this copy has not heard what the consumer's was told
+            set_epoch(start.epoch)
+        if seeder is not None and setup.iterable:
+            seeder.batch(-1)  # for what `__iter__` draws
+        self._bookmark.begin(cursor)
+        self._fetcher = self._make_fetcher(start.epoch, seeder)
+        if setup.iterable:
+            self._found(cursor, seeder)
+        if self._watch is not None:
+            self._watch.rebase()  # what `worker_init_fn` and `__aiter__` drew was no sample's
+
+    def _found(self, cursor: Cursor | None, seeder: SampleSeeder | None) -> None:
+        """The stream's iterator was made: restore it, and have its samples seeded."""
+        fetcher = self._fetcher
+        self._bookmark.iterates(fetcher.dataset_iter, cursor)
+        if cursor is not None and cursor.ended:
+            fetcher.ended = True
+        if seeder is not None:
+            wrap: Any = SeededAsyncIterator if self.asynchronous else SeededIterator
+            self._stream = fetcher.dataset_iter = wrap(
+                fetcher.dataset_iter, seeder, 0 if cursor is None else cursor.samples
+            )
+
+    def _seeder(self, epoch: int, *, concurrent: bool) -> SampleSeeder | None:
+        seeded = self._setup.seeded
+        if seeded is None:
+            return None
+        stream = (seeded.first_stream + self._worker_id,) if self._setup.iterable else ()
+        return SampleSeeder(seeded.seed, epoch, *stream, concurrent=concurrent)
+
+    def _make_fetcher(self, epoch: int, seeder: SampleSeeder | None) -> Any:
+        setup, seeded = self._setup, self._setup.seeded
+        if self.asynchronous:
+            seeding = None
+            if seeded is not None and seeder is not None:
+                seeding = AsyncSeeding(
+                    seeder,
+                    self._seeder(epoch, concurrent=False) if seeded.seed_collate else None,
+                    seeded.replicas,
+                    self._watch,
+                )
+            return make_async_fetcher(
+                self.dataset,
+                iterable=setup.iterable,
+                auto_collation=setup.auto_collation,
+                collate=self._collate,
+                drop_last=setup.drop_last,
+                concurrency=setup.concurrency,
+                seeding=seeding,
+            )
+        if seeder is not None and seeded is not None and not setup.iterable:
+            return SeededMapFetcher(
+                self.dataset, setup.auto_collation, self._collate, seeder, seeded.replicas, seeded.seed_collate
+            )
+        return make_blocking_fetcher(
+            self.dataset,
+            iterable=setup.iterable,
+            auto_collation=setup.auto_collation,
+            collate=self._collate,
+            drop_last=setup.drop_last,
+        )
+
+    @contextlib.contextmanager
+    def _skipping(self, start: EpochStart) -> Iterator[range]:
+        """For each of the batches to be dropped: they are fetched, and not collated."""
+        if not start.skip or not self._setup.iterable:
+            yield range(0)
+            return
+        fetcher = self._fetcher
+        collate, fetcher.collate_fn = fetcher.collate_fn, _dropped
+        try:
+            yield range(start.skip)
+        except (StopIteration, StopAsyncIteration):
+            begun = 0 if start.cursor is None else start.cursor.batches
+            raise StateError(
+                f"the dataset's stream ended after {self._bookmark.batches} batches, but {begun + start.skip} had been "
+                "delivered of it when the state was saved: it is not the same stream"
+            ) from None
+        finally:
+            fetcher.collate_fn = collate
+
+    # --------------------------------------------------------------------------------------------- fetching
+
+    def fetch(self, index: Any) -> Any:
+        """The batch of an index; of a stream: the next one, whatever the index. StopIteration at its end."""
+        if self._setup.iterable:
+            index = self._stream_index
+        if self._setup.seeded is None:
+            return self._fetcher.fetch(index)
+        with self._generators():
+            return self._fetcher.fetch(index)
+
+    async def fetch_async(self, index: Any) -> Any:
+        """`fetch` for an asynchronous dataset. StopAsyncIteration at its end."""
+        if not self._ready:
+            async with self._turn:  # the others wait until what is to be dropped has been read
+                if self._failure is not None:
+                    raise self._failure
+                if not self._ready:
+                    assert self._start is not None
+                    try:
+                        await self._begin_async(self._start)
+                    except StateError as error:
+                        self._failure = error
+                        raise
+                    self._ready = True
+        return await self._fetcher.fetch(self._stream_index if self._setup.iterable else index)
+
+    def first_cursor(self) -> bytes:
+        """Where the dataset stands now that an epoch has begun; empty if there is nothing to be saved."""
+        return self._bookmark.initial() if self._keeps_state else b""
+
+    def cursor(self) -> bytes:
+        """Where the dataset stands now that a batch was fetched; empty if there is nothing to be saved. Call it once
+        a batch, before anything else is awaited.
+        """
+        if not self._keeps_state:
+            return b""
+        samples = 0 if self._stream is None else self._stream.samples
+        return self._bookmark.after_batch(samples, ended=bool(getattr(self._fetcher, "ended", False)))
+
+    def _generators(self) -> contextlib.AbstractContextManager[None]:
+        if self._in_worker or self._setup.seeded is None:
+            return contextlib.nullcontext()
+        return global_generators_kept()
+
+
+def _dropped(samples: Any) -> None:
+    """In place of collation."""

@@ -1,0 +1,206 @@
+"""Random numbers of a sample: a pure function of (seed, epoch, position), whoever loads it.
+
+Data path: scheduler -> worker: [seeding] -> fetch -> collate. In seeded mode only; torch's own seeding of workers is in
+`info.py`.
+
+A sample's *position* is its place in the epoch's global order, the same for every number of workers and ranks. Its key
+is a 64-bit word of (seed, epoch, position). Two ways lead from a key to random numbers:
+
+* The process-global generators (torch, `random`, numpy) are seeded before each sample. That is exact where samples are
+  made one after the other: a blocking dataset in its worker.
+* `sample_rng` gives generators that belong to the present sample alone, through a context variable. That is exact
+  everywhere, also where samples are made concurrently: in coroutines and threads.
+
+Sources: the step from position to key is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
+generators", OOPSLA 2014) with its state jumped to the position.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["GlobalWatch", "SampleRng", "SampleSeeder", "derive", "global_generators_kept", "sample_rng"]
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+
+_seed_random = random.seed
+_seed_numpy = np.random.seed
+# Not torch.manual_seed, which also visits every accelerator: 1 against 105 microseconds.
+_seed_torch: Callable[[int], Any] = torch.default_generator.manual_seed
+
+
+def derive(seed: int, *words: int | str) -> int:
+    """A 64-bit number that belongs to the seed and the words. The same on every machine and in every version."""
+    text = "/".join(map(str, ("asyncloader", seed, *words)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+class SampleRng:
+    """Generators of one sample, each made when it is first asked for.
+
+    They are independent of one another and of the process-global ones. Ask for the object once a sample: a second one
+    starts from the beginning again.
+    """
+
+    __slots__ = ("_key", "_numpy", "_random", "_torch")
+
+    def __init__(self, key: int) -> None:
+        self._key = key
+        self._torch: torch.Generator | None = None
+        self._numpy: np.random.Generator | None = None
+        self._random: random.Random | None = None
+
+    @property
+    def torch(self) -> torch.Generator:
+        """A CPU generator, for ``torch.rand(..., generator=...)``."""
+        if self._torch is None:
+            self._torch = torch.Generator()
+            self._torch.manual_seed(_mix(self._key ^ 1))
+        return self._torch
+
+    @property
+    def numpy(self) -> np.random.Generator:
+        """A numpy generator (PCG64)."""
+        if self._numpy is None:
+            self._numpy = np.random.Generator(np.random.PCG64(self._key ^ 2))
+        return self._numpy
+
+    @property
+    def random(self) -> random.Random:
+        """A generator of Python's `random` module."""
+        if self._random is None:
+            self._random = random.Random(_mix(self._key ^ 3))  # noqa: S311 - augmentation, not secrets
+        return self._random
+
+
+_present: ContextVar[SampleRng | None] = ContextVar("asyncloader_sample_rng", default=None)
+
+
+def sample_rng() -> SampleRng:
+    """The present sample's own generators: ``sample_rng().torch``, ``.numpy``, ``.random``.
+
+    For use in a dataset, in seeded mode: they depend on the loader's seed, the epoch and the sample's position, and on
+    nothing else. Within one sample every call gives the same object, so its draws go on. Works in coroutines, and in
+    threads that got the context (`asyncio.to_thread` does).
+
+    Anywhere else (torch mode, or a sample fetched by hand) the generators are new ones, seeded by one draw from torch's
+    global generator: dataset code works unchanged, and follows `torch.manual_seed`.
+    """
+    present = _present.get()
+    if present is not None:
+        return present
+    return SampleRng(int(torch.empty((), dtype=torch.int64).random_().item()))
+
+
+class SampleSeeder:
+    """Seeds samples of one epoch.
+
+    Args:
+        seed: the loader's.
+        epoch: the epoch's number.
+        words: tell apart streams that number their samples each for itself (the workers of an iterable dataset).
+        concurrent: samples are made concurrently; the process-global generators are left alone.
+    """
+
+    __slots__ = ("_base", "_batch_base", "_collation_base", "_concurrent")
+
+    def __init__(self, seed: int, epoch: int, *words: int | str, concurrent: bool = False) -> None:
+        self._base = derive(seed, "sample", epoch, *words)
+        self._batch_base = derive(seed, "batch", epoch, *words)
+        self._collation_base = derive(seed, "collation", epoch, *words)
+        self._concurrent = concurrent
+
+    def sample(self, position: int) -> None:
+        """The sample at `position` is made from here on, in this context."""
+        self._begin((self._base + position * _GOLDEN) & _MASK)
+
+    def batch(self, position: int) -> None:
+        """Code that fetches a whole batch runs from here on; its first sample has this position."""
+        self._begin((self._batch_base + position * _GOLDEN) & _MASK)
+
+    def collation(self, position: int) -> None:
+        """The user's collation of that batch runs from here on."""
+        self._begin((self._collation_base + position * _GOLDEN) & _MASK)
+
+    def _begin(self, word: int) -> None:
+        # `_mix`, written out: this runs once a sample.
+        word = ((word ^ (word >> 30)) * _MIX_1) & _MASK
+        word = ((word ^ (word >> 27)) * _MIX_2) & _MASK
+        key = word ^ (word >> 31)
+        _present.set(SampleRng(key))
+        if not self._concurrent:
+            # torch takes the lower half, numpy the upper one: their engines are the same, and should not give the
+            # same numbers.
+            _seed_random(key)
+            _seed_numpy(key >> 32)
+            _seed_torch(key)
+
+
+def _mix(word: int) -> int:
+    word = ((word ^ (word >> 30)) * _MIX_1) & _MASK
+    word = ((word ^ (word >> 27)) * _MIX_2) & _MASK
+    return word ^ (word >> 31)
+
+
+@contextmanager
+def global_generators_kept() -> Iterator[None]:
+    """Leave the process-global generators and the present sample as they were: for loading in the caller's process."""
+    outer = _present.get()
+    ours, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(ours)
+        np.random.set_state(numpy_state)
+        torch.default_generator.set_state(torch_state)
+        _present.set(outer)
+
+
+class GlobalWatch:
+    """Warns once when code that runs concurrently draws from the process-global generators, which cannot be exact."""
+
+    def __init__(self) -> None:
+        self._before: tuple[Any, Any, Any] | None = _fingerprints()
+
+    def rebase(self) -> None:
+        """What was drawn since the last look was allowed."""
+        if self._before is not None:
+            self._before = _fingerprints()
+
+    def look(self) -> None:
+        """Compare with the last look."""
+        if self._before is None:
+            return
+        now = _fingerprints()
+        names = [name for name, a, b in zip(("random", "numpy", "torch"), self._before, now, strict=True) if a != b]
+        self._before = now
+        if names:
+            self._before = None
+            warnings.warn(
+                f"An async dataset drew from the process-global generators ({', '.join(names)}) in seeded mode. Its "
+                "samples are made concurrently, so these draws depend on timing. Use asyncloader.sample_rng().torch, "
+                ".numpy or .random in the dataset.",
+                stacklevel=2,
+            )
+
+
+def _fingerprints() -> tuple[Any, Any, Any]:
+    state: Any = np.random.get_state(legacy=False)
+    inner = state["state"]
+    return (
+        hash(random.getstate()),
+        (inner["pos"], int(inner["key"][0]), state["has_gauss"]),
+        hash(torch.default_generator.get_state().numpy().tobytes()),
+    )
