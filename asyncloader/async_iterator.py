@@ -46,11 +46,15 @@ from asyncloader.progress import Progress
 from asyncloader.statistics import Statistics
 from asyncloader.workers.pool import WorkerPool
 
-__all__ = ["AsyncLoaderIterator", "PoolShelf"]
+__all__ = ["AsyncLoaderIterator", "LoaderShelf"]
 
 
-class PoolShelf(Protocol):
-    """Where an iterator gets its workers from and leaves them: the loader's persistent ones, or none."""
+class LoaderShelf(Protocol):
+    """What an iterator asks of its loader: an epoch, and where it gets its workers from and leaves them."""
+
+    def begin(self) -> tuple[Progress, _BaseDataLoaderIter, EpochPlan]:
+        """A new epoch: its position, torch's random draws for it, and the options that shape it."""
+        ...
 
     def take(self) -> WorkerPool | None:
         """Idle workers to be used again; None: start new ones."""
@@ -108,22 +112,11 @@ class AsyncLoaderIterator:
     iterator, or `aclose`, frees the workers.
     """
 
-    def __init__(
-        self,
-        spec: LoaderSpec[Any],
-        plan: EpochPlan,
-        draws: _BaseDataLoaderIter,
-        statistics: Statistics,
-        shelf: PoolShelf,
-        progress: Progress,
-    ) -> None:
+    def __init__(self, spec: LoaderSpec[Any], statistics: Statistics, shelf: LoaderShelf) -> None:
         self._spec = spec
-        self._plan = plan
-        self._draws = draws
         self._shelf = shelf
-        self._progress = progress
-        self._base_seed, self._starts = progress.starts(plan.workers, int(draws._base_seed), shared_seed(draws))
-        self._consumer = Consumer(plan, draws, statistics, progress)
+        self._statistics = statistics
+        self._begin()
         self._timeout = spec.timeout
         self._queue = ReadyQueue()
         self.pool: WorkerPool | None = None
@@ -138,6 +131,14 @@ class AsyncLoaderIterator:
         self._closed = False
         self._owner = os.getpid()
         self._yielded = 0
+
+    def _begin(self) -> None:
+        """Draw the epoch's random numbers, and what the sampler gives first. No worker starts yet."""
+        self._progress, self._draws, self._plan = self._shelf.begin()
+        self._base_seed, self._starts = self._progress.starts(
+            self._plan.workers, int(self._draws._base_seed), shared_seed(self._draws)
+        )
+        self._consumer = Consumer(self._plan, self._draws, self._statistics, self._progress)
 
     def __aiter__(self) -> AsyncLoaderIterator:
         return self
@@ -163,6 +164,8 @@ class AsyncLoaderIterator:
         if self._starting is None:
             self._loop = asyncio.get_running_loop()
             self._thread = threading.get_ident()
+            if self._progress.outdated:
+                self._begin()
             self._starting = self._loop.create_task(self._start())
         # Shielded: a cancelled caller leaves the start to the next one, and to `aclose`.
         await asyncio.shield(self._starting)
@@ -295,7 +298,7 @@ class AsyncLoaderIterator:
 
 
 def _release(
-    pipeline: Pipeline | None, consumer: Consumer, queue: ReadyQueue, shelf: PoolShelf, pool: WorkerPool | None
+    pipeline: Pipeline | None, consumer: Consumer, queue: ReadyQueue, shelf: LoaderShelf, pool: WorkerPool | None
 ) -> tuple[WorkerPool | None, asyncio.Task[None] | None]:
     """End an iterator's parts. In the loop's thread."""
     reader = pipeline.close() if pipeline is not None else None
@@ -309,7 +312,7 @@ def _release(
 
 
 def _abandon(
-    pipeline: Pipeline | None, consumer: Consumer, queue: ReadyQueue, shelf: PoolShelf, pool: WorkerPool | None
+    pipeline: Pipeline | None, consumer: Consumer, queue: ReadyQueue, shelf: LoaderShelf, pool: WorkerPool | None
 ) -> None:
     """End the parts of an iterator that nobody refers to any more. Does not wait."""
     pool, _ = _release(pipeline, consumer, queue, shelf, pool)

@@ -28,6 +28,7 @@ from asyncloader.options import (
     LoaderSpec,
     epoch_plan,
 )
+from asyncloader.progress import Progress
 from asyncloader.rank_view import OnUneven
 from asyncloader.rebuild import constructor_arguments
 from asyncloader.sampler import feedback_target
@@ -171,13 +172,11 @@ class AsyncDataLoader(Generic[T_co]):
             raise LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
         spec = self._spec
         iterator: AsyncLoaderIterator | InlineIterator
-        progress = self._keeper.begin(spec)
         if spec.num_workers == 0:
-            iterator = InlineIterator(spec, self._statistics, progress)
+            iterator = InlineIterator(spec, self._statistics, self._keeper)
         else:
             spec.check_worker_number_rationality()
-            draws, plan = self._draw(progress.epoch)
-            iterator = AsyncLoaderIterator(spec, plan, draws, self._statistics, _Shelf(self), progress)
+            iterator = AsyncLoaderIterator(spec, self._statistics, _Shelf(self))
         self._newest = weakref.ref(iterator)
         self._iterators.add(iterator)
         return iterator
@@ -288,10 +287,14 @@ class AsyncDataLoader(Generic[T_co]):
 
 
 class _Shelf:
-    """The place of a loader's persistent workers between two iterators."""
+    """What an iterator asks of its loader: an epoch, and the persistent workers between two iterators."""
 
     def __init__(self, loader: AsyncDataLoader[Any]) -> None:
         self._loader = loader
+
+    def begin(self) -> tuple[Progress, _BaseDataLoaderIter, EpochPlan]:
+        progress = self._loader._keeper.begin(self._loader._spec)
+        return progress, *self._loader._draw(progress.epoch)
 
     def take(self) -> WorkerPool | None:
         pool, self._loader._idle_pool = self._loader._idle_pool, None

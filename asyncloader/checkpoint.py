@@ -14,13 +14,13 @@ from typing import Any
 
 from asyncloader.agreement import Agreement, make_group
 from asyncloader.epoch import EpochClock
-from asyncloader.index_stream import IndexStream, base_sampler, own_generator, set_generators
+from asyncloader.index_stream import IndexStream, base_sampler, fresh_state, own_generator, set_generators
 from asyncloader.options import LoaderSpec, async_index_source, is_iterable
 from asyncloader.progress import Progress, Tally
+from asyncloader.rank_view import RankView
 from asyncloader.sampler import AsyncIndexSource
 from asyncloader.seeded_mode import expectations, plain_sampler, topology
 from asyncloader.state_layout import check_exact, check_length, check_state, check_workers, compare
-from asyncloader.stateful_samplers import StatefulRandomSampler
 from asyncloader.workers.cursor import is_stateful
 
 __all__ = ["StateKeeper"]
@@ -100,12 +100,14 @@ class StateKeeper:
         every = spec.snapshot_every_n_steps or 0
         return Progress(clock, expectations(spec, iterable=iterable), streams, resumed, total, every, self.tally)
 
-    def state(self, spec: LoaderSpec[Any], *, before_last: bool = False) -> dict[str, Any]:
-        """See `DataLoader.state_dict`. `before_last`: as it was before the last delivery."""
+    def state(self, spec: LoaderSpec[Any], *, before_last: bool = False, finished: bool = False) -> dict[str, Any]:
+        """See `DataLoader.state_dict`. `before_last`: as it was before the last delivery; `finished`: as if the epoch
+        ended here.
+        """
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
         if self._newest is not None:
-            return self._newest.state_before_last() if before_last else self._newest.state()
+            return self._newest.state_before_last() if before_last else self._newest.state(finished=finished)
         fresh = self._progress(spec, self._clock_of(spec), None)
         fresh.starts(max(1, spec.num_workers), 0, None)
         state = fresh.state()
@@ -122,15 +124,21 @@ class StateKeeper:
         here = topology(spec)
         compare(state, expectations(spec, iterable=is_iterable(spec)), here.world_size)
         workers = state["workers"]
-        if workers is not None and (state["finished"] or not any(workers["given"])):
-            workers = state["workers"] = None
+        if workers is not None and not any(workers["given"]):
+            # Where nothing was read any loader can begin; one of the same kind sets its datasets back.
+            same = here._asdict() | {"num_workers": spec.num_workers}
+            if any(workers[name] != value for name, value in same.items()):
+                workers = None
+        if state["finished"]:
+            workers = None
+        state["workers"] = workers
         if workers is not None:
             check_workers(workers, spec.num_workers, here.rank, here.world_size)
             if spec.resume == "exact" and not spec._replays:
                 check_exact(workers, stream=state["kind"] == "iterable")
         self._clock_of(spec).restore(state["epoch"], finished=state["finished"])
-        if not is_iterable(spec):
-            check_length(state, _length(spec._index_sampler))
+        if not is_iterable(spec) and not state["finished"]:
+            check_length(state, _most_steps(spec._index_sampler))
         self._loaded, self._pending = copy.deepcopy(given), state
 
 
@@ -141,23 +149,28 @@ def _length(index_sampler: Any) -> int | None:
         return None
 
 
+def _most_steps(index_sampler: Any) -> int | None:
+    """Steps that an epoch can have, on any number of ranks; None if nobody knows."""
+    if not isinstance(index_sampler, RankView):
+        return _length(index_sampler)
+    items = _length(index_sampler.sampler)
+    return None if items is None else items // index_sampler.cutter.stride + 1
+
+
 def _fresh_sampler_state(spec: LoaderSpec[Any]) -> dict[str, Any] | None:
-    """A stateful sampler's state before anything was asked of it."""
+    """What a stateful sampler's state will be when the first iterator begins."""
     sampler = base_sampler(spec._index_sampler)
     if isinstance(sampler, AsyncIndexSource):
         sampler = sampler.sampler
-    if is_stateful(sampler):
-        return {"at": 0, "ended": False, "sampler": copy.deepcopy(sampler.state_dict()), "iterator": None}
-    if type(sampler) is not StatefulRandomSampler:
-        return None
-    # Its state is its iterator's, and making one draws from the generator, which must not be seen here.
-    before = sampler.generator.get_state()
+    generator = own_generator(sampler)
+    before = None if generator is None else generator.get_state()
     try:
         if spec.num_workers:
             spec._workers_begin()
-        return {"at": 0, "ended": False, "sampler": None, "iterator": iter(sampler).state_dict()}
+        return fresh_state(sampler)
     finally:
-        sampler.generator.set_state(before)
+        if generator is not None and before is not None:
+            generator.set_state(before)
 
 
 def _follow(spec: LoaderSpec[Any], progress: Progress, finished: dict[str, Any]) -> None:
@@ -169,5 +182,9 @@ def _follow(spec: LoaderSpec[Any], progress: Progress, finished: dict[str, Any])
     index_sampler = spec._index_sampler
     if saved is not None:
         IndexStream(index_sampler, iter(()), step=saved["at"], saved=saved).end_of_epoch()
-    if generators is not None and "own" in generators:
+    if generators is not None and "own" in generators and finished["cut"]:
+        # Saved before the end, where the generator stood at the epoch's beginning.
+        for _ in IndexStream(index_sampler, iter(index_sampler), step=finished["step"], generators=generators):
+            pass
+    elif generators is not None and "own" in generators:
         set_generators({"own": generators["own"]}, own_generator(base_sampler(index_sampler)))

@@ -23,6 +23,7 @@ from torch.utils.data import BatchSampler
 
 from asyncloader.errors import StateError
 from asyncloader.rank_view import RankView, SeekableSampler
+from asyncloader.stateful_samplers import StatefulRandomSampler
 from asyncloader.workers.cursor import is_stateful
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "StateLog",
     "WatchedSampler",
     "base_sampler",
+    "fresh_state",
     "iterates_plainly",
     "own_generator",
     "set_generators",
@@ -188,6 +190,12 @@ class IndexStream:
             if step not in self._beyond:
                 return step, item
 
+    def state(self, step: int) -> dict[str, Any] | None:
+        """The sampler's state after `step` steps or before; None if it has none, or its indices must be read anew."""
+        if self._items is None and self._saved is None:
+            return fresh_state(self._sampler) if not self._step else None
+        return self._saved if self.log is None else self.log.at(step)
+
     def end_of_epoch(self) -> None:
         """Bring the sampler to the end of the epoch that the saved state is of: the next one follows from there."""
         assert self._saved is not None
@@ -266,6 +274,23 @@ class IndexStream:
     def _unless_ended(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Nothing, if the saved state is that of a sampler that has seen its end: it stands before its next epoch."""
         return iter(()) if self._saved is not None and self._saved["ended"] else iterator
+
+
+def fresh_state(sampler: Any) -> dict[str, Any] | None:
+    """A stateful sampler's state before anything was asked of it; None if it has none of its own."""
+    try:
+        if is_stateful(sampler):
+            return {"at": 0, "ended": False, "sampler": copy.deepcopy(sampler.state_dict()), "iterator": None}
+    except Exception:  # as in `StateLog.note`
+        return None
+    if type(sampler) is not StatefulRandomSampler:
+        return None
+    # Its state is its iterator's, and making one draws from the generator, which must not be seen here.
+    before = sampler.generator.get_state()
+    try:
+        return {"at": 0, "ended": False, "sampler": None, "iterator": iter(sampler).state_dict()}
+    finally:
+        sampler.generator.set_state(before)
 
 
 def own_generator(sampler: Any) -> torch.Generator | None:

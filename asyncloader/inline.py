@@ -22,6 +22,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from asyncloader.agreement import Agreement
+from asyncloader.checkpoint import StateKeeper
 from asyncloader.draws import draw_source, shared_seed, warn_over_length
 from asyncloader.errors import LoaderClosed
 from asyncloader.index_stream import IndexStream
@@ -89,17 +90,15 @@ class InlineIterator:
 
     queue_depth = 0
 
-    def __init__(self, spec: LoaderSpec[Any], statistics: Statistics, progress: Progress) -> None:
+    def __init__(self, spec: LoaderSpec[Any], statistics: Statistics, keeper: StateKeeper) -> None:
         if spec.timeout:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._spec = spec
         self._statistics = statistics
+        self._keeper = keeper
+        progress = keeper.begin(spec)
         self._draws = _BaseDataLoaderIter(draw_source(spec, progress.epoch))
-        self._progress = progress
-        self._agreement = progress.agreement
-        self._tasks = 0
-        self._reader = make_inline_reader(spec, self._draws, progress)
-        self._stream = inline_stream(spec, self._draws, progress)
+        self._begin(progress)
         self._source = async_index_source(spec)
         self._indices: AsyncIterator[Any] | None = None
         self._pin = torch_pin(self._draws._pin_memory_device) if self._draws._pin_memory else None
@@ -109,6 +108,14 @@ class InlineIterator:
         self._pending: asyncio.Future[tuple[Any, int, bytes]] | None = None
         self._ended: str | None = None  # as in async_iterator.py
         self._begun = statistics.begin()
+
+    def _begin(self, progress: Progress) -> None:
+        self._progress = progress
+        self._agreement = progress.agreement
+        self._tasks = 0
+        self._fresh = True
+        self._reader = make_inline_reader(self._spec, self._draws, progress)
+        self._stream = inline_stream(self._spec, self._draws, progress)
 
     def __aiter__(self) -> InlineIterator:
         return self
@@ -127,6 +134,10 @@ class InlineIterator:
         if self._ended is not None:
             raise StopAsyncIteration if not self._ended else LoaderClosed(self._ended)
         begin = perf_counter()
+        if self._fresh:
+            if self._progress.outdated:
+                self._begin(self._keeper.begin(self._spec))
+            self._fresh = False
         pending = self._pending
         if pending is None:
             pending = self._pending = asyncio.ensure_future(self._next())

@@ -56,7 +56,7 @@ class DataLoader(LoaderSpec[T_co]):
             raise LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
         iterator: InlineIterator | WorkerIterator
         if self.num_workers == 0:
-            iterator = InlineIterator(self, state.statistics, state.bridge, state.keeper.begin(self))
+            iterator = InlineIterator(self, state.statistics, state.bridge, state.keeper)
         else:
             self.check_worker_number_rationality()
             iterator = WorkerIterator(self, state.statistics, state.bridge, state.keeper)

@@ -55,6 +55,7 @@ class Progress:
         self._total = total
         self.every = every
         self._finished = False
+        self._touched = False
         self._step = 0 if resumed is None else resumed["step"]
         self._beyond: set[int] = set() if resumed is None else set(resumed["beyond"])
         self._failed: list[int] = []
@@ -81,6 +82,11 @@ class Progress:
         """Samples at the end of the batch delivered last that are there for evenness only."""
 
     # ------------------------------------------------------------------------------------------- beginning
+
+    @property
+    def outdated(self) -> bool:
+        """Another epoch was set before this one gave anything: in seeded mode the iterator begins anew with that."""
+        return not self._touched and self._expects["mode"] == "seeded" and self._clock.value != self.epoch
 
     @property
     def first_step(self) -> int:
@@ -157,6 +163,7 @@ class Progress:
 
     def delivered(self, task: int, worker: int = 0, cursor: bytes = b"") -> None:
         """The user gets the task's batch now."""
+        self._touched = True
         self._previous = self._step, tuple(self._beyond), worker
         if self._streams is not None:
             self._previous += self._given[worker], self._cursors[worker], self._turn
@@ -225,21 +232,24 @@ class Progress:
             self._step, self._beyond, self._finished = now
             self._given, self._cursors, self._turn = given, cursors, turn
 
-    def state(self) -> dict[str, Any]:
-        """A fresh dictionary; see `state_layout.py`."""
+    def state(self, *, finished: bool = False) -> dict[str, Any]:
+        """A fresh dictionary; see `state_layout.py`. `finished`: the epoch is over here, though nobody was told so."""
+        finished = finished or self._finished
         stream = self._stream
         generators = None if stream is None or stream.generators is None else dict(stream.generators)
-        if self._finished and stream is not None and generators is not None and "own" in generators:
+        if finished and stream is not None and generators is not None and "own" in generators:
             generators["own"] = stream.own_state() or generators["own"]  # the next epoch goes on from there
-        log = self.log if stream is None else stream.log
-        sampler = self.saved_sampler if log is None else log.at(self._step)
+        if stream is not None:
+            sampler = stream.state(self._step)
+        else:
+            sampler = self.saved_sampler if self.log is None else self.log.at(self._step)
         return {
             "version": VERSION,
             **self._expects,
             "epoch": self.epoch,
             "step": self._step,
             "beyond": sorted(self._beyond),
-            "finished": self._finished,
+            "finished": finished,
             "sampler": copy.deepcopy(sampler),
             "generators": generators,
             "workers": None if self._streams is None else self._worker_states(self._streams),

@@ -165,6 +165,8 @@ def _order(spec: Any) -> str:
     sampler = plain_sampler(spec)
     if isinstance(sampler, SequentialSampler) or (type(sampler) is SeededSampler and not sampler.shuffle):
         return "sequential"
+    if type(sampler) is SeededSampler and sampler.seed != spec.seed:
+        return f"shuffled by seed {sampler.seed}"
     if isinstance(sampler, RandomSampler) or type(sampler) is SeededSampler:
         return "shuffled"
     return "sampler"

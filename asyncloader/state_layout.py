@@ -80,7 +80,7 @@ _CURSOR: dict[str, tuple[type, ...]] = {
 
 
 def check_state(given: Any) -> dict[str, Any]:
-    """A copy of the state, whole and of this layout.
+    """A copy of the state, whole and of this layout, with `cut`: only Accelerate's key says that it is finished.
 
     Raises:
         StateError: it is not a state, is truncated, or of a newer version.
@@ -117,7 +117,8 @@ def check_state(given: Any) -> dict[str, Any]:
     if state["workers"] is not None:  # with no more keys than a cursor has
         cursors = [cursor and {name: cursor[name] for name in _CURSOR} for cursor in state["workers"]["cursors"]]
         state["workers"]["cursors"] = cursors
-    if given.get("_iterator_finished") is True:
+    state["cut"] = given.get("_iterator_finished") is True and not state["finished"]
+    if state["cut"]:
         state["finished"] = True
     return state
 
@@ -175,6 +176,11 @@ def compare(state: dict[str, Any], expected: dict[str, Any], world_size: int) ->
         saved, here = state[name], expected[name]
         if saved == here:
             continue
+        if name == "batch_size" and state["order"] == "batch_sampler":
+            raise StateError(
+                f"the state was saved where a step is {saved} batches, one a rank, but this loader has "
+                f"world_size={here}; resume with as many ranks"
+            )
         if name == "batch_size" and isinstance(saved, int) and isinstance(here, int) and world_size > 1:
             raise StateError(
                 f"the state was saved with a global batch of {saved} samples, but this loader's is {here} "

@@ -67,21 +67,19 @@ class InlineIterator(_CountedNext):
 
     queue_depth = 0
 
-    def __init__(self, loader: LoaderSpec[Any], statistics: Statistics, bridge: Bridge, progress: Progress) -> None:
+    def __init__(self, loader: LoaderSpec[Any], statistics: Statistics, bridge: Bridge, keeper: StateKeeper) -> None:
+        progress = keeper.begin(loader)
         super().__init__(draw_source(loader, progress.epoch))
         if self._timeout:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._spec = loader
-        self._progress = progress
-        self._agreement = progress.agreement
-        self._tasks = 0
+        self._keeper = keeper
         self._statistics = statistics
         self._source = async_index_source(loader)
         self._indices: Any = None
         self._bridge: Bridge | None = None
         self._owner = os.getpid()
-        self._reader = make_inline_reader(loader, self, progress)
-        self._stream = inline_stream(loader, self, progress)
+        self._begin(progress)
         self._uses_loop = self._reader.asynchronous or self._source is not None
         if self._uses_loop:
             self._bridge = bridge
@@ -89,8 +87,20 @@ class InlineIterator(_CountedNext):
         self._pin = torch_pin(self._pin_memory_device) if self._pin_memory else None
         self._begun = self._statistics.begin()
 
+    def _begin(self, progress: Progress) -> None:
+        self._progress = progress
+        self._agreement = progress.agreement
+        self._tasks = 0
+        self._fresh = True
+        self._reader = make_inline_reader(self._spec, self, progress)
+        self._stream = inline_stream(self._spec, self, progress)
+
     def _next_data(self) -> Any:
         begin = perf_counter()
+        if self._fresh:
+            if self._progress.outdated:
+                self._begin(self._keeper.begin(self._spec))
+            self._fresh = False
         try:
             index, data = self._fetched()
             if self._agreement is not None and not self._agreement.batch():
@@ -167,6 +177,7 @@ class WorkerIterator(_CountedNext):
 
     def __init__(self, loader: LoaderSpec[Any], statistics: Statistics, bridge: Bridge, keeper: StateKeeper) -> None:
         self._keeper = keeper
+        self._loader = weakref.ref(loader)
         self._progress = keeper.begin(loader)
         loader._workers_begin()
         super().__init__(draw_source(loader, self._progress.epoch))
@@ -219,6 +230,7 @@ class WorkerIterator(_CountedNext):
             else:
                 self._end_epoch()
         self._ended = None
+        self._fresh = True
         self._queue = queue.SimpleQueue()
         put = self._queue.put
         _, starts = self._progress.starts(self._plan.workers, int(self._base_seed), shared_seed(self))
@@ -232,6 +244,11 @@ class WorkerIterator(_CountedNext):
             raise StopIteration if not self._ended else LoaderClosed(self._ended)
         if os.getpid() != self._owner:
             raise LoaderClosed("this iterator belongs to the process that this one was forked from; make a new one")
+        if self._fresh:
+            loader = self._loader()
+            if self._progress.outdated and loader is not None:
+                self._reset(loader)
+            self._fresh = False
         begin = perf_counter()
         try:
             item = self._queue.get(timeout=self._timeout_or_none)

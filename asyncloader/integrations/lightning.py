@@ -74,7 +74,7 @@ class LoaderCallback(Callback):
             if not isinstance(loader, DataLoader):
                 continue
             if last:
-                states[number] = {**states[number], "finished": True}
+                states[number] = loader._state.keeper.state(loader, finished=True)
             elif ahead:
                 states[number] = loader._state.keeper.state(loader, before_last=True)
 
