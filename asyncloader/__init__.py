@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from asyncloader.seeded_sampler import SeededSampler
     from asyncloader.stateful_loader import StatefulDataLoader
     from asyncloader.stateful_samplers import StatefulDistributedSampler, StatefulRandomSampler
+    from asyncloader.workers.cursor import Stateful
     from asyncloader.workers.seeding import sample_rng
 
 __version__ = "0.1.0"
@@ -83,6 +84,7 @@ _OWN = {
     "RingMemoryError": "asyncloader.errors",
     "SeededSampler": "asyncloader.seeded_sampler",
     "StateError": "asyncloader.errors",
+    "Stateful": "asyncloader.workers.cursor",
     "StatefulDataLoader": "asyncloader.stateful_loader",
     "StatefulDistributedSampler": "asyncloader.stateful_samplers",
     "StatefulRandomSampler": "asyncloader.stateful_samplers",
@@ -121,6 +123,7 @@ __all__ = [
     "SequentialSampler",
     "StackDataset",
     "StateError",
+    "Stateful",
     "StatefulDataLoader",
     "StatefulDistributedSampler",
     "StatefulRandomSampler",

@@ -10,13 +10,29 @@ or both. The order of restoring is torchdata's, too: the dataset, then ``iter(da
 from __future__ import annotations
 
 import pickle
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-__all__ = ["Bookmark", "Cursor", "is_stateful"]
+__all__ = ["Bookmark", "Cursor", "Stateful", "is_stateful"]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What can save where it stands, and go on from there: samplers, datasets, and the iterators of either.
+
+    States should be plain values; they are copied, and become part of the loader's.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands now."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there."""
+        ...
 
 
 def is_stateful(thing: Any) -> bool:
-    """Whether it can save and load a state of its own."""
+    """Whether it can save and load a state of its own: `Stateful`, asked in a way that costs less."""
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 

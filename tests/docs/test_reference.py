@@ -25,8 +25,8 @@ def rows(page: str) -> list[list[str]]:
 def test_options_page_is_the_signature(loader: type) -> None:
     """The page lists every argument of both loaders, in order, with its default."""
     parameters = list(inspect.signature(loader).parameters.values())
-    defaults = ["" if p.default is p.empty else str(p.default).replace("'", '"') for p in parameters]
-    listed = [(name, default.replace('""', "")) for name, default, _ in rows("options.md")]
+    defaults = ["" if p.default is p.empty else repr(p.default).replace("'", '"') for p in parameters]
+    listed = [(name, default) for name, default, _ in rows("options.md")]
     assert listed == [(p.name, d) for p, d in zip(parameters, defaults, strict=True)]
 
 
