@@ -1,7 +1,8 @@
 """What frameworks ask of a DataLoader, point by point: what may change, who owns a batch, what becomes of its class.
 
-Points 16 to 18 and 22; the others are in `test_drop_in_checklist.py` and `test_drop_in_iteration.py`. Each test does
-what one or more frameworks do; they are named in its docstring.
+Points 16 to 18, and loaders that a framework replaces; the others are in `test_drop_in_checklist.py`,
+`test_drop_in_iteration.py` and `test_drop_in_state.py`. Each test does what one or more frameworks do; they are named
+in its docstring.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def test_point_18_batches_on_their_device_are_left_alone(kind: str, workers: int
         assert not batch.requires_grad
 
 
-# ------------------------------------------------------------------------------------------- 22
+# ------------------------------------------------------------------------------------------- classes replaced
 
 
 def framework(loader: Any) -> Any:
@@ -129,7 +130,7 @@ def framework(loader: Any) -> Any:
     return torch.utils.data.DataLoader(loader.dataset, **{name: getattr(loader, name) for name in names})
 
 
-def test_point_22_a_loader_that_was_replaced_says_so() -> None:
+def test_replaced_a_loader_says_so() -> None:
     """When a framework goes on with a stock loader ours is collected unused, and warns."""
     loader = DataLoader[Any](Numbers(6), batch_size=2)
     theirs = framework(loader)
@@ -139,7 +140,7 @@ def test_point_22_a_loader_that_was_replaced_says_so() -> None:
         del loader
 
 
-def test_point_22_install_makes_frameworks_build_ours() -> None:
+def test_replaced_install_makes_frameworks_build_ours() -> None:
     """Inside `asyncloader.install()` the same framework gets a loader of ours; afterwards torch's again."""
     loader = DataLoader[Any](Numbers(6), batch_size=2)
     with asyncloader.install():
@@ -150,7 +151,7 @@ def test_point_22_install_makes_frameworks_build_ours() -> None:
 
 
 @BOTH_CLASSES
-def test_point_22_clone_and_from_torch_bring_ours_back(make: Any) -> None:
+def test_replaced_clone_and_from_torch_bring_ours_back(make: Any) -> None:
     """From what a framework prepared: the same dataset and batches, by our loader."""
     prepared = framework(DataLoader[Any](Numbers(6), batch_size=2, shuffle=True))
     mine = make.from_torch(prepared, num_workers=1, concurrency=5)

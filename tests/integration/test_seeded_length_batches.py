@@ -1,4 +1,4 @@
-"""Length-aware batches and mixtures in seeded mode: ranks take turns in one plan, and a run goes on where it stopped."""
+"""Length-aware batches and mixtures in seeded mode: ranks take turns in one plan; a run goes on where it stopped."""
 
 from __future__ import annotations
 
