@@ -8,31 +8,94 @@ the ranks agree on each step before it is delivered: one small reduction of a nu
 own (never the trainer's), in a thread of its own, as far ahead as batches are ready. Where every rank knows its number
 of batches, one reduction at the beginning does for the epoch.
 
-All ranks take part in the same reductions: each of them sees the same result, and an epoch that one rank leaves early
-ends with a last one that says so.
+All ranks take part in the same reductions, in the same order: each of them sees the same results, and an epoch that one
+rank leaves early ends with a last one that says so. A loader's epochs follow one another: the first reduction of one is
+made when the epoch before is over on this rank, given up for it if need be.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
 import queue
+import sys
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
 
-from asyncloader.errors import RanksDisagree
+from asyncloader.errors import LoaderClosed, LoaderError, RanksDisagree
 from asyncloader.events import Action, Deliver, Fail, Finish
+from asyncloader.pipeline import WorkerFailure
 from asyncloader.rank_view import Topology
 
-__all__ = ["Agreement", "AgreementStage", "make_group"]
+__all__ = ["Agreement", "AgreementStage", "RankGroup", "in_daemon", "make_group"]
 
 _BATCH, _ENDED, _FAILED, _LEFT = 3, 2, 1, 0
 _UNKNOWN = -1
 
+_TIMEOUT = timedelta(days=1)
+"""Of a reduction. A rank that is ahead waits in one while the others validate or save, which is no failure; one that
+ends is noticed at once."""
 
-def make_group(topology: Topology) -> Any:
-    """A gloo group of all ranks. Collective: every rank must make its loaders' first iterators in the same order.
+_REPLACED = (
+    "a newer iterator of this loader has taken this one's place: on several ranks a stream has one iterator at a time"
+)
+
+
+class RankGroup:
+    """A gloo group of all ranks, for one loader; destroyed with the last who refers to it.
+
+    Args:
+        group: of torch.distributed.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._world = weakref.ref(torch.distributed.group.WORLD)
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._newest: Agreement | None = None
+
+    @property
+    def stale(self) -> bool:
+        """Whether torch.distributed was initialized anew since."""
+        return torch.distributed.group.WORLD is not self._world()
+
+    def begin(self, agreement: Agreement) -> Agreement | None:
+        """This one reduces from now on. Returns the one before it, if that may still do so."""
+        with self._lock:
+            before, self._newest = self._newest, agreement
+            return before
+
+    def end(self, agreement: Agreement) -> None:
+        """It will reduce no more."""
+        with self._lock:
+            if self._newest is agreement:
+                self._newest = None
+
+    def reduce(self, number: int) -> tuple[int, int]:
+        """The least and the largest of all ranks' numbers. Blocks until every rank has called it."""
+        both = torch.tensor([number, -number], dtype=torch.int64, device="cpu")
+        torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MIN, group=self._group)
+        return int(both[0]), -int(both[1])
+
+    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Its sockets and threads would stay otherwise: torch keeps each group until it is told. Local: what the other
+        # ranks still have to receive is on its way. A forked child has none of the threads that this would wait for.
+        if not exiting() and os.getpid() == self._owner:
+            with contextlib.suppress(Exception):  # torch.distributed was shut down already
+                torch.distributed.destroy_process_group(self._group)
+
+
+def make_group(topology: Topology, old: RankGroup | None = None) -> RankGroup:
+    """A gloo group of all ranks; `old` if that is still good.
+
+    Collective: every rank must make its loaders' first iterators in the same order.
 
     Raises:
         RuntimeError: torch.distributed is not initialized, or has another number of ranks.
@@ -48,11 +111,13 @@ def make_group(topology: Topology) -> Any:
             f"world_size={topology.world_size}, but torch.distributed has {distributed.get_world_size()} ranks: those "
             "that share out a stream must be the ones that can agree on its end"
         )
-    return distributed.new_group(backend="gloo")
+    if old is not None and not old.stale:
+        return old
+    return RankGroup(distributed.new_group(backend="gloo", timeout=_TIMEOUT))
 
 
 class Agreement:
-    """One epoch's agreement, as one rank sees it. Blocking; one thread at a time.
+    """One epoch's agreement, as one rank sees it. Its methods block, but for `give_up`; any thread.
 
     Args:
         group: of `make_group`.
@@ -60,74 +125,139 @@ class Agreement:
         uneven_is_error: raise where the ranks' epochs have different lengths, instead of ending with the shortest.
     """
 
-    def __init__(self, group: Any, count: int | None, *, uneven_is_error: bool) -> None:
+    def __init__(self, group: RankGroup, count: int | None, *, uneven_is_error: bool) -> None:
         self._group = group
         self._count = count
         self._error = uneven_is_error
         self._step = 0
         self._limit: int | None = None
         self._begun = False
-        self.over = False
+        self._over = False
+        self._closed: str | None = None  # why, if this rank gave the epoch up
+        self._owner = os.getpid()
+        # Held while reducing: the epoch may be given up in another thread than the one that asks for its steps.
+        self._lock = threading.Lock()
+        self._before = group.begin(self)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        with self._lock:
+            try:
+                yield
+            finally:
+                if self._over or self._limit is not None:
+                    self._group.end(self)
 
     def batch(self) -> bool:
         """This rank has a batch for the next step: whether it is to be delivered. False: the epoch is over.
 
         Raises:
-            RanksDisagree: another rank failed, left, or has none, and that is an error.
+            RanksDisagree: another rank failed, left, ended, or has none, and that is an error.
+            LoaderClosed: this rank has given the epoch up.
         """
-        self._begin()
-        if not self.over and self._limit is not None:
-            self.over = self._step >= self._limit
-        elif not self.over:
-            self._judge(*self._reduce(_BATCH))
-        self._step += 1
-        return not self.over
+        with self._turn():
+            self._check_open()
+            self._begin()
+            if self._limit is not None:
+                self._over = self._over or self._step >= self._limit
+            elif not self._over:
+                self._judge(*self._reduce(_BATCH))
+            self._step += not self._over
+            return not self._over
 
     def end(self) -> None:
         """This rank has no more batches.
 
         Raises:
             RanksDisagree: another rank has, and that is an error; or it failed or left; or this one said to have more.
+            LoaderClosed: this rank has given the epoch up.
         """
-        self._begin()
-        if self.over:
-            return
-        if self._limit is None:
-            self._judge(*self._reduce(_ENDED))
-        elif self._step < self._limit:
-            self.over = True
-            raise RanksDisagree(
-                f"the dataset's length promised {self._limit} batches or more, but its stream ended after "
-                f"{self._step}; make __len__ right, or leave it out"
-            )
-        self.over = True
+        with self._turn():
+            self._check_open()
+            self._begin()
+            if self._over:
+                return
+            if self._limit is None:
+                self._judge(*self._reduce(_ENDED))
+            self._over = True
+            if self._limit is not None and self._step < self._limit:
+                raise RanksDisagree(
+                    f"the dataset's length promised {self._limit} batches or more, but its stream ended after "
+                    f"{self._step}; make __len__ right, or leave it out"
+                )
 
-    def fail(self) -> None:
-        """This rank's epoch ends with an error: the others must not wait for it."""
-        self._last(_FAILED)
+    def fail(self) -> bool:
+        """This rank has an error in the place of its next batch: the others must not wait for it.
+
+        Where all know how many batches there will be, nobody does, and the epoch goes on; otherwise it ends.
+
+        Returns:
+            Whether the epoch goes on.
+        """
+        with self._turn():
+            self._last(_FAILED)
+            self._step += not self._over
+            return not self._over
 
     def leave(self) -> None:
         """This rank gives the epoch up."""
-        self._last(_LEFT)
+        self._close("this iterator was closed")
+
+    def give_up(self) -> None:
+        """`leave` without waiting: in a thread of its own, which ends once the other ranks know. Any thread."""
+        if os.getpid() != self._owner or self._over or self._limit is not None:
+            return
+        self._closed = self._closed or "this iterator was closed"
+        with contextlib.suppress(RuntimeError):  # no threads any more: the process ends, and the others will notice
+            threading.Thread(target=self.leave, name="asyncloader-agree", daemon=True).start()
+
+    # ------------------------------------------------------------------------------- with the lock held, or taking it
+
+    def _close(self, why: str) -> None:
+        self._closed = self._closed or why  # at once: who holds the lock may go on for many steps
+        with self._turn():
+            self._last(_LEFT)
+            self._over = True
+
+    def _make_way(self) -> None:
+        """A newer epoch is to begin: this one must make no further reduction."""
+        with self._turn():
+            with contextlib.suppress(RanksDisagree):
+                self._begin()
+            if not self._over and self._limit is None:
+                self._closed = self._closed or _REPLACED
+                self._last(_LEFT)
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            self._last(_LEFT)
+            raise LoaderClosed(self._closed)
 
     def _last(self, flag: int) -> None:
-        if self.over:
-            return
-        self._begin()
-        self.over = True
-        if self._limit is None:
-            self._reduce(flag)
+        """Tell the others, if they would wait for this rank."""
+        with contextlib.suppress(RanksDisagree):  # the epoch is over all the same
+            self._begin()
+            if not self._over and self._limit is None:
+                self._over = True
+                self._reduce(flag)
 
     def _begin(self) -> None:
         if self._begun:
             return
         self._begun = True
+        earlier: list[Agreement] = []
+        before, self._before = self._before, None
+        while before is not None:
+            earlier.append(before)
+            before = before._before
+        for agreement in reversed(earlier):
+            agreement._make_way()
         least, most = self._reduce(_UNKNOWN if self._count is None else self._count)
         if least == _UNKNOWN:
             return
         self._limit = least
         if least != most and self._error:
-            self.over = True
+            self._over = True
             raise RanksDisagree(
                 f"the ranks have between {least} and {most} batches in this epoch (on_uneven='error'); give them equal "
                 "shares, or use on_uneven='drop'"
@@ -136,7 +266,7 @@ class Agreement:
     def _judge(self, least: int, most: int) -> None:
         if least == _BATCH:
             return
-        self.over = True
+        self._over = True
         if least == _FAILED:
             raise RanksDisagree(f"another rank's loader failed at step {self._step}; its own error says why")
         if least == _LEFT:
@@ -148,10 +278,41 @@ class Agreement:
             )
 
     def _reduce(self, number: int) -> tuple[int, int]:
-        """The least and the largest of all ranks' numbers."""
-        both = torch.tensor([number, -number], dtype=torch.int64)
-        torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MIN, group=self._group)
-        return int(both[0]), -int(both[1])
+        try:
+            return self._group.reduce(number)
+        except Exception as error:
+            self._over = True
+            raise RanksDisagree(
+                f"the ranks could not agree on step {self._step}: another rank has ended, torch.distributed was shut "
+                f"down, or the network failed ({error})"
+            ) from error
+
+
+async def in_daemon(function: Callable[[], Any]) -> Any:
+    """Call a method that blocks, in a thread that keeps neither loop nor process if the other ranks never join."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def done(result: Any, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        outcome: tuple[Any, BaseException | None]
+        try:
+            outcome = function(), None
+        except Exception as error:
+            outcome = None, error
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(done, *outcome)
+        del outcome
+
+    threading.Thread(target=run, name="asyncloader-agree", daemon=True).start()
+    return await future
 
 
 class AgreementStage:
@@ -170,6 +331,8 @@ class AgreementStage:
         self._forward = forward
         self._discard = discard
         self._items: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
+        self._closed = False
+        self._lock = threading.Lock()  # nothing is forwarded once `close` has returned
         # A daemon: a reduction that the other ranks never join must not keep the process.
         self._thread = threading.Thread(target=self._run, name="asyncloader-agree", daemon=True)
         self._thread.start()
@@ -179,34 +342,42 @@ class AgreementStage:
         self._items.put(item)
 
     def _run(self) -> None:
-        agreement = self._agreement
-        try:
-            while (item := self._items.get()) is not None:
-                if agreement.over:
-                    self._discard(item)
-                    continue
-                self._forward(self._agreed(item))
-            agreement.leave()
-        except Exception as error:  # a peer is gone: gloo says so
-            agreement.over = True
-            self._forward(Fail(error))
-
-    def _agreed(self, item: Action) -> Action:
-        try:
-            if isinstance(item, Deliver):
-                if self._agreement.batch():
-                    return item
+        ended = False
+        while (item := self._items.get()) is not None:
+            if ended or self._closed:
                 self._discard(item)
-                return Finish()
+                continue
+            for agreed in self._agreed(item):
+                self._give(agreed)
+                ended = not isinstance(agreed, Deliver)
+        self._agreement.leave()
+
+    def _give(self, item: Action) -> None:
+        with self._lock:
+            if not self._closed:
+                self._forward(item)
+                return
+        self._discard(item)
+
+    def _agreed(self, item: Action) -> list[Action]:
+        """What is to be forwarded for this item."""
+        try:
+            if isinstance(item, Deliver) and not isinstance(item.outcome, WorkerFailure):
+                if self._agreement.batch():
+                    return [item]
+                self._discard(item)
+                return [Finish()]
             if isinstance(item, Finish):
                 self._agreement.end()
-            elif isinstance(item, Fail):
-                self._agreement.fail()
-        except RanksDisagree as error:
+            elif not self._agreement.fail() and isinstance(item, Deliver):
+                return [item, Finish()]
+        except LoaderError as error:
             self._discard(item)
-            return Fail(error)
-        return item
+            return [Fail(error)]
+        return [item]
 
     def close(self) -> None:
         """Nothing will come any more. Does not wait: the thread ends once the other ranks know."""
+        with self._lock:
+            self._closed = True
         self._items.put(None)

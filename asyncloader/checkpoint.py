@@ -12,6 +12,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
+
 from asyncloader.agreement import Agreement, make_group
 from asyncloader.epoch import EpochClock
 from asyncloader.index_stream import IndexStream, base_sampler, fresh_state, own_generator, set_generators
@@ -76,6 +78,8 @@ class StateKeeper:
         progress = self._newest = self._progress(spec, clock, resumed)
         progress.agreement = self._agreement(spec)
         if finished is not None:
+            progress.follows = True
+            progress.carried = finished["workers"]
             _follow(spec, progress, finished)
         return progress
 
@@ -124,17 +128,17 @@ class StateKeeper:
         here = topology(spec)
         compare(state, expectations(spec, iterable=is_iterable(spec)), here.world_size)
         workers = state["workers"]
-        if workers is not None and not any(workers["given"]):
-            # Where nothing was read any loader can begin; one of the same kind sets its datasets back.
+        if workers is not None and (state["finished"] or not any(workers["given"])):
+            # Between epochs any loader can begin; one of the same kind sets its datasets to where they stood.
             same = here._asdict() | {"num_workers": spec.num_workers}
             if any(workers[name] != value for name, value in same.items()):
                 workers = None
-        if state["finished"]:
-            workers = None
+        if state["finished"] and spec.num_workers and not spec.persistent_workers:
+            workers = None  # each epoch's workers begin with the dataset as it is in this process
         state["workers"] = workers
         if workers is not None:
             check_workers(workers, spec.num_workers, here.rank, here.world_size)
-            if spec.resume == "exact" and not spec._replays:
+            if spec.resume == "exact" and not spec._replays and not state["finished"]:
                 check_exact(workers, stream=state["kind"] == "iterable")
         self._clock_of(spec).restore(state["epoch"], finished=state["finished"])
         if not is_iterable(spec) and not state["finished"]:
@@ -167,6 +171,8 @@ def _fresh_sampler_state(spec: LoaderSpec[Any]) -> dict[str, Any] | None:
     try:
         if spec.num_workers:
             spec._workers_begin()
+        if generator is not None and spec.generator is generator:
+            torch.empty((), dtype=torch.int64).random_(generator=generator)  # the base seed comes first
         return fresh_state(sampler)
     finally:
         if generator is not None and before is not None:

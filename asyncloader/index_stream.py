@@ -23,7 +23,6 @@ from torch.utils.data import BatchSampler
 
 from asyncloader.errors import StateError
 from asyncloader.rank_view import RankView, SeekableSampler
-from asyncloader.stateful_samplers import StatefulRandomSampler
 from asyncloader.workers.cursor import is_stateful
 
 __all__ = [
@@ -31,6 +30,7 @@ __all__ = [
     "StateLog",
     "WatchedSampler",
     "base_sampler",
+    "draws_when_iterated",
     "fresh_state",
     "iterates_plainly",
     "own_generator",
@@ -193,7 +193,12 @@ class IndexStream:
     def state(self, step: int) -> dict[str, Any] | None:
         """The sampler's state after `step` steps or before; None if it has none, or its indices must be read anew."""
         if self._items is None and self._saved is None:
-            return fresh_state(self._sampler) if not self._step else None
+            if self._step:
+                return None
+            if self._index_sampler is self._sampler and is_stateful(self._made) and not is_stateful(self._sampler):
+                made: Any = self._made
+                return {"at": 0, "ended": False, "sampler": None, "iterator": copy.deepcopy(made.state_dict())}
+            return fresh_state(self._sampler)
         return self._saved if self.log is None else self.log.at(step)
 
     def end_of_epoch(self) -> None:
@@ -283,14 +288,22 @@ def fresh_state(sampler: Any) -> dict[str, Any] | None:
             return {"at": 0, "ended": False, "sampler": copy.deepcopy(sampler.state_dict()), "iterator": None}
     except Exception:  # as in `StateLog.note`
         return None
-    if type(sampler) is not StatefulRandomSampler:
+    if not draws_when_iterated(sampler):
         return None
     # Its state is its iterator's, and making one draws from the generator, which must not be seen here.
     before = sampler.generator.get_state()
     try:
-        return {"at": 0, "ended": False, "sampler": None, "iterator": iter(sampler).state_dict()}
+        iterator: Any = iter(sampler)
+        if not is_stateful(iterator):
+            return None
+        return {"at": 0, "ended": False, "sampler": None, "iterator": copy.deepcopy(iterator.state_dict())}
     finally:
         sampler.generator.set_state(before)
+
+
+def draws_when_iterated(sampler: Any) -> bool:
+    """Whether an iterator of it, when made, draws from its own generator: `StatefulRandomSampler`, torchdata's."""
+    return isinstance(getattr(sampler, "generator", None), torch.Generator) and not iterates_plainly(sampler)
 
 
 def own_generator(sampler: Any) -> torch.Generator | None:

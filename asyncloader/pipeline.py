@@ -74,6 +74,7 @@ class Pipeline(Listener):
         scheduler: a fresh one for this epoch.
         sink: takes what is for the consumer; must not block.
         source: an async source of indices; None when the consumer hands them in, or the dataset is iterable.
+        ended: is told where a worker's copy of an iterable dataset stood at its end.
     """
 
     def __init__(
@@ -82,7 +83,9 @@ class Pipeline(Listener):
         scheduler: Scheduler,
         sink: Callable[[Action], None],
         source: AsyncIterable[Any] | None = None,
+        ended: Callable[[int, bytes], None] | None = None,
     ) -> None:
+        self._ended = ended
         self._runs_ahead = scheduler.run_ahead > 0
         self._pool = pool
         self._scheduler = scheduler
@@ -143,8 +146,10 @@ class Pipeline(Listener):
         """See `Listener`."""
         self._handle(Completed(worker, seq, WorkerFailure(error, busy)))
 
-    def on_exhausted(self, worker: int, seq: int) -> None:
+    def on_exhausted(self, worker: int, seq: int, cursor: bytes) -> None:
         """See `Listener`."""
+        if self._ended is not None:
+            self._ended(worker, cursor)
         self._handle(Exhausted(worker, seq))
 
     def on_death(self, worker: int, error: BaseException) -> None:

@@ -63,6 +63,11 @@ class Progress:
         self._stream: IndexStream | None = None
         self.log: StateLog | None = None
         """States of an async sampler, by its reader."""
+        self.follows = False
+        """Whether this epoch follows one that was saved when it had ended."""
+        self.carried: dict[str, Any] | None = None
+        """The `workers` part of that state: datasets that live on."""
+        self._ends: dict[int, bytes] = {}
         self.drained: dict[str, Any] | None = None
         """The state of an async sampler that has ended its epoch, after which this one follows."""
         self.view: RankView | None = None
@@ -128,9 +133,12 @@ class Progress:
         self._cursors, self._given, self._turn = [b""] * workers, [0] * workers, 0
         saved = None if self._resumed is None else self._resumed["workers"]
         if saved is None:
-            return base_seed, [EpochStart(shared_seed, self.epoch, self._clock.told) for _ in range(workers)]
+            places = [None] * workers if self.carried is None else self.carried["cursors"]
+            starts = [EpochStart(shared_seed, self.epoch, self._clock.told, _dataset_alone(place)) for place in places]
+            self._cursors = [pickle.dumps(tuple(start.cursor), 5) if start.cursor else b"" for start in starts]
+            return base_seed, starts
         self._given, self._turn = list(saved["given"]), saved["next"]
-        starts: list[EpochStart] = []
+        starts = []
         for worker, (given, place) in enumerate(zip(saved["given"], saved["cursors"], strict=True)):
             # One that could not be taken tells nothing but that the stream must be read again.
             cursor = None if place is None or place["problem"] else Cursor(**place)
@@ -201,9 +209,16 @@ class Progress:
         """The user gets an error in the batch's place: if the next batch is taken, this one is past."""
         self._failed.append(task)
 
+    def ended(self, worker: int, cursor: bytes) -> None:
+        """Where the worker's copy of the dataset stood when it had seen the end. Any thread."""
+        if cursor:
+            self._ends[worker] = cursor
+
     def finish(self) -> None:
         """The user was told that there are no more batches."""
         self._finished = True
+        for worker, cursor in self._ends.items():
+            self._cursors[worker] = cursor
         self._complete()
 
     def _complete(self) -> None:
@@ -265,3 +280,10 @@ class Progress:
             "given": list(self._given),
             "cursors": cursors,
         }
+
+
+def _dataset_alone(place: dict[str, Any] | None) -> Cursor | None:
+    """The dataset's state after one epoch, to begin the next one with."""
+    if place is None or place["problem"] or place["dataset"] is None:
+        return None
+    return Cursor(0, 0, False, place["dataset"], None)

@@ -30,14 +30,13 @@ import base64
 import copy
 from typing import Any
 
+import torch
+
 from asyncloader.errors import StateError
 
 __all__ = ["EXPECTED", "VERSION", "check_exact", "check_length", "check_state", "check_workers", "compare"]
 
 VERSION = 1
-
-_GENERATOR_BYTES = 5056
-"""The state of a torch CPU generator."""
 
 EXPECTED = ("mode", "kind", "seed", "length", "batch_size", "drop_last", "order")
 """Keys in which state and loader must agree."""
@@ -126,11 +125,12 @@ def check_state(given: Any) -> dict[str, Any]:
 def _check_generators(generators: dict[str, Any]) -> None:
     for name, text in generators.items():
         try:
-            size = len(base64.b64decode(text, validate=True))
-        except (TypeError, ValueError):
-            size = 0
-        if name not in ("global", "own") or size != _GENERATOR_BYTES:
-            raise StateError(f"the state is broken: the generator {name!r} has no state of {_GENERATOR_BYTES} bytes")
+            state = bytearray(base64.b64decode(text, validate=True))
+            torch.Generator().set_state(torch.frombuffer(state, dtype=torch.uint8))
+        except (TypeError, ValueError, RuntimeError):
+            raise StateError(f"the state is broken: that of the generator {name!r} is none of torch's") from None
+        if name not in ("global", "own"):
+            raise StateError(f"the state is broken: there is no generator {name!r}")
 
 
 def _check_worker_part(workers: dict[str, Any]) -> None:
@@ -176,7 +176,7 @@ def compare(state: dict[str, Any], expected: dict[str, Any], world_size: int) ->
         saved, here = state[name], expected[name]
         if saved == here:
             continue
-        if name == "batch_size" and state["order"] == "batch_sampler":
+        if name == "batch_size" and state["order"] == expected["order"] == "batch_sampler":
             raise StateError(
                 f"the state was saved where a step is {saved} batches, one a rank, but this loader has "
                 f"world_size={here}; resume with as many ranks"
@@ -236,9 +236,10 @@ def check_exact(workers: dict[str, Any], *, stream: bool) -> None:
     for worker, (given, cursor) in enumerate(zip(workers["given"], workers["cursors"], strict=True)):
         if cursor is not None and cursor["problem"]:
             raise StateError(f"the dataset's state could not be saved in worker {worker}: {cursor['problem']}")
-        if not stream and cursor is not None and cursor["batches"] != given:
+        taken = None if cursor is None else cursor["batches"]
+        if not stream and given and taken != given:
             raise StateError(
-                f"worker {worker} had made {given} batches, but its dataset's state is that after {cursor['batches']}: "
+                f"worker {worker} had made {given} batches, but its dataset's state is that after {taken}: "
                 "with snapshot_every_n_steps=0 a map dataset's state cannot be found again"
             )
         if stream and given and cursor is None:

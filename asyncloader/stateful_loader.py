@@ -3,8 +3,9 @@
 Data path: options -> [stateful_loader] -> loader -> sync_iterator.
 
 Who used `torchdata.stateful_dataloader.StatefulDataLoader` changes the import. The batches are the same from the same
-seeds, shuffled ones too; states mean the same at every moment of an epoch. Their layout is ours (`state_layout.py`):
-torchdata's are not read.
+seeds, shuffled ones too (but for ``generator=`` without workers, where the generator's first number goes to the order
+in torchdata, and here to the base seed, as in torch). States mean the same at every moment of an epoch. Their layout is
+ours (`state_layout.py`): torchdata's are not read.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe, MapDataPipe
 
+from asyncloader.index_stream import draws_when_iterated
 from asyncloader.loader import DataLoader
 from asyncloader.options import DEFAULT_CONCURRENCY
 from asyncloader.stateful_samplers import StatefulRandomSampler
@@ -94,10 +96,10 @@ class StatefulDataLoader(DataLoader[T_co]):
         )
 
     def _workers_begin(self) -> None:
-        # torchdata's iterator with workers asks its sampler for an iterator twice, and uses the second: a permutation
-        # is drawn and dropped before each order.
-        sampler = getattr(self, "sampler", None)
-        if type(sampler) is StatefulRandomSampler:
+        # torchdata's iterator with workers asks its batch sampler for an iterator twice, and uses the second: a
+        # permutation is drawn and dropped before each order.
+        sampler: Any = getattr(self.batch_sampler, "sampler", None)
+        if draws_when_iterated(sampler):
             iter(sampler)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -111,6 +111,7 @@ class InlineIterator(_CountedNext):
         except StopIteration:
             if self._agreement is not None:
                 self._agreement.end()
+            self._progress.ended(0, self._reader.last_cursor())
             self._progress.finish()
             raise
         except BaseException:
@@ -179,7 +180,8 @@ class WorkerIterator(_CountedNext):
         self._keeper = keeper
         self._loader = weakref.ref(loader)
         self._progress = keeper.begin(loader)
-        loader._workers_begin()
+        if not (self._progress.follows and loader.persistent_workers):  # else they would have begun before
+            loader._workers_begin()
         super().__init__(draw_source(loader, self._progress.epoch))
         self._shutdown = True  # until there is something to shut down
         self._timeout_or_none = self._timeout or None

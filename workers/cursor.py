@@ -91,6 +91,10 @@ class Bookmark:
         """The pickled cursor before the first batch, or nothing."""
         return self._take(0, ended=False) if not self.batches else b""
 
+    def final(self) -> bytes:
+        """The pickled cursor after the last batch, when the end was seen, or nothing."""
+        return self._take(0, ended=True)
+
     def after_batch(self, samples: int, *, ended: bool) -> bytes:
         """A batch was made: the pickled cursor, or nothing when there is none to be taken."""
         self.batches += 1

@@ -78,8 +78,8 @@ class Listener:
         """A task raised; `error` is an exception, or torch's wrapper of one."""
         raise NotImplementedError
 
-    def on_exhausted(self, worker: int, seq: int) -> None:
-        """The worker's copy of an iterable dataset ended."""
+    def on_exhausted(self, worker: int, seq: int, cursor: bytes) -> None:
+        """The worker's copy of an iterable dataset ended, where the cursor says."""
         raise NotImplementedError
 
     def on_death(self, worker: int, error: WorkerDied) -> None:
@@ -279,7 +279,7 @@ class WorkerPool:
                 return
             if kind == wire.EXHAUSTED:
                 self.rings[worker].void()
-                self._listener.on_exhausted(worker, seq)
+                self._listener.on_exhausted(worker, seq, payload)
             else:
                 self._listener.on_error(worker, seq, busy, pickle.loads(payload))
 

@@ -201,6 +201,10 @@ class Reader:
         """Where the dataset stands now that an epoch has begun; empty if there is nothing to be saved."""
         return self._bookmark.initial() if self._keeps_state else b""
 
+    def last_cursor(self) -> bytes:
+        """Where the dataset stands now that its end was seen; empty if there is nothing to be saved."""
+        return self._bookmark.final() if self._keeps_state else b""
+
     def cursor(self) -> bytes:
         """Where the dataset stands now that a batch was fetched; empty if there is nothing to be saved. Call it once
         a batch, before anything else is awaited.

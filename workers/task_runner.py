@@ -205,7 +205,8 @@ class TaskRunner:
     def _answer_error(self, epoch: int, seq: int, busy: Callable[[], float], error: Exception) -> None:
         if self._setup_iterable() and isinstance(error, (StopIteration, StopAsyncIteration)):
             self._ended = True
-            self.channel_send(wire.pack_answer(wire.EXHAUSTED, epoch, seq, busy()))
+            cursor = self._reader.last_cursor() if self._reader is not None else b""
+            self.channel_send(wire.pack_answer(wire.EXHAUSTED, epoch, seq, busy(), cursor))
             return
         payload = error.payload if isinstance(error, _StartError) else _pickle_error(error, self.worker_id)
         self.channel_send(wire.pack_answer(wire.ERROR, epoch, seq, busy(), payload))

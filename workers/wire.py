@@ -120,7 +120,7 @@ def unpack_reset(body: bytes) -> tuple[int, bytes]:
 
 
 def pack_answer(kind: int, epoch: int, seq: int, busy: float, payload: bytes = b"") -> bytes:
-    """An answer without a batch: ERROR (payload: the pickled error) or EXHAUSTED."""
+    """An answer without a batch: ERROR (the pickled error) or EXHAUSTED (the pickled cursor)."""
     return pack(kind, _ANSWER_HEAD.pack(epoch, seq, busy) + payload)
 
 
