@@ -58,6 +58,7 @@ class RankGroup:
         self._group = group
         self._world = weakref.ref(torch.distributed.group.WORLD)
         self._owner = os.getpid()
+        self._broken: str | None = None
         self._lock = threading.Lock()
         self._newest: Agreement | None = None
 
@@ -79,17 +80,33 @@ class RankGroup:
                 self._newest = None
 
     def reduce(self, number: int) -> tuple[int, int]:
-        """The least and the largest of all ranks' numbers. Blocks until every rank has called it."""
+        """The least and the largest of all ranks' numbers. Blocks until every rank has called it.
+
+        Raises:
+            RuntimeError: a rank is gone, or the network failed; now, or at an earlier call.
+        """
+        if self._broken is not None:
+            raise RuntimeError(self._broken)
         both = torch.tensor([number, -number], dtype=torch.int64, device="cpu")
-        torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MIN, group=self._group)
+        try:
+            torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MIN, group=self._group)
+        except Exception as error:
+            self._broken = str(error)
+            raise RuntimeError(self._broken) from None  # the traceback would hold the group
         return int(both[0]), -int(both[1])
 
-    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        # Its sockets and threads would stay otherwise: torch keeps each group until it is told. Local: what the other
-        # ranks still have to receive is on its way. A forked child has none of the threads that this would wait for.
-        if not exiting() and os.getpid() == self._owner:
+    def close(self) -> None:
+        """Destroy the group. Local; the other ranks' reductions fail, unless all that they wait for has been sent."""
+        group, self._group = self._group, None
+        if group is not None:
             with contextlib.suppress(Exception):  # torch.distributed was shut down already
-                torch.distributed.destroy_process_group(self._group)
+                torch.distributed.destroy_process_group(group)
+
+    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Its sockets and threads would stay otherwise: torch keeps each group until it is told. A forked child has none
+        # of the threads that this would wait for.
+        if not exiting() and os.getpid() == self._owner:
+            self.close()
 
 
 def make_group(topology: Topology, old: RankGroup | None = None) -> RankGroup:
@@ -282,10 +299,12 @@ class Agreement:
             return self._group.reduce(number)
         except Exception as error:
             self._over = True
+            # Those that are connected to this rank but not to the one that is gone must not wait for this one.
+            self._group.close()
             raise RanksDisagree(
                 f"the ranks could not agree on step {self._step}: another rank has ended, torch.distributed was shut "
                 f"down, or the network failed ({error})"
-            ) from error
+            ) from None
 
 
 async def in_daemon(function: Callable[[], Any]) -> Any:

@@ -75,9 +75,13 @@ class ReadyQueue:
     def __init__(self) -> None:
         self.items: deque[Action] = deque()
         self._waiters: deque[asyncio.Future[None]] = deque()
+        self._closed = False
 
     def put(self, item: Action) -> None:
         """In the loop's thread. Wakes one of those who wait."""
+        if self._closed:
+            discard(item)  # on its way here from another thread when the iterator was closed
+            return
         self.items.append(item)
         self._wake_one()
 
@@ -88,8 +92,11 @@ class ReadyQueue:
                 waiter.set_result(None)
                 return
 
-    def wake_all(self) -> None:
-        """Nothing will come any more; those who wait must look for themselves."""
+    def close(self) -> None:
+        """Nothing will be taken any more; those who wait must look for themselves."""
+        self._closed = True
+        while self.items:
+            discard(self.items.popleft())
         while self._waiters:
             self._wake_one()
 
@@ -303,9 +310,7 @@ def _release(
     """End an iterator's parts. In the loop's thread."""
     reader = pipeline.close() if pipeline is not None else None
     consumer.close()
-    while queue.items:
-        discard(queue.items.popleft())
-    queue.wake_all()
+    queue.close()
     if pool is None or shelf.leave(pool):
         return None, reader
     return pool, reader

@@ -16,13 +16,20 @@ import torch
 
 from asyncloader.agreement import Agreement, make_group
 from asyncloader.epoch import EpochClock
-from asyncloader.index_stream import IndexStream, base_sampler, fresh_state, own_generator, set_generators
+from asyncloader.index_stream import (
+    IndexStream,
+    base_sampler,
+    fresh_state,
+    generator_text,
+    own_generator,
+    set_generators,
+)
 from asyncloader.options import LoaderSpec, async_index_source, is_iterable
 from asyncloader.progress import Progress, Tally
 from asyncloader.rank_view import RankView
 from asyncloader.sampler import AsyncIndexSource
 from asyncloader.seeded_mode import expectations, plain_sampler, topology
-from asyncloader.state_layout import check_exact, check_length, check_state, check_workers, compare
+from asyncloader.state_layout import check_exact, check_generators, check_length, check_state, check_workers, compare
 from asyncloader.workers.cursor import is_stateful
 
 __all__ = ["StateKeeper"]
@@ -75,24 +82,29 @@ class StateKeeper:
         finished = resumed if resumed is not None and resumed["finished"] else None
         if resumed is not None and (finished or clock.value != resumed["epoch"]):
             resumed = None
+        before = self._newest
         progress = self._newest = self._progress(spec, clock, resumed)
-        progress.agreement = self._agreement(spec)
+        if before is not None and spec.persistent_workers and resumed is None and finished is None:
+            progress.inherit(before)
+        source = async_index_source(spec)
+        if source is not None and resumed is None:
+            progress.log = source.first_log(progress.every)
+        progress.agreement = self._agreement(spec, progress.first_step)
         if finished is not None:
             progress.follows = True
             progress.carried = finished["workers"]
             _follow(spec, progress, finished)
         return progress
 
-    def _agreement(self, spec: LoaderSpec[Any]) -> Agreement | None:
+    def _agreement(self, spec: LoaderSpec[Any], first_step: int) -> Agreement | None:
         here = topology(spec)
         if spec.seed is None or not is_iterable(spec) or here.world_size == 1:
             return None
-        if self._group is None:
-            self._group = make_group(here)
+        self._group = make_group(here, self._group)
         # Several workers' copies may end with a short batch each, or drop it: the length says nothing exact then.
-        count = None
-        if spec.num_workers <= 1 and hasattr(spec.dataset, "__len__"):
-            count = len(spec)
+        count = _length(spec) if spec.num_workers <= 1 and hasattr(spec.dataset, "__len__") else None
+        if count is not None:
+            count = max(0, count - first_step)
         return Agreement(self._group, count, uneven_is_error=spec.on_uneven == "error")
 
     def _progress(self, spec: LoaderSpec[Any], clock: EpochClock, resumed: dict[str, Any] | None) -> Progress:
@@ -116,7 +128,7 @@ class StateKeeper:
         fresh.starts(max(1, spec.num_workers), 0, None)
         state = fresh.state()
         if not is_iterable(spec):
-            state["sampler"] = _fresh_sampler_state(spec)
+            state |= _fresh_sampler_state(spec)
         return state
 
     def load(self, spec: LoaderSpec[Any], given: dict[str, Any]) -> None:
@@ -141,6 +153,9 @@ class StateKeeper:
             if spec.resume == "exact" and not spec._replays and not state["finished"]:
                 check_exact(workers, stream=state["kind"] == "iterable")
         self._clock_of(spec).restore(state["epoch"], finished=state["finished"])
+        if not is_iterable(spec):
+            own = own_generator(base_sampler(spec._index_sampler)) is not None
+            check_generators(state["generators"], own=own)
         if not is_iterable(spec) and not state["finished"]:
             check_length(state, _most_steps(spec._index_sampler))
         self._loaded, self._pending = copy.deepcopy(given), state
@@ -161,8 +176,8 @@ def _most_steps(index_sampler: Any) -> int | None:
     return None if items is None else items // index_sampler.cutter.stride + 1
 
 
-def _fresh_sampler_state(spec: LoaderSpec[Any]) -> dict[str, Any] | None:
-    """What a stateful sampler's state will be when the first iterator begins."""
+def _fresh_sampler_state(spec: LoaderSpec[Any]) -> dict[str, Any]:
+    """What the state will say of the sampler when the first iterator begins."""
     sampler = base_sampler(spec._index_sampler)
     if isinstance(sampler, AsyncIndexSource):
         sampler = sampler.sampler
@@ -173,7 +188,8 @@ def _fresh_sampler_state(spec: LoaderSpec[Any]) -> dict[str, Any] | None:
             spec._workers_begin()
         if generator is not None and spec.generator is generator:
             torch.empty((), dtype=torch.int64).random_(generator=generator)  # the base seed comes first
-        return fresh_state(sampler)
+        generators = None if generator is None else {"own": generator_text(generator)}
+        return {"sampler": fresh_state(sampler), "generators": generators}
     finally:
         if generator is not None and before is not None:
             generator.set_state(before)

@@ -99,6 +99,8 @@ class Consumer:
             self._pin.close()
         if self._agreeing is not None:
             self._agreeing.close()
+        elif self._agreement is not None:
+            self._agreement.give_up()  # made, but never iterated
 
     # ---------------------------------------------------------------------------------------- for each batch
 

@@ -32,6 +32,7 @@ __all__ = [
     "base_sampler",
     "draws_when_iterated",
     "fresh_state",
+    "generator_text",
     "iterates_plainly",
     "own_generator",
     "set_generators",
@@ -106,14 +107,18 @@ class WatchedSampler:
 class _Ending:
     """An iterator that knows whether it has ended: who reads batches from it may see the end before the last batch."""
 
-    def __init__(self, iterator: Any) -> None:
+    def __init__(self, iterator: Any, first: Any = _END) -> None:
         self.iterator = iterator
         self.ended = False
+        self._first = first
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
+        first, self._first = self._first, _END
+        if first is not _END:
+            return first
         try:
             return next(self.iterator)
         except StopIteration:
@@ -209,9 +214,15 @@ class IndexStream:
             for _ in iterator:
                 pass
 
+    def drawn(self) -> dict[str, str] | None:
+        """`generators`; before anything was drawn, what a generator of the sampler's own will begin with."""
+        if self.generators is None and self._items is None and self._own is not None:
+            return {"own": generator_text(self._own)}
+        return self.generators
+
     def own_state(self) -> str | None:
         """Text of the present state of the sampler's own generator, None if it has none."""
-        return None if self._own is None else _text(self._own.get_state())
+        return None if self._own is None else generator_text(self._own)
 
     def _begin(self) -> Iterator[Any]:
         """Find the position. Called with the first pull: torch's samplers, too, draw their random numbers there."""
@@ -265,7 +276,13 @@ class IndexStream:
         iterator = iter(self._sampler)
         if saved is not None and saved["iterator"] is not None:
             iterator.load_state_dict(copy.deepcopy(saved["iterator"]))
-        ending = self._iterator = _Ending(iterator)
+        first = _END
+        if saved is not None and saved["sampler"] is not None and not saved["at"]:
+            # A sampler that changes its state with its first index stood at its last epoch's end still.
+            first = next(iterator, _END)
+            if first is _END:
+                iterator = iter(self._sampler)
+        ending = self._iterator = _Ending(iterator, first)
         self._begin_log()
         return ending
 
@@ -370,6 +387,11 @@ def _changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) ->
     """Those that were drawn from, as they were before."""
     drawn = {name: _text(state) for name, state in before.items() if not torch.equal(state, after[name])}
     return drawn or None
+
+
+def generator_text(generator: torch.Generator) -> str:
+    """The generator's present state, as a text."""
+    return _text(generator.get_state())
 
 
 def _text(state: torch.Tensor) -> str:

@@ -21,7 +21,7 @@ from torch.utils.data import IterDataPipe, MapDataPipe, default_collate
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
-from asyncloader.agreement import Agreement
+from asyncloader.agreement import Agreement, in_daemon
 from asyncloader.checkpoint import StateKeeper
 from asyncloader.draws import draw_source, shared_seed, warn_over_length
 from asyncloader.errors import LoaderClosed
@@ -112,6 +112,7 @@ class InlineIterator:
     def _begin(self, progress: Progress) -> None:
         self._progress = progress
         self._agreement = progress.agreement
+        self._agreeing = False  # waiting for the other ranks
         self._tasks = 0
         self._fresh = True
         self._reader = make_inline_reader(self._spec, self._draws, progress)
@@ -177,11 +178,13 @@ class InlineIterator:
             return await self._agreed_next()
         except StopAsyncIteration:
             if self._agreement is not None:
-                await self._in_thread(Agreement.end, self._agreement)
+                await in_daemon(self._agreement.end)
+            raise
+        except asyncio.CancelledError:  # by `aclose`, which tells the other ranks
             raise
         except BaseException:
             if self._agreement is not None:
-                await self._in_thread(Agreement.fail, self._agreement)
+                await in_daemon(self._agreement.fail)
             raise
 
     async def _agreed_next(self) -> tuple[Any, int, bytes]:
@@ -191,11 +194,18 @@ class InlineIterator:
         else:
             batch = await self._in_thread(self._fetch, index)
         cursor = self._reader.cursor()
-        if self._agreement is not None and not await self._in_thread(Agreement.batch, self._agreement):
+        if self._agreement is not None and not await self._agreed(self._agreement):
             raise StopAsyncIteration
         if self._pin is not None:
             batch = await self._in_thread(self._pin, batch)
         return batch, count_samples(self._spec, index), cursor
+
+    async def _agreed(self, agreement: Agreement) -> bool:
+        self._agreeing = True
+        try:
+            return bool(await in_daemon(agreement.batch))
+        finally:
+            self._agreeing = False
 
     def _in_thread(self, function: Any, argument: Any) -> Awaitable[Any]:
         return asyncio.get_running_loop().run_in_executor(self._executor, function, argument)
@@ -230,8 +240,10 @@ class InlineIterator:
         pending, self._pending = self._pending, None
         if self._ended is None:
             self._end("this iterator was closed")
+        if self._agreement is not None:
+            self._agreement.give_up()
         if pending is not None:
-            if self._reader.asynchronous:
+            if self._reader.asynchronous or self._agreeing:
                 pending.cancel()
             await asyncio.wait([pending])
             if not pending.cancelled():
@@ -245,8 +257,12 @@ class InlineIterator:
         """`aclose` for code that is not async."""
         if self._ended is None:
             self._end("this iterator was closed")
+        if self._agreement is not None:
+            self._agreement.give_up()
         self._executor.shutdown(wait=True)
 
     def __del__(self) -> None:
         if getattr(self, "_owner", None) == os.getpid():
+            if self._agreement is not None:
+                self._agreement.give_up()
             self._executor.shutdown(wait=False)

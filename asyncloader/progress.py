@@ -67,6 +67,7 @@ class Progress:
         """Whether this epoch follows one that was saved when it had ended."""
         self.carried: dict[str, Any] | None = None
         """The `workers` part of that state: datasets that live on."""
+        self._inherited: list[bytes] = []
         self._ends: dict[int, bytes] = {}
         self.drained: dict[str, Any] | None = None
         """The state of an async sampler that has ended its epoch, after which this one follows."""
@@ -134,8 +135,11 @@ class Progress:
         saved = None if self._resumed is None else self._resumed["workers"]
         if saved is None:
             places = [None] * workers if self.carried is None else self.carried["cursors"]
-            starts = [EpochStart(shared_seed, self.epoch, self._clock.told, _dataset_alone(place)) for place in places]
+            found = [None if place is None else Cursor(**place) for place in places]
+            starts = [EpochStart(shared_seed, self.epoch, self._clock.told, _dataset_alone(each)) for each in found]
             self._cursors = [pickle.dumps(tuple(start.cursor), 5) if start.cursor else b"" for start in starts]
+            if len(self._inherited) == workers:
+                self._cursors = self._inherited
             return base_seed, starts
         self._given, self._turn = list(saved["given"]), saved["next"]
         starts = []
@@ -157,6 +161,12 @@ class Progress:
             # The random numbers that the workers begin with are needed to read the same stream again.
             self.base_seed, self.shared_seed = saved["base_seed"], saved["shared_seed"]
         return self.base_seed, starts
+
+    def inherit(self, before: Progress) -> None:
+        """Persistent workers go on with their datasets as the epoch before left them, if it came to its end."""
+        if before._finished and before._streams is not None:
+            alone = [_dataset_alone(None if not data else Cursor(*pickle.loads(data))) for data in before._cursors]
+            self._inherited = [b"" if cursor is None else pickle.dumps(tuple(cursor), 5) for cursor in alone]
 
     def begun(self, worker: int, cursor: bytes) -> None:
         """Where the worker's copy of the dataset stood when it began, if it has a state."""
@@ -251,7 +261,8 @@ class Progress:
         """A fresh dictionary; see `state_layout.py`. `finished`: the epoch is over here, though nobody was told so."""
         finished = finished or self._finished
         stream = self._stream
-        generators = None if stream is None or stream.generators is None else dict(stream.generators)
+        drawn = None if stream is None else stream.drawn()
+        generators = None if drawn is None else dict(drawn)
         if finished and stream is not None and generators is not None and "own" in generators:
             generators["own"] = stream.own_state() or generators["own"]  # the next epoch goes on from there
         if stream is not None:
@@ -282,8 +293,8 @@ class Progress:
         }
 
 
-def _dataset_alone(place: dict[str, Any] | None) -> Cursor | None:
+def _dataset_alone(cursor: Cursor | None) -> Cursor | None:
     """The dataset's state after one epoch, to begin the next one with."""
-    if place is None or place["problem"] or place["dataset"] is None:
+    if cursor is None or cursor.problem or cursor.dataset is None:
         return None
-    return Cursor(0, 0, False, place["dataset"], None)
+    return Cursor(0, 0, False, cursor.dataset, None)

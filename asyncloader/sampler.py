@@ -76,6 +76,11 @@ class AsyncIndexSource:
     def __len__(self) -> int:
         return len(RankView(self.sampler, self.share))
 
+    def first_log(self, every: int) -> StateLog | None:
+        """The log of a stateful sampler that begins an epoch; None if it has no state of its own."""
+        log = StateLog(every, None)
+        return log if is_stateful(self.sampler) and log.note(0, self.sampler) else None
+
     async def reading(self, position: ReadingPosition) -> AsyncIterator[Any]:
         """The indices from a position on, a step each; what was delivered beyond it is left out."""
         sampler: Any = self.sampler
@@ -87,9 +92,9 @@ class AsyncIndexSource:
         items: Any = aiter(sampler)
         if saved is not None and saved["iterator"] is not None:
             items.load_state_dict(copy.deepcopy(saved["iterator"]))
-        if is_stateful(sampler) or is_stateful(items):
-            position.log = StateLog(position.every, saved)
-            if saved is None and not position.log.note(0, sampler, items):
+        if saved is not None or (position.log is None and is_stateful(items)):
+            position.log = StateLog(position.every, saved) if is_stateful(sampler) or is_stateful(items) else None
+            if position.log is not None and saved is None and not position.log.note(0, sampler, items):
                 position.log = None
         step = 0 if saved is None else saved["at"]
         view = position.view = RankView(sampler, self.share)

@@ -34,7 +34,16 @@ import torch
 
 from asyncloader.errors import StateError
 
-__all__ = ["EXPECTED", "VERSION", "check_exact", "check_length", "check_state", "check_workers", "compare"]
+__all__ = [
+    "EXPECTED",
+    "VERSION",
+    "check_exact",
+    "check_generators",
+    "check_length",
+    "check_state",
+    "check_workers",
+    "compare",
+]
 
 VERSION = 1
 
@@ -195,6 +204,25 @@ def compare(state: dict[str, Any], expected: dict[str, Any], world_size: int) ->
             f"the state was saved with {name}={saved!r}, but this loader has {name}={here!r}; make the loader as it "
             "was, or begin anew without the state"
         )
+
+
+def check_generators(generators: dict[str, Any] | None, *, own: bool) -> None:
+    """Whether the sampler draws its order from where it was drawn. `own`: it has a generator of its own here.
+
+    Raises:
+        StateError: it does not, and would give another order.
+    """
+    if generators is None or ("own" in generators) == own:
+        return
+    if own:
+        raise StateError(
+            "the state's order was drawn from torch's global generator, but this loader's sampler has one of its own; "
+            "leave generator= out, as before"
+        )
+    raise StateError(
+        "the state was saved by a loader whose sampler had a generator of its own, and here it has none: pass "
+        "generator= as before"
+    )
 
 
 def check_length(state: dict[str, Any], steps: int | None) -> None:

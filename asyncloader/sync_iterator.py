@@ -137,7 +137,7 @@ class InlineIterator(_CountedNext):
         try:
             return self._bridge.run(self._fetch())
         except StopAsyncIteration:
-            self._shutdown_workers()
+            self._release()
             raise StopIteration from None
 
     async def _fetch(self) -> tuple[Any, Any]:
@@ -163,13 +163,19 @@ class InlineIterator(_CountedNext):
             self._indices = self._source.reading(self._progress)
         return await anext(self._indices)
 
-    def _shutdown_workers(self) -> None:
+    def _release(self) -> None:
         bridge, self._bridge = self._bridge, None
         if bridge is not None:
             bridge.release()
 
+    def _shutdown_workers(self) -> None:
+        """End the epoch. The name is torch's."""
+        if self._agreement is not None:
+            self._agreement.give_up()
+        self._release()
+
     def __del__(self) -> None:
-        if getattr(self, "_bridge", None) is not None and os.getpid() == self._owner:
+        if getattr(self, "_owner", None) == os.getpid():
             self._shutdown_workers()
 
 

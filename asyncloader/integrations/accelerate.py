@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -141,7 +140,7 @@ def _exchanged(prepared: Any, inside: Any, like: DataLoader[Any] | None) -> Data
     if is_iterable(inside):
         batches = None
     for each in (batches, getattr(batches, "batch_sampler", None)):
-        sampler = getattr(each, "sampler", None)
+        sampler: Any = getattr(each, "sampler", None)
         if isinstance(sampler, SeedableRandomSampler) and sampler.generator is None:
             # It would make one when its first epoch begins, too late to be set to a state.
             sampler.generator = torch.Generator(torch.get_default_device())
@@ -192,11 +191,11 @@ def _skipping(kind: type[DataLoader[Any]], first: int) -> type[DataLoader[Any]]:
     """A class of seeded loaders whose epochs begin with batch number `first`."""
 
     class Skipping(kind):  # type: ignore[valid-type, misc]
-        def __iter__(self) -> Iterator[Any]:
+        def __iter__(self) -> Any:
             self.load_state_dict({})
             beginning = self.state_dict()
             self.load_state_dict({**beginning, "step": min(first, super().__len__())})
-            return super().__iter__()  # type: ignore[no-any-return]
+            return super().__iter__()
 
         def __len__(self) -> int:
             return int(max(0, super().__len__() - first))
