@@ -181,12 +181,12 @@ class AsyncDataLoader(Generic[T_co]):
         self._iterators.add(iterator)
         return iterator
 
-    def _draw(self, epoch: int) -> tuple[_BaseDataLoaderIter, EpochPlan]:
+    def _draw(self, progress: Progress) -> tuple[_BaseDataLoaderIter, EpochPlan]:
         """torch's random draws for an iterator: the same numbers from the same generators, in the same order.
 
         Persistent workers keep their base seed and their options, as in torch: only the sampler is begun anew.
         """
-        source = draw_source(self._spec, epoch)
+        source = draw_source(self._spec, progress.epoch)
         if self._kept is not None and self._idle_pool is not None:
             draws = self._kept[0]
             draws._reset(source)
@@ -196,6 +196,7 @@ class AsyncDataLoader(Generic[T_co]):
         draws = _BaseDataLoaderIter(source)
         shared_seed = draws._shared_seed
         plan = epoch_plan(self._spec)
+        progress.base_seed_drawn()
         draws._reset(source, first_iter=True)
         draws._shared_seed = shared_seed  # torch draws another one here, too, but its workers have got the first
         if self._spec.persistent_workers:
@@ -294,7 +295,7 @@ class _Shelf:
 
     def begin(self) -> tuple[Progress, _BaseDataLoaderIter, EpochPlan]:
         progress = self._loader._keeper.begin(self._loader._spec)
-        return progress, *self._loader._draw(progress.epoch)
+        return progress, *self._loader._draw(progress)
 
     def take(self) -> WorkerPool | None:
         pool, self._loader._idle_pool = self._loader._idle_pool, None

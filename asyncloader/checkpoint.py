@@ -94,6 +94,8 @@ class StateKeeper:
             progress.follows = True
             progress.carried = finished["workers"]
             _follow(spec, progress, finished)
+            if not is_iterable(spec):
+                _keep_generator(spec, progress)
         return progress
 
     def _agreement(self, spec: LoaderSpec[Any], first_step: int) -> Agreement | None:
@@ -166,6 +168,12 @@ def _length(index_sampler: Any) -> int | None:
         return len(index_sampler)
     except TypeError:
         return None
+
+
+def _keep_generator(spec: LoaderSpec[Any], progress: Progress) -> None:
+    own = own_generator(base_sampler(spec._index_sampler))
+    if own is not None and spec.persistent_workers:
+        progress.generator_then = own, own.get_state()
 
 
 def _most_steps(index_sampler: Any) -> int | None:

@@ -9,6 +9,8 @@ import copy
 import pickle
 from typing import Any
 
+import torch
+
 from asyncloader.agreement import Agreement
 from asyncloader.epoch import EpochClock
 from asyncloader.index_stream import IndexStream, StateLog
@@ -67,6 +69,8 @@ class Progress:
         """Whether this epoch follows one that was saved when it had ended."""
         self.carried: dict[str, Any] | None = None
         """The `workers` part of that state: datasets that live on."""
+        self.generator_then: tuple[torch.Generator, torch.Tensor] | None = None
+        """The sampler's generator, and its state at the end of the epoch that this one follows."""
         self._inherited: list[bytes] = []
         self._ends: dict[int, bytes] = {}
         self.drained: dict[str, Any] | None = None
@@ -167,6 +171,14 @@ class Progress:
         if before._finished and before._streams is not None:
             alone = [_dataset_alone(None if not data else Cursor(*pickle.loads(data))) for data in before._cursors]
             self._inherited = [b"" if cursor is None else pickle.dumps(tuple(cursor), 5) for cursor in alone]
+
+    def base_seed_drawn(self) -> None:
+        """torch's iterator base has drawn a base seed. Persistent workers would have had theirs since their first epoch:
+        where this one follows another, the sampler's generator is put back.
+        """
+        if self.generator_then is not None:
+            generator, state = self.generator_then
+            generator.set_state(state)
 
     def begun(self, worker: int, cursor: bytes) -> None:
         """Where the worker's copy of the dataset stood when it began, if it has a state."""

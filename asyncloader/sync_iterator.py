@@ -189,6 +189,7 @@ class WorkerIterator(_CountedNext):
         if not (self._progress.follows and loader.persistent_workers):  # else they would have begun before
             loader._workers_begin()
         super().__init__(draw_source(loader, self._progress.epoch))
+        self._progress.base_seed_drawn()
         self._shutdown = True  # until there is something to shut down
         self._timeout_or_none = self._timeout or None
         self._statistics = statistics
@@ -227,7 +228,10 @@ class WorkerIterator(_CountedNext):
         """Begin an epoch; with persistent workers torch's loader calls this for every one after the first."""
         if not first_iter:
             self._progress = self._keeper.begin(loader)
+        begun_with = self._shared_seed
         super()._reset(draw_source(loader, self._progress.epoch), first_iter)
+        if first_iter:
+            self._shared_seed = begun_with  # torch draws another one here, too, but its workers have got the first
         if not first_iter:
             if loader.seed is not None:
                 self._index_sampler = loader._index_sampler  # the ranks may be others, and the share with them

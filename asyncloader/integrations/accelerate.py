@@ -140,8 +140,8 @@ def _exchanged(prepared: Any, inside: Any, like: DataLoader[Any] | None) -> Data
     if is_iterable(inside):
         batches = None
     for each in (batches, getattr(batches, "batch_sampler", None)):
-        sampler: Any = getattr(each, "sampler", None)
-        if isinstance(sampler, SeedableRandomSampler) and sampler.generator is None:
+        sampler = getattr(each, "sampler", None)
+        if isinstance(sampler, SeedableRandomSampler) and getattr(sampler, "generator", None) is None:
             # It would make one when its first epoch begins, too late to be set to a state.
             sampler.generator = torch.Generator(torch.get_default_device())
     if type(batches) is BatchSampler:

@@ -130,12 +130,9 @@ class Remembering(Counting):
 
 async def test_a_stateful_sampler_goes_on_by_its_state() -> None:
     """Its state after each step is kept, and from there it reads on without the items before."""
-    place = Place()
-    assert len(await read(AsyncIndexSource(Remembering(7), 2, drop_last=False), place)) == 4
-    assert place.log is not None
     for step in range(1, 4):
-        again = Place()
         source = AsyncIndexSource(Remembering(7), 2, drop_last=False)
+        again = Place(log=source.first_log(1))
         await read(source, again)
         assert again.log is not None
         saved = again.log.at(step)
