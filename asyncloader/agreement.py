@@ -85,15 +85,14 @@ class RankGroup:
         Raises:
             RuntimeError: a rank is gone, or the network failed; now, or at an earlier call.
         """
-        if self._broken is not None:
-            raise RuntimeError(self._broken)
         both = torch.tensor([number, -number], dtype=torch.int64, device="cpu")
-        try:
-            torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MIN, group=self._group)
-        except Exception as error:
-            self._broken = str(error)
-            raise RuntimeError(self._broken) from None  # the traceback would hold the group
-        return int(both[0]), -int(both[1])
+        if self._broken is None:
+            try:
+                torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MIN, group=self._group)
+                return int(both[0]), -int(both[1])
+            except Exception as error:
+                self._broken = str(error)
+        raise RuntimeError(self._broken)  # not the error itself: its traceback holds the group
 
     def close(self) -> None:
         """Destroy the group. Local; the other ranks' reductions fail, unless all that they wait for has been sent."""

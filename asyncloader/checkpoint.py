@@ -16,13 +16,11 @@ import torch
 
 from asyncloader.agreement import Agreement, make_group
 from asyncloader.epoch import EpochClock
+from asyncloader.generators import generator_text, own_generator, set_generators
 from asyncloader.index_stream import (
     IndexStream,
     base_sampler,
     fresh_state,
-    generator_text,
-    own_generator,
-    set_generators,
 )
 from asyncloader.options import LoaderSpec, async_index_source, is_iterable
 from asyncloader.progress import Progress, Tally

@@ -15,7 +15,8 @@ from torch.utils.data import BatchSampler
 from torch.utils.data import _DatasetKind as DatasetKind
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from asyncloader.index_stream import WatchedSampler, iterates_plainly
+from asyncloader.generators import iterates_plainly
+from asyncloader.index_stream import WatchedSampler
 from asyncloader.options import LoaderSpec
 from asyncloader.sampler import AsyncIndexSource
 from asyncloader.workers.seeding import derive

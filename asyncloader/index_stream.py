@@ -10,9 +10,7 @@ began is kept, and set for it when it begins again.
 
 from __future__ import annotations
 
-import base64
 import copy
-import inspect
 import itertools
 from collections import deque
 from collections.abc import Iterator
@@ -21,22 +19,19 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler
 
-from asyncloader.errors import StateError
+from asyncloader.generators import (
+    drawn_from,
+    draws_when_iterated,
+    generator_states,
+    generator_text,
+    iterates_plainly,
+    own_generator,
+    set_generators,
+)
 from asyncloader.rank_view import RankView, SeekableSampler
 from asyncloader.workers.cursor import is_stateful
 
-__all__ = [
-    "IndexStream",
-    "StateLog",
-    "WatchedSampler",
-    "base_sampler",
-    "draws_when_iterated",
-    "fresh_state",
-    "generator_text",
-    "iterates_plainly",
-    "own_generator",
-    "set_generators",
-]
+__all__ = ["IndexStream", "StateLog", "WatchedSampler", "base_sampler", "fresh_state"]
 
 _END = object()
 
@@ -95,9 +90,9 @@ class WatchedSampler:
 
     def __iter__(self) -> Iterator[Any]:
         own = own_generator(self.sampler)
-        before = _states(own)
+        before = generator_states(own)
         made: Iterator[Any] = iter(self.sampler)
-        self.drawn = _changed(before, _states(own))
+        self.drawn = drawn_from(before, generator_states(own))
         return made
 
     def __len__(self) -> int:
@@ -226,7 +221,7 @@ class IndexStream:
 
     def _begin(self) -> Iterator[Any]:
         """Find the position. Called with the first pull: torch's samplers, too, draw their random numbers there."""
-        before = _states(self._own)
+        before = generator_states(self._own)
         if self.generators is not None:
             set_generators(self.generators, self._own)
         try:
@@ -235,7 +230,7 @@ class IndexStream:
             self._first = next(items, _END)
         finally:
             if self.generators is None:
-                self.generators = self._drawn or _changed(before, _states(self._own))
+                self.generators = self._drawn or drawn_from(before, generator_states(self._own))
             elif "global" in self.generators:
                 # The order's draws were made long ago; this process's own generator is where the user wants it.
                 torch.default_generator.set_state(before["global"])
@@ -318,38 +313,6 @@ def fresh_state(sampler: Any) -> dict[str, Any] | None:
         sampler.generator.set_state(before)
 
 
-def draws_when_iterated(sampler: Any) -> bool:
-    """Whether an iterator of it, when made, draws from its own generator: `StatefulRandomSampler`, torchdata's."""
-    return isinstance(getattr(sampler, "generator", None), torch.Generator) and not iterates_plainly(sampler)
-
-
-def own_generator(sampler: Any) -> torch.Generator | None:
-    """The torch generator of the sampler, or of the one that it reads from; None if that is the global one."""
-    while sampler is not None:
-        own = getattr(sampler, "generator", None)
-        if isinstance(own, torch.Generator):
-            return own
-        sampler = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
-    return None
-
-
-def set_generators(saved: dict[str, str], own: torch.Generator | None) -> None:
-    """Set the generators to saved states.
-
-    Raises:
-        StateError: a state is that of the sampler's own generator, and it has none.
-    """
-    if "own" in saved:
-        if own is None:
-            raise StateError(
-                "the state was saved by a loader whose sampler had a generator of its own, and here it has none: pass "
-                "generator= as before"
-            )
-        own.set_state(_state(saved["own"]))
-    if "global" in saved:
-        torch.default_generator.set_state(_state(saved["global"]))
-
-
 def _inner(iterator: Any) -> Any:
     return iterator.iterator if isinstance(iterator, _Ending) else iterator
 
@@ -368,35 +331,3 @@ def _batches(items: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[
         if len(batch) < size and drop_last:
             return
         yield batch
-
-
-def iterates_plainly(sampler: Any) -> bool:
-    """Its iterators are generators, or a built-in container's: they draw nothing when made, and have no state."""
-    method: Any = getattr(type(sampler), "__iter__", None)
-    return inspect.isgeneratorfunction(method) or not inspect.isfunction(method)
-
-
-def _states(own: torch.Generator | None) -> dict[str, torch.Tensor]:
-    found = {"global": torch.default_generator.get_state()}
-    if own is not None:
-        found["own"] = own.get_state()
-    return found
-
-
-def _changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> dict[str, str] | None:
-    """Those that were drawn from, as they were before."""
-    drawn = {name: _text(state) for name, state in before.items() if not torch.equal(state, after[name])}
-    return drawn or None
-
-
-def generator_text(generator: torch.Generator) -> str:
-    """The generator's present state, as a text."""
-    return _text(generator.get_state())
-
-
-def _text(state: torch.Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _state(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -173,8 +173,8 @@ class Progress:
             self._inherited = [b"" if cursor is None else pickle.dumps(tuple(cursor), 5) for cursor in alone]
 
     def base_seed_drawn(self) -> None:
-        """torch's iterator base has drawn a base seed. Persistent workers would have had theirs since their first epoch:
-        where this one follows another, the sampler's generator is put back.
+        """torch's iterator base has drawn a base seed. Where this epoch follows another, persistent workers would have
+        theirs since their first one: the sampler's generator is put back.
         """
         if self.generator_then is not None:
             generator, state = self.generator_then

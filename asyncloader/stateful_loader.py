@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe, MapDataPipe
 
-from asyncloader.index_stream import draws_when_iterated
+from asyncloader.generators import draws_when_iterated
 from asyncloader.loader import DataLoader
 from asyncloader.options import DEFAULT_CONCURRENCY
 from asyncloader.stateful_samplers import StatefulRandomSampler

@@ -1,0 +1,89 @@
+"""What samplers draw their orders from: torch's global generator, or one of their own; its state as a text, and back.
+
+Data path: beside the sampler. A state is kept as text (base64), which JSON and ``torch.load(weights_only=True)`` take.
+"""
+
+from __future__ import annotations
+
+import base64
+import inspect
+from typing import Any
+
+import torch
+
+from asyncloader.errors import StateError
+
+__all__ = [
+    "drawn_from",
+    "draws_when_iterated",
+    "generator_states",
+    "generator_text",
+    "iterates_plainly",
+    "own_generator",
+    "set_generators",
+]
+
+
+def own_generator(sampler: Any) -> torch.Generator | None:
+    """The torch generator of the sampler, or of the one that it reads from; None if that is the global one."""
+    while sampler is not None:
+        own = getattr(sampler, "generator", None)
+        if isinstance(own, torch.Generator):
+            return own
+        sampler = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
+    return None
+
+
+def set_generators(saved: dict[str, str], own: torch.Generator | None) -> None:
+    """Set the generators to saved states.
+
+    Raises:
+        StateError: a state is that of the sampler's own generator, and it has none.
+    """
+    if "own" in saved:
+        if own is None:
+            raise StateError(
+                "the state was saved by a loader whose sampler had a generator of its own, and here it has none: pass "
+                "generator= as before"
+            )
+        own.set_state(_state(saved["own"]))
+    if "global" in saved:
+        torch.default_generator.set_state(_state(saved["global"]))
+
+
+def iterates_plainly(sampler: Any) -> bool:
+    """Its iterators are generators, or a built-in container's: they draw nothing when made, and have no state."""
+    method: Any = getattr(type(sampler), "__iter__", None)
+    return inspect.isgeneratorfunction(method) or not inspect.isfunction(method)
+
+
+def draws_when_iterated(sampler: Any) -> bool:
+    """Whether an iterator of it, when made, draws from its own generator: `StatefulRandomSampler`, torchdata's."""
+    return isinstance(getattr(sampler, "generator", None), torch.Generator) and not iterates_plainly(sampler)
+
+
+def generator_states(own: torch.Generator | None) -> dict[str, torch.Tensor]:
+    """The present states of torch's global generator, and of one of the sampler's own."""
+    found = {"global": torch.default_generator.get_state()}
+    if own is not None:
+        found["own"] = own.get_state()
+    return found
+
+
+def drawn_from(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> dict[str, str] | None:
+    """Those that were drawn from, as they were before."""
+    drawn = {name: _text(state) for name, state in before.items() if not torch.equal(state, after[name])}
+    return drawn or None
+
+
+def generator_text(generator: torch.Generator) -> str:
+    """The generator's present state, as a text."""
+    return _text(generator.get_state())
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _state(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
