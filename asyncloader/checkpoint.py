@@ -16,7 +16,7 @@ import torch
 
 from asyncloader.agreement import Agreement, make_group
 from asyncloader.epoch import EpochClock
-from asyncloader.generators import generator_text, own_generator, set_generators
+from asyncloader.generators import draws_when_iterated, generator_text, own_generator, set_generators
 from asyncloader.index_stream import (
     IndexStream,
     base_sampler,
@@ -192,6 +192,8 @@ def _fresh_sampler_state(spec: LoaderSpec[Any]) -> dict[str, Any]:
     try:
         if spec.num_workers:
             spec._workers_begin()
+            if spec.batch_sampler is None and draws_when_iterated(sampler):
+                iter(sampler)  # torch's iterator with workers asks twice
         if generator is not None and spec.generator is generator:
             torch.empty((), dtype=torch.int64).random_(generator=generator)  # the base seed comes first
         generators = None if generator is None else {"own": generator_text(generator)}

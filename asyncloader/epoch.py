@@ -27,6 +27,8 @@ class EpochClock:
         self._dataset = dataset if callable(getattr(dataset, "set_epoch", None)) else None
         self._seeded = seeded
         self._count = 0
+        self.restored = 0
+        """How often a state was loaded: an iterator that began before has no say any more."""
         self.told = seeded
         """Whether the dataset hears of epochs from here."""
 
@@ -62,6 +64,7 @@ class EpochClock:
         In torch mode the epochs of samplers and datasets are the user's to set, and so is the one after this: only a
         sampler that says to be in another epoch is told.
         """
+        self.restored += 1
         if self._seeded:
             self.set(epoch + finished)
             return

@@ -52,6 +52,7 @@ class Progress:
     ) -> None:
         self.epoch = clock.value
         self._clock = clock
+        self._restored = clock.restored
         self._expects = expects
         self._resumed = resumed
         self._total = total
@@ -244,7 +245,8 @@ class Progress:
         self._complete()
 
     def _complete(self) -> None:
-        self._clock.completed(self.epoch)
+        if self._clock.restored == self._restored:
+            self._clock.completed(self.epoch)
         if self.view is not None and not self._tallied:
             self._tallied = True
             _, dropped, repeated = self.view.tail()

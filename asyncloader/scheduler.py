@@ -5,9 +5,9 @@ Data path: sampler -> [scheduler] -> pool -> worker -> ring -> [scheduler: reord
 `handle(event)` returns actions; the shell (`pipeline.py`) carries them out, and what comes of an action is the next
 event. The rules:
 
-* A worker has `credits` tasks outstanding at most on average (torch's `prefetch_factor`); a task is outstanding from
-  `Assign` until the consumer took its outcome (`Delivered`). So at most ``credits * workers`` batches exist ahead of
-  the consumer.
+* A task is outstanding from `Assign` until the consumer took its outcome (`Delivered`). At most ``credits * workers``
+  are (`credits` is torch's `prefetch_factor`), so no more batches exist ahead of the consumer; a worker has as many
+  unanswered ones as `credits` at a time.
 * ``assignment="round_robin"`` is torch's: the next worker in turn that still has data. With ``in_order=False`` it takes
   only a worker with fewer than its share outstanding. The same batches then come from the same workers as in torch,
   which decides what a worker's random numbers are used for.

@@ -267,7 +267,8 @@ def check_exact(workers: dict[str, Any], *, stream: bool) -> None:
         taken = None if cursor is None else cursor["batches"]
         if not stream and given and taken != given:
             raise StateError(
-                f"worker {worker} had made {given} batches, but its dataset's state is that after {taken}: "
+                f"worker {worker} had made {given} batches, but its dataset's state "
+                f"{'was never taken' if taken is None else f'is that after {taken}'}: "
                 "with snapshot_every_n_steps=0 a map dataset's state cannot be found again"
             )
         if stream and given and cursor is None:

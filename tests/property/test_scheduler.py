@@ -46,13 +46,20 @@ class World:
     ended_sampler: bool = False
     queues: list[deque[Task]] = field(default_factory=list)
     gone: set[int] = field(default_factory=set)
+    void: set[int] = field(default_factory=set)
     made: list[int] = field(default_factory=list)  # batches that each worker has made
     line: deque[Deliver] = field(default_factory=deque)
     assigned: dict[int, int] = field(default_factory=dict)
     delivered: list[Deliver] = field(default_factory=list)
     last: list[Action] = field(default_factory=list)
+    answers: int = 0  # in order: answered, whether handed on or held back
+    handed_on: int = 0
+    raised: bool = False  # `run_ahead` was changed: it counts from the next answer or delivery on
+    most: int = 0  # the most tasks that were undelivered at one time
 
     def __post_init__(self) -> None:
+        self.ahead = self.scheduler.run_ahead  # the scheduler's own may be lowered meanwhile
+        self.turn = self.scheduler._turn
         self.queues = [deque() for _ in range(self.scheduler.workers)]
         self.made = [0] * self.scheduler.workers
 
@@ -61,25 +68,45 @@ class World:
             assert not self.last, f"{action} after the end"
             if isinstance(action, Pull):
                 self.pulls += action.number
+                assert action.number > 0
+                assert self.scheduler.undelivered + self.pulls <= self.limit()
             elif isinstance(action, Assign):
                 self.assign(action)
             elif isinstance(action, Deliver):
+                self.handed_on += 1
                 self.line.append(action)
             else:
                 self.last.append(action)
-        limit = self.scheduler.credits * self.scheduler.workers
-        assert self.scheduler.undelivered <= limit
+        self.most = max(self.most, self.scheduler.undelivered)
+        assert self.scheduler.undelivered <= self.scheduler.credits * self.scheduler.workers + self.ahead
         assert sum(map(len, self.queues)) == len(self.scheduler.outstanding)
+        if not (self.scheduler.iterable or self.ended_sampler or self.last or self.raised):
+            assert self.scheduler.undelivered + self.pulls >= self.limit()  # no credit lies idle
+
+    def limit(self) -> int:
+        """Tasks that may be undelivered or asked for now."""
+        held = self.answers - self.handed_on if self.scheduler.assignment == "least_loaded" else 0
+        return self.scheduler.credits * self.scheduler.workers + min(held, self.scheduler.run_ahead)
+
+    def loads(self) -> list[int]:
+        """Undelivered tasks of each worker."""
+        taken = self.void.union(item.seq for item in self.delivered)
+        found = [0] * self.scheduler.workers
+        for seq, worker in self.assigned.items():
+            found[worker] += seq not in taken
+        return found
 
     def assign(self, action: Assign) -> None:
         worker, task = action
         assert worker not in self.gone
         assert task.seq == len(self.assigned)
         if self.scheduler.assignment == "least_loaded":
-            free = [w for w in range(len(self.queues)) if w not in self.gone]
+            share = self.scheduler.credits + self.ahead
+            free = [w for w, load in enumerate(self.loads()) if w not in self.gone and load < share]
+            assert worker in free
             assert len(self.queues[worker]) == min(len(self.queues[w]) for w in free)
         elif self.scheduler.in_order and not self.scheduler.iterable:
-            assert worker == task.seq % len(self.queues)
+            assert worker == (task.seq + self.turn) % len(self.queues)
         self.assigned[task.seq] = worker
         self.queues[worker].append(task)
 
@@ -100,6 +127,7 @@ class World:
             self.offer()
         elif self.scheduler.iterable and self.made[worker] == self.lengths[worker]:
             seq = self.queues[worker][0].seq
+            self.void |= {task.seq for task in self.queues[worker]}
             self.queues[worker].clear()
             self.gone.add(worker)
             self.carry_out(self.scheduler.handle(Exhausted(worker, seq)))
@@ -109,6 +137,7 @@ class World:
             task = queue[place]
             del queue[place]
             self.made[worker] += 1
+            self.answers += 1
             self.carry_out(self.scheduler.handle(Completed(worker, task.seq, (worker, task))))
 
     def offer(self) -> None:
@@ -118,7 +147,8 @@ class World:
         else:
             self.pulls -= 1
             self.offered += 1
-            self.carry_out(self.scheduler.handle(Offered(self.indices[self.offered - 1])))
+            (assign,) = self.scheduler.handle(Offered(self.indices[self.offered - 1]))  # no index is lost
+            self.carry_out([assign])
 
     def start(self) -> None:
         self.carry_out(self.scheduler.handle(Started()))
@@ -150,6 +180,7 @@ def check_end(world: World) -> None:
     in_order=st.booleans(),
     fifo=st.booleans(),
     assignment=assignments,
+    turn=st.integers(0, 3),
     random=randoms,
 )
 def test_map_dataset_delivers_every_index_once(
@@ -159,10 +190,13 @@ def test_map_dataset_delivers_every_index_once(
     in_order: bool,
     fifo: bool,
     assignment: Assignment,
+    turn: int,
     random: Random,
 ) -> None:
     """Whatever the workers' speeds, each index is delivered once (in order when asked), within the credits."""
-    scheduler = Scheduler(workers=workers, credits=credits, in_order=in_order, assignment=assignment)
+    scheduler = Scheduler(
+        workers=workers, credits=credits, in_order=in_order, assignment=assignment, turn=turn % workers
+    )
     world = World(scheduler, random, list(range(100, 100 + count)), [], fifo)
     world.run()
     check_end(world)
@@ -172,18 +206,77 @@ def test_map_dataset_delivers_every_index_once(
 
 @settings(deadline=None)
 @given(
+    workers=st.integers(1, 4),
+    credits=st.integers(1, 3),
+    count=st.integers(0, 40),
+    ahead=st.integers(0, 12),
+    fifo=st.booleans(),
+    varying=st.booleans(),
+    slow=st.integers(0, 3),
+    random=randoms,
+)
+def test_workers_run_ahead_within_their_bound(
+    workers: int,
+    credits: int,
+    count: int,
+    ahead: int,
+    fifo: bool,
+    varying: bool,
+    slow: int,
+    random: Random,
+) -> None:
+    """As far as batches are held back, and `run_ahead` allows, more tasks are given out; none is lost, and none stays.
+
+    The shell may lower and raise `run_ahead` at any time. One worker answers only when nothing else can happen.
+    """
+    scheduler = Scheduler(workers=workers, credits=credits, assignment="least_loaded", run_ahead=ahead)
+    world = World(scheduler, random, list(range(100, 100 + count)), [], fifo)
+    world.start()
+    while moves := world.moves():
+        others = [move for move in moves if move != ("answer", slow)]
+        world.move(*random.choice(others or moves))
+        if varying:
+            scheduler.run_ahead = random.randint(0, ahead)
+            world.raised = True
+    check_end(world)
+    assert [item.outcome[1].index for item in world.delivered] == world.indices
+
+
+@settings(deadline=None)
+@given(workers=st.integers(1, 4), credits=st.integers(1, 3), ahead=st.integers(0, 12), random=randoms)
+def test_a_slow_consumer_holds_nothing_back(workers: int, credits: int, ahead: int, random: Random) -> None:
+    """Answers that come in order are never held back: then `run_ahead` gives nobody another task."""
+    scheduler = Scheduler(workers=workers, credits=credits, assignment="least_loaded", run_ahead=ahead)
+    world = World(scheduler, random, list(range(60)), [], fifo=True)
+    world.start()
+    while moves := world.moves():
+        head = min(scheduler.outstanding, default=-1)
+        in_turn = [move for move in moves if move[0] != "answer" or world.queues[move[1]][0].seq == head]
+        world.move(*random.choice(in_turn))
+        assert world.most <= credits * workers
+    check_end(world)
+
+
+@settings(deadline=None)
+@given(
     lengths=st.lists(st.integers(0, 8), min_size=1, max_size=4),
     credits=st.integers(1, 3),
     in_order=st.booleans(),
     assignment=assignments,
+    turn=st.integers(0, 3),
     random=randoms,
 )
 def test_iterable_dataset_delivers_all_of_every_copy(
-    lengths: list[int], credits: int, in_order: bool, assignment: Assignment, random: Random
+    lengths: list[int], credits: int, in_order: bool, assignment: Assignment, turn: int, random: Random
 ) -> None:
     """Copies that end at different times are all read to their end; the tasks that an ended one held are void."""
     scheduler = Scheduler(
-        workers=len(lengths), credits=credits, in_order=in_order, iterable=True, assignment=assignment
+        workers=len(lengths),
+        credits=credits,
+        in_order=in_order,
+        iterable=True,
+        assignment=assignment,
+        turn=turn % len(lengths),
     )
     world = World(scheduler, random, [], lengths, fifo=True)
     world.run()

@@ -33,12 +33,14 @@ def body_of(frame: bytes) -> bytes:
     return body
 
 
-@given(results, payloads)
-def test_result_round_trip(result: wire.Result, template: bytes) -> None:
-    """Every field survives, over its whole range."""
-    assert wire.unpack_result(body_of(wire.pack_result(result, template))) == (
+@given(results, payloads, payloads)
+def test_result_round_trip(result: wire.Result, template: bytes, cursor: bytes) -> None:
+    """Every field survives, over its whole range, with the template and the cursor."""
+    result = result._replace(cursor=len(cursor))
+    assert wire.unpack_result(body_of(wire.pack_result(result, template, cursor))) == (
         result,
         b"" if result.same else template,
+        cursor,
     )
 
 

@@ -72,6 +72,112 @@ def test_least_loaded_prefers_the_worker_with_fewest_unanswered() -> None:
     assert s.handle(Offered("c")) == [Assign(1, Task(0, 2, "c"))]
 
 
+def ahead(run_ahead: int, credits: int = 1) -> Scheduler:
+    """Two workers, of which worker 0 has not answered task 0 yet, and worker 1 is through with its first tasks."""
+    return started(workers=2, credits=credits, offers=2 * credits, assignment="least_loaded", run_ahead=run_ahead)
+
+
+def test_held_back_batches_let_others_run_ahead() -> None:
+    """While the head of the line is slow, each batch that waits for it makes room for one more, up to `run_ahead`."""
+    s = ahead(2)
+    assert s.handle(Completed(1, 1, "B")) == [Pull(1)]
+    assert s.handle(Offered("c")) == [Assign(1, Task(0, 2, "c"))]
+    assert s.handle(Completed(1, 2, "C")) == [Pull(1)]
+    assert s.handle(Offered("d")) == [Assign(1, Task(0, 3, "d"))]
+    assert s.handle(Completed(1, 3, "D")) == []
+    assert s.undelivered == 4
+
+
+def test_without_run_ahead_the_head_of_the_line_stops_all() -> None:
+    """`run_ahead` 0 gives out no more than the credits."""
+    s = ahead(0)
+    assert s.handle(Completed(1, 1, "B")) == []
+
+
+def test_what_ran_ahead_is_made_up_for() -> None:
+    """Once the head has come, credits are given back only when fewer than all of them are undelivered."""
+    s = ahead(2)
+    s.handle(Completed(1, 1, "B"))
+    s.handle(Offered("c"))
+    s.handle(Completed(1, 2, "C"))
+    s.handle(Offered("d"))
+    assert s.handle(Completed(0, 0, "A")) == [Deliver(0, 0, "A"), Deliver(1, 1, "B"), Deliver(2, 1, "C")]
+    assert s.handle(Delivered(0)) == []
+    assert s.handle(Delivered(1)) == []
+    assert s.handle(Delivered(2)) == [Pull(1)]
+    assert s.handle(Offered("e")) == [Assign(0, Task(0, 4, "e"))]
+    assert s.handle(Completed(0, 4, "E")) == [Pull(1)]
+
+
+def test_what_was_asked_for_counts() -> None:
+    """Indices that the sampler has not given yet are not asked for twice."""
+    s = ahead(3)
+    assert s.handle(Completed(1, 1, "B")) == [Pull(1)]
+    s = ahead(3, credits=2)
+    assert s.handle(Completed(1, 1, "B")) == [Pull(1)]
+    assert s.handle(Completed(1, 3, "D")) == [Pull(1)]
+
+
+def test_run_ahead_may_be_lowered() -> None:
+    """Less memory for what waits means fewer tasks from then on; what is outstanding stays."""
+    s = ahead(2)
+    s.handle(Completed(1, 1, "B"))
+    s.handle(Offered("c"))
+    s.run_ahead = 1
+    assert s.handle(Completed(1, 2, "C")) == []
+    s.run_ahead = 2
+    assert s.handle(Completed(0, 0, "A"))[-1] == Deliver(2, 1, "C")
+    assert s.handle(Delivered(0)) == []
+    assert s.handle(Delivered(1)) == [Pull(1)]
+
+
+def test_nobody_runs_ahead_past_the_samplers_end() -> None:
+    """A sampler that has ended is not asked again."""
+    s = ahead(2)
+    s.handle(SamplerEnded())
+    assert s.handle(Completed(1, 1, "B")) == []
+
+
+def test_nobody_runs_ahead_out_of_order_or_in_turn() -> None:
+    """Nothing is held back with in_order=False; in torch's turns batches are bound to workers."""
+    s = started(workers=2, credits=1, offers=2, assignment="least_loaded", in_order=False, run_ahead=2)
+    assert s.handle(Completed(1, 1, "B")) == [Deliver(1, 1, "B")]
+    s = started(workers=2, credits=1, offers=2, run_ahead=2)
+    assert s.handle(Completed(1, 1, "B")) == []
+
+
+def test_one_worker_does_not_hold_everything() -> None:
+    """A worker has at most its credits, and `run_ahead`, undelivered: as many slots its ring has."""
+    s = started(workers=2, credits=1, offers=2, assignment="least_loaded", run_ahead=1)
+    s.handle(Completed(1, 1, "B"))
+    assert s.handle(Offered("c")) == [Assign(1, Task(0, 2, "c"))]
+    s.handle(Completed(1, 2, "C"))
+    s.handle(Completed(0, 0, "A"))
+    s.handle(Delivered(0))
+    assert s.handle(Delivered(1)) == [Pull(1)]
+    assert s.handle(Offered("d")) == [Assign(0, Task(0, 3, "d"))]
+
+
+def test_an_offer_beyond_what_may_run_ahead_is_refused() -> None:
+    """The error says how many may be undelivered at most."""
+    s = ahead(1)
+    s.handle(Offered("c"))
+    with pytest.raises(ValueError, match="3 undelivered, 1 credits x 2 workers, 1 ahead"):
+        s.handle(Offered("d"))
+
+
+def test_the_first_turn_may_be_anybodys() -> None:
+    """A stream that goes on in its middle begins with the worker whose turn it was."""
+    s = Scheduler(workers=3, credits=1, iterable=True, turn=2)
+    assert s.handle(Started()) == [
+        Assign(2, Task(0, 0, None)),
+        Assign(0, Task(0, 1, None)),
+        Assign(1, Task(0, 2, None)),
+    ]
+    s = started(workers=3, turn=1)
+    assert [s.handle(Offered(i))[0].worker for i in range(4)] == [1, 2, 0, 1]  # type: ignore[union-attr]
+
+
 def test_round_robin_goes_on_to_a_loaded_worker_in_order() -> None:
     """In order, torch's turn is kept even if that worker is behind."""
     s = started(offers=2)
@@ -202,7 +308,7 @@ def test_sizes_must_be_positive(workers: int, credits: int) -> None:
 def test_offer_beyond_the_credits_is_refused() -> None:
     """An index that nobody may work on is an error of the shell, and says by how much."""
     s = started(workers=2, credits=1, offers=2)
-    with pytest.raises(ValueError, match="beyond the credits: 2 undelivered, 1 credits x 2 workers"):
+    with pytest.raises(ValueError, match="beyond the credits: 2 undelivered, 1 credits x 2 workers, 0 ahead"):
         s.handle(Offered("c"))
 
 

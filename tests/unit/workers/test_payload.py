@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from asyncloader.workers.info import WorkerSetup
+from asyncloader.workers.cursor import Cursor
+from asyncloader.workers.info import EpochStart, SeededSetup, WorkerSetup
 from asyncloader.workers.payload import InheritedFd, Payload, explain_unpicklable
 
 
@@ -41,8 +42,10 @@ def setup(dataset: Any, **changes: Any) -> WorkerSetup:
         base_seed=1,
         worker_init_fn=None,
         num_workers=2,
-        shared_seed=None,
         concurrency=8,
+        starts=[EpochStart(shared_seed=5), EpochStart(epoch=3, cursor=Cursor(2, 4, False, {"at": 4}, None), skip=1)],
+        snapshot_every=1,
+        seeded=SeededSetup(seed=1 << 63, replicas=2, first_stream=4, seed_collate=True),
     )
     return plain._replace(**changes)
 
@@ -116,6 +119,8 @@ def test_load_gives_the_setup_and_takes_the_descriptors() -> None:
     payload = Payload.dump(setup([1, 2], batch_size=7))
     loaded = payload.load()
     assert loaded == setup([1, 2], batch_size=7)
+    assert loaded.starts[1].cursor == Cursor(2, 4, False, {"at": 4}, None)
+    assert isinstance(loaded.seeded, SeededSetup)
     assert payload.fd == -1
 
 

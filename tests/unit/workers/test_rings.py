@@ -9,7 +9,7 @@ from asyncloader.errors import RingMemoryError
 from asyncloader.workers import wire
 from asyncloader.workers.layout import FIRST_SLOT_BYTES, PAGE, grown_slot_bytes, slot_count
 from asyncloader.workers.ring import Ring
-from asyncloader.workers.rings import RingKeeper
+from asyncloader.workers.rings import RUN_AHEAD_BYTES, RingKeeper
 
 
 @pytest.fixture
@@ -185,3 +185,76 @@ def test_close_closes_the_descriptor() -> None:
     assert keeper.ring is None
     assert keeper.nbytes == ring.nbytes
     assert view.raw == bytes(4)
+
+
+# ----------------------------------------------------------------------------------------------- run_ahead
+
+
+@pytest.fixture
+def ahead() -> Iterator[RingKeeper]:
+    keeper = RingKeeper(credits=2, ring_bytes=None, run_ahead=16)
+    yield keeper
+    keeper.close()
+
+
+def test_batches_that_run_ahead_have_slots(ahead: RingKeeper) -> None:
+    """The ring has as many slots more, and its headroom stays."""
+    ring = sent(ahead)
+    assert (ring.slots, ring.credits) == (slot_count(2) + 16, 2 + 16)
+    assert ahead.run_ahead == 16
+
+
+def test_slots_for_running_ahead_are_given_up_for_large_batches(ahead: RingKeeper) -> None:
+    """As batches grow, those that run ahead are bounded by memory: fewer, at last none; the credits keep theirs."""
+    sent(ahead)
+    expected = {1 << 20: 16, 7 << 20: 8, 30 << 20: 1, 100 << 20: 0}
+    for seq, (nbytes, run_ahead) in enumerate(expected.items()):
+        ahead.assign(0, seq)
+        ahead.answered(0, seq, wire.ONEOFF, nbytes)
+        assert ahead.run_ahead == run_ahead  # before the new ring is there: tasks may go out no faster
+        ring = sent(ahead)
+        assert ring.slots == slot_count(2) + run_ahead
+        assert ring.slot_bytes == grown_slot_bytes(nbytes)
+        assert run_ahead * ring.slot_bytes <= RUN_AHEAD_BYTES
+
+
+def test_running_ahead_does_not_come_back(ahead: RingKeeper) -> None:
+    """Small batches after a large one change nothing: the slots are large, and stay as many."""
+    sent(ahead)
+    ahead.answered(0, 0, wire.ONEOFF, 30 << 20)
+    ring = sent(ahead)
+    ahead.assign(0, 1)
+    ahead.answered(0, 1, wire.ONEOFF, 10)
+    assert (ahead.run_ahead, ahead.replacement()) == (1, None)
+    assert ring.slots == slot_count(2) + 1
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 16, 1000])
+@pytest.mark.parametrize("pages", [8, 9, 10, 25, 100, 1000])
+def test_ring_bytes_is_a_bound_whatever_runs_ahead(pages: int, run_ahead: int) -> None:
+    """No ring is larger than `ring_bytes`, from the first one on, however batches grow; credits keep their slots."""
+    keeper = RingKeeper(credits=2, ring_bytes=pages * PAGE, run_ahead=run_ahead)
+    before = run_ahead
+    for seq in range(40):
+        ring = keeper.replacement()
+        if ring is not None:
+            ring.close_fd()
+            assert ring.nbytes <= pages * PAGE
+            assert ring.slots == slot_count(2) + keeper.run_ahead
+        assert 0 <= keeper.run_ahead <= before
+        before = keeper.run_ahead
+        keeper.assign(0, seq)
+        keeper.answered(0, seq, wire.ONEOFF, 100 << seq // 2)
+    keeper.close()
+
+
+def test_without_running_ahead_nothing_changes() -> None:
+    """`run_ahead` 0 is the ring of torch mode, with a bound and without."""
+    for ring_bytes in (None, 100 * PAGE):
+        one, other = RingKeeper(2, ring_bytes), RingKeeper(2, ring_bytes, 0)
+        assert one.run_ahead == other.run_ahead == 0
+        for keeper in (one, other):
+            sent(keeper)
+        assert (one.nbytes, one.ring and one.ring.slots) == (other.nbytes, slot_count(2))
+        one.close()
+        other.close()

@@ -43,19 +43,32 @@ def test_answer_round_trip(kind: int) -> None:
     assert (got, wire.unpack_answer(body)) == (kind, (1, 2, 0.5, b"why"))
 
 
-def test_result_round_trip() -> None:
-    """A descriptor comes back as it was, with its template."""
-    kind, body = only_frame(wire.pack_result(RESULT, b"template"))
-    assert (kind, wire.unpack_result(body)) == (wire.RESULT, (RESULT, b"template"))
+@pytest.mark.parametrize("cursor", [b"", b"where it stands"])
+def test_result_round_trip(cursor: bytes) -> None:
+    """A descriptor comes back as it was, with its template and its cursor."""
+    result = RESULT._replace(cursor=len(cursor))
+    kind, body = only_frame(wire.pack_result(result, b"template", cursor))
+    assert (kind, wire.unpack_result(body)) == (wire.RESULT, (result, b"template", cursor))
 
 
 def test_same_result_leaves_the_template_out() -> None:
-    """A result that says "same" is a few dozen bytes, whatever the template."""
+    """A result that says "same" is a few dozen bytes, whatever the template; its cursor comes all the same."""
     frame = wire.pack_result(RESULT._replace(same=True), b"t" * 10_000)
     assert len(frame) < 80
-    result, template = wire.unpack_result(only_frame(frame)[1])
+    assert wire.unpack_result(only_frame(frame)[1]) == (RESULT._replace(same=True), b"", b"")
+    frame = wire.pack_result(RESULT._replace(same=True, cursor=2), b"t" * 10_000, b"at")
+    assert len(frame) < 80
+    result, template, cursor = wire.unpack_result(only_frame(frame)[1])
     assert result.same is True
-    assert template == b""
+    assert (template, cursor) == (b"", b"at")
+
+
+def test_a_result_without_a_template_may_have_a_cursor() -> None:
+    """The two are told apart by the cursor's length, also where one of them is empty."""
+    body = only_frame(wire.pack_result(RESULT._replace(cursor=3), b"", b"abc"))[1]
+    assert wire.unpack_result(body)[1:] == (b"", b"abc")
+    body = only_frame(wire.pack_result(RESULT, b"abc"))[1]
+    assert wire.unpack_result(body)[1:] == (b"abc", b"")
 
 
 def test_stop_has_no_body() -> None:
