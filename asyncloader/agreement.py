@@ -16,14 +16,17 @@ made when the epoch before is over on this rank, given up for it if need be.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import functools
 import os
 import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 import torch
@@ -41,6 +44,9 @@ _UNKNOWN = -1
 _TIMEOUT = timedelta(days=1)
 """Of a reduction. A rank that is ahead waits in one while the others validate or save, which is no failure; one that
 ends is noticed at once."""
+
+_EXIT_SECONDS = 2.0
+"""How long a process that ends waits for the other ranks to hear of it."""
 
 _REPLACED = (
     "a newer iterator of this loader has taken this one's place: on several ranks a stream has one iterator at a time"
@@ -151,12 +157,14 @@ class Agreement:
         self._over = False
         self._closed: str | None = None  # why, if this rank gave the epoch up
         self._owner = os.getpid()
+        _install_exit_hook(self._owner)
+        _live.add(self)
         # Held while reducing: the epoch may be given up in another thread than the one that asks for its steps.
         self._lock = threading.Lock()
         self._before = group.begin(self)
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _turn(self) -> Generator[None]:
         with self._lock:
             try:
                 yield
@@ -221,11 +229,11 @@ class Agreement:
 
     def give_up(self) -> None:
         """`leave` without waiting: in a thread of its own, which ends once the other ranks know. Any thread."""
-        if os.getpid() != self._owner or self._over or self._limit is not None:
+        if os.getpid() != self._owner or self._over or self._limit is not None or sys.is_finalizing():
             return
         self._closed = self._closed or "this iterator was closed"
         with contextlib.suppress(RuntimeError):  # no threads any more: the process ends, and the others will notice
-            threading.Thread(target=self.leave, name="asyncloader-agree", daemon=True).start()
+            _start_thread(self.leave)
 
     # ------------------------------------------------------------------------------- with the lock held, or taking it
 
@@ -329,7 +337,7 @@ async def in_daemon(function: Callable[[], Any]) -> Any:
             loop.call_soon_threadsafe(done, *outcome)
         del outcome
 
-    threading.Thread(target=run, name="asyncloader-agree", daemon=True).start()
+    _start_thread(run)
     return await future
 
 
@@ -351,9 +359,8 @@ class AgreementStage:
         self._items: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
         self._closed = False
         self._lock = threading.Lock()  # nothing is forwarded once `close` has returned
-        # A daemon: a reduction that the other ranks never join must not keep the process.
-        self._thread = threading.Thread(target=self._run, name="asyncloader-agree", daemon=True)
-        self._thread.start()
+        _stages.add(self)
+        _start_thread(self._run)
 
     def put(self, item: Action) -> None:
         """Take an item; returns at once. Any thread."""
@@ -399,3 +406,37 @@ class AgreementStage:
         with self._lock:
             self._closed = True
         self._items.put(None)
+
+
+# What may still reduce, and the threads that do.
+_live: weakref.WeakSet[Agreement] = weakref.WeakSet()
+_stages: weakref.WeakSet[AgreementStage] = weakref.WeakSet()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def _start_thread(function: Callable[[], None]) -> None:
+    # A daemon: a reduction that the other ranks never join must not keep the process.
+    thread = threading.Thread(target=function, name="asyncloader-agree", daemon=True)
+    _threads.add(thread)
+    thread.start()
+
+
+@functools.cache
+def _install_exit_hook(owner: int) -> None:
+    atexit.register(_leave_all, owner)
+
+
+def _leave_all(owner: int) -> None:
+    """At exit: tell the other ranks. A reduction that returned while the interpreter ends would abort the process (its
+    thread is unwound through C++), and it would when they end, too: so they get a moment to hear it.
+    """
+    if os.getpid() != owner:
+        return  # a forked child has none of the threads, and locks may be as they were
+    for stage in list(_stages):
+        stage.close()
+    for agreement in list(_live):
+        agreement.give_up()
+    deadline = monotonic() + _EXIT_SECONDS
+    for thread in list(_threads):
+        if thread.is_alive():
+            thread.join(max(0.0, deadline - monotonic()))

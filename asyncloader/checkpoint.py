@@ -17,11 +17,7 @@ import torch
 from asyncloader.agreement import Agreement, make_group
 from asyncloader.epoch import EpochClock
 from asyncloader.generators import draws_when_iterated, generator_text, own_generator, set_generators
-from asyncloader.index_stream import (
-    IndexStream,
-    base_sampler,
-    fresh_state,
-)
+from asyncloader.index_stream import IndexStream, base_sampler, fresh_state
 from asyncloader.options import LoaderSpec, async_index_source, is_iterable
 from asyncloader.progress import Progress, Tally
 from asyncloader.rank_view import RankView
@@ -85,7 +81,7 @@ class StateKeeper:
         if before is not None and spec.persistent_workers and resumed is None and finished is None:
             progress.inherit(before)
         source = async_index_source(spec)
-        if source is not None and resumed is None:
+        if source is not None and resumed is None and finished is None:
             progress.log = source.first_log(progress.every)
         progress.agreement = self._agreement(spec, progress.first_step)
         if finished is not None:
@@ -152,11 +148,11 @@ class StateKeeper:
             check_workers(workers, spec.num_workers, here.rank, here.world_size)
             if spec.resume == "exact" and not spec._replays and not state["finished"]:
                 check_exact(workers, stream=state["kind"] == "iterable")
-        self._clock_of(spec).restore(state["epoch"], finished=state["finished"])
         if not is_iterable(spec):
             own = own_generator(base_sampler(spec._index_sampler)) is not None
             check_generators(state["generators"], own=own)
-        if not is_iterable(spec) and not state["finished"]:
+        self._clock_of(spec).restore(state["epoch"], finished=state["finished"])
+        if not is_iterable(spec) and not state["finished"]:  # an epoch's length may depend on its number
             check_length(state, _most_steps(spec._index_sampler))
         self._loaded, self._pending = copy.deepcopy(given), state
 
@@ -208,6 +204,7 @@ def _follow(spec: LoaderSpec[Any], progress: Progress, finished: dict[str, Any])
     saved, generators = finished["sampler"], finished["generators"]
     if async_index_source(spec) is not None:
         progress.drained = saved
+        progress.undrained = {name: value for name, value in finished.items() if name != "cut"}
         return
     index_sampler = spec._index_sampler
     if saved is not None:

@@ -91,7 +91,7 @@ class Consumer:
             self._pin = PinStage(self._opener, torch_pin(self._pin_device), put_from_thread)
             sink = self._pin.put
         indices = None if self._source is None else self._source.reading(self._progress)
-        return Pipeline(pool, self._scheduler, sink, indices, self._progress.ended)
+        return Pipeline(pool, self._scheduler, sink, indices, self._progress.ends)
 
     def close(self) -> None:
         """End the stages."""

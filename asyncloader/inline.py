@@ -151,7 +151,7 @@ class InlineIterator:
             raise
         except StopAsyncIteration:
             self._end("")
-            self._progress.ended(0, self._reader.last_cursor())
+            self._progress.ends[0] = self._reader.last_cursor()
             self._progress.finish()
             raise
         except BaseException:

@@ -74,7 +74,7 @@ class Pipeline(Listener):
         scheduler: a fresh one for this epoch.
         sink: takes what is for the consumer; must not block.
         source: an async source of indices; None when the consumer hands them in, or the dataset is iterable.
-        ended: is told where a worker's copy of an iterable dataset stood at its end.
+        ends: filled with where each worker's copy of an iterable dataset stood at its end (a pickled cursor).
     """
 
     def __init__(
@@ -83,9 +83,11 @@ class Pipeline(Listener):
         scheduler: Scheduler,
         sink: Callable[[Action], None],
         source: AsyncIterable[Any] | None = None,
-        ended: Callable[[int, bytes], None] | None = None,
+        ends: dict[int, bytes] | None = None,
     ) -> None:
-        self._ended = ended
+        # A dictionary, and nothing that refers to a sampler or dataset: those may refer to the loader, and so to the
+        # iterator, which the loop must not keep.
+        self._ends = {} if ends is None else ends
         self._runs_ahead = scheduler.run_ahead > 0
         self._pool = pool
         self._scheduler = scheduler
@@ -148,8 +150,8 @@ class Pipeline(Listener):
 
     def on_exhausted(self, worker: int, seq: int, cursor: bytes) -> None:
         """See `Listener`."""
-        if self._ended is not None:
-            self._ended(worker, cursor)
+        if cursor:
+            self._ends[worker] = cursor
         self._handle(Exhausted(worker, seq))
 
     def on_death(self, worker: int, error: BaseException) -> None:

@@ -73,9 +73,12 @@ class Progress:
         self.generator_then: tuple[torch.Generator, torch.Tensor] | None = None
         """The sampler's generator, and its state at the end of the epoch that this one follows."""
         self._inherited: list[bytes] = []
-        self._ends: dict[int, bytes] = {}
+        self.ends: dict[int, bytes] = {}
+        """Pickled cursors of the workers' copies of the dataset that have seen their end. Any thread may add one."""
         self.drained: dict[str, Any] | None = None
         """The state of an async sampler that has ended its epoch, after which this one follows."""
+        self.undrained: dict[str, Any] | None = None
+        """The loader's state at that end: it means the same place until the sampler has been brought there."""
         self.view: RankView | None = None
         """This rank's share of the order, in seeded mode."""
         self._tally = tally
@@ -96,8 +99,12 @@ class Progress:
 
     @property
     def outdated(self) -> bool:
-        """Another epoch was set before this one gave anything: in seeded mode the iterator begins anew with that."""
-        return not self._touched and self._expects["mode"] == "seeded" and self._clock.value != self.epoch
+        """Another epoch was set before this one gave anything: in seeded mode the iterator begins anew with that. One
+        that goes on from a loaded position stays there: that is what Lightning wants, which counts on for itself.
+        """
+        if self._touched or self._resumed is not None or self._expects["mode"] != "seeded":
+            return False
+        return self._clock.value != self.epoch
 
     @property
     def first_step(self) -> int:
@@ -232,16 +239,11 @@ class Progress:
         """The user gets an error in the batch's place: if the next batch is taken, this one is past."""
         self._failed.append(task)
 
-    def ended(self, worker: int, cursor: bytes) -> None:
-        """Where the worker's copy of the dataset stood when it had seen the end. Any thread."""
-        if cursor:
-            self._ends[worker] = cursor
-
     def finish(self) -> None:
         """The user was told that there are no more batches."""
         self._finished = True
-        for worker, cursor in self._ends.items():
-            self._cursors[worker] = cursor
+        for worker, cursor in self.ends.items():
+            self._cursors[worker] = cursor or self._cursors[worker]
         self._complete()
 
     def _complete(self) -> None:
@@ -273,6 +275,8 @@ class Progress:
 
     def state(self, *, finished: bool = False) -> dict[str, Any]:
         """A fresh dictionary; see `state_layout.py`. `finished`: the epoch is over here, though nobody was told so."""
+        if self.undrained is not None and self.log is None and not self._touched:
+            return copy.deepcopy(self.undrained)
         finished = finished or self._finished
         stream = self._stream
         drawn = None if stream is None else stream.drawn()

@@ -36,6 +36,9 @@ def is_async_sampler(sampler: object) -> TypeGuard[AsyncIterable[Any]]:
     return hasattr(type(sampler), "__aiter__") and not hasattr(type(sampler), "__iter__")
 
 
+_END = object()
+
+
 class ReadingPosition(Protocol):
     """What a reader of an async sampler is told, and tells: see `checkpoint.Progress`."""
 
@@ -86,12 +89,19 @@ class AsyncIndexSource:
         sampler: Any = self.sampler
         if position.drained is not None:
             await _drain(sampler, position.drained)
+            position.log = self.first_log(position.every)
         saved = position.saved_sampler
         if saved is not None and saved["sampler"] is not None:
             sampler.load_state_dict(copy.deepcopy(saved["sampler"]))
         items: Any = aiter(sampler)
         if saved is not None and saved["iterator"] is not None:
             items.load_state_dict(copy.deepcopy(saved["iterator"]))
+        first: Any = _END
+        if saved is not None and not saved["at"]:
+            # It may have stood at the end of its last epoch still, as an iterator of its own says at once.
+            first = await anext(items, _END)
+            if first is _END:
+                items = aiter(sampler)
         if saved is not None or (position.log is None and is_stateful(items)):
             position.log = StateLog(position.every, saved) if is_stateful(sampler) or is_stateful(items) else None
             if position.log is not None and saved is None and not position.log.note(0, sampler, items):
@@ -101,7 +111,8 @@ class AsyncIndexSource:
         cutter = view.cutter = Cutter(self.share, step)
         group, task = list[Any](), 0
         try:
-            async for item in items:
+            while (item := first if first is not _END else await anext(items, _END)) is not _END:
+                first = _END
                 group.append(item)
                 if len(group) < cutter.stride:
                     continue

@@ -175,5 +175,5 @@ def _order(spec: Any) -> str:
 def _length(dataset: Any) -> int | None:
     try:
         return len(dataset)
-    except (TypeError, NotImplementedError):
+    except Exception:  # torch does not ask where a sampler was given: whatever it raises must not show
         return None

@@ -111,7 +111,7 @@ class InlineIterator(_CountedNext):
         except StopIteration:
             if self._agreement is not None:
                 self._agreement.end()
-            self._progress.ended(0, self._reader.last_cursor())
+            self._progress.ends[0] = self._reader.last_cursor()
             self._progress.finish()
             raise
         except BaseException:

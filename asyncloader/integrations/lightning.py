@@ -69,7 +69,10 @@ class LoaderCallback(Callback):
         if last and completed == ready:
             return  # at the epoch's end; Lightning goes on from this position only to find that nothing is left
         fetcher: Any = trainer.fit_loop._data_fetcher
-        ahead = bool(getattr(fetcher, "batches", ()))
+        # What it has read ahead; after `fit` it is gone, but not what it had read.
+        ahead = (
+            trainer.num_training_batches == float("inf") if fetcher is None else bool(getattr(fetcher, "batches", ()))
+        )
         for number, loader in enumerate(filter(_is_stateful, _leaves(trainer.train_dataloader))):
             if not isinstance(loader, DataLoader):
                 continue

@@ -1,0 +1,121 @@
+"""Datasets, samplers and collations of the tests of seeded mode. At module level, so that spawned workers find them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from asyncloader import sample_rng
+
+__all__ = [
+    "AllDraws",
+    "AwaitedDraws",
+    "GlobalAwaited",
+    "Lists",
+    "Rows",
+    "Threaded",
+    "WholeDraws",
+    "draw_and_collate",
+    "every_draw",
+]
+
+
+def every_draw() -> list[float]:
+    """One number of each generator that a sample can draw from, the global ones and its own."""
+    rng = sample_rng()
+    return [
+        float(torch.rand(())),
+        random.random(),
+        float(np.random.random()),
+        float(torch.rand((), generator=rng.torch)),
+        float(rng.numpy.random()),
+        rng.random.random(),
+    ]
+
+
+def own_draws() -> list[float]:
+    rng = sample_rng()
+    return [float(torch.rand((), generator=rng.torch)), float(rng.numpy.random()), rng.random.random()]
+
+
+class Rows(Dataset[Any]):
+    """float64 scalars: the index."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(index, dtype=torch.float64)
+
+
+class AllDraws(Rows):
+    """float64: the index and six random numbers, then as many random numbers as the index says modulo 3."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        row = [index, *every_draw()]
+        for _ in range(index % 3):  # what one sample draws must not show in the next
+            every_draw()
+        return torch.tensor(row, dtype=torch.float64)
+
+
+class AwaitedDraws(Rows):
+    """Coroutines that interleave while they draw from their own generators."""
+
+    async def __getitem__(self, index: int) -> torch.Tensor:
+        row: list[float] = [index]
+        for turn in range(3):
+            row += own_draws()
+            for _ in range((index + turn) % 4):
+                await asyncio.sleep(0)
+        return torch.tensor(row, dtype=torch.float64)
+
+
+class Threaded(Rows):
+    """Samples are made in threads, several at a time."""
+
+    async def __getitem__(self, index: int) -> torch.Tensor:
+        row = await asyncio.to_thread(own_draws)
+        return torch.tensor([index, *row, *await asyncio.to_thread(own_draws)], dtype=torch.float64)
+
+
+class GlobalAwaited(Rows):
+    """Coroutines that draw from the process-global generators."""
+
+    async def __getitem__(self, index: int) -> torch.Tensor:
+        await asyncio.sleep(0)
+        return torch.tensor([index, random.random()], dtype=torch.float64)
+
+
+class WholeDraws(AllDraws):
+    """Makes a batch's samples at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        noise = torch.rand(len(indices), 1, dtype=torch.float64)
+        return [torch.cat([self[i], noise[place]]) for place, i in enumerate(indices)]
+
+
+class Lists:
+    """A user's batch sampler."""
+
+    def __init__(self, lists: list[list[int]]) -> None:
+        self.lists = lists
+
+    def __len__(self) -> int:
+        return len(self.lists)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.lists)
+
+
+def draw_and_collate(samples: list[Any]) -> Any:
+    """A collation that draws, from the global generators and its own."""
+    return default_collate(samples), torch.tensor(every_draw(), dtype=torch.float64)

@@ -1,0 +1,230 @@
+"""Datasets and samplers of the tests of states: some have one of their own, some count what is asked of them."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+__all__ = [
+    "AwaitedCurriculum",
+    "Counted",
+    "Curriculum",
+    "CursorMap",
+    "Failing",
+    "Passes",
+    "PlainStream",
+    "Replayed",
+    "SharedCount",
+    "StreamOfCursors",
+    "Unsaveable",
+]
+
+
+class SharedCount:
+    """A count that forked workers and this process add to, each in a place of its own."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 8 * 16)
+
+    def add(self) -> None:
+        info = get_worker_info()
+        place = slice(8 * (0 if info is None else 1 + info.id), 8 * (1 if info is None else 2 + info.id))
+        self._memory[place] = (int.from_bytes(self._memory[place], "little") + 1).to_bytes(8, "little")
+
+    @property
+    def value(self) -> int:
+        return sum(int.from_bytes(self._memory[i : i + 8], "little") for i in range(0, 8 * 16, 8))
+
+
+class Counted(Dataset[Any]):
+    """Indices; counts the samples made, in whichever process."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.made = SharedCount()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        self.made.add()
+        return index
+
+
+class Failing(Dataset[Any]):
+    """Indices, but for some that raise."""
+
+    def __init__(self, length: int, bad: tuple[int, ...]) -> None:
+        self.length = length
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.bad:
+            raise KeyError(index)
+        return index
+
+
+class CursorMap(Dataset[Any]):
+    """A map dataset that counts its own reads, and can save that number: (index, how many reads before)."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.reads += 1
+        return torch.tensor([index, self.reads])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"reads": self.reads}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.reads = state["reads"]
+
+
+class PlainStream(IterableDataset[Any]):
+    """The worker's share of ``range(length)``; counts the samples made."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.made = SharedCount()
+
+    def numbers(self) -> range:
+        info = get_worker_info()
+        return range(self.length) if info is None else range(info.id, self.length, info.num_workers)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in self.numbers():
+            self.made.add()
+            yield number
+
+
+class StreamOfCursors(PlainStream):
+    """Its iterators are Stateful."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return _Cursor(self)
+
+
+class _Cursor:
+    def __init__(self, stream: PlainStream) -> None:
+        self.stream = stream
+        self.next = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> int:
+        numbers = self.stream.numbers()
+        if self.next >= len(numbers):
+            raise StopIteration
+        self.stream.made.add()
+        self.next += 1
+        return numbers[self.next - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+class Unsaveable(PlainStream):
+    """Stateful, but its state cannot be had."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise OSError("the shard's index is locked")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("there is no state to be loaded")
+
+
+class Passes:
+    """A Stateful sampler that is asked for its state after each step: 0, 1, 2, ..., with a log of what was asked."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.next = 0
+        self.asked = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        while self.next < self.length:
+            self.next += 1
+            yield self.next - 1
+        self.next = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+class _Feeling:
+    """Gives the index that was reported last, and how many reports it had heard by then is its own state."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.given = 0
+        self.heard: list[int] = []
+
+    def _next(self) -> int:
+        self.given += 1
+        return len(self.heard)
+
+    def feedback(self, number: int, *, weight: int = 1) -> None:
+        self.heard += [number] * weight
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given, "heard": list(self.heard)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given, self.heard = state["given"], list(state["heard"])
+
+
+class Curriculum(_Feeling):
+    """Its indices tell how many reports had reached it."""
+
+    def __iter__(self) -> Iterator[int]:
+        while self.given < self.length:
+            yield self._next()
+        self.given = 0
+
+
+class AwaitedCurriculum(_Feeling):
+    """The same as an async sampler."""
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        while self.given < self.length:
+            await asyncio.sleep(0)
+            yield self._next()
+        self.given = 0
+
+
+class Replayed:
+    """An async sampler without a state: another index each time it is read, from the beginning."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.given = 0
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        for index in range(self.length):
+            await asyncio.sleep(0)
+            self.given += 1
+            yield index
