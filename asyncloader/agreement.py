@@ -1,7 +1,7 @@
 """Ranks with streams of uneven length end their epochs at the same step.
 
-Data path: reorder -> pin_memory -> [agreement] -> consumer. Seeded mode, iterable datasets, several ranks; map datasets
-need none of it, their counts follow from the length.
+Data path: reorder -> pin_memory -> [agreement, by its stage] -> consumer. In seeded mode, for iterable datasets on
+several ranks; map datasets need none of it, their counts follow from the length.
 
 A rank that runs out of batches while the others go on would leave them waiting in their next collective for ever. So
 the ranks agree on each step before it is delivered: one small reduction of a number, on a gloo group of the loader's
@@ -20,30 +20,20 @@ import atexit
 import contextlib
 import functools
 import os
-import queue
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from datetime import timedelta
 from time import monotonic
 from typing import Any
 
-import torch
+from asyncloader.errors import LoaderClosed, RanksDisagree
+from asyncloader.rank_group import RankGroup
 
-from asyncloader.errors import LoaderClosed, LoaderError, RanksDisagree
-from asyncloader.events import Action, Deliver, Fail, Finish
-from asyncloader.pipeline import WorkerFailure
-from asyncloader.rank_view import Topology
-
-__all__ = ["Agreement", "AgreementStage", "RankGroup", "in_daemon", "make_group"]
+__all__ = ["Agreement", "close_at_exit", "in_daemon", "start_thread"]
 
 _BATCH, _ENDED, _FAILED, _LEFT = 3, 2, 1, 0
 _UNKNOWN = -1
-
-_TIMEOUT = timedelta(days=1)
-"""Of a reduction. A rank that is ahead waits in one while the others validate or save, which is no failure; one that
-ends is noticed at once."""
 
 _EXIT_SECONDS = 2.0
 """How long a process that ends waits for the other ranks to hear of it."""
@@ -51,91 +41,6 @@ _EXIT_SECONDS = 2.0
 _REPLACED = (
     "a newer iterator of this loader has taken this one's place: on several ranks a stream has one iterator at a time"
 )
-
-
-class RankGroup:
-    """A gloo group of all ranks, for one loader; destroyed with the last who refers to it.
-
-    Args:
-        group: of torch.distributed.
-    """
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self._world = weakref.ref(torch.distributed.group.WORLD)
-        self._owner = os.getpid()
-        self._broken: str | None = None
-        self._lock = threading.Lock()
-        self._newest: Agreement | None = None
-
-    @property
-    def stale(self) -> bool:
-        """Whether torch.distributed was initialized anew since."""
-        return torch.distributed.group.WORLD is not self._world()
-
-    def begin(self, agreement: Agreement) -> Agreement | None:
-        """This one reduces from now on. Returns the one before it, if that may still do so."""
-        with self._lock:
-            before, self._newest = self._newest, agreement
-            return before
-
-    def end(self, agreement: Agreement) -> None:
-        """It will reduce no more."""
-        with self._lock:
-            if self._newest is agreement:
-                self._newest = None
-
-    def reduce(self, number: int) -> tuple[int, int]:
-        """The least and the largest of all ranks' numbers. Blocks until every rank has called it.
-
-        Raises:
-            RuntimeError: a rank is gone, or the network failed; now, or at an earlier call.
-        """
-        both = torch.tensor([number, -number], dtype=torch.int64, device="cpu")
-        if self._broken is None:
-            try:
-                torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MIN, group=self._group)
-                return int(both[0]), -int(both[1])
-            except Exception as error:
-                self._broken = str(error)
-        raise RuntimeError(self._broken)  # not the error itself: its traceback holds the group
-
-    def close(self) -> None:
-        """Destroy the group. Local; the other ranks' reductions fail, unless all that they wait for has been sent."""
-        group, self._group = self._group, None
-        if group is not None:
-            with contextlib.suppress(Exception):  # torch.distributed was shut down already
-                torch.distributed.destroy_process_group(group)
-
-    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        # Its sockets and threads would stay otherwise: torch keeps each group until it is told. A forked child has none
-        # of the threads that this would wait for.
-        if not exiting() and os.getpid() == self._owner:
-            self.close()
-
-
-def make_group(topology: Topology, old: RankGroup | None = None) -> RankGroup:
-    """A gloo group of all ranks; `old` if that is still good.
-
-    Collective: every rank must make its loaders' first iterators in the same order.
-
-    Raises:
-        RuntimeError: torch.distributed is not initialized, or has another number of ranks.
-    """
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        raise RuntimeError(
-            f"a stream on world_size={topology.world_size} ranks needs torch.distributed: the ranks must agree on when "
-            "an epoch ends. Call torch.distributed.init_process_group first, or use a map dataset, or torch mode"
-        )
-    if distributed.get_world_size() != topology.world_size:
-        raise RuntimeError(
-            f"world_size={topology.world_size}, but torch.distributed has {distributed.get_world_size()} ranks: those "
-            "that share out a stream must be the ones that can agree on its end"
-        )
-    if old is not None and not old.stale:
-        return old
-    return RankGroup(distributed.new_group(backend="gloo", timeout=_TIMEOUT))
 
 
 class Agreement:
@@ -233,7 +138,7 @@ class Agreement:
             return
         self._closed = self._closed or "this iterator was closed"
         with contextlib.suppress(RuntimeError):  # no threads any more: the process ends, and the others will notice
-            _start_thread(self.leave)
+            start_thread(self.leave)
 
     # ------------------------------------------------------------------------------- with the lock held, or taking it
 
@@ -337,84 +242,23 @@ async def in_daemon(function: Callable[[], Any]) -> Any:
             loop.call_soon_threadsafe(done, *outcome)
         del outcome
 
-    _start_thread(run)
+    start_thread(run)
     return await future
-
-
-class AgreementStage:
-    """Passes items on once the ranks have agreed on them.
-
-    Args:
-        agreement: of this epoch.
-        forward: called in the stage's thread with each item, in order.
-        discard: called with an item that nobody will take.
-    """
-
-    def __init__(
-        self, agreement: Agreement, forward: Callable[[Action], None], discard: Callable[[Action], None]
-    ) -> None:
-        self._agreement = agreement
-        self._forward = forward
-        self._discard = discard
-        self._items: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
-        self._closed = False
-        self._lock = threading.Lock()  # nothing is forwarded once `close` has returned
-        _stages.add(self)
-        _start_thread(self._run)
-
-    def put(self, item: Action) -> None:
-        """Take an item; returns at once. Any thread."""
-        self._items.put(item)
-
-    def _run(self) -> None:
-        ended = False
-        while (item := self._items.get()) is not None:
-            if ended or self._closed:
-                self._discard(item)
-                continue
-            for agreed in self._agreed(item):
-                self._give(agreed)
-                ended = not isinstance(agreed, Deliver)
-        self._agreement.leave()
-
-    def _give(self, item: Action) -> None:
-        with self._lock:
-            if not self._closed:
-                self._forward(item)
-                return
-        self._discard(item)
-
-    def _agreed(self, item: Action) -> list[Action]:
-        """What is to be forwarded for this item."""
-        try:
-            if isinstance(item, Deliver) and not isinstance(item.outcome, WorkerFailure):
-                if self._agreement.batch():
-                    return [item]
-                self._discard(item)
-                return [Finish()]
-            if isinstance(item, Finish):
-                self._agreement.end()
-            elif not self._agreement.fail() and isinstance(item, Deliver):
-                return [item, Finish()]
-        except LoaderError as error:
-            self._discard(item)
-            return [Fail(error)]
-        return [item]
-
-    def close(self) -> None:
-        """Nothing will come any more. Does not wait: the thread ends once the other ranks know."""
-        with self._lock:
-            self._closed = True
-        self._items.put(None)
 
 
 # What may still reduce, and the threads that do.
 _live: weakref.WeakSet[Agreement] = weakref.WeakSet()
-_stages: weakref.WeakSet[AgreementStage] = weakref.WeakSet()
+_stages: weakref.WeakSet[Any] = weakref.WeakSet()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-def _start_thread(function: Callable[[], None]) -> None:
+def close_at_exit(stage: Any) -> None:
+    """Have the stage's `close` called when the process ends, if it still lives."""
+    _stages.add(stage)
+
+
+def start_thread(function: Callable[[], None]) -> None:
+    """Run a function that reduces in a thread of its own."""
     # A daemon: a reduction that the other ranks never join must not keep the process.
     thread = threading.Thread(target=function, name="asyncloader-agree", daemon=True)
     _threads.add(thread)

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from asyncloader.agreement import Agreement, make_group
+from asyncloader.agreement import Agreement
 from asyncloader.epoch import EpochClock
 from asyncloader.generators import draws_when_iterated, generator_text, own_generator, set_generators
 from asyncloader.index_stream import IndexStream, base_sampler, fresh_state
 from asyncloader.options import LoaderSpec, async_index_source, is_iterable
 from asyncloader.progress import Progress, Tally
+from asyncloader.rank_group import RankGroup, make_group
 from asyncloader.rank_view import RankView
 from asyncloader.sampler import AsyncIndexSource
 from asyncloader.seeded_mode import expectations, plain_sampler, topology
@@ -34,7 +35,7 @@ class StateKeeper:
 
     def __init__(self) -> None:
         self.tally = Tally()
-        self._group: Any = None
+        self._group: RankGroup | None = None
         self._clock: EpochClock | None = None
         self._newest: Progress | None = None
         self._loaded: dict[str, Any] | None = None  # as it was given, until an iterator begins from it

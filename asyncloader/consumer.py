@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from asyncloader.agreement import AgreementStage
+from asyncloader.agreement_stage import AgreementStage
 from asyncloader.delivery import LARGE, Opener, raise_worker_error
 from asyncloader.events import Action, Deliver
 from asyncloader.index_stream import IndexStream

@@ -91,9 +91,8 @@ def test_point_03_own_options_are_the_callers_objects(make: Any) -> None:
 
 def test_point_03_own_options_survive_rebuilding() -> None:
     """A loader that is made anew from `vars` and the signature keeps our options (Lightning's predict)."""
-    old = DataLoader[Any](
-        Numbers(8), batch_size=2, num_workers=1, ring_bytes=Mebibytes(1 << 20), concurrency=Mebibytes(7)
-    )
+    own: dict[str, Any] = {"ring_bytes": Mebibytes(1 << 20), "concurrency": Mebibytes(7)}
+    old = DataLoader[Any](Numbers(8), batch_size=2, num_workers=1, **own)
     new = rebuilt(old, batch_sampler=BatchSampler(range(8), batch_size=2, drop_last=False))
     assert (new.ring_bytes, new.concurrency, new.num_workers) == (1 << 20, 7, 1)
     assert_same(list(new), list(old))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import asyncloader
 from tests.integration.running import Deaths
 from tests.integrations.helping import Line, draws, seed_all, workers_of_now
 
-__all__ = ["OURS", "STOCK", "Recorder", "Validated", "WorkersSeen", "fit", "trainer"]
+__all__ = ["OURS", "STOCK", "Recorder", "SaveAt", "Saver", "Validated", "WorkersSeen", "fit", "trainer"]
 
 STOCK: Any = torch.utils.data.DataLoader
 OURS: Any = asyncloader.DataLoader
@@ -74,6 +75,29 @@ def fit(loader: Any, *, val: Any = None, ckpt_path: Any = None, **options: Any) 
     model = Recorder() if val is None else Validated()
     trainer(**options).fit(model, loader, val, ckpt_path=ckpt_path)
     return model, draws()
+
+
+class Saver(Callback):
+    """Saves checkpoints after so many steps, each under its number, when one of its hooks says so."""
+
+    def __init__(self, folder: Path, *steps: int) -> None:
+        self.folder = folder
+        self.steps = steps
+
+    def save_if_due(self, trainer: Trainer) -> None:
+        """A step's checkpoint, once."""
+        path = self.folder / str(trainer.global_step)
+        if trainer.global_step in self.steps and not path.exists():
+            trainer.save_checkpoint(path)
+
+
+class SaveAt(Saver):
+    """Saves right after the step."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.save_if_due(trainer)
 
 
 class WorkersSeen(Callback):
