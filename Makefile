@@ -1,10 +1,13 @@
 # Each target works from a fresh clone: it makes .venv, installs what it needs, and is quick the second time.
 #   make demo PYTHON=python3.12      another interpreter
 #   make test ARGS='-k ring -x'      more arguments for pytest
+#   make test JOBS=0 ARGS='--pdb'    one test after the other
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# Test files that run at a time; 0 runs them in one process, where --pdb works.
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -23,7 +26,7 @@ demo: $(VENV)/.stamp-demo ## train a small network on handwritten digits, then c
 	$(BIN)/python docs/examples/digits.py
 
 test: $(VENV)/.stamp-test ## run the whole suite
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-integrations: $(VENV)/.stamp-test-integrations ## run the tests with more frameworks that hold a loader (1 GB)
 	$(BIN)/python -m pytest -m clients tests/integrations $(ARGS)

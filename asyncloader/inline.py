@@ -127,6 +127,9 @@ class InlineIterator:
     def __repr__(self) -> str:
         return f"<InlineIterator {'running' if self._ended is None else 'over'}>"
 
+    def __reduce__(self) -> Any:
+        raise NotImplementedError("{} cannot be pickled", type(self).__name__)
+
     async def __anext__(self) -> Any:
         async with self._turn:
             return await self._one()
