@@ -181,9 +181,8 @@ def _most_steps(index_sampler: Any) -> int | None:
 
 def _fresh_sampler_state(spec: LoaderSpec[Any]) -> dict[str, Any]:
     """What the state will say of the sampler when the first iterator begins."""
-    sampler = base_sampler(spec._index_sampler)
-    if isinstance(sampler, AsyncIndexSource):
-        sampler = sampler.sampler
+    found = base_sampler(spec._index_sampler)
+    sampler: Any = found.sampler if isinstance(found, AsyncIndexSource) else found
     generator = own_generator(sampler)
     before = None if generator is None else generator.get_state()
     try:

@@ -169,10 +169,11 @@ class Progress:
                     given - (cursor.batches if cursor else 0),
                 )
             )
-        if self._expects["kind"] == "iterable":
+        if self._expects["kind"] == "iterable" and saved["base_seed"] is not None:
             # The random numbers that the workers begin with are needed to read the same stream again.
-            self.base_seed, self.shared_seed = saved["base_seed"], saved["shared_seed"]
-        return self.base_seed, starts
+            base_seed = self.base_seed = int(saved["base_seed"])
+            self.shared_seed = saved["shared_seed"]
+        return base_seed, starts
 
     def inherit(self, before: Progress) -> None:
         """Persistent workers go on with their datasets as the epoch before left them, if it came to its end."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from asyncloader.errors import StateError
@@ -152,7 +152,7 @@ class Reader:
         )
 
     @contextlib.contextmanager
-    def _skipping(self, start: EpochStart) -> Iterator[range]:
+    def _skipping(self, start: EpochStart) -> Generator[range]:
         """For each of the batches to be dropped: they are fetched, and not collated."""
         if not start.skip or not self._setup.iterable:
             yield range(0)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -155,7 +155,7 @@ def _mix(word: int) -> int:
 
 
 @contextmanager
-def global_generators_kept() -> Iterator[None]:
+def global_generators_kept() -> Generator[None]:
     """Leave the process-global generators and the present sample as they were: for loading in the caller's process."""
     outer = _present.get()
     ours, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
