@@ -131,6 +131,7 @@ class AsyncDataLoader(Generic[T_co]):
         # Weak: an iterator that is dropped must die, and free its workers, at once.
         self._iterators: weakref.WeakSet[AsyncLoaderIterator | InlineIterator] = weakref.WeakSet()
         self._pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+        self._outdated: weakref.WeakSet[WorkerPool] = weakref.WeakSet()  # not to be used for another epoch
         self._newest: weakref.ref[AsyncLoaderIterator | InlineIterator] | None = None
         self._kept: tuple[_BaseDataLoaderIter, EpochPlan] | None = None  # of the persistent workers
         self._idle_pool: WorkerPool | None = None
@@ -244,9 +245,11 @@ class AsyncDataLoader(Generic[T_co]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `DataLoader.load_state_dict`."""
         self._keeper.load(self._spec, state_dict)
+        # The workers' copies of the dataset have gone on: those of running iterators may not be used again, either.
+        self._outdated.update(self._pools)
         pool, self._idle_pool = self._idle_pool, None
         if pool is not None:
-            pool.stop_soon()  # its copies of the dataset have gone on
+            pool.stop_soon()
 
     def set_epoch(self, epoch: int) -> None:
         """See `DataLoader.set_epoch`."""
@@ -309,7 +312,9 @@ class _Shelf:
 
     def leave(self, pool: WorkerPool) -> bool:
         loader = self._loader
-        if not loader._spec.persistent_workers or loader._closed or loader._idle_pool is not None or pool.broken:
+        if not loader._spec.persistent_workers or loader._closed or loader._idle_pool is not None:
+            return False
+        if pool.broken or pool in loader._outdated:
             return False
         loader._idle_pool = pool
         return True

@@ -267,6 +267,18 @@ def _exact(case: Case) -> None:
 )
 @example(Case(length=27, order="counting", global_batch=12, parts=(Part(3, told=True), Part(world_size=4))))
 @example(Case(mode="torch", dataset="stateful dataset", global_batch=2, parts=(Part(0, lost=2), Part(same=True))))
+@example(
+    Case(
+        dataset="stateful dataset",
+        order="in order",
+        length=3,
+        global_batch=None,
+        parts=(
+            Part(0, lost=1, workers=1, loop="asyncio", persistent=True),
+            Part(workers=1, loop="asyncio", persistent=True, same=True),
+        ),
+    )
+)
 def test_an_interrupted_run_gives_what_it_would_have_given(case: Case) -> None:
     """Killed once or twice, resumed with other numbers of workers and ranks: the same batches, to the byte."""
     _exact(case)
