@@ -86,27 +86,9 @@ class AsyncIndexSource:
 
     async def reading(self, position: ReadingPosition) -> AsyncIterator[Any]:
         """The indices from a position on, a step each; what was delivered beyond it is left out."""
-        sampler: Any = self.sampler
-        if position.drained is not None:
-            await _drain(sampler, position.drained)
-            position.log = self.first_log(position.every)
-        saved = position.saved_sampler
-        if saved is not None and saved["sampler"] is not None:
-            sampler.load_state_dict(copy.deepcopy(saved["sampler"]))
-        items: Any = aiter(sampler)
-        if saved is not None and saved["iterator"] is not None:
-            items.load_state_dict(copy.deepcopy(saved["iterator"]))
-        first: Any = _END
-        if saved is not None and not saved["at"]:
-            # It may have stood at the end of its last epoch still, as an iterator of its own says at once.
-            first = await anext(items, _END)
-            if first is _END:
-                items = aiter(sampler)
-        if saved is not None or (position.log is None and is_stateful(items)):
-            position.log = StateLog(position.every, saved) if is_stateful(sampler) or is_stateful(items) else None
-            if position.log is not None and saved is None and not position.log.note(0, sampler, items):
-                position.log = None
-        step = 0 if saved is None else saved["at"]
+        sampler = self.sampler
+        items, first = await self._found(position)
+        step = 0 if position.saved_sampler is None else position.saved_sampler["at"]
         view = position.view = RankView(sampler, self.share)
         cutter = view.cutter = Cutter(self.share, step)
         group, task = list[Any](), 0
@@ -133,6 +115,30 @@ class AsyncIndexSource:
             # Closed with this generator, rather than whenever the loop finds it abandoned.
             if isinstance(items, AsyncGenerator):
                 await items.aclose()
+
+    async def _found(self, position: ReadingPosition) -> tuple[Any, Any]:
+        """The sampler's iterator at the position or before, and an item that was taken from it already (or `_END`)."""
+        sampler: Any = self.sampler
+        if position.drained is not None:
+            await _drain(sampler, position.drained)
+            position.log = self.first_log(position.every)
+        saved = position.saved_sampler
+        if saved is not None and saved["sampler"] is not None:
+            sampler.load_state_dict(copy.deepcopy(saved["sampler"]))
+        items: Any = aiter(sampler)
+        if saved is not None and saved["iterator"] is not None:
+            items.load_state_dict(copy.deepcopy(saved["iterator"]))
+        first: Any = _END
+        if saved is not None and not saved["at"]:
+            # It may have stood at the end of its last epoch still, as an iterator of its own says at once.
+            first = await anext(items, _END)
+            if first is _END:
+                items = aiter(sampler)
+        if saved is not None or (position.log is None and is_stateful(items)):
+            position.log = StateLog(position.every, saved) if is_stateful(sampler) or is_stateful(items) else None
+            if position.log is not None and saved is None and not position.log.note(0, sampler, items):
+                position.log = None
+        return items, first
 
 
 async def _drain(sampler: Any, saved: dict[str, Any]) -> None:
