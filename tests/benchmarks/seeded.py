@@ -17,26 +17,13 @@ from torch.utils.data import Dataset
 
 from .loaders import Pass, drive
 from .plan import ASYNC, TORCH, TORCH_UNORDERED, Job
-from .workloads import ContentError, SmallSamples
+from .workloads import ContentError, IntSamples, SmallSamples
 
 SHUFFLED = 100_000_000
 RESUMED_STEP = 1_000_000
 SLOW_EVERY, SLOW_S, FAST_S = 16, 0.1, 0.005
 LINE_BATCHES = 160
 COST_BATCHES, COST_BATCH, COST_TURNS = 300, 32, 5
-
-
-class Indices(Dataset[int]):
-    """Sample i is i; as many as wanted."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 class Uneven(Dataset[int]):
@@ -74,7 +61,7 @@ def _first_batch(name: str, loader: Any) -> Any:
 
 def shuffle(job: Job) -> dict[str, Any]:
     """Seconds from `iter()` to the first batch of a shuffled epoch of 100 million samples, and what memory grew by."""
-    loader = make(job.loader, Indices(SHUFFLED), seed=1, batch_size=32, shuffle=True)
+    loader = make(job.loader, IntSamples(SHUFFLED), seed=1, batch_size=32, shuffle=True)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.perf_counter()
     batch = _first_batch(job.loader, loader)
@@ -103,7 +90,7 @@ def cost(job: Job) -> dict[str, Any]:
 
 def state(job: Job) -> dict[str, Any]:
     """Seconds of `state_dict()` in the middle of an epoch with 4 workers, and of resuming at step 1,000,000."""
-    dataset = Indices((RESUMED_STEP + 100) * COST_BATCH)
+    dataset = IntSamples((RESUMED_STEP + 100) * COST_BATCH)
     options: dict[str, Any] = {"seed": 1, "batch_size": COST_BATCH, "shuffle": True, "num_workers": 4}
     times: list[float] = []
 
