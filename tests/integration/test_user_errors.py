@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 from asyncloader import AsyncDataLoader, DataLoader
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import AsyncNumbers, Numbers
-from tests.integration.running import BOTH, KINDS, outcomes, run_async
+from tests.integration.running import BOTH, KINDS, collect, outcomes, run_async
 
 HEAD = "Caught {} in DataLoader worker process {}.\nOriginal Traceback (most recent call last):\n"
 
@@ -251,3 +251,21 @@ def test_error_while_iterating_leaves_no_worker() -> None:
                 pass
 
     run_async(run())
+
+
+class OnTheGpu(Dataset[Any]):
+    """Touches CUDA as in a process that was forked after CUDA had been used."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((1,), index, device="cuda")
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_forked_worker_that_touches_cuda(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own error comes through, which says what to do, with the worker's number and traceback."""
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # the mark that torch sets after a fork
+    with pytest.raises(RuntimeError, match=r"(?s)worker process 0.*Cannot re-initialize CUDA in forked .*'spawn'"):
+        collect(kind, OnTheGpu(), num_workers=1, multiprocessing_context="fork")
