@@ -268,7 +268,7 @@ class IndexStream:
         saved = self._saved
         if saved is not None and saved["sampler"] is not None:
             self._sampler.load_state_dict(copy.deepcopy(saved["sampler"]))
-        iterator = iter(self._sampler)
+        iterator: Any = iter(self._sampler)
         if saved is not None and saved["iterator"] is not None:
             iterator.load_state_dict(copy.deepcopy(saved["iterator"]))
         first = _END
@@ -277,8 +277,12 @@ class IndexStream:
             first = next(iterator, _END)
             if first is _END:
                 iterator = iter(self._sampler)
-        ending = self._iterator = _Ending(iterator, first)
+        self._iterator = iterator
         self._begin_log()
+        if self.log is None and first is _END:
+            found: Iterator[Any] = iterator
+            return found  # without a state its end need not be watched, which costs 30 ns an index
+        ending = self._iterator = _Ending(iterator, first)
         return ending
 
     def _begin_log(self) -> None:
