@@ -173,11 +173,13 @@ class AsyncDataLoader(Generic[T_co]):
             raise LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
         spec = self._spec
         iterator: AsyncLoaderIterator | InlineIterator
-        if spec.num_workers == 0:
-            iterator = InlineIterator(spec, self._statistics, self._keeper)
-        else:
+        if spec.num_workers:
             spec.check_worker_number_rationality()
-            iterator = AsyncLoaderIterator(spec, self._statistics, _Shelf(self))
+        with self._keeper.making_iterator():
+            if spec.num_workers:
+                iterator = AsyncLoaderIterator(spec, self._statistics, _Shelf(self))
+            else:
+                iterator = InlineIterator(spec, self._statistics, self._keeper)
         self._newest = weakref.ref(iterator)
         self._iterators.add(iterator)
         return iterator

@@ -9,7 +9,9 @@ A `Progress` (`progress.py`) follows one iterator. The loader's `StateKeeper` ho
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -92,6 +94,16 @@ class StateKeeper:
             if not is_iterable(spec):
                 _keep_generator(spec, progress)
         return progress
+
+    @contextlib.contextmanager
+    def making_iterator(self) -> Generator[None]:
+        """If the iterator cannot be made, a position that was loaded for it is for the next one."""
+        before = self._newest, self._loaded, self._pending
+        try:
+            yield
+        except BaseException:
+            self._newest, self._loaded, self._pending = before
+            raise
 
     def _agreement(self, spec: LoaderSpec[Any], first_step: int) -> Agreement | None:
         here = topology(spec)

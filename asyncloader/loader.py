@@ -55,11 +55,11 @@ class DataLoader(LoaderSpec[T_co]):
         if state.closed:
             raise LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
         iterator: InlineIterator | WorkerIterator
-        if self.num_workers == 0:
-            iterator = InlineIterator(self, state.statistics, state.bridge, state.keeper)
-        else:
+        if self.num_workers:
             self.check_worker_number_rationality()
-            iterator = WorkerIterator(self, state.statistics, state.bridge, state.keeper)
+        kind = WorkerIterator if self.num_workers else InlineIterator
+        with state.keeper.making_iterator():
+            iterator = kind(self, state.statistics, state.bridge, state.keeper)
         state.newest = weakref.ref(iterator)
         state.iterators.add(iterator)
         with contextlib.suppress(TypeError):  # lists and the like cannot be referred to weakly

@@ -94,6 +94,22 @@ def test_point_19_a_state_is_applied_at_the_next_iter(workers: int) -> None:
 
 
 @BOTH_CLASSES
+@pytest.mark.parametrize(
+    "options", [{"timeout": 5}, {"num_workers": 1, "prefetch_factor": 0}], ids=["inline", "workers"]
+)
+def test_point_19_a_position_survives_an_iter_that_fails(make: Any, options: dict[str, Any]) -> None:
+    """An iterator that could not be made has used nothing up: the next one begins at the loaded position."""
+    loader = make(ROWS, 5, **options)
+    loader.load_state_dict(stopped_after(DataLoader(ROWS, 5), 3))
+    with pytest.raises(AssertionError):
+        _ = aiter(loader) if make is AsyncDataLoader else iter(loader)
+    loader.timeout = 0
+    if "prefetch_factor" in options:
+        loader.prefetch_factor = 2
+    assert values(epoch(loader)) == [[15, 16, 17, 18, 19]]
+
+
+@BOTH_CLASSES
 @WORKERS
 def test_point_19_a_state_at_the_end_starts_the_next_epoch(make: Any, workers: int) -> None:
     """Saved when the epoch was over: the next epoch, whole (Accelerate, torchdata)."""
