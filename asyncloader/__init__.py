@@ -54,6 +54,8 @@ if TYPE_CHECKING:
         RanksDisagree,
         RingMemoryError,
         StateError,
+        TaskQuarantined,
+        TooManyBadSamples,
         UnsupportedPlatform,
         WorkerDied,
     )
@@ -63,8 +65,10 @@ if TYPE_CHECKING:
     from asyncloader.patching import install
     from asyncloader.sampler import AsyncSampler
     from asyncloader.seeded_sampler import SeededSampler
+    from asyncloader.sharing import SharedDict, SharedList, share
     from asyncloader.stateful_loader import StatefulDataLoader
     from asyncloader.stateful_samplers import StatefulDistributedSampler, StatefulRandomSampler
+    from asyncloader.workers.bad_samples import BadSample
     from asyncloader.workers.cursor import Stateful
     from asyncloader.workers.seeding import sample_rng
 
@@ -73,6 +77,7 @@ __version__ = "0.1.0"
 _OWN = {
     "AsyncDataLoader": "asyncloader.async_loader",
     "AsyncSampler": "asyncloader.sampler",
+    "BadSample": "asyncloader.workers.bad_samples",
     "BucketBatchSampler": "asyncloader.length_batches",
     "DataLoader": "asyncloader.loader",
     "LoaderClosed": "asyncloader.errors",
@@ -83,21 +88,27 @@ _OWN = {
     "RanksDisagree": "asyncloader.errors",
     "RingMemoryError": "asyncloader.errors",
     "SeededSampler": "asyncloader.seeded_sampler",
+    "SharedDict": "asyncloader.sharing",
+    "SharedList": "asyncloader.sharing",
     "StateError": "asyncloader.errors",
     "Stateful": "asyncloader.workers.cursor",
     "StatefulDataLoader": "asyncloader.stateful_loader",
     "StatefulDistributedSampler": "asyncloader.stateful_samplers",
     "StatefulRandomSampler": "asyncloader.stateful_samplers",
+    "TaskQuarantined": "asyncloader.errors",
     "TokenBudgetBatchSampler": "asyncloader.length_batches",
+    "TooManyBadSamples": "asyncloader.errors",
     "UnsupportedPlatform": "asyncloader.errors",
     "WorkerDied": "asyncloader.errors",
     "install": "asyncloader.patching",
     "sample_rng": "asyncloader.workers.seeding",
+    "share": "asyncloader.sharing",
 }
 
 __all__ = [
     "AsyncDataLoader",
     "AsyncSampler",
+    "BadSample",
     "BatchSampler",
     "BucketBatchSampler",
     "ChainDataset",
@@ -121,6 +132,8 @@ __all__ = [
     "Sampler",
     "SeededSampler",
     "SequentialSampler",
+    "SharedDict",
+    "SharedList",
     "StackDataset",
     "StateError",
     "Stateful",
@@ -129,8 +142,10 @@ __all__ = [
     "StatefulRandomSampler",
     "Subset",
     "SubsetRandomSampler",
+    "TaskQuarantined",
     "TensorDataset",
     "TokenBudgetBatchSampler",
+    "TooManyBadSamples",
     "UnsupportedPlatform",
     "WeightedRandomSampler",
     "WorkerDied",
@@ -147,6 +162,7 @@ __all__ = [
     "runtime_validation",
     "runtime_validation_disabled",
     "sample_rng",
+    "share",
 ]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from asyncloader.agreement import Agreement, close_at_exit, start_thread
 from asyncloader.errors import LoaderError
 from asyncloader.events import Action, Deliver, Fail, Finish
-from asyncloader.pipeline import WorkerFailure
+from asyncloader.pipeline import LeftOut, WorkerFailure
 
 __all__ = ["AgreementStage"]
 
@@ -63,6 +63,8 @@ class AgreementStage:
     def _agreed(self, item: Action) -> list[Action]:
         """What is to be forwarded for this item."""
         try:
+            if isinstance(item, Deliver) and isinstance(item.outcome, LeftOut):
+                return [item]  # no batch: nothing to agree on
             if isinstance(item, Deliver) and not isinstance(item.outcome, WorkerFailure):
                 if self._agreement.batch():
                     return [item]

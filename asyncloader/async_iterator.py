@@ -30,20 +30,18 @@ from typing import Any, Protocol
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from asyncloader.consumer import Consumer, discard
+from asyncloader.bad_sample_log import BadSampleLog
+from asyncloader.consumer import NO_BATCH, Consumer, discard
 from asyncloader.draws import shared_seed, warn_over_length
-from asyncloader.errors import LoaderClosed, LoaderTimeout
+from asyncloader.epoch_plan import EpochPlan, make_pool, quarantine, start_method, worker_setup
+from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManyBadSamples
 from asyncloader.events import Action, Deliver, Fail, Finish
-from asyncloader.options import (
-    EpochPlan,
-    LoaderSpec,
-    start_method,
-    worker_context,
-    worker_setup,
-)
+from asyncloader.options import LoaderSpec
 from asyncloader.pipeline import Pipeline
 from asyncloader.progress import Progress
+from asyncloader.replacing import Replacer, Request, weakly
 from asyncloader.statistics import Statistics
+from asyncloader.workers.info import WorkerSetup
 from asyncloader.workers.pool import WorkerPool
 
 __all__ = ["AsyncLoaderIterator", "LoaderShelf"]
@@ -145,7 +143,12 @@ class AsyncLoaderIterator:
         self._base_seed, self._starts = self._progress.starts(
             self._plan.workers, int(self._draws._base_seed), shared_seed(self._draws)
         )
-        self._consumer = Consumer(self._plan, self._draws, self._statistics, self._progress)
+        # Kept beyond the start: workers that die are replaced.
+        self._setup = worker_setup(self._spec, self._plan.workers, self._draws, self._base_seed, self._starts)
+        self._statistics.log = BadSampleLog(self._spec.max_bad_samples)
+        self._consumer = Consumer(
+            self._plan, self._draws, self._statistics, self._progress, quarantine(self._spec, self._draws)
+        )
 
     def __aiter__(self) -> AsyncLoaderIterator:
         return self
@@ -187,28 +190,40 @@ class AsyncLoaderIterator:
             self._shelf.note(pool)
         self.pool = pool
         put_from_thread = partial(_put_from_thread, asyncio.get_running_loop(), self._queue)
-        self._pipeline = self._consumer.pipeline(pool, self._queue.put, put_from_thread)
+        replacer = Replacer(pool, weakly(self._setup_for), None)
+        self._pipeline = self._consumer.pipeline(pool, self._queue.put, put_from_thread, replacer)
         self._pipeline.start(self._consumer.offers, self._starts)
 
     def _pool_maker(self) -> Callable[[], WorkerPool]:
-        spec, plan = self._spec, self._plan
-        setup = worker_setup(spec, plan.workers, self._draws, self._base_seed, self._starts)
-        context, ring_bytes = worker_context(spec), spec.ring_bytes
-        return lambda: WorkerPool(context, setup, plan.credits, ring_bytes, plan.run_ahead)
+        return partial(make_pool, self._spec, self._setup, self._plan)
+
+    def _setup_for(self, request: Request) -> WorkerSetup:
+        return request.setup(self._setup)
 
     # ------------------------------------------------------------------------------------------- iterating
 
     async def __anext__(self) -> Any:
+        try:
+            return await self._next()
+        except TooManyBadSamples:
+            self._ended = ""
+            await self.aclose()
+            raise
+
+    async def _next(self) -> Any:
         begin = perf_counter()
         items = self._queue.items
-        while True:  # once, unless several tasks share this iterator
+        while True:  # once, unless several tasks share this iterator, or all samples of a batch are left out
+            self._consumer.hear()
             copying = self._copying
             if copying is not None:
                 copied, copy = copying
                 await asyncio.wait([copy])  # a cancelled caller leaves the copy to the next call
                 if self._copying is copying:
                     self._copying = None
-                    return self._deliver(copied, perf_counter() - begin, copy.result)
+                    batch = self._deliver(copied, perf_counter() - begin, copy.result)
+                    if batch is not NO_BATCH:
+                        return batch
             elif items:
                 waited = perf_counter() - begin
                 item = items.popleft()
@@ -219,7 +234,10 @@ class AsyncLoaderIterator:
                     finally:
                         del item, error  # the traceback refers to this frame, which must not refer back to the error
                 if not self._consumer.opening_blocks(item):
-                    return self._deliver(item, waited, None)
+                    batch = self._deliver(item, waited, None)
+                    if batch is not NO_BATCH:
+                        return batch
+                    continue
                 loop = asyncio.get_running_loop()
                 self._copying = (item, loop.run_in_executor(None, self._consumer.open, item))
             else:
@@ -229,6 +247,8 @@ class AsyncLoaderIterator:
         if self._pipeline is None:
             raise LoaderClosed("this iterator was closed")
         batch = self._consumer.deliver(item, waited, self._pipeline.advance, opened)
+        if batch is NO_BATCH:
+            return batch
         self._yielded += 1
         self._draws._num_yielded = self._yielded
         warn_over_length(self._draws)
@@ -238,7 +258,8 @@ class AsyncLoaderIterator:
         """Until something may be there, or there will be nothing; the caller looks again."""
         if self._ended is not None:
             raise StopAsyncIteration if not self._ended else LoaderClosed(self._ended)
-        if self._pipeline is None:
+        pipeline = self._pipeline
+        if pipeline is None:
             await self._ensure_started()
             return
         if asyncio.get_running_loop() is not self._loop:
@@ -250,7 +271,9 @@ class AsyncLoaderIterator:
             async with asyncio.timeout(self._timeout):
                 await self._queue.wait()
         except TimeoutError:
-            raise LoaderTimeout(self._timeout) from None
+            error = LoaderTimeout(self._timeout)
+            error.add_note(await pipeline.report())
+            raise error from None
 
     async def _end(self, item: Action) -> BaseException:
         """End with this item; returns what is to be raised."""
@@ -258,6 +281,7 @@ class AsyncLoaderIterator:
             self._ended = ""
             self._progress.finish()
             await self.aclose()
+            self._consumer.hear()
             return StopAsyncIteration()
         assert isinstance(item, Fail)
         self._ended = ""  # raised once; a caller that goes on regardless must come to an end

@@ -17,22 +17,18 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from asyncloader.async_iterator import AsyncLoaderIterator
 from asyncloader.checkpoint import StateKeeper
 from asyncloader.draws import draw_source
+from asyncloader.epoch_plan import EpochPlan, epoch_plan
 from asyncloader.errors import LoaderClosed
 from asyncloader.explain import explain
+from asyncloader.fault_options import DEFAULT_MAX_BAD_SAMPLES, BadSamples, OnError
 from asyncloader.inline import InlineIterator
-from asyncloader.options import (
-    DEFAULT_CONCURRENCY,
-    DEFAULT_RUN_AHEAD,
-    OPTION_NAMES,
-    EpochPlan,
-    LoaderSpec,
-    epoch_plan,
-)
+from asyncloader.options import DEFAULT_CONCURRENCY, DEFAULT_RUN_AHEAD, OPTION_NAMES, LoaderSpec
 from asyncloader.progress import Progress
 from asyncloader.rank_view import OnUneven
 from asyncloader.rebuild import constructor_arguments
 from asyncloader.sampler import feedback_target
 from asyncloader.statistics import Statistics
+from asyncloader.workers.bad_samples import BadSample
 from asyncloader.workers.pool import WorkerPool
 
 __all__ = ["AsyncDataLoader"]
@@ -51,6 +47,7 @@ class AsyncDataLoader(Generic[T_co]):
         ring_bytes: upper bound of each worker's ring in bytes; default None: it follows the batches seen.
         concurrency: samples that a worker awaits at a time when the dataset's methods are ``async``; default 256.
         seed, rank, world_size, on_uneven, resume, snapshot_every_n_steps, run_ahead: see `LoaderSpec`.
+        worker_timeout, max_worker_restarts, on_error, bad_samples, max_bad_samples, worker_memory_limit: ditto.
 
     The options can be read as attributes under their own names. The dataset may have ``async def __getitem__``,
     ``async def __getitems__`` or `__aiter__`; `sampler` and `batch_sampler` may be async iterables. With
@@ -93,6 +90,12 @@ class AsyncDataLoader(Generic[T_co]):
         resume: Literal["exact", "replay"] = "exact",
         snapshot_every_n_steps: int | None = 1,
         run_ahead: int = DEFAULT_RUN_AHEAD,
+        worker_timeout: float | None = None,
+        max_worker_restarts: int | None = None,
+        on_error: OnError = "raise",
+        bad_samples: BadSamples = "short",
+        max_bad_samples: int | None = DEFAULT_MAX_BAD_SAMPLES,
+        worker_memory_limit: int | None = None,
     ) -> None:
         self._spec: LoaderSpec[Any] = LoaderSpec(
             dataset,
@@ -121,6 +124,12 @@ class AsyncDataLoader(Generic[T_co]):
             resume=resume,
             snapshot_every_n_steps=snapshot_every_n_steps,
             run_ahead=run_ahead,
+            worker_timeout=worker_timeout,
+            max_worker_restarts=max_worker_restarts,
+            on_error=on_error,
+            bad_samples=bad_samples,
+            max_bad_samples=max_bad_samples,
+            worker_memory_limit=worker_memory_limit,
         )
         self._begin()
 
@@ -260,6 +269,11 @@ class AsyncDataLoader(Generic[T_co]):
     def feedback(self, *args: Any, **kwargs: Any) -> None:
         """See `DataLoader.feedback`. Call it where the loader is iterated."""
         feedback_target(self._spec)(*args, **kwargs)
+
+    @property
+    def errors(self) -> list[BadSample]:
+        """See `DataLoader.errors`."""
+        return list(self._statistics.log.samples)
 
     @property
     def padding(self) -> int:

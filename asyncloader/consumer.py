@@ -8,23 +8,33 @@ advanced after the batch has come, and before an error in its place is raised.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import pickle
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.agreement_stage import AgreementStage
 from asyncloader.delivery import LARGE, Opener, raise_worker_error
-from asyncloader.events import Action, Deliver
+from asyncloader.epoch_plan import EpochPlan
+from asyncloader.events import Action, Deliver, Poisoned
 from asyncloader.index_stream import IndexStream
-from asyncloader.options import EpochPlan
 from asyncloader.pin_memory import Pinned, PinStage, torch_pin
-from asyncloader.pipeline import ENDED, NOTHING, Pipeline, WorkerFailure
+from asyncloader.pipeline import ENDED, NOTHING, LeftOut, Notice, Pipeline, WorkerFailure
 from asyncloader.progress import Progress
+from asyncloader.quarantine import Quarantine
+from asyncloader.replacing import Replacer
 from asyncloader.statistics import Statistics
-from asyncloader.workers.pool import Answer, WorkerPool
+from asyncloader.workers.bad_samples import BadSample
+from asyncloader.workers.listener import Answer
+from asyncloader.workers.pool import WorkerPool
 
-__all__ = ["Consumer", "discard"]
+__all__ = ["NO_BATCH", "Consumer", "discard"]
+
+NO_BATCH: Final[Any] = object()
+"""In place of a batch all of whose samples were left out: take the next one."""
 
 
 class Consumer:
@@ -35,10 +45,21 @@ class Consumer:
         draws: torch's iterator base, which has drawn this iterator's random numbers.
         statistics: the loader's counters.
         progress: the iterator's position.
+        quarantine: deals with tasks that kill their workers.
     """
 
-    def __init__(self, plan: EpochPlan, draws: _BaseDataLoaderIter, statistics: Statistics, progress: Progress) -> None:
+    def __init__(
+        self,
+        plan: EpochPlan,
+        draws: _BaseDataLoaderIter,
+        statistics: Statistics,
+        progress: Progress,
+        quarantine: Quarantine,
+    ) -> None:
         self._statistics = statistics
+        self._plan = plan
+        self._quarantine = quarantine
+        self._notices: deque[Notice] = deque()
         self._progress = progress
         self._tasks = 0  # indices given out
         self._begun = statistics.begin()
@@ -80,7 +101,11 @@ class Consumer:
         return offer
 
     def pipeline(
-        self, pool: WorkerPool, put: Callable[[Action], None], put_from_thread: Callable[[Action], None]
+        self,
+        pool: WorkerPool,
+        put: Callable[[Action], None],
+        put_from_thread: Callable[[Action], None],
+        replacer: Replacer,
     ) -> Pipeline:
         """The epoch's pipeline, which hands items to `put`; `put_from_thread` is used by the pinning stage's thread."""
         sink = put
@@ -91,7 +116,18 @@ class Consumer:
             self._pin = PinStage(self._opener, torch_pin(self._pin_device), put_from_thread)
             sink = self._pin.put
         indices = None if self._source is None else self._source.reading(self._progress)
-        return Pipeline(pool, self._scheduler, sink, indices, self._progress.ends)
+        pipeline = Pipeline(
+            pool,
+            self._scheduler,
+            sink,
+            indices,
+            self._progress.ends,
+            replacer=replacer,
+            exact=self._plan.seeded,
+            replays=self._plan.replays,
+        )
+        self._notices = pipeline.notices
+        return pipeline
 
     def close(self) -> None:
         """End the stages."""
@@ -123,7 +159,7 @@ class Consumer:
         tell: Callable[[int, Any], None],
         opened: Callable[[], Any] | None = None,
     ) -> Any:
-        """The batch for the user.
+        """The batch for the user, or `NO_BATCH`.
 
         Args:
             item: what the pipeline gave.
@@ -134,6 +170,7 @@ class Consumer:
         Raises:
             Exception: the worker's, if there is an error in the batch's place; or the sampler's. The batches asked
                 for before still come, as in torch.
+            TooManyBadSamples: this batch's bad samples are more than are allowed. Nothing should be taken any more.
         """
         try:
             try:
@@ -144,10 +181,10 @@ class Consumer:
             self._progress.failed(item.seq)
             raise
         outcome = item.outcome
-        if isinstance(outcome, WorkerFailure):
-            self._progress.failed(item.seq)
-            self._statistics.batch(0, 0, 0, waited, outcome.busy, self._workers)
-            raise_worker_error(outcome.take())
+        if not isinstance(outcome, (Answer, Pinned)):
+            return self._without_answer(item, outcome, waited)
+        if outcome.bad:
+            self._record(pickle.loads(outcome.bad))
         if self._first:
             self._first = False
             self._statistics.first_batch(self._begun)
@@ -155,6 +192,46 @@ class Consumer:
         self._progress.delivered(item.seq, item.worker, outcome.cursor)
         self._statistics.batch(result.samples, result.nbytes, result.pickled, waited, result.busy, self._workers)
         return batch
+
+    def _without_answer(self, item: Deliver, outcome: Any, waited: float) -> Any:
+        """There is no worker's batch: a substitute, `NO_BATCH`, or an error."""
+        if isinstance(outcome, WorkerFailure):
+            self._progress.failed(item.seq)
+            self._statistics.batch(0, 0, 0, waited, outcome.busy, self._workers)
+            if outcome.bad:
+                self._record(pickle.loads(outcome.bad))
+            raise_worker_error(outcome.take())
+        if isinstance(outcome, LeftOut):
+            self._progress.delivered(item.seq, item.worker, outcome.cursor)
+            self._record(pickle.loads(outcome.bad))
+            return NO_BATCH
+        assert isinstance(outcome, Poisoned)
+        try:
+            batch, records = self._quarantine.settle(outcome)
+        except BaseException:
+            self._progress.failed(item.seq)
+            raise
+        self._progress.delivered(item.seq, item.worker)
+        self._record(records)
+        if batch is None:
+            return NO_BATCH
+        return torch_pin(self._pin_device)(batch) if self._pins else batch
+
+    def _record(self, records: Sequence[BadSample]) -> None:
+        self._statistics.bad(records)
+
+    def hear(self) -> None:
+        """Take note of what happened beside the batches. Call it before taking one: a warning may be an error to the
+        user, and no batch may be lost over that.
+        """
+        while self._notices:
+            notice = self._notices.popleft()
+            if notice.retired:
+                self._statistics.retirements += 1
+            else:
+                self._statistics.restarts += 1
+            if notice.warning:
+                warnings.warn(notice.warning, RuntimeWarning, stacklevel=4)
 
     def _advance(self, seq: int, tell: Callable[[int, Any], None]) -> None:
         offer: Any = NOTHING

@@ -14,8 +14,9 @@ from typing import Any, NoReturn
 
 from asyncloader.statistics import Statistics
 from asyncloader.workers.codec import copy_out
+from asyncloader.workers.error_notes import add_note
 from asyncloader.workers.lease import Anchor
-from asyncloader.workers.pool import Answer
+from asyncloader.workers.listener import Answer
 from asyncloader.workers.ring import oneoff_anchor
 
 __all__ = ["LARGE", "Opener", "raise_worker_error"]
@@ -50,7 +51,7 @@ class Opener:
 
     def open(self, answer: Answer) -> Any:
         """The batch. The answer must not be used afterwards."""
-        result, template, ring, fd, _ = answer
+        result, template, ring, fd = answer[:4]
         if result.pickled > _PICKLE_WARNING_BYTES and not self._warned:
             self._warned = True
             _warn_pickled(result.pickled)
@@ -92,6 +93,8 @@ def raise_worker_error(error: Any) -> NoReturn:
             raise AssertionError("torch's ExceptionWrapper did not raise")
         except Exception as caught:
             raised = caught.with_traceback(None)
+            for note in error.notes:
+                add_note(raised, note)
     try:
         raise raised
     finally:

@@ -2,6 +2,8 @@
 
     LoaderError                     root; catch this to catch all of them
     +-- WorkerDied                  the world ended a worker (also a RuntimeError, in torch's wording)
+    +-- TaskQuarantined             a task killed two workers and is not tried again (also a RuntimeError)
+    +-- TooManyBadSamples           more samples raised than `max_bad_samples` allows (also a RuntimeError)
     +-- LoaderTimeout               no batch within `timeout` seconds (also a RuntimeError, in torch's wording)
     +-- LoaderClosed                we ended it: the loader or iterator was closed (also a RuntimeError)
     +-- StateError                  a saved state cannot be loaded (also a ValueError)
@@ -17,6 +19,8 @@ filtered: `NeverIteratedWarning`.
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
+from typing import Any
 
 __all__ = [
     "LoaderClosed",
@@ -26,6 +30,8 @@ __all__ = [
     "RanksDisagree",
     "RingMemoryError",
     "StateError",
+    "TaskQuarantined",
+    "TooManyBadSamples",
     "UnsupportedPlatform",
     "WorkerDied",
 ]
@@ -36,33 +42,90 @@ class LoaderError(Exception):
 
 
 class WorkerDied(LoaderError, RuntimeError):
-    """A worker process ended although nobody asked it to.
+    """A worker process ended although nobody asked it to, and was not, or could not be, replaced.
 
     Attributes:
         worker_id: number of the worker, 0 to ``num_workers - 1``.
         pid: its process id.
         exitcode: its exit code; negative for the signal that killed it; None when nobody could tell.
+        reason: what is known beyond that: that the loader killed it, and after how many seconds; else empty.
+        advice: why it was not replaced, and what to do; empty if it was.
+        trace: the stacks of its threads, if it could still write them (not after SIGKILL); else empty.
     """
 
-    def __init__(self, worker_id: int, pid: int, exitcode: int | None) -> None:
-        super().__init__(worker_id, pid, exitcode)
+    def __init__(
+        self, worker_id: int, pid: int, exitcode: int | None, reason: str = "", advice: str = "", trace: str = ""
+    ) -> None:
+        super().__init__(worker_id, pid, exitcode, reason, advice, trace)
         self.worker_id = worker_id
         self.pid = pid
         self.exitcode = exitcode
+        self.reason = reason
+        self.advice = advice
+        self.trace = trace
+
+    def with_advice(self, advice: str) -> WorkerDied:
+        """The same death, with this advice."""
+        return WorkerDied(self.worker_id, self.pid, self.exitcode, self.reason, advice, self.trace)
 
     def __str__(self) -> str:
+        more = "".join(f" {text}" for text in (self.reason, self.advice) if text)
+        trace = f"\nIts last words:\n{self.trace}" if self.trace else ""
         # The two wordings are torch's own, so that scripts which look for them go on working.
         if self.exitcode is not None and self.exitcode < 0:
-            number = -self.exitcode
-            text = f"DataLoader worker (pid {self.pid}) is killed by signal: {signal.strsignal(number)}. "
-            if number == signal.SIGKILL:
-                text += "It was worker {} of the loader; the kernel does this when memory runs out (see dmesg). "
-            else:
-                text += "It was worker {} of the loader. "
-            return text.format(self.worker_id)
+            text = f"DataLoader worker (pid {self.pid}) is killed by signal: {signal_name(-self.exitcode)}. "
+            text += f"It was worker {self.worker_id} of the loader"
+            if -self.exitcode == signal.SIGKILL and not self.reason:
+                text += "; the kernel does this when memory runs out (see dmesg)"
+            return f"{text}.{more}{trace}"
         text = f"DataLoader worker (pid(s) {self.pid}) exited unexpectedly"
         code = "unknown" if self.exitcode is None else str(self.exitcode)
-        return f"{text}: worker {self.worker_id}, exit code {code}"
+        return f"{text}: worker {self.worker_id}, exit code {code}.{more}{trace}"
+
+
+class TaskQuarantined(LoaderError, RuntimeError):
+    """A task killed two workers and is not tried a third time. The next batches still come.
+
+    Attributes:
+        indices: what the sampler gave for the batch: a list of indices, or one; None for a stream.
+        deaths: worker number, pid and exit code of each worker that it killed (see `WorkerDied`).
+        stderr: the last lines that the last of them wrote to its standard error; may be empty.
+    """
+
+    def __init__(self, indices: Any, deaths: Sequence[tuple[int, int, int | None]], stderr: str = "") -> None:
+        super().__init__(indices, deaths, stderr)
+        self.indices = indices
+        self.deaths = tuple(deaths)
+        self.stderr = stderr
+
+    def __str__(self) -> str:
+        what = "the next batch of a stream" if self.indices is None else f"indices {shortened(self.indices)}"
+        who = ", ".join(f"worker {worker} (pid {pid}, {ending(code)})" for worker, pid, code in self.deaths)
+        text = (
+            f"the task for {what} killed {len(self.deaths)} workers and is not tried again: {who}. Load these samples "
+            'in a process of their own to find the bad one, and leave it out; on_error="skip" leaves out the batch.'
+        )
+        return f"{text}\nThe last lines of standard error:\n{self.stderr}" if self.stderr else text
+
+
+class TooManyBadSamples(LoaderError, RuntimeError):
+    """More samples of an epoch raised than `max_bad_samples` allows; ``loader.errors`` has them all.
+
+    Attributes:
+        limit: `max_bad_samples`.
+        last: the last one, in words.
+    """
+
+    def __init__(self, limit: int, last: str) -> None:
+        super().__init__(limit, last)
+        self.limit = limit
+        self.last = last
+
+    def __str__(self) -> str:
+        return (
+            f"more than max_bad_samples={self.limit} samples of this epoch raised, the last one: {self.last}. "
+            "Look at loader.errors, mend the dataset, or raise max_bad_samples (None: no limit)."
+        )
 
 
 class LoaderTimeout(LoaderError, RuntimeError):
@@ -121,3 +184,21 @@ class UnsupportedPlatform(LoaderError, RuntimeError):
 
 class NeverIteratedWarning(UserWarning):
     """A `DataLoader` was collected without having been iterated: a framework may have replaced it by a stock one."""
+
+
+def signal_name(number: int) -> str:
+    """In the system's words, as torch says it: "Killed"."""
+    return str(signal.strsignal(number))
+
+
+def ending(exitcode: int | None) -> str:
+    """How a process ended, in a few words."""
+    if exitcode is None:
+        return "exit code unknown"
+    return f"killed by signal: {signal_name(-exitcode)}" if exitcode < 0 else f"exit code {exitcode}"
+
+
+def shortened(value: Any, most: int = 200) -> str:
+    """The value's text, cut in the middle where it is long."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 4 :]} ({len(text):,} characters)"

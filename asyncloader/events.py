@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TypeAlias
 
+from asyncloader.errors import WorkerDied
+
 __all__ = [
     "Action",
     "Assign",
+    "Broke",
     "Completed",
     "Deliver",
     "Delivered",
@@ -22,7 +25,10 @@ __all__ = [
     "Fail",
     "Finish",
     "Offered",
+    "Poisoned",
     "Pull",
+    "Replace",
+    "Replaced",
     "SamplerEnded",
     "Started",
     "Task",
@@ -79,13 +85,32 @@ class Delivered(NamedTuple):
 
 
 class Died(NamedTuple):
-    """A worker process ended unasked."""
+    """A worker process ended unasked; everything that it had sent was reported before.
+
+    `at_work` says that it had started up, so that a task may have killed it; `retired` that it left by itself, because
+    it had grown too large. `obstacle` says why a replacement could not go on where it was; empty if it can.
+    """
 
     worker: int
+    error: WorkerDied
+    at_work: bool = True
+    retired: bool = False
+    obstacle: str = ""
+
+
+class Replaced(NamedTuple):
+    """A new process is in the worker's place."""
+
+    worker: int
+
+
+class Broke(NamedTuple):
+    """The workers' side cannot go on: no descriptors left, a broken stream."""
+
     error: BaseException
 
 
-Event: TypeAlias = Started | Offered | SamplerEnded | Completed | Exhausted | Delivered | Died
+Event: TypeAlias = Started | Offered | SamplerEnded | Completed | Exhausted | Delivered | Died | Replaced | Broke
 
 
 # ------------------------------------------------------------------------------------------------ actions
@@ -98,10 +123,17 @@ class Pull(NamedTuple):
 
 
 class Assign(NamedTuple):
-    """Give the task to the worker."""
+    """Give the task to the worker. `suspect`: a worker died over it before."""
 
     worker: int
     task: Task
+    suspect: bool = False
+
+
+class Replace(NamedTuple):
+    """Start a new process in the worker's place; `Replaced` tells that it is there."""
+
+    worker: int
 
 
 class Deliver(NamedTuple):
@@ -110,6 +142,13 @@ class Deliver(NamedTuple):
     seq: int
     worker: int
     outcome: Any
+
+
+class Poisoned(NamedTuple):
+    """The outcome of a task that killed its workers and is not tried again."""
+
+    task: Task
+    deaths: tuple[WorkerDied, ...]
 
 
 class Finish(NamedTuple):
@@ -122,4 +161,4 @@ class Fail(NamedTuple):
     error: BaseException
 
 
-Action: TypeAlias = Pull | Assign | Deliver | Finish | Fail
+Action: TypeAlias = Pull | Assign | Replace | Deliver | Finish | Fail

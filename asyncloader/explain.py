@@ -10,7 +10,8 @@ from typing import Any
 from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader.cpus import usable_cpus
-from asyncloader.options import LoaderSpec, is_iterable, start_method
+from asyncloader.epoch_plan import start_method
+from asyncloader.options import LoaderSpec, is_iterable
 from asyncloader.seeded_mode import topology
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch import is_async_dataset

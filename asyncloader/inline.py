@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Any
@@ -22,19 +22,18 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from asyncloader.agreement import Agreement, in_daemon
+from asyncloader.bad_sample_log import BadSampleLog
 from asyncloader.checkpoint import StateKeeper
+from asyncloader.consumer import NO_BATCH
 from asyncloader.draws import draw_source, shared_seed, warn_over_length
-from asyncloader.errors import LoaderClosed
+from asyncloader.epoch_plan import worker_setup
+from asyncloader.errors import LoaderClosed, TooManyBadSamples
 from asyncloader.index_stream import IndexStream
-from asyncloader.options import (
-    LoaderSpec,
-    async_index_source,
-    is_iterable,
-    worker_setup,
-)
+from asyncloader.options import LoaderSpec, async_index_source, is_iterable
 from asyncloader.pin_memory import torch_pin
 from asyncloader.progress import Progress
 from asyncloader.statistics import Statistics
+from asyncloader.workers.bad_samples import BadSample, NoSamples, places_lost
 from asyncloader.workers.reader import Reader
 from asyncloader.workers.recycle import recycling_collate
 
@@ -51,9 +50,9 @@ def make_inline_reader(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter, progre
         apply_sharding(dataset, draws._world_size, draws._rank)
     drawn = shared_seed(draws)
     base_seed, (start,) = progress.starts(1, int(draws._base_seed), drawn)
-    if start.shared_seed is not None and start.shared_seed != drawn:  # that of the epoch that goes on
+    if isinstance(dataset, IterDataPipe) and start.shared_seed not in (None, drawn):
         generator = torch.Generator()
-        generator.manual_seed(start.shared_seed)
+        generator.manual_seed(start.shared_seed or 0)
         dataset = apply_random_seed(dataset, generator)
     setup = worker_setup(spec, 0, draws, base_seed, [start])
     reader = Reader(setup, dataset, collate, in_worker=False)
@@ -69,9 +68,12 @@ def inline_stream(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter, progress: P
     return progress.stream(draws._index_sampler, draws._sampler_iter)
 
 
-def count_samples(spec: LoaderSpec[Any], index: Any) -> int:
+def count_samples(spec: LoaderSpec[Any], index: Any, bad: Sequence[BadSample]) -> int:
     """How many samples a batch of this index has (an iterable dataset's last one may have fewer)."""
-    return len(index) if spec._auto_collation and hasattr(index, "__len__") else 1
+    if spec.seed is not None and not is_iterable(spec):
+        index = index[1]  # it comes with its position
+    count = len(index) if spec._auto_collation and hasattr(index, "__len__") else 1
+    return count - places_lost(bad) if bad else count
 
 
 def batch_nbytes(batch: Any) -> int:
@@ -108,6 +110,7 @@ class InlineIterator:
         self._pending: asyncio.Future[tuple[Any, int, bytes]] | None = None
         self._ended: str | None = None  # as in async_iterator.py
         self._begun = statistics.begin()
+        statistics.log = BadSampleLog(spec.max_bad_samples)
 
     def _begin(self, progress: Progress) -> None:
         self._progress = progress
@@ -115,6 +118,7 @@ class InlineIterator:
         self._agreeing = False  # waiting for the other ranks
         self._tasks = 0
         self._fresh = True
+        self._bad: list[BadSample] = []  # of the batch that is being fetched
         self._reader = make_inline_reader(self._spec, self._draws, progress)
         self._stream = inline_stream(self._spec, self._draws, progress)
 
@@ -132,7 +136,9 @@ class InlineIterator:
 
     async def __anext__(self) -> Any:
         async with self._turn:
-            return await self._one()
+            while (batch := await self._one()) is NO_BATCH:
+                pass
+            return batch
 
     async def _one(self) -> Any:
         if self._ended is not None:
@@ -161,12 +167,17 @@ class InlineIterator:
             self._pending = None
             self._progress.failed(self._tasks)
             self._tasks += 1
+            self._record()
             raise
         finally:
             del pending  # an error that it raised refers to this frame, which must not refer back to the error
         self._pending = None
         self._progress.delivered(self._tasks, 0, cursor)
         self._tasks += 1
+        if self._bad:
+            self._record()
+        if batch is NO_BATCH:
+            return batch
         passed = perf_counter() - begin
         if not self._draws._num_yielded:
             self._statistics.first_batch(self._begun)
@@ -174,6 +185,14 @@ class InlineIterator:
         self._draws._num_yielded += 1
         warn_over_length(self._draws)
         return batch
+
+    def _record(self) -> None:
+        bad, self._bad = self._bad, []
+        try:
+            self._statistics.bad(bad)
+        except TooManyBadSamples:
+            self._end("")
+            raise
 
     async def _next(self) -> tuple[Any, int, bytes]:
         """A batch, its samples, and where the dataset stands after it."""
@@ -192,16 +211,19 @@ class InlineIterator:
 
     async def _agreed_next(self) -> tuple[Any, int, bytes]:
         index = await self._next_index()
-        if self._reader.asynchronous:
-            batch = await self._reader.fetch_async(index)
-        else:
-            batch = await self._in_thread(self._fetch, index)
+        try:
+            if self._reader.asynchronous:
+                batch = await self._reader.fetch_async(index, self._bad)
+            else:
+                batch = await self._in_thread(self._fetch, index)
+        except NoSamples:
+            return NO_BATCH, 0, self._reader.cursor()
         cursor = self._reader.cursor()
         if self._agreement is not None and not await self._agreed(self._agreement):
             raise StopAsyncIteration
         if self._pin is not None:
             batch = await self._in_thread(self._pin, batch)
-        return batch, count_samples(self._spec, index), cursor
+        return batch, count_samples(self._spec, index, self._bad), cursor
 
     async def _agreed(self, agreement: Agreement) -> bool:
         self._agreeing = True
@@ -215,7 +237,7 @@ class InlineIterator:
 
     def _fetch(self, index: Any) -> Any:
         try:
-            return self._reader.fetch(index)
+            return self._reader.fetch(index, self._bad)
         except StopIteration:
             raise StopAsyncIteration from None  # a future cannot carry StopIteration
 

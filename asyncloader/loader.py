@@ -24,7 +24,9 @@ from asyncloader.options import LoaderSpec, async_index_source
 from asyncloader.rebuild import constructor_arguments
 from asyncloader.sampler import feedback_target
 from asyncloader.statistics import Statistics
-from asyncloader.sync_iterator import InlineIterator, WorkerIterator
+from asyncloader.sync_inline import InlineIterator
+from asyncloader.sync_iterator import WorkerIterator
+from asyncloader.workers.bad_samples import BadSample
 
 __all__ = ["DataLoader"]
 
@@ -123,6 +125,13 @@ class DataLoader(LoaderSpec[T_co]):
             target(*args, **kwargs)
         else:
             state.bridge.run(_call(target, args, kwargs))
+
+    @property
+    def errors(self) -> list[BadSample]:
+        """The samples of the newest iterator that raised and were left out or replaced (`on_error`), with their
+        tracebacks, in the order of their batches. A copy. Errors that were raised to the user are not in it.
+        """
+        return list(self._state.statistics.log.samples)
 
     @property
     def padding(self) -> int:

@@ -8,46 +8,31 @@ one, the async one *has* one. Options that torch lets a user change after constr
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Iterator
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.utils.data
-from torch.utils.data import (
-    Dataset,
-    IterableDataset,
-    IterDataPipe,
-    MapDataPipe,
-    default_collate,
-    default_convert,
-)
+from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data import _DatasetKind as DatasetKind
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
 from asyncloader.cpus import affinity, cpu_quota
+from asyncloader.fault_options import DEFAULT_MAX_BAD_SAMPLES, BadSamples, OnError, check_fault_options
 from asyncloader.rank_view import OnUneven
 from asyncloader.sampler import AsyncIndexSource, as_async_source
-from asyncloader.scheduler import Scheduler
-from asyncloader.seeded_mode import check_options, default_sampler, rank_view, topology
+from asyncloader.seeded_mode import check_options, default_sampler, rank_view
 from asyncloader.workers.fetch import is_async_stream
-from asyncloader.workers.info import EpochStart, SeededSetup, WorkerSetup
 
 __all__ = [
     "DEFAULT_CONCURRENCY",
     "DEFAULT_RUN_AHEAD",
     "OPTION_NAMES",
-    "EpochPlan",
     "LoaderSpec",
     "async_index_source",
-    "epoch_plan",
     "is_iterable",
-    "start_method",
-    "worker_context",
-    "worker_setup",
 ]
 
 T_co = TypeVar("T_co", covariant=True)
@@ -76,6 +61,17 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
             1); a resumed loader reads and drops the batches since. 0 or None: never.
         run_ahead: in seeded mode, batches that may be ready before an earlier one that takes longer (default 16), as
             far as their rings have room.
+        worker_timeout: seconds that a worker may take over one task before it is killed and replaced (start-up may take
+            60 in any case); default None: as long as it likes.
+        max_worker_restarts: how often a worker that dies is replaced in an epoch, its tasks done again; default None: 3
+            times in seeded mode, where that is exact, never in torch mode.
+        on_error: what becomes of samples that raise: "raise" (default); "skip" leaves them out; a function of an index
+            and the exception returns a substitute or raises. It is called where the sample was to be made.
+        bad_samples: with ``on_error="skip"``, a batch that lost samples is "short" (default), or gets substitutes drawn
+            from the seed, the epoch and the position ("refill"; seeded mode, map datasets with a length).
+        max_bad_samples: how many samples of an epoch may raise before `TooManyBadSamples` is (default 1000); None: all.
+        worker_memory_limit: bytes of private memory that a worker may grow by since its start before it is replaced
+            between two tasks; default None.
 
     Raises:
         ValueError, TypeError: torch's, in torch's order and words, then ours.
@@ -93,6 +89,12 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
     resume: Literal["exact", "replay"]
     snapshot_every_n_steps: int | None
     run_ahead: int
+    worker_timeout: float | None
+    max_worker_restarts: int | None
+    on_error: OnError
+    bad_samples: BadSamples
+    max_bad_samples: int | None
+    worker_memory_limit: int | None
 
     def __init__(
         self,
@@ -123,6 +125,12 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
         resume: Literal["exact", "replay"] = "exact",
         snapshot_every_n_steps: int | None = 1,
         run_ahead: int = DEFAULT_RUN_AHEAD,
+        worker_timeout: float | None = None,
+        max_worker_restarts: int | None = None,
+        on_error: OnError = "raise",
+        bad_samples: BadSamples = "short",
+        max_bad_samples: int | None = DEFAULT_MAX_BAD_SAMPLES,
+        worker_memory_limit: int | None = None,
     ) -> None:
         stream = is_async_stream(dataset)
         ours = None if stream else default_sampler(dataset, seed, shuffle, sampler, batch_sampler)
@@ -166,6 +174,17 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
             snapshot_every_n_steps=snapshot_every_n_steps,
             run_ahead=run_ahead,
         )
+        check_fault_options(
+            worker_timeout=worker_timeout,
+            max_worker_restarts=max_worker_restarts,
+            on_error=on_error,
+            bad_samples=bad_samples,
+            max_bad_samples=max_bad_samples,
+            worker_memory_limit=worker_memory_limit,
+            seed=seed,
+            dataset=dataset,
+            iterable=is_iterable(self),
+        )
         self.ring_bytes = ring_bytes
         self.concurrency = concurrency
         self.seed = seed
@@ -175,6 +194,12 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
         self.resume = resume
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self.run_ahead = run_ahead
+        self.worker_timeout = worker_timeout
+        self.max_worker_restarts = max_worker_restarts
+        self.on_error = on_error
+        self.bad_samples = bad_samples
+        self.max_bad_samples = max_bad_samples
+        self.worker_memory_limit = worker_memory_limit
         self.__dict__["_asyncloader_maker"] = os.getpid()  # made here, and not a copy
 
     @property
@@ -234,112 +259,3 @@ def async_index_source(spec: LoaderSpec[Any]) -> AsyncIndexSource | None:
     """The index sampler if it is an async one, else None."""
     sampler = spec._index_sampler
     return sampler if isinstance(sampler, AsyncIndexSource) else None
-
-
-def worker_context(spec: LoaderSpec[Any]) -> Any:
-    """The multiprocessing context, torch's default when none was given."""
-    return torch.multiprocessing if spec.multiprocessing_context is None else spec.multiprocessing_context
-
-
-def start_method(spec: LoaderSpec[Any]) -> str:
-    """The start method that workers will have."""
-    return str(worker_context(spec).get_start_method())
-
-
-def worker_setup(
-    spec: LoaderSpec[Any], workers: int, draws: _BaseDataLoaderIter, base_seed: int, starts: Sequence[EpochStart]
-) -> WorkerSetup:
-    """What readers of the dataset need, from the options as they are now.
-
-    Args:
-        spec: the loader.
-        workers: their number; 0 for the consumer's own process.
-        draws: torch's iterator base, which has drawn this iterator's random numbers.
-        base_seed: the workers' seeds count from it.
-        starts: one a worker.
-    """
-    init = spec.worker_init_fn
-    dataset = draws._dataset
-    if isinstance(dataset, (IterDataPipe, MapDataPipe)):
-        init = functools.partial(_sharding_worker_init_fn, init, draws._world_size, draws._rank)
-    return WorkerSetup(
-        dataset=dataset,
-        iterable=is_iterable(spec),
-        auto_collation=bool(spec._auto_collation),
-        batch_size=spec.batch_size,
-        collate_fn=spec.collate_fn,
-        drop_last=spec.drop_last,
-        base_seed=base_seed,
-        worker_init_fn=init,
-        num_workers=workers,
-        concurrency=spec.concurrency,
-        starts=starts,
-        snapshot_every=spec.snapshot_every_n_steps or 0,
-        seeded=_seeded_setup(spec, workers, draws),
-    )
-
-
-def _seeded_setup(spec: LoaderSpec[Any], workers: int, draws: _BaseDataLoaderIter) -> SeededSetup | None:
-    if spec.seed is None:
-        return None
-    share = getattr(draws._index_sampler, "share", None)
-    return SeededSetup(
-        seed=spec.seed,
-        replicas=1 if share is None or share.of_batches else share.replicas,
-        first_stream=topology(spec).rank * max(1, workers),
-        seed_collate=spec.collate_fn not in (default_collate, default_convert),
-    )
-
-
-class EpochPlan(NamedTuple):
-    """The options that shape an epoch with workers. Persistent workers keep those that they were started with."""
-
-    workers: int
-    credits: int
-    """Tasks that a worker may have outstanding: torch's `prefetch_factor`."""
-    in_order: bool
-    iterable: bool
-    source: AsyncIndexSource | None
-    run_ahead: int
-    """Batches that may be ready before an earlier one; 0 in torch mode."""
-    seeded: bool
-
-    @property
-    def free(self) -> bool:
-        """Whether no promise binds a batch to a worker."""
-        return self.source is not None or (self.seeded and not self.iterable)
-
-    @property
-    def offers(self) -> int:
-        """Indices that the scheduler may want before the first delivery."""
-        return self.credits * self.workers + self.run_ahead
-
-    def scheduler(self, turn: int) -> Scheduler:
-        """A scheduler for one epoch, in which worker `turn` comes first."""
-        return Scheduler(
-            workers=self.workers,
-            credits=self.credits,
-            in_order=self.in_order,
-            iterable=self.iterable,
-            # Neither seeded mode nor an async sampler's order is torch's promise: whoever is free may work. The order
-            # of an iterable dataset's copies is.
-            assignment="least_loaded" if self.free else "round_robin",
-            run_ahead=self.run_ahead,
-            turn=turn,
-        )
-
-
-def epoch_plan(spec: LoaderSpec[Any]) -> EpochPlan:
-    """The plan of the options as they are now.
-
-    Raises:
-        AssertionError, TypeError: a number that the constructor would not have taken, or prefetch_factor=0, in torch's
-            words and as late as torch finds it.
-    """
-    prefetch: Any = spec.prefetch_factor
-    for name, value in (("num_workers", spec.num_workers), ("prefetch_factor", prefetch)):
-        if value <= 0:
-            raise AssertionError(f"{name} must be greater than 0 for MultiProcessingDataLoaderIter")
-    iterable, seeded = is_iterable(spec), spec.seed is not None
-    ahead = spec.run_ahead if seeded and spec.in_order and not iterable else 0
-    return EpochPlan(spec.num_workers, prefetch, spec.in_order, iterable, async_index_source(spec), ahead, seeded)

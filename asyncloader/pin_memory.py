@@ -20,7 +20,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as torch_pin_memory
 from asyncloader.delivery import Opener
 from asyncloader.events import Action, Deliver, Fail
 from asyncloader.workers import wire
-from asyncloader.workers.pool import Answer
+from asyncloader.workers.listener import Answer
 
 __all__ = ["PinStage", "Pinned", "torch_pin"]
 
@@ -31,6 +31,7 @@ class Pinned(NamedTuple):
     batch: Any
     result: wire.Result
     cursor: bytes
+    bad: bytes
 
 
 def torch_pin(device: str | None) -> Callable[[Any], Any]:
@@ -64,7 +65,7 @@ class PinStage:
         try:
             if isinstance(item, Deliver) and isinstance(item.outcome, Answer):
                 answer = item.outcome
-                pinned = Pinned(self._pin(self._opener.open(answer)), answer.result, answer.cursor)
+                pinned = Pinned(self._pin(self._opener.open(answer)), answer.result, answer.cursor, answer.bad)
                 item = item._replace(outcome=pinned)
         except Exception as error:
             item = Fail(error)

@@ -12,11 +12,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+from asyncloader.errors import WorkerDied
 from asyncloader.events import (
     Action,
     Assign,
+    Broke,
     Completed,
     Deliver,
     Delivered,
@@ -27,14 +29,21 @@ from asyncloader.events import (
     Finish,
     Offered,
     Pull,
+    Replace,
+    Replaced,
     SamplerEnded,
     Started,
 )
+from asyncloader.places import Places
+from asyncloader.replacing import Replacer, Request
+from asyncloader.report import report
 from asyncloader.scheduler import Scheduler
 from asyncloader.workers.info import EpochStart
-from asyncloader.workers.pool import Answer, Listener, WorkerPool
+from asyncloader.workers.listener import Answer, Listener
+from asyncloader.workers.pool import WorkerPool
+from asyncloader.workers.process import WorkerProcess
 
-__all__ = ["ENDED", "NOTHING", "Pipeline", "WorkerFailure"]
+__all__ = ["ENDED", "NOTHING", "LeftOut", "Notice", "Pipeline", "WorkerFailure"]
 
 
 class _Mark:
@@ -54,16 +63,37 @@ NOTHING: Final = _Mark("NOTHING")
 class WorkerFailure:
     """A task's outcome when user code raised: `error` is an exception, or torch's wrapper of one."""
 
-    __slots__ = ("busy", "error")
+    __slots__ = ("bad", "busy", "error")
 
-    def __init__(self, error: Any, busy: float) -> None:
+    def __init__(self, error: Any, busy: float, bad: bytes) -> None:
         self.error = error
         self.busy = busy
+        self.bad = bad
 
     def take(self) -> Any:
         """The error, which is not kept: raised, it refers to frames that refer to this object."""
         error, self.error = self.error, None
         return error
+
+
+class LeftOut(NamedTuple):
+    """A task's outcome when all of its samples were left out: there is no batch."""
+
+    busy: float
+    cursor: bytes
+    bad: bytes
+
+
+class Notice(NamedTuple):
+    """A worker was replaced: something that the consumer should know, beside the batches.
+
+    Attributes:
+        retired: it had left by itself, because it had grown.
+        warning: a text for the user; may be empty.
+    """
+
+    retired: bool
+    warning: str
 
 
 class Pipeline(Listener):
@@ -75,6 +105,9 @@ class Pipeline(Listener):
         sink: takes what is for the consumer; must not block.
         source: an async source of indices; None when the consumer hands them in, or the dataset is iterable.
         ends: filled with where each worker's copy of an iterable dataset stood at its end (a pickled cursor).
+        replacer: has processes made in the place of workers that died.
+        exact: whether a replacement makes the same batches as the worker before (seeded mode); else there is a warning.
+        replays: a stream without a state may be read again from its beginning.
     """
 
     def __init__(
@@ -84,6 +117,10 @@ class Pipeline(Listener):
         sink: Callable[[Action], None],
         source: AsyncIterable[Any] | None = None,
         ends: dict[int, bytes] | None = None,
+        *,
+        replacer: Replacer,
+        exact: bool = False,
+        replays: bool = False,
     ) -> None:
         # A dictionary, and nothing that refers to a sampler or dataset: those may refer to the loader, and so to the
         # iterator, which the loop must not keep.
@@ -99,6 +136,14 @@ class Pipeline(Listener):
         self._reader: asyncio.Task[None] | None = None
         self._source_error: Exception | None = None
         self._closed = False
+        self._replacer = replacer
+        self._exact = exact
+        self._replays = replays
+        self._places: Places | None = None  # where the workers' datasets stand; None: nowhere in particular
+        self._starts: Sequence[EpochStart] = ()
+        self._handovers: dict[int, bytes | None] = {}  # what the workers that left did hand over; None: killed
+        self.notices: deque[Notice] = deque()
+        """For the consumer's thread."""
 
     # ------------------------------------------------------------------------------- from the consumer's side
 
@@ -107,6 +152,10 @@ class Pipeline(Listener):
         if self._closed:
             return
         loop = asyncio.get_running_loop()
+        self._replacer.attach(self._on_made)
+        self._starts = starts
+        if self._scheduler.iterable or not self._exact:
+            self._places = Places(starts, iterable=self._scheduler.iterable, replays=self._replays)
         self._scheduler.epoch = self._pool.attach(loop, self, starts)
         if self._source is not None:
             self._allow = asyncio.Event()
@@ -129,6 +178,7 @@ class Pipeline(Listener):
         if self._closed:
             return None
         self._closed = True
+        self._replacer.close()
         self._pool.detach()
         for held in self._scheduler.abandon():
             if isinstance(held.outcome, Answer):
@@ -138,15 +188,27 @@ class Pipeline(Listener):
             reader.cancel()
         return reader
 
+    async def report(self) -> str:
+        """What is waited for, and what each worker is doing, in words. Takes a second at most."""
+        return await report(self._pool, self._scheduler)
+
     # ---------------------------------------------------------------------------------- from the pool's side
 
     def on_answer(self, worker: int, answer: Answer) -> None:
         """See `Listener`."""
+        if self._places is not None:
+            self._places.answered(worker, answer.cursor)
         self._handle(Completed(worker, answer.result.seq, answer))
 
-    def on_error(self, worker: int, seq: int, busy: float, error: Any) -> None:
+    def on_error(self, worker: int, seq: int, busy: float, error: Any, bad: bytes) -> None:
         """See `Listener`."""
-        self._handle(Completed(worker, seq, WorkerFailure(error, busy)))
+        self._handle(Completed(worker, seq, WorkerFailure(error, busy, bad)))
+
+    def on_nothing(self, worker: int, seq: int, busy: float, cursor: bytes, bad: bytes) -> None:
+        """See `Listener`."""
+        if self._places is not None:
+            self._places.answered(worker, cursor)
+        self._handle(Completed(worker, seq, LeftOut(busy, cursor, bad)))
 
     def on_exhausted(self, worker: int, seq: int, cursor: bytes) -> None:
         """See `Listener`."""
@@ -154,13 +216,36 @@ class Pipeline(Listener):
             self._ends[worker] = cursor
         self._handle(Exhausted(worker, seq))
 
-    def on_death(self, worker: int, error: BaseException) -> None:
+    def on_death(self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None) -> None:
         """See `Listener`."""
-        self._handle(Died(worker, error))
+        self._handovers[worker] = retired
+        obstacle = "" if self._places is None else self._places.obstacle(worker)
+        self._handle(Died(worker, death, at_work, retired is not None, obstacle))
 
     def on_failure(self, error: Exception) -> None:
         """See `Listener`."""
-        self._handle(Died(-1, error))
+        self._handle(Broke(error))
+
+    def _replace(self, worker: int) -> None:
+        start = self._starts[worker] if self._places is None else self._places.start(worker)
+        handed = self._handovers.pop(worker, None)
+        retired, handover, warning = handed is not None, handed or b"", ""
+        if not self._exact and not handover:
+            warning = (
+                f"DataLoader worker {worker} died and was replaced. Its random numbers begin anew: where they stood "
+                "was lost with it, so random augmentations differ from those of an undisturbed run. With seed= they "
+                "do not."
+            )
+        self.notices.append(Notice(retired, warning))
+        self._replacer.request(Request(worker, start, handover, self._pool.epoch))
+
+    def _on_made(self, made: WorkerProcess | Exception) -> None:
+        """A replacement is there, or why there is none."""
+        if isinstance(made, Exception):
+            self._handle(Broke(made))
+            return
+        self._pool.adopt(made)
+        self._handle(Replaced(made.worker_id))
 
     # ------------------------------------------------------------------------------------------- the shell
 
@@ -182,12 +267,14 @@ class Pipeline(Listener):
                 self._sink(action)
             elif isinstance(action, Assign):
                 task = action.task
-                self._pool.assign(action.worker, task.epoch, task.seq, task.index)
+                self._pool.assign(action.worker, task.epoch, task.seq, task.index, suspect=action.suspect)
                 if self._runs_ahead:
                     self._scheduler.run_ahead = self._pool.run_ahead  # rings may have become larger, and fewer slots
             elif isinstance(action, Pull):
                 self._allowed += action.number
                 self._offer()
+            elif isinstance(action, Replace):
+                self._replace(action.worker)
             elif isinstance(action, Finish) and self._source_error is not None:
                 self._sink(Fail(self._source_error))
             else:

@@ -17,33 +17,41 @@ event. The rules:
   that makes it; a slow consumer holds nothing back, and stops all of them as ever.
 * Iterable datasets have no sampler: the scheduler offers itself a task a credit, and another when a worker's copy ends
   (the tasks that this worker still held are void).
-* A worker that dies ends the epoch with `Fail`. Its tasks are idempotent and still known here (`outstanding`), so that
-  a scheduler that heals only has to assign them again under the same numbers.
+* Tasks are idempotent. A worker that dies is replaced as often as `max_restarts` allows, and its unanswered tasks are
+  assigned again under the same sequence numbers: to the replacement where a promise binds them to it, and where a death
+  may have been their doing, else to workers that live. What `recovery.py` finds poisoned is delivered as `Poisoned`.
+  Without restarts left the epoch ends with `Fail`.
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
+from asyncloader.errors import TaskQuarantined, WorkerDied
 from asyncloader.events import (
     Action,
     Assign,
     Completed,
     Deliver,
     Delivered,
+    Died,
     Event,
     Exhausted,
     Fail,
     Finish,
     Offered,
+    Poisoned,
     Pull,
+    Replace,
+    Replaced,
     SamplerEnded,
     Started,
     Task,
 )
+from asyncloader.recovery import Recovery
 from asyncloader.reorder import ReorderBuffer
 
-__all__ = ["Assignment", "Scheduler"]
+__all__ = ["Assignment", "Scheduler", "quarantined"]
 
 Assignment = Literal["round_robin", "least_loaded"]
 
@@ -60,6 +68,8 @@ class Scheduler:
         run_ahead: see the module's text; may be lowered, and raised again, at any time.
         turn: the worker that gets the first task (round robin).
         epoch: goes into each task, so that answers of an abandoned epoch are told apart.
+        max_restarts: how often each worker may be replaced.
+        concurrent: workers have several tasks in hand at a time (asynchronous datasets).
     """
 
     def __init__(
@@ -73,6 +83,8 @@ class Scheduler:
         run_ahead: int = 0,
         turn: int = 0,
         epoch: int = 0,
+        max_restarts: int = 0,
+        concurrent: bool = False,
     ) -> None:
         if workers < 1 or credits < 1:
             raise ValueError(f"workers and credits must be at least 1, got workers={workers}, credits={credits}")
@@ -92,6 +104,7 @@ class Scheduler:
         self._unanswered_tasks: dict[int, Task] = {}
         self._reorder: ReorderBuffer[Deliver] = ReorderBuffer()
         self._send_seq = 0
+        self._recovery = Recovery(workers, max_restarts, concurrent=concurrent)
         self._turn = turn  # the worker whose turn it is
         self._offers_ended = False
         self._over = False
@@ -102,6 +115,17 @@ class Scheduler:
     def outstanding(self) -> dict[int, Task]:
         """Tasks given to workers and not answered yet, by sequence number (a copy)."""
         return dict(self._unanswered_tasks)
+
+    @property
+    def head(self) -> tuple[Task, int] | None:
+        """The task that the consumer waits for, and its worker; None if there is none, or its batch is on its way."""
+        seq = self._reorder.next_seq if self.in_order else next(iter(self._unanswered_tasks), -1)
+        task = self._unanswered_tasks.get(seq)
+        return None if task is None else (task, self._owner[seq])
+
+    def unanswered(self, worker: int) -> int:
+        """How many tasks the worker has not answered."""
+        return self._unanswered[worker]
 
     @property
     def undelivered(self) -> int:
@@ -143,8 +167,12 @@ class Scheduler:
             return self._exhausted(event)
         if isinstance(event, Started):
             return self._started()
-        self._over = True
-        return [Fail(event.error)]
+        if isinstance(event, Died):
+            return self._died(event)
+        if isinstance(event, Replaced):
+            self._recovery.up(event.worker)
+            return self._send_waiting(event.worker)
+        return self._fail(event.error)
 
     def abandon(self) -> list[Deliver]:
         """The epoch is given up: the outcomes that were held back for an earlier one and that nobody will take."""
@@ -179,12 +207,17 @@ class Scheduler:
         self._unanswered_tasks[seq] = task
         self._load[worker] += 1
         self._unanswered[worker] += 1
+        if self._recovery.active and not self._recovery.free(worker):
+            self._recovery.wait(worker, seq)
+            return []
         return [Assign(worker, task)]
 
     def _choose(self) -> int | None:
         if self.assignment == "least_loaded":
             most = self._most - self.credits * (self.workers - 1)
             candidates = [w for w in range(self.workers) if self._active[w] and self._load[w] < most]
+            if self._recovery.active:
+                candidates = [w for w in candidates if self._recovery.free(w)] or candidates
             return min(candidates, key=self._unanswered.__getitem__, default=None)
         share = 0 if self.in_order else self.credits * self.workers // max(1, sum(self._active))
         for _ in range(self.workers):
@@ -195,15 +228,22 @@ class Scheduler:
         return None
 
     def _completed(self, event: Completed) -> list[Action]:
-        seq = event.seq
-        if self._unanswered_tasks.pop(seq, None) is None:
-            raise ValueError(f"task {seq} was answered but not outstanding (worker {event.worker})")
+        if event.seq not in self._unanswered_tasks:
+            raise ValueError(f"task {event.seq} was answered but not outstanding (worker {event.worker})")
+        return self._outcome(event.seq, event.outcome)
+
+    def _outcome(self, seq: int, outcome: Any) -> list[Action]:
+        del self._unanswered_tasks[seq]
         worker = self._owner[seq]
         self._unanswered[worker] -= 1
-        deliver = Deliver(seq, worker, event.outcome)
+        deliver = Deliver(seq, worker, outcome)
+        waiting: list[Action] = []
+        if self._recovery.active:
+            self._recovery.answered(worker, seq)
+            waiting = self._send_waiting(worker)
         if not self.in_order:
-            return [deliver]
-        ready: list[Action] = list(self._reorder.push(seq, deliver))
+            return [deliver, *waiting]
+        ready: list[Action] = [*self._reorder.push(seq, deliver), *waiting]
         return ready if ready or self.iterable else self._pull_ahead()
 
     def _delivered(self, event: Delivered) -> list[Action]:
@@ -231,9 +271,66 @@ class Scheduler:
         number = min(room, idle)
         return self._pull(number) if number > 0 else []
 
+    # ------------------------------------------------------------------------------------------- recovering
+
+    def _died(self, event: Died) -> list[Action]:
+        worker, recovery = event.worker, self._recovery
+        lost = [seq for seq in self._unanswered_tasks if self._owner[seq] == worker]
+        poisoned = recovery.died(event, lost)
+        needed = self._active[worker] and (self.iterable or not self._offers_ended or len(lost) > len(poisoned))
+        if poisoned and (self.iterable or not recovery.may_replace(worker)):
+            # A stream cannot go on behind a place that it cannot pass.
+            task = self._unanswered_tasks[poisoned[0]]
+            return self._fail(quarantined(Poisoned(task, recovery.deaths(task.seq)), task.index))
+        if not recovery.may_replace(worker):
+            return self._fail(event.error.with_advice(recovery.advice()))
+        if needed and event.obstacle:
+            return self._fail(event.error.with_advice(event.obstacle))
+        actions: list[Action] = []
+        if needed:
+            recovery.down(worker)
+            actions.append(Replace(worker))
+        else:
+            self._active[worker] = False
+        for seq in poisoned:
+            actions += self._outcome(seq, Poisoned(self._unanswered_tasks[seq], recovery.deaths(seq)))
+        for seq in lost:
+            if seq in self._unanswered_tasks:
+                actions += self._assign_again(seq, worker)
+        return actions
+
+    def _assign_again(self, seq: int, worker: int) -> list[Action]:
+        """To a worker that lives, if any may have it; else it waits for the replacement."""
+        # Popped and put back: a worker's tasks are found in the order in which they were given to it.
+        task = self._unanswered_tasks[seq] = self._unanswered_tasks.pop(seq)
+        if self.assignment == "least_loaded" and not self._recovery.suspected(seq):
+            free = [w for w in range(self.workers) if self._active[w] and self._recovery.free(w)]
+            if free:
+                other = min(free, key=self._unanswered.__getitem__)
+                self._owner[seq] = other
+                for counts in (self._load, self._unanswered):
+                    counts[worker] -= 1
+                    counts[other] += 1
+                return [Assign(other, task)]
+        self._recovery.wait(worker, seq)
+        return []
+
+    def _send_waiting(self, worker: int) -> list[Action]:
+        recovery, actions = self._recovery, list[Action]()
+        while (seq := recovery.next_for(worker, recovery.in_hand(worker, self._unanswered[worker]))) is not None:
+            actions.append(Assign(worker, self._unanswered_tasks[seq], recovery.suspected(seq)))
+        return actions
+
+    def _fail(self, error: BaseException) -> list[Action]:
+        self._over = True
+        return [Fail(error)]
+
     def _exhausted(self, event: Exhausted) -> list[Action]:
         worker = event.worker
+        if not self.iterable:
+            raise ValueError(f"worker {worker} says that its stream has ended, but the dataset is none")
         self._active[worker] = False
+        self._recovery.void(worker)
         actions: list[Action] = []
         for seq in [s for s, w in self._owner.items() if w == worker and s in self._unanswered_tasks]:
             del self._owner[seq], self._unanswered_tasks[seq]
@@ -249,3 +346,10 @@ class Scheduler:
             return []
         self._over = True
         return [Finish()]
+
+
+def quarantined(poisoned: Poisoned, indices: Any) -> TaskQuarantined:
+    """The error for a task of these indices, which is not tried again."""
+    deaths: tuple[WorkerDied, ...] = poisoned.deaths
+    who = [(death.worker_id, death.pid, death.exitcode) for death in deaths]
+    return TaskQuarantined(indices, who, deaths[-1].trace)

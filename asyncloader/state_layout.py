@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import struct
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ __all__ = [
     "check_state",
     "check_workers",
     "compare",
+    "generator_state",
 ]
 
 VERSION = 1
@@ -85,6 +87,13 @@ _CURSOR: dict[str, tuple[type, ...]] = {
     "iterator": (object,),
     "problem": (str,),
 }
+_MOST = 1 << 63  # numbers that torch, and the workers' frames, can take
+
+# What torch writes of a CPU generator first: its seed, numbers left in the block, whether it was seeded, the next one's
+# place in the block.
+_GENERATOR_HEAD = struct.Struct("=QiiQ")
+_GENERATOR_BYTES = 5056
+_GENERATOR_BLOCK = 624
 
 
 def check_state(given: Any) -> dict[str, Any]:
@@ -99,8 +108,8 @@ def check_state(given: Any) -> dict[str, Any]:
         other = "; it looks like one of torchdata's" if "_snapshot" in given or "_num_yielded" in given else ""
         raise StateError(f"this is not a state of asyncloader: it has no 'version'{other}")
     version = given["version"]
-    if not isinstance(version, int) or version < 1:
-        raise StateError(f"the state's version should be a positive integer, but is {version!r}")
+    if not _is_count(version) or not version:
+        raise StateError(f"the state's version should be a positive integer, but is {_show(version)}")
     if version > VERSION:
         raise StateError(
             f"the state is of version {version}, but this asyncloader reads versions up to {VERSION}; "
@@ -108,11 +117,11 @@ def check_state(given: Any) -> dict[str, Any]:
         )
     _check_fields(given, _TYPES, "the state")
     for name in ("epoch", "step"):
-        if not 0 <= given[name] < 1 << 63:
+        if not _is_count(given[name]):
             raise StateError(f"the state is broken: {name}={given[name]}")
     beyond = given["beyond"]
-    if any(not isinstance(step, int) or step <= given["step"] for step in beyond):
-        raise StateError(f"the state is broken: step={given['step']} but beyond={list(beyond)}")
+    if not all(_is_count(step) and step > given["step"] for step in beyond):
+        raise StateError(f"the state is broken: step={given['step']} but beyond={_show(list(beyond))}")
     if given["sampler"] is not None:
         _check_fields(given["sampler"], _SAMPLER, "the state's 'sampler'")
         if not 0 <= given["sampler"]["at"] <= given["step"]:
@@ -121,7 +130,13 @@ def check_state(given: Any) -> dict[str, Any]:
         _check_generators(given["generators"])
     if given["workers"] is not None:
         _check_worker_part(given["workers"])
-    state = {name: copy.deepcopy(given[name]) for name in ("version", *_TYPES)}
+    elif given["kind"] == "iterable":
+        raise StateError("the state is broken: it is a stream's, but does not say where the workers stood")
+    try:
+        whole = copy.deepcopy(given)
+    except Exception as error:  # the states of the user's parts may be anything
+        raise StateError(f"the state cannot be copied: {type(error).__name__}: {error}") from error
+    state = {name: whole[name] for name in ("version", *_TYPES)}
     if state["workers"] is not None:  # with no more keys than a cursor has
         cursors = [cursor and {name: cursor[name] for name in _CURSOR} for cursor in state["workers"]["cursors"]]
         state["workers"]["cursors"] = cursors
@@ -131,19 +146,41 @@ def check_state(given: Any) -> dict[str, Any]:
     return state
 
 
+def generator_state(text: Any) -> torch.Tensor:
+    """The state of a CPU generator that this text (base64) is.
+
+    Raises:
+        ValueError: it is none; or one with which torch would read beyond its own state: it checks each of the two
+            numbers that say where the generator stands in its block, but not the two together.
+    """
+    try:
+        state = bytearray(base64.b64decode(text, validate=True))
+        tensor = torch.frombuffer(state, dtype=torch.uint8)
+        torch.Generator().set_state(tensor)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"this is no state of a torch.Generator: {error}") from error
+    if len(state) == _GENERATOR_BYTES:
+        _, left, _, place = _GENERATOR_HEAD.unpack_from(state)
+        if left + place > _GENERATOR_BLOCK + 1:
+            raise ValueError(f"this is no state of a torch.Generator: {left} numbers left from place {place} on")
+    return tensor
+
+
 def _check_generators(generators: dict[str, Any]) -> None:
     for name, text in generators.items():
         try:
-            state = bytearray(base64.b64decode(text, validate=True))
-            torch.Generator().set_state(torch.frombuffer(state, dtype=torch.uint8))
-        except (TypeError, ValueError, RuntimeError):
-            raise StateError(f"the state is broken: that of the generator {name!r} is none of torch's") from None
+            generator_state(text)
+        except ValueError:
+            raise StateError(f"the state is broken: that of the generator {_show(name)} is none of torch's") from None
         if name not in ("global", "own"):
-            raise StateError(f"the state is broken: there is no generator {name!r}")
+            raise StateError(f"the state is broken: there is no generator {_show(name)}")
 
 
 def _check_worker_part(workers: dict[str, Any]) -> None:
     _check_fields(workers, _WORKERS, "the state's 'workers'")
+    for name in ("base_seed", "shared_seed"):
+        if workers[name] is not None and not _is_count(workers[name]):
+            raise StateError(f"the state is broken: {name}={workers[name]}")
     expected = max(1, workers["num_workers"])
     if not 0 <= workers["next"] < expected:
         raise StateError(f"the state is broken: num_workers={workers['num_workers']}, but next={workers['next']}")
@@ -153,8 +190,8 @@ def _check_worker_part(workers: dict[str, Any]) -> None:
             f"{len(workers['cursors'])} cursors"
         )
     for given, cursor in zip(workers["given"], workers["cursors"], strict=True):
-        if not isinstance(given, int) or given < 0:
-            raise StateError(f"the state is broken: a worker gave {given!r} batches")
+        if not _is_count(given):
+            raise StateError(f"the state is broken: a worker gave {_show(given)} batches")
         if cursor is None:
             continue
         if not isinstance(cursor, dict):
@@ -164,15 +201,31 @@ def _check_worker_part(workers: dict[str, Any]) -> None:
             raise StateError(f"the state is broken: a cursor after {cursor['batches']} of {given} batches")
 
 
+def _is_count(value: Any) -> bool:
+    # True and False are integers to Python, but not here.
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST
+
+
+def _show(value: Any) -> str:
+    """Any value in an error's text; it may nest too deep to be written, or be too long a number."""
+    try:
+        text = repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def _check_fields(given: Any, types: dict[str, tuple[type, ...]], what: str) -> None:
     missing = [name for name in types if name not in given]
     if missing:
         raise StateError(f"{what} is not whole: {', '.join(map(repr, missing))} missing")
     for name, allowed in types.items():
         value = given[name]
-        # True and False are integers to Python, but not here.
-        if not isinstance(value, allowed) or (isinstance(value, bool) and allowed[0] is int):
-            raise StateError(f"{what} is broken: {name} is {value!r}")
+        right = isinstance(value, allowed)
+        if right and allowed[0] is int and value is not None:
+            right = not isinstance(value, bool) and value.bit_length() <= 128
+        if not right:
+            raise StateError(f"{what} is broken: {name} is {_show(value)}")
 
 
 def compare(state: dict[str, Any], expected: dict[str, Any], world_size: int) -> None:
@@ -201,8 +254,8 @@ def compare(state: dict[str, Any], expected: dict[str, Any], world_size: int) ->
                 )
             )
         raise StateError(
-            f"the state was saved with {name}={saved!r}, but this loader has {name}={here!r}; make the loader as it "
-            "was, or begin anew without the state"
+            f"the state was saved with {name}={_show(saved)}, but this loader has {name}={here!r}; make the loader as "
+            "it was, or begin anew without the state"
         )
 
 

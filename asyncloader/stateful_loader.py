@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe, MapDataPipe
 
+from asyncloader.fault_options import DEFAULT_MAX_BAD_SAMPLES, OnError
 from asyncloader.generators import draws_when_iterated
 from asyncloader.loader import DataLoader
 from asyncloader.options import DEFAULT_CONCURRENCY
@@ -34,7 +35,8 @@ class StatefulDataLoader(DataLoader[T_co]):
     Args:
         snapshot_every_n_steps: stateful samplers and streams are asked for their states every so many batches (default
             1); a resumed loader reads and drops the batches since. 0 or None: never.
-        ring_bytes, concurrency: see `DataLoader`.
+        ring_bytes, concurrency, worker_timeout, max_worker_restarts, on_error, max_bad_samples, worker_memory_limit:
+            see `DataLoader`.
 
     A stream without a state of its own is read again from its beginning when it is resumed, and what was delivered is
     dropped, with a warning that says how much (``resume="replay"`` of `DataLoader`).
@@ -68,6 +70,11 @@ class StatefulDataLoader(DataLoader[T_co]):
         snapshot_every_n_steps: int | None = 1,
         ring_bytes: int | None = None,
         concurrency: int = DEFAULT_CONCURRENCY,
+        worker_timeout: float | None = None,
+        max_worker_restarts: int | None = None,
+        on_error: OnError = "raise",
+        max_bad_samples: int | None = DEFAULT_MAX_BAD_SAMPLES,
+        worker_memory_limit: int | None = None,
     ) -> None:
         streams = isinstance(dataset, (IterableDataset, IterDataPipe, MapDataPipe))
         if shuffle and sampler is None and batch_sampler is None and not streams:
@@ -93,6 +100,11 @@ class StatefulDataLoader(DataLoader[T_co]):
             snapshot_every_n_steps=snapshot_every_n_steps,
             ring_bytes=ring_bytes,
             concurrency=concurrency,
+            worker_timeout=worker_timeout,
+            max_worker_restarts=max_worker_restarts,
+            on_error=on_error,
+            max_bad_samples=max_bad_samples,
+            worker_memory_limit=worker_memory_limit,
         )
 
     def _workers_begin(self) -> None:

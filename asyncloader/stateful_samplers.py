@@ -9,12 +9,13 @@ Their states are plain (text, numbers, booleans): JSON can hold them, and `torch
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler
+
+from asyncloader.state_layout import generator_state
 
 __all__ = ["StatefulDistributedSampler", "StatefulRandomSampler"]
 
@@ -122,7 +123,7 @@ class RandomIndices(Iterator[int]):
                 raise ValueError(f"the state is of a sampler with {name}={state[name]}, but this one has {name}={mine}")
         if not 0 <= state["yielded"] <= self._total:
             raise ValueError(f"yielded should be between 0 and {self._total} in the state, but is {state['yielded']}")
-        beginning = self._decode(state["generator"])
+        beginning = generator_state(state["generator"])
         self._sampler.generator.set_state(beginning)
         self._beginning = beginning
         self._beginning_text = None
@@ -149,16 +150,6 @@ class RandomIndices(Iterator[int]):
         if self._sampler.replacement:
             return torch.randint(high=self._size, size=(_BLOCK,), dtype=torch.int64, generator=generator)
         return torch.randperm(self._size, generator=generator)
-
-    def _decode(self, text: str) -> torch.Tensor:
-        try:
-            content = base64.b64decode(text, validate=True)
-            # An empty buffer is refused here, one of another size or content by the generator.
-            beginning = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            torch.Generator(self._sampler.generator.device).set_state(beginning)
-        except (binascii.Error, ValueError, RuntimeError, TypeError) as error:
-            raise ValueError(f"the state's generator is not that of a torch.Generator: {error}") from error
-        return beginning
 
 
 class StatefulDistributedSampler(DistributedSampler[int]):

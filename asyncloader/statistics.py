@@ -8,7 +8,11 @@ count. Updated by the consumer's thread alone; read from any.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter
+
+from asyncloader.bad_sample_log import BadSampleLog
+from asyncloader.workers.bad_samples import BadSample
 
 __all__ = ["Statistics"]
 
@@ -18,14 +22,18 @@ class Statistics:
 
     __slots__ = (
         "_mark",
+        "bad_samples",
         "batches",
         "busy_s",
         "bytes",
         "copy_outs",
         "elapsed_s",
         "first_batch_s",
+        "log",
         "pickled",
+        "refilled",
         "restarts",
+        "retirements",
         "samples",
         "wait_s",
         "worker_s",
@@ -41,7 +49,11 @@ class Statistics:
         self.busy_s = 0.0  # seconds that workers spent on tasks
         self.worker_s = 0.0  # seconds that they existed in iterators' time
         self.copy_outs = 0
-        self.restarts = 0
+        self.restarts = 0  # workers that died and were replaced
+        self.retirements = 0  # workers that had grown and were replaced
+        self.bad_samples = 0
+        self.refilled = 0
+        self.log = BadSampleLog(None)  # of the newest iterator
         self.first_batch_s = 0.0
         self._mark = 0.0
 
@@ -53,6 +65,16 @@ class Statistics:
     def first_batch(self, begun: float) -> None:
         """An iterator gave its first batch. The figure kept is that of the newest iterator."""
         self.first_batch_s = perf_counter() - begun
+
+    def bad(self, records: Sequence[BadSample]) -> None:
+        """These samples raised.
+
+        Raises:
+            TooManyBadSamples: they are more than the newest iterator's limit allows.
+        """
+        self.bad_samples += len(records)
+        self.refilled += sum(record.action == "refilled" for record in records)
+        self.log.add(records)
 
     def batch(self, samples: int, nbytes: int, pickled: int, waited: float, busy: float, workers: int) -> None:
         """A batch was delivered, for which the consumer waited `waited` seconds and a worker spent `busy`."""
@@ -89,4 +111,7 @@ class Statistics:
             "data/time_to_first_batch_s": self.first_batch_s,
             "data/worker_busy_frac": min(1.0, self.busy_s / self.worker_s) if self.worker_s else 0.0,
             "data/worker_restarts": float(self.restarts),
+            "data/worker_retirements": float(self.retirements),
+            "data/bad_samples": float(self.bad_samples),
+            "data/refilled": float(self.refilled),
         }

@@ -1,4 +1,4 @@
-"""One epoch of a DataLoader: what `iter()` gives, without workers and with them.
+"""One epoch of a DataLoader with workers: what `iter()` gives then. (Without workers: `sync_inline.py`.)
 
 Data path: sampler -> scheduler -> pool -> worker -> ring -> reorder -> delivery -> pin_memory -> [sync_iterator].
 
@@ -20,166 +20,25 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-import torch
-from torch.utils.data.dataloader import _BaseDataLoaderIter
-
+from asyncloader.bad_sample_log import BadSampleLog
 from asyncloader.bridge import Bridge
 from asyncloader.checkpoint import StateKeeper
-from asyncloader.consumer import Consumer, discard
-from asyncloader.draws import draw_source, shared_seed, warn_over_length
-from asyncloader.errors import LoaderClosed, LoaderTimeout
+from asyncloader.consumer import NO_BATCH, Consumer, discard
+from asyncloader.draws import draw_source, shared_seed
+from asyncloader.epoch_plan import epoch_plan, make_pool, quarantine, worker_setup
+from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManyBadSamples
 from asyncloader.events import Action, Deliver, Fail, Finish
-from asyncloader.inline import batch_nbytes, count_samples, inline_stream, make_inline_reader
-from asyncloader.options import (
-    LoaderSpec,
-    async_index_source,
-    epoch_plan,
-    worker_context,
-    worker_setup,
-)
-from asyncloader.pin_memory import torch_pin
+from asyncloader.options import LoaderSpec
 from asyncloader.pipeline import Pipeline
-from asyncloader.progress import Progress
+from asyncloader.replacing import Replacer, Request, weakly
 from asyncloader.statistics import Statistics
-from asyncloader.workers.info import EpochStart
-from asyncloader.workers.pool import WorkerPool
+from asyncloader.sync_inline import CountedNext
+from asyncloader.workers.info import EpochStart, WorkerSetup
 
-__all__ = ["InlineIterator", "WorkerIterator"]
-
-
-class _CountedNext(_BaseDataLoaderIter):
-    """torch's `__next__`, with the profiler's range only while a profiler looks (it costs 10 microseconds)."""
-
-    def __next__(self) -> Any:
-        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-            with torch.autograd.profiler.record_function(self._profile_name):
-                data: Any = self._next_data()
-        else:
-            data = self._next_data()
-        self._num_yielded += 1
-        if self._IterableDataset_len_called is not None:
-            warn_over_length(self)
-        return data
+__all__ = ["WorkerIterator"]
 
 
-class InlineIterator(_CountedNext):
-    """Without workers: torch's fetcher in the caller's thread; async datasets and samplers on the bridge's loop."""
-
-    queue_depth = 0
-
-    def __init__(self, loader: LoaderSpec[Any], statistics: Statistics, bridge: Bridge, keeper: StateKeeper) -> None:
-        progress = keeper.begin(loader)
-        super().__init__(draw_source(loader, progress.epoch))
-        if self._timeout:
-            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
-        self._spec = loader
-        self._keeper = keeper
-        self._statistics = statistics
-        self._source = async_index_source(loader)
-        self._indices: Any = None
-        self._bridge: Bridge | None = None
-        self._owner = os.getpid()
-        self._begin(progress)
-        self._uses_loop = self._reader.asynchronous or self._source is not None
-        if self._uses_loop:
-            self._bridge = bridge
-            self._bridge.acquire()
-        self._pin = torch_pin(self._pin_memory_device) if self._pin_memory else None
-        self._begun = self._statistics.begin()
-
-    def _begin(self, progress: Progress) -> None:
-        self._progress = progress
-        self._agreement = progress.agreement
-        self._tasks = 0
-        self._fresh = True
-        self._reader = make_inline_reader(self._spec, self, progress)
-        self._stream = inline_stream(self._spec, self, progress)
-
-    def _next_data(self) -> Any:
-        begin = perf_counter()
-        if self._fresh:
-            if self._progress.outdated:
-                self._begin(self._keeper.begin(self._spec))
-            self._fresh = False
-        try:
-            index, data = self._fetched()
-            if self._agreement is not None and not self._agreement.batch():
-                raise StopIteration
-            cursor = self._reader.cursor()
-            if self._pin is not None:
-                data = self._pin(data)
-        except StopIteration:
-            if self._agreement is not None:
-                self._agreement.end()
-            self._progress.ends[0] = self._reader.last_cursor()
-            self._progress.finish()
-            raise
-        except BaseException:
-            if self._agreement is not None:
-                self._agreement.fail()
-            self._progress.failed(self._tasks)
-            self._tasks += 1
-            raise
-        self._progress.delivered(self._tasks, 0, cursor)
-        self._tasks += 1
-        passed = perf_counter() - begin
-        if not self._num_yielded:
-            self._statistics.first_batch(self._begun)
-        self._statistics.batch(count_samples(self._spec, index), batch_nbytes(data), 0, passed, passed, 1)
-        return data
-
-    def _fetched(self) -> tuple[Any, Any]:
-        if not self._uses_loop:
-            index = self._next_index_plain()
-            return index, self._reader.fetch(index)
-        if self._bridge is None:
-            raise StopIteration
-        try:
-            return self._bridge.run(self._fetch())
-        except StopAsyncIteration:
-            self._release()
-            raise StopIteration from None
-
-    async def _fetch(self) -> tuple[Any, Any]:
-        index = await self._next_index_async()
-        if self._reader.asynchronous:
-            return index, await self._reader.fetch_async(index)
-        return index, self._reader.fetch(index)
-
-    def _next_index_plain(self) -> Any:
-        if self._stream is None:  # an iterable dataset's indices say no more than how many samples
-            return next(self._sampler_iter)
-        step, index = self._stream.pull()
-        self._progress.pulled(self._tasks, step)
-        return index
-
-    async def _next_index_async(self) -> Any:
-        if self._source is None:
-            try:
-                return self._next_index_plain()
-            except StopIteration:
-                raise StopAsyncIteration from None
-        if self._indices is None:
-            self._indices = self._source.reading(self._progress)
-        return await anext(self._indices)
-
-    def _release(self) -> None:
-        bridge, self._bridge = self._bridge, None
-        if bridge is not None:
-            bridge.release()
-
-    def _shutdown_workers(self) -> None:
-        """End the epoch. The name is torch's."""
-        if self._agreement is not None:
-            self._agreement.give_up()
-        self._release()
-
-    def __del__(self) -> None:
-        if getattr(self, "_owner", None) == os.getpid():
-            self._shutdown_workers()
-
-
-class WorkerIterator(_CountedNext):
+class WorkerIterator(CountedNext):
     """With workers. The loop's thread refers to the pipeline and the queue, never to this object: dropped, it dies."""
 
     def __init__(self, loader: LoaderSpec[Any], statistics: Statistics, bridge: Bridge, keeper: StateKeeper) -> None:
@@ -198,7 +57,7 @@ class WorkerIterator(_CountedNext):
         self._pipeline: Pipeline | None = None
         self._consumer: Consumer | None = None
         self._ended: str | None = None  # as in async_iterator.py
-        self._queue: queue.SimpleQueue[Action] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Action | None] = queue.SimpleQueue()  # None: look for other work
         self._acquire(loader)
         _install_exit_hook()
         _live.add(self)
@@ -212,17 +71,24 @@ class WorkerIterator(_CountedNext):
         """Start workers and the loop's thread; `_shutdown_workers` gives both back."""
         plan = self._plan = epoch_plan(loader)
         base_seed, starts = self._progress.starts(plan.workers, int(self._base_seed), shared_seed(self))
-        setup = worker_setup(loader, plan.workers, self, base_seed, starts)
+        self._setup = worker_setup(loader, plan.workers, self, base_seed, starts)
         # Forked here, in the caller's thread and before the loop's thread exists.
-        self._pool = WorkerPool(worker_context(loader), setup, plan.credits, loader.ring_bytes, plan.run_ahead)
-        self._workers = [process.process for process in self._pool.processes]
+        self._pool = make_pool(loader, self._setup, plan)
         self._bridge.acquire()
         self._shutdown = False
+
+    @property
+    def _workers(self) -> list[Any]:
+        """The processes, as they are now. The name is torch's."""
+        return [process.process for process in self._pool.processes]
 
     @property
     def queue_depth(self) -> int:
         """Batches that are ready and not taken."""
         return self._queue.qsize()
+
+    def _setup_for(self, request: Request) -> WorkerSetup:
+        return request.setup(self._setup)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin an epoch; with persistent workers torch's loader calls this for every one after the first."""
@@ -246,8 +112,10 @@ class WorkerIterator(_CountedNext):
         self._queue = queue.SimpleQueue()
         put = self._queue.put
         _, starts = self._progress.starts(self._plan.workers, int(self._base_seed), shared_seed(self))
-        self._consumer = Consumer(self._plan, self, self._statistics, self._progress)
-        self._pipeline = self._consumer.pipeline(self._pool, put, put)
+        self._statistics.log = BadSampleLog(loader.max_bad_samples)
+        self._consumer = Consumer(self._plan, self, self._statistics, self._progress, quarantine(loader, self))
+        self._replacer = Replacer(self._pool, weakly(self._setup_for), partial(put, None))
+        self._pipeline = self._consumer.pipeline(self._pool, put, put, self._replacer)
         self._tell = partial(self._bridge.call, self._pipeline.advance)
         self._bridge.call(_start, self._pipeline, self._consumer.offers, starts, put)
 
@@ -261,24 +129,44 @@ class WorkerIterator(_CountedNext):
             if self._progress.outdated and loader is not None:
                 self._reset(loader)
             self._fresh = False
-        begin = perf_counter()
-        try:
-            item = self._queue.get(timeout=self._timeout_or_none)
-        except queue.Empty:
-            raise LoaderTimeout(self._timeout) from None
-        waited = perf_counter() - begin
-        if not isinstance(item, Deliver):
-            error = self._end(item)
-            try:
-                raise error
-            finally:
-                del item, error  # the traceback refers to this frame, which must not refer back to the error
         consumer = self._consumer
         assert consumer is not None
-        return consumer.deliver(item, waited, self._tell)
+        while True:
+            consumer.hear()
+            if self._replacer.requests:
+                self._replacer.work()
+            begin = perf_counter()
+            try:
+                item = self._queue.get(timeout=self._timeout_or_none)
+            except queue.Empty:
+                raise self._timed_out() from None
+            if item is None:
+                continue
+            if not isinstance(item, Deliver):
+                error = self._end(item)
+                try:
+                    raise error
+                finally:
+                    del item, error  # the traceback refers to this frame, which must not refer back to the error
+            try:
+                batch = consumer.deliver(item, perf_counter() - begin, self._tell)
+            except TooManyBadSamples:
+                self._ended = ""
+                self._shutdown_workers()
+                raise
+            if batch is not NO_BATCH:
+                return batch
+
+    def _timed_out(self) -> LoaderTimeout:
+        error = LoaderTimeout(self._timeout)
+        if self._pipeline is not None:
+            with contextlib.suppress(LoaderClosed):  # by another thread, this moment
+                error.add_note(self._bridge.run(self._pipeline.report()))
+        return error
 
     def _end(self, item: Action) -> BaseException:
         """End with this item; returns what is to be raised."""
+        consumer = self._consumer
         if isinstance(item, Finish):
             self._ended = ""
             self._progress.finish()
@@ -286,6 +174,8 @@ class WorkerIterator(_CountedNext):
                 self._end_epoch()
             else:
                 self._shutdown_workers()
+            if consumer is not None:
+                consumer.hear()
             return StopIteration()
         assert isinstance(item, Fail)
         self._ended = ""  # raised once; a caller that goes on regardless must come to an end
@@ -301,7 +191,9 @@ class WorkerIterator(_CountedNext):
         if consumer is not None:
             consumer.close()
         while not self._queue.empty():
-            discard(self._queue.get())
+            item = self._queue.get()
+            if item is not None:
+                discard(item)
 
     def _shutdown_workers(self) -> None:
         """End the epoch and the workers; wait until they are gone. Idempotent. The name is torch's."""
@@ -322,6 +214,7 @@ class WorkerIterator(_CountedNext):
         finally:
             self._bridge.release()
             self._pool.stop()
+            self._queue.put(Fail(LoaderClosed(self._ended or "this iterator has ended")))  # a thread may wait there
 
     def __del__(self) -> None:
         if not getattr(self, "_shutdown", True):

@@ -11,9 +11,25 @@ This module imports nothing heavy: it is unpickled, and with it the collector st
 from __future__ import annotations
 
 import gc
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["Bootstrap"]
+__all__ = ["Bootstrap", "Links"]
+
+
+class Links(NamedTuple):
+    """The descriptors that a worker shares with the main process; each an `InheritedFd`.
+
+    Attributes:
+        control: the worker's end of the control socket.
+        lifeline: the pipe whose end ends the worker.
+        stacks: the pipe into which it writes what it is doing.
+        parent: the main process's pidfd, None where the system has none.
+    """
+
+    control: Any
+    lifeline: Any
+    stacks: Any
+    parent: Any
 
 
 class Bootstrap:

@@ -41,6 +41,7 @@ from asyncloader.workers.leaves import (
     Raw,
     Storage,
     Strided,
+    extent,
 )
 from asyncloader.workers.reductions import reduce_quantized, reduce_sparse, reduce_typed_storage
 
@@ -255,14 +256,28 @@ def _leaf(value: Any) -> Any:
 
 
 class Template:
-    """The decoding side of a template; made once and used for every batch that says "same"."""
+    """The decoding side of a template; made once and used for every batch that says "same".
 
-    __slots__ = ("_inside", "_places", "_simple", "_size", "_structure")
+    The pickle in it is trusted, the numbers are not: a worker may die in the middle of a write, and user code in it may
+    write where it should not. Wherever the parts lie, nothing outside of the anchor is read.
+
+    Raises:
+        ValueError: these bytes are no template.
+    """
+
+    __slots__ = ("_extent", "_inside", "_places", "_simple", "_size", "_structure")
 
     def __init__(self, template: bytes) -> None:
         size = int.from_bytes(template[:4], "little")
-        places, self._inside, self._size = pickle.loads(template[4 : 4 + size])
-        self._places: tuple[Place, ...] = tuple(PLACES[kind](*values) for kind, values in places)
+        try:
+            if len(template) < 4 + size:
+                raise ValueError(f"{len(template)} bytes with a table of {size}")
+            places, inside, length = pickle.loads(template[4 : 4 + size])
+            self._places: tuple[Place, ...] = tuple(PLACES[kind](*values) for kind, values in places)
+            self._inside, self._size = int(inside), int(length)
+            self._extent = extent((*self._places, Raw(max(0, self._inside), self._size if self._inside >= 0 else 0)))
+        except Exception as error:
+            raise ValueError(f"a worker's answer is broken: its template cannot be read ({error})") from error
         self._structure = template[4 + size :]
         self._simple = tuple(
             (NUMPY_BY_CODE[p.dtype], p.shape, p.offset)
@@ -273,8 +288,16 @@ class Template:
             self._simple = ()
 
     def build(self, anchor: Memory | None) -> Any:
-        """The object, its leaves being views of the anchor's memory (None when there are no bytes)."""
+        """The object, its leaves being views of the anchor's memory (None when there are no bytes).
+
+        Raises:
+            ValueError: the parts of the batch do not lie within the anchor.
+            Exception: whatever unpickling the user's objects raises.
+        """
         structure = self._structure
+        if self._extent and (anchor is None or len(anchor) < self._extent):
+            there = 0 if anchor is None else len(anchor)
+            raise ValueError(f"a worker's answer is broken: a batch that ends at byte {self._extent} of {there}")
         if self._inside >= 0:
             assert anchor is not None
             structure = bytes(_bytes(anchor, self._inside, self._size))

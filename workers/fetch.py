@@ -1,24 +1,34 @@
-"""From an index to samples: the fetchers of a worker, blocking and asynchronous.
+"""From an index to samples: what kind of fetcher a dataset needs, and the blocking ones of torch mode.
 
 Data path: scheduler -> worker: [fetch] -> collate -> codec -> ring.
 
-Blocking datasets go through torch's own fetchers, so that `__getitems__`, short last batches, `drop_last` and the end
-of an iterable dataset are torch's to the letter. Datasets with ``async def __getitem__`` (or `__getitems__`, or
-`__aiter__`) have their samples fetched concurrently and put back in the order of the indices.
+The blocking fetchers keep torch's rules to the letter: `__getitems__`, short last batches, `drop_last`, the end of an
+iterable dataset, the order in which the dataset is asked. They add to errors which sample was theirs, and, with a
+`Guard`, go on past samples that raise. Those of seeded mode are in `seeded_fetch.py`, the asynchronous ones in
+`async_fetch.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
-from torch.utils.data import _DatasetKind as DatasetKind
 
-from asyncloader.workers.seeded_fetch import fetches_batches
-from asyncloader.workers.seeding import GlobalWatch, SampleSeeder, global_generators_kept
+from asyncloader.workers.async_fetch import AsyncMapFetcher, AsyncSeeding, AsyncStreamFetcher
+from asyncloader.workers.bad_samples import LOST, BadSample, Guard, NoSamples, StreamGuard
+from asyncloader.workers.error_notes import (
+    add_note,
+    batch_place,
+    collation_place,
+    sample_place,
+    stream_collation_place,
+    stream_place,
+)
+from asyncloader.workers.guarded_fetch import GuardedMap
+from asyncloader.workers.seeded_fetch import SeededIterator, fetches_batches
 
 __all__ = [
     "AsyncFetcher",
@@ -32,9 +42,12 @@ __all__ = [
 
 
 class BlockingFetcher(Protocol):
-    """torch's protocol: an index (or a list of them) to a collated batch; StopIteration at a stream's end."""
+    """torch's protocol: an index (or a list of them) to a collated batch; StopIteration at a stream's end.
 
-    def fetch(self, possibly_batched_index: Any) -> Any:
+    `bad` gets records of samples that raised; NoSamples if that leaves none. Both only with a guard.
+    """
+
+    def fetch(self, possibly_batched_index: Any, bad: list[BadSample] | None = None) -> Any:
         """The batch."""
         ...
 
@@ -42,7 +55,7 @@ class BlockingFetcher(Protocol):
 class AsyncFetcher(Protocol):
     """The same, awaited. The end of a stream is StopAsyncIteration."""
 
-    async def fetch(self, index: Any) -> Any:
+    async def fetch(self, index: Any, bad: list[BadSample] | None = None) -> Any:
         """The batch."""
         ...
 
@@ -72,15 +85,31 @@ def is_async_stream(dataset: Any) -> bool:
 
 
 def make_blocking_fetcher(
-    dataset: Any, *, iterable: bool, auto_collation: bool, collate: Callable[[Any], Any], drop_last: bool
+    dataset: Any,
+    *,
+    iterable: bool,
+    auto_collation: bool,
+    collate: Callable[[Any], Any],
+    drop_last: bool,
+    guard: Guard | None = None,
+    worker: int = 0,
+    read: int = 0,
 ) -> BlockingFetcher:
-    """torch's fetcher for this kind of dataset. An iterable dataset's `__iter__` is called here.
+    """The fetcher for this kind of dataset. An iterable dataset's `__iter__` is called here.
 
-    `collate` gets a list of samples, or one sample without automatic batching.
+    Args:
+        dataset: the dataset.
+        iterable: read it with `next`.
+        auto_collation: an index is a list of them.
+        collate: gets a list of samples, or one sample without automatic batching.
+        drop_last: leave out a stream's last batch if it is short.
+        guard: what becomes of samples that raise; None: they fail their batch.
+        worker: number of the worker, for the text of errors.
+        read: samples that were read from the stream before, for the text of errors and for records.
     """
-    kind = DatasetKind.Iterable if iterable else DatasetKind.Map
-    fetcher: BlockingFetcher = DatasetKind.create_fetcher(kind, dataset, auto_collation, collate, drop_last)
-    return fetcher
+    if iterable:
+        return _StreamFetcher(dataset, auto_collation, collate, drop_last, guard, worker, read)
+    return _MapFetcher(dataset, auto_collation, collate, guard)
 
 
 def make_async_fetcher(
@@ -92,177 +121,178 @@ def make_async_fetcher(
     drop_last: bool,
     concurrency: int,
     seeding: AsyncSeeding | None = None,
+    guard: Guard | None = None,
+    worker: int = 0,
+    read: int = 0,
 ) -> AsyncFetcher:
     """The fetcher of an asynchronous dataset; at most `concurrency` samples are awaited at a time. With `seeding`, the
-    index of a map dataset is ``(position, index)``.
+    index of a map dataset is ``(position, index)``. The other arguments are those of `make_blocking_fetcher`.
     """
     if iterable:
-        return _AsyncIterableFetcher(dataset, auto_collation, collate, drop_last, seeding)
-    return _AsyncMapFetcher(dataset, auto_collation, collate, concurrency, seeding)
+        return AsyncStreamFetcher(dataset, auto_collation, collate, drop_last, seeding, guard, worker, read)
+    return AsyncMapFetcher(dataset, auto_collation, collate, concurrency, seeding, guard)
 
 
-class AsyncSeeding:
-    """Seeded mode for samples that are made concurrently: each has its own generators, the global ones are watched.
-
-    Args:
-        samples: seeds samples in their contexts.
-        collate: seeds the user's collation, which is not concurrent, with the global generators; None: leave it alone.
-        replicas: difference of the positions of neighbouring samples.
-        watch: warns when samples draw from the global generators; None where others draw from them, too.
-    """
-
-    def __init__(
-        self, samples: SampleSeeder, collate: SampleSeeder | None, replicas: int, watch: GlobalWatch | None
-    ) -> None:
-        self.samples = samples
-        self.replicas = replicas
-        self._collate = collate
-        self._watch = watch
-
-    def collated(self, collate: Callable[[Any], Any], first: int, samples: Any) -> Any:
-        """The batch of these samples, the first of which has position `first`."""
-        if self._watch is not None:
-            self._watch.look()
-        if self._collate is None:
-            return collate(samples)
-        if self._watch is None:
-            with global_generators_kept():
-                self._collate.collation(first)
-                return collate(samples)
-        self._collate.collation(first)
-        try:
-            return collate(samples)
-        finally:
-            self._watch.rebase()
-
-
-class _AsyncMapFetcher:
-    def __init__(
-        self,
-        dataset: Any,
-        auto_collation: bool,
-        collate: Callable[[Any], Any],
-        concurrency: int,
-        seeding: AsyncSeeding | None,
-    ) -> None:
+class _MapFetcher:
+    def __init__(self, dataset: Any, auto_collation: bool, collate: Callable[[Any], Any], guard: Guard | None) -> None:
         self._dataset = dataset
         self._auto_collation = auto_collation
         self._collate = collate
-        self._room = asyncio.Semaphore(concurrency)
-        self._batched = callable(getattr(dataset, "__getitems__", None))
-        self._seeding = seeding
-        self._whole = auto_collation and fetches_batches(dataset)
+        self._guarded = None if guard is None else GuardedMap(dataset, guard)
+        self._whole = guard is not None and fetches_batches(dataset)
 
-    async def fetch(self, index: Any) -> Any:
-        if self._seeding is not None:
-            return await self._fetch_seeded(self._seeding, *index)
-        if not self._auto_collation:
-            return self._collate(await self._one(index))
-        if self._batched:
-            samples = self._dataset.__getitems__(index)
-            if inspect.isawaitable(samples):
-                async with self._room:
-                    samples = await samples
-            if any(inspect.isawaitable(s) for s in samples):  # a Subset of an asynchronous dataset
-                pending = samples
-                try:
-                    samples = await self._all(pending, self._settle)
-                finally:
-                    for sample in pending:
-                        if inspect.iscoroutine(sample):
-                            sample.close()  # those that an error kept from being awaited; a no-op for the others
-            return self._collate(samples)
-        return self._collate(await self._all(index, self._one))
-
-    async def _fetch_seeded(self, seeding: AsyncSeeding, first: int, index: Any) -> Any:
-        samples: Any
-        if not self._auto_collation:
-            samples = await self._one_seeded((first, index))
-        elif self._whole:
-            seeding.samples.batch(first)
-            samples = self._dataset.__getitems__(index)
-            if inspect.isawaitable(samples):
-                async with self._room:
-                    samples = await samples
+    def fetch(self, possibly_batched_index: Any, bad: list[BadSample] | None = None) -> Any:
+        index, dataset = possibly_batched_index, self._dataset
+        data: Any
+        if self._guarded is not None:
+            bad = [] if bad is None else bad
+            if self._auto_collation:
+                data = self._guarded.samples(index, None, bad, whole=self._whole)
+            else:
+                data = self._guarded.sample(index, None, bad)
+        elif not self._auto_collation:
+            try:
+                data = dataset[index]
+            except Exception as error:
+                add_note(error, sample_place(index))
+                raise
+        elif hasattr(dataset, "__getitems__") and dataset.__getitems__:  # torch's rule: one that is None is none
+            try:
+                data = dataset.__getitems__(index)
+            except Exception as error:
+                add_note(error, batch_place(index))
+                raise
         else:
-            places = range(first, first + len(index) * seeding.replicas, seeding.replicas)
-            samples = await self._all(zip(places, index, strict=True), self._one_seeded)
-        return seeding.collated(self._collate, first, samples)
-
-    async def _one_seeded(self, placed: tuple[int, Any]) -> Any:
-        assert self._seeding is not None
-        position, index = placed
-        # In this sample's own task, hence in a context of its own.
-        self._seeding.samples.sample(position)
-        return await self._one(index)
-
-    async def _one(self, index: Any) -> Any:
-        async with self._room:
-            sample = self._dataset[index]
-            return await sample if inspect.isawaitable(sample) else sample
-
-    async def _settle(self, sample: Any) -> Any:
-        async with self._room:
-            return await sample if inspect.isawaitable(sample) else sample
-
-    async def _all(self, items: Iterable[Any], fetch: Callable[[Any], Awaitable[Any]]) -> list[Any]:
-        """Fetch concurrently, answer in order. The first error (by time) cancels the others and is raised alone."""
+            places = iter(index)
+            try:
+                data = [dataset[one] for one in places]
+            except Exception as error:
+                add_note(error, _place(index, places))
+                raise
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(_as_coroutine(fetch(item))) for item in items]
-        except BaseExceptionGroup as errors:
-            first = errors.exceptions[0]
-            raise first.with_traceback(first.__traceback__) from None
-        return [task.result() for task in tasks]
+            return self._collate(data)
+        except Exception as error:
+            add_note(error, collation_place(index, batched=self._auto_collation))
+            raise
 
 
-async def _as_coroutine(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
+def _place(index: Any, places: Iterator[Any]) -> str:
+    """The sample that was asked for last. What is left of a list's iterator tells; other kinds may not say."""
+    try:
+        item = len(index) - operator.length_hint(places, len(index)) - 1
+        return sample_place(index[item], item) if item >= 0 else batch_place(index)
+    except Exception:
+        return batch_place(index)
 
 
-class _AsyncIterableFetcher:
+class _StreamFetcher:
     def __init__(
         self,
         dataset: Any,
         auto_collation: bool,
         collate: Callable[[Any], Any],
         drop_last: bool,
-        seeding: AsyncSeeding | None,
+        guard: Guard | None,
+        worker: int,
+        read: int,
     ) -> None:
         # Names as in torch's fetcher.
-        self.dataset_iter: AsyncIterator[Any] = aiter(dataset)
+        self.dataset_iter: Iterator[Any] = iter(dataset)
         self.collate_fn = collate
         self.ended = False
         self._auto_collation = auto_collation
         self._drop_last = drop_last
-        self._seeding = seeding
-        self._turn = asyncio.Lock()  # tasks of one worker read its stream one after the other, in their order
+        self._guard = guard
+        self._worker = worker
+        self._read = read
+        self._progress = StreamGuard()
 
-    async def fetch(self, index: Sequence[Any] | None) -> Any:
-        async with self._turn:
-            if self.ended:
-                raise StopAsyncIteration
-            if not self._auto_collation:
-                return self._collated(await self._next())
-            assert index is not None
-            samples: list[Any] = []
+    def fetch(self, possibly_batched_index: Any, bad: list[BadSample] | None = None) -> Any:
+        if self.ended:
+            raise StopIteration
+        first = self._read
+        data: Any
+        if self._guard is not None:
+            samples = self._guarded(self._guard, possibly_batched_index, [] if bad is None else bad)
+            data = samples if self._auto_collation else samples[0]
+        elif self._auto_collation:
+            data = self._batch(possibly_batched_index)
+        else:
             try:
-                while len(samples) < len(index):
-                    samples.append(await self._next())
-            except StopAsyncIteration:
-                if not samples or self._drop_last:
-                    raise
-            return self._collated(samples)
-
-    def _collated(self, samples: Any) -> Any:
-        if self._seeding is None:
-            return self.collate_fn(samples)
-        read = getattr(self.dataset_iter, "samples", 0)
-        return self._seeding.collated(self.collate_fn, read, samples)
-
-    async def _next(self) -> Any:
+                data = next(self.dataset_iter)
+            except StopIteration:
+                raise
+            except Exception as error:
+                add_note(error, stream_place(first, self._worker))
+                raise
+            self._read += 1
         try:
-            return await anext(self.dataset_iter)
-        except StopAsyncIteration:
+            return self.collate_fn(data)
+        except Exception as error:
+            add_note(error, stream_collation_place(first, self._read, self._worker))
+            raise
+
+    def _batch(self, places: Any) -> list[Any]:
+        iterator = self.dataset_iter
+        data: list[Any] = []
+        try:
+            for _ in places:
+                data.append(next(iterator))  # noqa: PERF401 - a comprehension cannot end with a StopIteration
+        except StopIteration:
             self.ended = True
+        except Exception as error:
+            self._read += len(data)
+            add_note(error, stream_place(self._read, self._worker))
+            raise
+        self._read += len(data)
+        if not data or (self._drop_last and len(data) < len(places)):
+            raise StopIteration
+        return data
+
+    def _guarded(self, guard: Guard, places: Any, bad: list[BadSample]) -> list[Any]:
+        """A sample that raises takes a place in its batch, as a map dataset's does: the batch is short by it, and those
+        after it are what they would be anyway.
+        """
+        data: list[Any] = []
+        before = len(bad)
+        for _ in places if self._auto_collation else range(1):
+            try:
+                sample = next(self.dataset_iter)
+            except StopIteration:
+                break
+            except Exception as error:
+                place = self._read
+                if self._progress.failed(error, place):
+                    add_note(error, stream_place(place, self._worker))
+                    raise
+                self._read += 1
+                sample = self._lost(guard, place, error, bad)
+            else:
+                self._read += 1
+            if sample is not LOST:
+                data.append(sample)
+        else:
+            if not data:
+                raise NoSamples
+            return data
+        dead = self._progress.ended(self._read)
+        self.ended = self._auto_collation or dead is not None
+        if dead is not None:
+            try:
+                raise dead
+            finally:
+                del dead  # it refers to this frame
+        if data and not self._drop_last:
+            return data
+        if len(bad) > before:
+            raise NoSamples
+        raise StopIteration
+
+    def _lost(self, guard: Guard, place: int, error: Exception, bad: list[BadSample]) -> Any:
+        if isinstance(self.dataset_iter, SeededIterator):
+            self.dataset_iter.lose()
+        try:
+            return guard.lost(None, place, error, bad)
+        except Exception as raised:
+            add_note(raised, stream_place(place, self._worker))
             raise

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
+from asyncloader.workers.bad_samples import ErrorPolicy
 from asyncloader.workers.cursor import Cursor
 
 __all__ = ["EpochStart", "SeededSetup", "WorkerSetup", "install_worker_info", "seed_worker"]
@@ -55,6 +56,14 @@ class WorkerSetup(NamedTuple):
     """A stateful dataset is asked for its state every so many batches; 0: never."""
     seeded: SeededSetup | None = None
     """None in torch mode."""
+    attachment: int = 0
+    """The pool's number for the epoch in which the worker begins; more than 0 for a replacement in a later one."""
+    memory_limit: int | None = None
+    """Bytes of private memory that a worker may grow by before it is replaced."""
+    handover: bytes = b""
+    """The random numbers' state of the worker that this one replaces, if that could still give it."""
+    policy: ErrorPolicy | None = None
+    """What becomes of samples that raise; None: they fail their batch."""
 
 
 class SeededSetup(NamedTuple):

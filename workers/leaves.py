@@ -8,6 +8,7 @@ place at the consumer's.
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -28,6 +29,7 @@ __all__ = [
     "Strided",
     "dense_leaf",
     "dense_view",
+    "extent",
     "has_code",
     "torch_dtype",
 ]
@@ -116,6 +118,72 @@ class Storage(NamedTuple):
 
 Place: TypeAlias = Dense | Strided | Raw | Storage
 PLACES = (Dense, Strided, Raw, Storage)
+
+_MOST = 1 << 62  # elements or bytes; torch and numpy compute with signed 64-bit numbers
+
+
+def extent(places: tuple[Place, ...]) -> int:
+    """Bytes that memory must have for all of these places to lie in it. Memory of so many can be built on unseen.
+
+    numpy and torch check some of this themselves, each differently: a negative offset of `numpy.ndarray`, for one,
+    reads what lies before the buffer.
+
+    Raises:
+        ValueError: one of them cannot be a place: a negative or huge number, a shape that is not its size.
+    """
+    end = 0
+    storages: dict[int, int] = {}
+    for place in places:
+        try:
+            last = _dense_end(place) if isinstance(place, Dense) else _other_end(place)
+        except TypeError:  # no numbers
+            last = -1
+        if not 0 <= last <= _MOST:
+            raise ValueError(f"no part of a batch can be {place!r:.200}")
+        if last and isinstance(place, Strided | Storage) and storages.setdefault(place.offset, last) != last:
+            raise ValueError(f"two parts of a batch share a storage and differ in its size, {place!r:.200}")
+        end = max(end, last)
+    return end
+
+
+def _dense_end(place: Dense) -> int:
+    """The end of a dense tensor, 0 for an empty one, -1 for none at all."""
+    offset, numel, code, shape = place
+    count = _product(shape)
+    if count != numel or count < 0 or type(code) is not int or not 0 <= code < len(DTYPES):
+        return -1
+    if not count:
+        return 0
+    item = _ITEM_SIZE[DTYPES[code]]
+    return -1 if type(offset) is not int or offset < 0 or offset % item else offset + count * item
+
+
+def _other_end(place: Strided | Raw | Storage) -> int:
+    if not isinstance(place, Strided):
+        offset, nbytes = place
+        return -1 if not _are_sizes((offset, nbytes)) else offset + nbytes if nbytes else 0
+    offset, nbytes, code, shape, stride, first = place
+    count = _product(shape)
+    if count < 0 or not _are_sizes((nbytes, code, first, *stride)) or code >= len(DTYPES) or len(shape) != len(stride):
+        return -1
+    if type(offset) is not int or offset < 0:
+        return -1 if count else 0  # an empty one lies nowhere
+    reach = first + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
+    if not count or reach * _ITEM_SIZE[DTYPES[code]] > nbytes or offset % 16:  # the widest element
+        return -1
+    return offset + nbytes
+
+
+def _are_sizes(numbers: tuple[int, ...]) -> bool:
+    return all(type(n) is int and 0 <= n <= _MOST for n in numbers)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    """Elements of this shape; -1 if torch takes no such shape, which multiplies what is beside a zero, too."""
+    count = math.prod(shape)
+    if type(count) is int and 0 < count <= _MOST and (not shape or min(shape) > 0):
+        return count  # a product of integers alone is one
+    return 0 if not count and _are_sizes(shape) and math.prod(n for n in shape if n) <= _MOST else -1
 
 
 class Leaf:

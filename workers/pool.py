@@ -6,7 +6,8 @@ A pool outlives an epoch when workers are persistent. It is started and stopped 
 thread may do so, with or without a loop; in between it is *attached* to one running loop at a time, which then calls
 back for every answer and every death.
 
-Stopping is one ladder with one deadline for all workers: ask, wait, SIGTERM, wait, SIGKILL, reap, close.
+A worker that died leaves its place empty: whoever listens may have another process made for it (`make`, which blocks
+and may be called in any thread) and put there (`adopt`). How workers are ended is `shutdown.py`'s.
 """
 
 from __future__ import annotations
@@ -15,80 +16,31 @@ import asyncio
 import atexit
 import contextlib
 import functools
-import multiprocessing
 import os
 import pickle
 import threading
-import warnings
 import weakref
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from asyncloader.errors import WorkerDied
-from asyncloader.workers import wire
-from asyncloader.workers.codec import Template
+from asyncloader.errors import LoaderClosed, WorkerDied
+from asyncloader.workers import shutdown, wire
+from asyncloader.workers.fetch import is_async_dataset
+from asyncloader.workers.inbox import Inbox
 from asyncloader.workers.info import EpochStart, WorkerSetup
-from asyncloader.workers.payload import Payload, explain_unpicklable
-from asyncloader.workers.process import WorkerProcess, wait_for_deaths
-from asyncloader.workers.ring import Ring, install_fork_hook
+from asyncloader.workers.lifeline import Lifeline
+from asyncloader.workers.listener import Listener
+from asyncloader.workers.payload import Payload
+from asyncloader.workers.process import WorkerProcess
+from asyncloader.workers.ring import install_fork_hook
 from asyncloader.workers.rings import RingKeeper
+from asyncloader.workers.starting import dump, preload_in_fork_server
+from asyncloader.workers.watch import Watch
 
-__all__ = ["Answer", "Listener", "WorkerPool"]
+__all__ = ["WorkerPool"]
 
-_PICKLE_WARNING = (
-    "Got pickle error when attempting to start a worker Process. "
-    "This might be because the worker Process arguments are not picklable. "
-    "Python 3.14+ changed the multiprocessing start method in non-Mac POSIX platforms "
-    "to 'forkserver', which requires the worker Process arguments to be picklable. "
-    "You can also try multiprocessing.set_start_method('fork')."
-)
-
-_ASK_SECONDS = 2.0  # for a worker to finish what it is at
-_TERMINATE_SECONDS = 2.0  # for one that SIGTERM reaches
-
-
-class Answer(NamedTuple):
-    """A worker's batch, not decoded yet: in a slot of `ring`, in the one-off segment `fd`, or nowhere (no bytes).
-
-    Whoever gets it must open it (`delivery.py`) or discard it.
-    """
-
-    result: wire.Result
-    template: Template
-    ring: Ring | None
-    fd: int | None
-    cursor: bytes = b""
-
-    def discard(self) -> None:
-        """Nobody wants the batch: its memory comes back."""
-        if self.ring is not None:
-            self.ring.give_back(self.result.slot)
-        if self.fd is not None:
-            os.close(self.fd)
-
-
-class Listener:
-    """What the pool tells its epoch. Called in the loop's thread, never concurrently."""
-
-    def on_answer(self, worker: int, answer: Answer) -> None:
-        """A batch."""
-        raise NotImplementedError
-
-    def on_error(self, worker: int, seq: int, busy: float, error: Any) -> None:
-        """A task raised; `error` is an exception, or torch's wrapper of one."""
-        raise NotImplementedError
-
-    def on_exhausted(self, worker: int, seq: int, cursor: bytes) -> None:
-        """The worker's copy of an iterable dataset ended, where the cursor says."""
-        raise NotImplementedError
-
-    def on_death(self, worker: int, error: WorkerDied) -> None:
-        """The worker ended unasked; everything that it had sent was reported before."""
-        raise NotImplementedError
-
-    def on_failure(self, error: Exception) -> None:
-        """The pool itself cannot go on (no descriptors left, a broken stream)."""
-        raise NotImplementedError
+_DEATH_SECONDS = 2.0
+"""How long a worker that we killed may take to end. After that it is taken for dead: it hangs in the system."""
 
 
 class WorkerPool:
@@ -100,6 +52,7 @@ class WorkerPool:
         credits: tasks outstanding a worker.
         ring_bytes: bound on each ring, None for none.
         run_ahead: batches that may wait for an earlier one, beside the credits.
+        worker_timeout: seconds that a worker may take over one task; None: as long as it likes.
 
     Raises:
         RingMemoryError: the rings asked for can never fit.
@@ -107,40 +60,93 @@ class WorkerPool:
     """
 
     def __init__(
-        self, context: Any, setup: WorkerSetup, credits: int, ring_bytes: int | None, run_ahead: int = 0
+        self,
+        context: Any,
+        setup: WorkerSetup,
+        credits: int,
+        ring_bytes: int | None,
+        run_ahead: int = 0,
+        worker_timeout: float | None = None,
     ) -> None:
         self.start_method: str = context.get_start_method()
+        self.concurrent = is_async_dataset(setup.dataset)
+        """Whether a worker has several tasks in hand at a time."""
         self.epoch = 0
+        self._context = context
+        self._worker_timeout = worker_timeout
+        self._watch: Watch | None = None
+        self._lifeline = Lifeline()
+        self._failed = False
+        self._lingering: list[WorkerProcess] = []  # killed, and not gone yet
+        self._spare: set[WorkerProcess] = set()  # made, and in no place
+        self._making = threading.Lock()
         self.processes: list[WorkerProcess] = []
         self.rings = [RingKeeper(credits, ring_bytes, run_ahead) for _ in range(setup.num_workers)]
-        self._templates: list[Template | None] = [None] * setup.num_workers
+        self._inboxes: list[Inbox] = []
         self._listener: Listener | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop_lock = threading.Lock()
+        self._stop_lock = threading.RLock()  # a signal handler may close the loader, too
         self._stopped = False
         self._owner = os.getpid()
         self._used = False
         install_fork_hook()
         _install_exit_hook()
         _pools.add(self)
-        self._start(context, setup)
-
-    def _start(self, context: Any, setup: WorkerSetup) -> None:
-        shared = setup if self.start_method == "fork" else _dump(setup)
-        if self.start_method == "forkserver":
-            _preload_in_fork_server(context)
-        pidfd = os.pidfd_open(os.getpid()) if hasattr(os, "pidfd_open") else None
         try:
-            for worker_id in range(setup.num_workers):
-                self.processes.append(WorkerProcess(context, worker_id, shared, pidfd))
+            self.processes += self.make(range(setup.num_workers), setup)
+            self._inboxes += map(Inbox, self.processes, self.rings)
+            self._spare.clear()
         except BaseException:
             self.stop()
+            raise
+
+    def make(self, workers: Iterable[int], setup: WorkerSetup) -> list[WorkerProcess]:
+        """Start processes for these workers. Blocks; any thread. Give each to `adopt` or `discard`.
+
+        Raises:
+            LoaderClosed: the pool was stopped meanwhile.
+        """
+        shared = setup if self.start_method == "fork" else dump(setup)
+        if self.start_method == "forkserver":
+            preload_in_fork_server(self._context)
+        pidfd = os.pidfd_open(os.getpid()) if hasattr(os, "pidfd_open") else None
+        made: list[WorkerProcess] = []
+        try:
+            for worker in workers:
+                process = WorkerProcess(self._context, worker, shared, self._lifeline.fd, pidfd)
+                made.append(process)
+                with self._making:  # `stop` ends what is here by then; what comes later ends itself
+                    self._spare.add(process)
+                    if self._stopped:
+                        raise LoaderClosed("the workers were stopped")
+        except BaseException:
+            for process in made:
+                self.discard(process)
             raise
         finally:
             if pidfd is not None:
                 os.close(pidfd)
             if isinstance(shared, Payload):
                 shared.close()
+        return made
+
+    def discard(self, process: WorkerProcess) -> None:
+        """Nobody wants a process that `make` gave. Blocks until it has ended, some seconds at most."""
+        with self._making:
+            if process not in self._spare:
+                return  # `stop` was faster
+            self._spare.discard(process)
+        process.kill()
+        shutdown.run([process])
+
+    def adopt(self, process: WorkerProcess) -> None:
+        """Put a process that `make` gave in the place of the one that died. In the loop's thread, while attached."""
+        worker = process.worker_id
+        self._spare.discard(process)
+        self.processes[worker] = process
+        self._inboxes[worker] = Inbox(process, self.rings[worker])
+        if self._loop is not None:
+            self._listen_to(self._loop, process)
 
     @property
     def stopped(self) -> bool:
@@ -149,8 +155,8 @@ class WorkerPool:
 
     @property
     def broken(self) -> bool:
-        """A worker is gone: the pool cannot serve another epoch."""
-        return not all(p.alive for p in self.processes)
+        """A worker is gone, or talks nonsense: the pool cannot serve another epoch."""
+        return self._failed or not all(p.alive for p in self.processes)
 
     def __repr__(self) -> str:
         state = "stopped" if self._stopped else "attached" if self._loop else "idle"
@@ -165,46 +171,63 @@ class WorkerPool:
         first they know that from their set-up).
         """
         self._loop, self._listener = loop, listener
+        if self._worker_timeout is not None:
+            self._watch = Watch(
+                loop, self._worker_timeout, len(self.processes), concurrent=self.concurrent, late=self._on_late
+            )
         for process in self.processes:
-            loop.add_reader(process.channel.fileno(), self._on_readable, process)
-            loop.add_reader(process.death_fd, self._on_death, process)
+            self._listen_to(loop, process)
         if self._used:
             self.epoch += 1
             for process, start in zip(self.processes, starts, strict=True):
+                process.started = False
                 self._send(process, wire.pack_reset(wire.RESET, self.epoch, pickle.dumps(tuple(start), 5)))
         self._used = True
         return self.epoch
+
+    def _listen_to(self, loop: asyncio.AbstractEventLoop, process: WorkerProcess) -> None:
+        loop.add_reader(process.channel.fileno(), self._on_readable, process)
+        loop.add_reader(process.death_fd, self._on_death, process)
+        if self._watch is not None:
+            (self._watch.started if process.started and not self._used else self._watch.starts)(process.worker_id)
 
     def detach(self) -> None:
         """Stop listening. In the loop's thread, or in any once the loop is closed. Idempotent."""
         loop, self._loop = self._loop, None
         self._listener = None
+        watch, self._watch = self._watch, None
         # A forked child shares its parent's epoll instance: it must not touch what is registered there.
         if loop is None or loop.is_closed() or os.getpid() != self._owner:
             return
+        if watch is not None:
+            watch.close()
         for process in self.processes:
-            self._unwatch(loop, process)
+            self._unlisten(loop, process)
 
-    def _unwatch(self, loop: asyncio.AbstractEventLoop, process: WorkerProcess) -> None:
-        if process.channel.fileno() >= 0:
+    def _unlisten(self, loop: asyncio.AbstractEventLoop, process: WorkerProcess) -> None:
+        if process.channel.fileno() >= 0:  # else it was released
             loop.remove_reader(process.channel.fileno())
             loop.remove_writer(process.channel.fileno())
-        loop.remove_reader(process.death_fd)
+            loop.remove_reader(process.death_fd)
 
     @property
     def run_ahead(self) -> int:
         """Batches that any worker may have ready before an earlier one, by the memory that its ring has for them."""
         return min(keeper.run_ahead for keeper in self.rings)
 
-    def assign(self, worker: int, epoch: int, seq: int, index: Any) -> None:
-        """Send a task, with a slot if one is free."""
+    def assign(self, worker: int, epoch: int, seq: int, index: Any, *, suspect: bool = False) -> None:
+        """Send a task, with a slot if one is free. `suspect`: what it writes to standard error is kept."""
         process, keeper = self.processes[worker], self.rings[worker]
+        if suspect:
+            self._send(process, wire.pack(wire.SUSPECT), [process.suspected()])
         grown = keeper.replacement()
         if grown is not None:
             assert grown.fd is not None
             self._send(process, wire.pack_ring(grown.number, grown.slots, grown.slot_bytes), [grown.fd])
             grown.close_fd()
         number, slot = keeper.assign(epoch, seq)
+        if self._watch is not None:
+            self._watch.assigned(worker, seq)
         self._send(process, wire.pack_task(epoch, seq, slot, number, pickle.dumps(index, 5)))
 
     def _send(self, process: WorkerProcess, frame: bytes, fds: list[int] | None = None) -> None:
@@ -231,8 +254,9 @@ class WorkerPool:
             self._loop.remove_reader(process.channel.fileno())  # the pidfd tells whether, and how, it died
 
     def _drain(self, process: WorkerProcess) -> None:
+        inbox = self._inboxes[process.worker_id]
         for kind, body in process.channel.receive():
-            self._on_frame(process, kind, body)
+            inbox.frame(kind, body, self.epoch, self._listener, self._watch)
 
     def _on_death(self, process: WorkerProcess) -> None:
         # What it sent before it died is still in the socket.
@@ -243,45 +267,40 @@ class WorkerPool:
                 self._drain(process)
         except Exception as error:
             self._fail(error)
-        loop, listener = self._loop, self._listener
-        if loop is not None:
-            self._unwatch(loop, process)
-        if listener is not None:
-            listener.on_death(process.worker_id, process.death())
+        self._buried(process, process.death())
+        process.release()
+
+    def _on_late(self, worker: int, seconds: float) -> None:
+        process, loop = self.processes[worker], self._loop
+        process.condemn(
+            f"The loader killed it: it was at one task for {seconds:.1f} seconds, and worker_timeout is "
+            f"{self._worker_timeout:g}."
+        )
+        assert loop is not None  # a watch is there only while attached
+        loop.call_later(_DEATH_SECONDS, self._on_lingering, process)
+
+    def _on_lingering(self, process: WorkerProcess) -> None:
+        """SIGKILL has not ended it, which only the system itself can hold back: nothing of it runs any more."""
+        if self.processes[process.worker_id] is not process or process.channel.fileno() < 0 or self._loop is None:
+            return
+        self._lingering.append(process)
+        self._buried(process, WorkerDied(process.worker_id, process.pid, None, process.condemned))
+
+    def _buried(self, process: WorkerProcess, death: WorkerDied) -> None:
+        """Its place is empty now."""
+        worker = process.worker_id
+        if self._loop is not None:
+            self._unlisten(self._loop, process)
+        self.rings[worker].abandon()
+        if self._watch is not None:
+            self._watch.forget(worker)
+        if self._listener is not None:
+            self._listener.on_death(worker, death, at_work=process.started, retired=process.retired)
 
     def _fail(self, error: Exception) -> None:
+        self._failed = True
         if self._listener is not None:
             self._listener.on_failure(error)
-
-    def _on_frame(self, process: WorkerProcess, kind: int, body: bytes) -> None:
-        worker = process.worker_id
-        if kind == wire.RESULT:
-            result, data, cursor = wire.unpack_result(body)
-            fd = process.channel.take_fd() if result.slot == wire.ONEOFF else None
-            if not result.same:
-                self._templates[worker] = Template(data)
-            ring = self.rings[worker].answered(result.epoch, result.seq, result.slot, result.nbytes)
-            template = self._templates[worker]
-            assert template is not None  # a worker's first result is never "same"
-            answer = Answer(result, template, ring, fd, cursor)
-            if result.epoch == self.epoch and self._listener is not None:
-                self._listener.on_answer(worker, answer)
-            else:
-                answer.discard()
-        elif kind == wire.READY:
-            process.ready = True
-        elif kind == wire.RESET_DONE:
-            self.rings[worker].reset_done(wire.unpack_reset(body)[0])
-        else:
-            epoch, seq, busy, payload = wire.unpack_answer(body)
-            self.rings[worker].answered(epoch, seq, wire.NO_SLOT, 0)
-            if epoch != self.epoch or self._listener is None:
-                return
-            if kind == wire.EXHAUSTED:
-                self.rings[worker].void()
-                self._listener.on_exhausted(worker, seq, payload)
-            else:
-                self._listener.on_error(worker, seq, busy, pickle.loads(payload))
 
     # -------------------------------------------------------------------------------------------- stopping
 
@@ -296,58 +315,36 @@ class WorkerPool:
         if not self._stopped and os.getpid() == self._owner:
             self.detach()
             self.request_stop()
-            threading.Thread(target=self.stop, name="asyncloader-stop", daemon=True).start()
+            try:
+                threading.Thread(target=self.stop, name="asyncloader-stop", daemon=True).start()
+            except RuntimeError:  # at exit there are no more threads
+                self.stop()
 
     def __del__(self) -> None:
         if not getattr(self, "_stopped", True):
             self.stop_soon()
 
     def stop(self) -> None:
-        """End all workers and wait until they are gone. Blocks; any thread; idempotent. A no-op in a forked child."""
+        """End all workers and wait until they are gone, some seconds at most. Blocks; any thread; idempotent.
+
+        A no-op in a forked child.
+        """
         if os.getpid() != self._owner:
             return
         with self._stop_lock:
             if self._stopped:
                 return
-            self._stopped = True
-            self.detach()
-            self.request_stop()
-            for process in self.processes:
-                # One that still boots (spawn: a second or more) cannot hear us, and has nothing to lose.
-                if not process.ready and wire.READY not in [kind for kind, _ in process.channel.receive()]:
-                    process.terminate()
-            alive = wait_for_deaths(self.processes, _ASK_SECONDS)
-            for process in alive:
-                process.terminate()
-            alive = wait_for_deaths(alive, _TERMINATE_SECONDS)
-            for process in alive:
-                process.kill()
-            for process in self.processes:
-                process.release()
-            for keeper in self.rings:
-                keeper.close()
-
-
-def _dump(setup: WorkerSetup) -> Payload:
-    try:
-        return Payload.dump(setup)
-    except (TypeError, AttributeError, pickle.PicklingError) as error:
-        warnings.warn(_PICKLE_WARNING, stacklevel=2)
-        what = explain_unpicklable(setup)
-        if what is not None:
-            error.add_note(what)
-        raise
-
-
-def _preload_in_fork_server(context: Any) -> None:
-    """Let a fork server that is not running yet import torch, so that its children have it from the start."""
-    from multiprocessing import forkserver
-
-    server = forkserver._forkserver
-    # There is no public way to ask; where the attributes are missing, children just start more slowly.
-    if getattr(server, "_forkserver_pid", 0) is None and getattr(server, "_preload_modules", None) == ["__main__"]:
-        context = context if hasattr(context, "set_forkserver_preload") else multiprocessing
-        context.set_forkserver_preload(["__main__", "torch", "asyncloader.workers.worker"])
+            with self._making:
+                self._stopped = True
+                every = [*self.processes, *self._lingering, *self._spare]
+                self._spare.clear()
+            try:
+                self.detach()
+                shutdown.run([process for process in every if not process.released])
+            finally:
+                self._lifeline.close()
+                for keeper in self.rings:
+                    keeper.close()
 
 
 # Pools that may still have workers. At exit they are stopped before multiprocessing ends its daemonic children itself.

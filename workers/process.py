@@ -19,57 +19,74 @@ from typing import Any
 
 from asyncloader.errors import WorkerDied
 from asyncloader.workers import wire
-from asyncloader.workers.bootstrap import Bootstrap
+from asyncloader.workers.bootstrap import Bootstrap, Links
 from asyncloader.workers.channel import Channel, channel_pair
 from asyncloader.workers.info import WorkerSetup
+from asyncloader.workers.last_words import make_keeper, read_tail
 from asyncloader.workers.payload import InheritedFd, Payload
+from asyncloader.workers.stacks import crash_trace, stack_pipe
 
 __all__ = ["WorkerProcess", "wait_for_deaths"]
 
+_TRACE_LINES = 40  # of a dying worker's stacks, for its error
 _FORKSERVER_REPORTS = 5.0  # seconds to wait for the fork server to report the exit code of a child that is gone
 
 
 class WorkerProcess:
-    """A worker process and the control channel to it.
+    """A worker process and the channels to it.
 
     Args:
         context: a multiprocessing context.
         worker_id: 0 to ``num_workers - 1``.
         setup: the set-up itself for a forked worker, otherwise the pickled one.
+        lifeline: read end of the pool's lifeline.
         own_pidfd: this process's pidfd, which the worker watches; None where there is none.
 
     Raises:
         OSError: the process could not be started.
     """
 
-    def __init__(self, context: Any, worker_id: int, setup: WorkerSetup | Payload, own_pidfd: int | None) -> None:
+    def __init__(
+        self, context: Any, worker_id: int, setup: WorkerSetup | Payload, lifeline: int, own_pidfd: int | None
+    ) -> None:
         self.worker_id = worker_id
-        ours, theirs = channel_pair()
-        self.channel = Channel(ours)
         self.ready = False
         """The worker said that it runs; before that it has not touched the user's code."""
+        self.started = False
+        """The user's start-up code has run."""
+        self.retired: bytes | None = None
+        """What the worker hands over, once it has said that it leaves because it has grown."""
+        self.condemned = ""
+        """Why we killed it; empty if we did not."""
+        self.suspect: int | None = None
+        """Where a suspected task's standard error is kept."""
+        self.released = False
         self._pidfd: int | None = None
+        ours, theirs = channel_pair()
+        self.channel = Channel(ours)
+        self.stacks, theirs_stacks = stack_pipe()
         _install_fork_hook()
         _processes.add(self)
+        links = Links(
+            InheritedFd(theirs.fileno()),
+            InheritedFd(lifeline),
+            InheritedFd(theirs_stacks),
+            None if own_pidfd is None else InheritedFd(own_pidfd),
+        )
         try:
             self.process = context.Process(
-                target=Bootstrap(),
-                args=(
-                    worker_id,
-                    InheritedFd(theirs.fileno()),
-                    None if own_pidfd is None else InheritedFd(own_pidfd),
-                    setup,
-                ),
-                name=f"asyncloader-worker-{worker_id}",
-                daemon=True,
+                target=Bootstrap(), args=(worker_id, links, setup), name=f"asyncloader-worker-{worker_id}", daemon=True
             )
             self.process.start()
         except BaseException:
-            self.channel.close()
-            _processes.discard(self)
+            with contextlib.suppress(Exception):  # interrupted between the start and its return
+                self.process.kill()
+                self.process.join(_FORKSERVER_REPORTS)
+            self._close()
             raise
         finally:
-            _detach_in_parent(theirs)
+            theirs.close()
+            os.close(theirs_stacks)
         self.pid: int = self.process.pid
         if context.get_start_method() != "forkserver" and hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):
@@ -91,7 +108,29 @@ class WorkerProcess:
         # has spoken, so the process can be reaped without waiting; only a fork server's report may still be on its way.
         if self._pidfd is None:
             self.process.join(_FORKSERVER_REPORTS)
-        return WorkerDied(self.worker_id, self.pid, self.process.exitcode)
+        self.stacks.read()
+        trace = crash_trace(self.stacks.text(), _TRACE_LINES)
+        if self.suspect is not None:
+            written, self.suspect = read_tail(self.suspect), None
+            trace = "\n".join(filter(None, (written, trace)))
+        return WorkerDied(self.worker_id, self.pid, self.process.exitcode, self.condemned, trace=trace)
+
+    def suspected(self) -> int:
+        """The next task killed a worker: its standard error is kept. Returns a descriptor for the worker."""
+        self.cleared()
+        self.suspect = make_keeper()
+        return self.suspect
+
+    def cleared(self) -> None:
+        """The suspected task was answered."""
+        fd, self.suspect = self.suspect, None
+        if fd is not None:
+            os.close(fd)
+
+    def condemn(self, reason: str) -> None:
+        """SIGKILL, for this reason."""
+        self.condemned = reason
+        self.kill()
 
     def request_stop(self) -> None:
         """Ask the worker to leave. Does not wait; an idle worker leaves at once."""
@@ -110,11 +149,19 @@ class WorkerProcess:
 
     def release(self) -> None:
         """Reap the process, which must have ended, and close what this side holds. Idempotent."""
-        self.channel.close()
+        if self.released:
+            return
         self.process.join()
         # Frees the sentinel's descriptor now; `Process.close` would also make the object forget its pid and exit code.
         with contextlib.suppress(AttributeError):
             self.process._popen.close()
+        self._close()
+        self.released = True  # last: one that Ctrl-C interrupts is released again
+
+    def _close(self) -> None:
+        self.channel.close()
+        self.stacks.close()
+        self.cleared()
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
@@ -123,6 +170,9 @@ class WorkerProcess:
     def forget_in_child(self) -> None:
         """In a process forked from ours: close our ends, so that they do not outlive us there."""
         self.channel.close()
+        self.stacks.close()
+        with contextlib.suppress(OSError):
+            self.cleared()
         if self._pidfd is not None:
             with contextlib.suppress(OSError):
                 os.close(self._pidfd)
@@ -150,10 +200,6 @@ def _forget_all() -> None:
         # After a plain `os.fork`, multiprocessing's exit hook in the child would end the parent's workers.
         multiprocessing.process._children.discard(process.process)  # type: ignore[attr-defined]
     _processes.clear()
-
-
-def _detach_in_parent(theirs: socket.socket) -> None:
-    theirs.close()
 
 
 def wait_for_deaths(processes: list[WorkerProcess], seconds: float) -> list[WorkerProcess]:

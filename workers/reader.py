@@ -3,9 +3,10 @@
 Data path: scheduler -> worker: [reader: fetch -> collate] -> codec -> ring. Also without workers, in the consumer's
 process.
 
-In torch mode the fetchers are torch's own, so that everything about batches is torch's. In seeded mode each sample is
-made under its own random numbers (`seeding.py`). A dataset that can save its state has it taken after each batch, and
-restored when an epoch begins in its middle (`cursor.py`).
+In torch mode everything about batches is torch's (`fetch.py`). In seeded mode each sample is made under its own random
+numbers (`seeding.py`). A dataset that can save its state has it taken after each batch, and restored when an epoch
+begins in its middle (`cursor.py`). Samples that raise fail their batch, or are dealt with by a policy
+(`bad_samples.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from asyncloader.errors import StateError
+from asyncloader.workers.bad_samples import BadSample, Guard, NoSamples
 from asyncloader.workers.cursor import Bookmark, Cursor
 from asyncloader.workers.fetch import AsyncSeeding, is_async_dataset, make_async_fetcher, make_blocking_fetcher
 from asyncloader.workers.info import EpochStart, WorkerSetup
@@ -74,14 +76,16 @@ class Reader:
             self._open(start)
             with self._skipping(start) as batches:
                 for _ in batches:
-                    self._fetcher.fetch(self._stream_index)
+                    with contextlib.suppress(NoSamples):  # it was no batch the first time, but counted as one
+                        self._fetcher.fetch(self._stream_index)
                     self._bookmark.batches += 1
 
     async def _begin_async(self, start: EpochStart) -> None:
         self._open(start)
         with self._skipping(start) as batches:
             for _ in batches:
-                await self._fetcher.fetch(self._stream_index)
+                with contextlib.suppress(NoSamples):
+                    await self._fetcher.fetch(self._stream_index)
                 self._bookmark.batches += 1
 
     def _open(self, start: EpochStart) -> None:
@@ -94,7 +98,7 @@ class Reader:
         if seeder is not None and setup.iterable:
             seeder.batch(-1)  # for what `__iter__` draws
         self._bookmark.begin(cursor)
-        self._fetcher = self._make_fetcher(start.epoch, seeder)
+        self._fetcher = self._make_fetcher(start, seeder)
         if setup.iterable:
             self._found(cursor, seeder)
         if self._watch is not None:
@@ -119,8 +123,14 @@ class Reader:
         stream = (seeded.first_stream + self._worker_id,) if self._setup.iterable else ()
         return SampleSeeder(seeded.seed, epoch, *stream, concurrent=concurrent)
 
-    def _make_fetcher(self, epoch: int, seeder: SampleSeeder | None) -> Any:
-        setup, seeded = self._setup, self._setup.seeded
+    def _make_fetcher(self, start: EpochStart, seeder: SampleSeeder | None) -> Any:
+        setup, seeded, epoch = self._setup, self._setup.seeded, start.epoch
+        guard = None
+        if setup.policy is not None:
+            guard = Guard(setup.policy, self._worker_id, epoch, asynchronous=self.asynchronous)
+        read = 0
+        if start.cursor is not None:  # in torch mode samples are not counted, but each has a place in its batch
+            read = start.cursor.samples or start.cursor.batches * (setup.batch_size or 1)
         if self.asynchronous:
             seeding = None
             if seeded is not None and seeder is not None:
@@ -138,10 +148,13 @@ class Reader:
                 drop_last=setup.drop_last,
                 concurrency=setup.concurrency,
                 seeding=seeding,
+                guard=guard,
+                worker=self._worker_id,
+                read=read,
             )
         if seeder is not None and seeded is not None and not setup.iterable:
             return SeededMapFetcher(
-                self.dataset, setup.auto_collation, self._collate, seeder, seeded.replicas, seeded.seed_collate
+                self.dataset, setup.auto_collation, self._collate, seeder, seeded.replicas, seeded.seed_collate, guard
             )
         return make_blocking_fetcher(
             self.dataset,
@@ -149,6 +162,9 @@ class Reader:
             auto_collation=setup.auto_collation,
             collate=self._collate,
             drop_last=setup.drop_last,
+            guard=guard,
+            worker=self._worker_id,
+            read=read,
         )
 
     @contextlib.contextmanager
@@ -172,16 +188,25 @@ class Reader:
 
     # --------------------------------------------------------------------------------------------- fetching
 
-    def fetch(self, index: Any) -> Any:
-        """The batch of an index; of a stream: the next one, whatever the index. StopIteration at its end."""
+    def fetch(self, index: Any, bad: list[BadSample] | None = None) -> Any:
+        """The batch of an index; of a stream: the next one, whatever the index.
+
+        Args:
+            index: from the sampler; in seeded mode ``(position, index)``.
+            bad: gets records of this batch's samples that raised, however the call ends; only with a policy.
+
+        Raises:
+            StopIteration: the stream has ended. Never with records.
+            NoSamples: all samples of the batch were left out. Take the cursor as after a batch.
+        """
         if self._setup.iterable:
             index = self._stream_index
         if self._setup.seeded is None:
-            return self._fetcher.fetch(index)
+            return self._fetcher.fetch(index, bad)
         with self._generators():
-            return self._fetcher.fetch(index)
+            return self._fetcher.fetch(index, bad)
 
-    async def fetch_async(self, index: Any) -> Any:
+    async def fetch_async(self, index: Any, bad: list[BadSample] | None = None) -> Any:
         """`fetch` for an asynchronous dataset. StopAsyncIteration at its end."""
         if not self._ready:
             async with self._turn:  # the others wait until what is to be dropped has been read
@@ -195,7 +220,7 @@ class Reader:
                         self._failure = error
                         raise
                     self._ready = True
-        return await self._fetcher.fetch(self._stream_index if self._setup.iterable else index)
+        return await self._fetcher.fetch(self._stream_index if self._setup.iterable else index, bad)
 
     def first_cursor(self) -> bytes:
         """Where the dataset stands now that an epoch has begun; empty if there is nothing to be saved."""

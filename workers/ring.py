@@ -137,13 +137,25 @@ class Ring:
         return len(self._leases) + len(self._retired) < self.slots - self.credits
 
     def lend(self, slot: int, nbytes: int) -> Anchor:
-        """Lease an assigned slot to the consumer: its first `nbytes`. It comes back when the anchor dies."""
+        """Lease an assigned slot to the consumer: its first `nbytes`. It comes back when the anchor dies.
+
+        Raises:
+            ValueError: there are no such bytes, or the consumer has the slot already.
+        """
+        if slot in self._leases:
+            raise ValueError(f"a worker's answer is broken: slot {slot} of {self!r} is the consumer's already")
         anchor = self.look(slot, nbytes)
         self._leases[slot] = make_lease(anchor, self._append_released, slot, self._generation[slot])
         return anchor
 
     def look(self, slot: int, nbytes: int) -> Anchor:
-        """An anchor without a lease, to copy an assigned slot out."""
+        """An anchor without a lease, to copy an assigned slot out.
+
+        Raises:
+            ValueError: there are no such bytes.
+        """
+        if not (0 <= slot < self.slots and 0 <= nbytes <= self.slot_bytes):
+            raise ValueError(f"a worker's answer is broken: {nbytes} bytes in slot {slot} of {self!r}")
         return make_anchor(self._memory, slot * self.slot_bytes, nbytes)
 
     def retire(self) -> None:
@@ -190,8 +202,16 @@ class WorkerRing:
 
 
 def oneoff_anchor(fd: int, nbytes: int) -> Anchor:
-    """Map a segment that holds one batch. Takes the descriptor; the memory goes with the last view."""
+    """Map a segment that holds one batch. Takes the descriptor; the memory goes with the last view.
+
+    Raises:
+        ValueError: the segment does not hold so many bytes. (To touch what lies behind its end would be a SIGBUS.)
+        RingMemoryError: no address space for it.
+    """
     try:
+        there = os.fstat(fd).st_size
+        if not 0 < nbytes <= there:
+            raise ValueError(f"a worker's answer is broken: {nbytes} bytes in a segment of {there}")
         return make_anchor(segment.map_segment(fd, nbytes), 0, nbytes)
     finally:
         os.close(fd)

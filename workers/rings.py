@@ -47,8 +47,10 @@ class RingKeeper:
         self.nbytes = 0
         """Size of the newest ring, also after it was closed."""
         self._held: dict[tuple[int, int], tuple[Ring, int]] = {}  # (epoch, seq) -> slot of an unanswered task
+        self._slotless: set[tuple[int, int]] = set()  # unanswered tasks that were given none
         self._slot_bytes = FIRST_SLOT_BYTES if ring_bytes is None else self._fixed_slot_bytes(ring_bytes)
         self._grown = True  # the first ring is owed
+        self._number = -1  # of the newest ring
 
     @property
     def run_ahead(self) -> int:
@@ -66,8 +68,8 @@ class RingKeeper:
         """
         if not self._grown and not (self.ring is not None and self.ring.worn):
             return None
-        number = self.ring.number + 1 if self.ring is not None else 0
-        self.ring = Ring(self._slots, self._slot_bytes, self._slots - HEADROOM, number)
+        self._number += 1
+        self.ring = Ring(self._slots, self._slot_bytes, self._slots - HEADROOM, self._number)
         self.nbytes = self.ring.nbytes
         self._grown = False
         return self.ring
@@ -78,6 +80,7 @@ class RingKeeper:
         assert ring is not None
         slot = ring.take()
         if slot is None:
+            self._slotless.add((epoch, seq))
             return ring.number, wire.NO_SLOT
         self._held[epoch, seq] = (ring, slot)
         return ring.number, slot
@@ -85,8 +88,16 @@ class RingKeeper:
     def answered(self, epoch: int, seq: int, slot: int, nbytes: int) -> Ring | None:
         """The task was answered. Return the ring that `slot` is in, if the batch is in a slot; a slot that the
         worker was given and did not use comes back. Learns from the batch's size.
+
+        Raises:
+            ValueError: the worker was not given this slot, or not so large a one. Nothing is changed.
         """
-        held = self._held.pop((epoch, seq), None)
+        held = self._held.get((epoch, seq))
+        if slot < wire.ONEOFF or (held is not None and slot >= 0 and (slot != held[1] or nbytes > held[0].slot_bytes)):
+            given = "none" if held is None else f"slot {held[1]} of {held[0]!r}"
+            raise ValueError(f"a worker's answer is broken: {nbytes} bytes in slot {slot}, but it was given {given}")
+        self._held.pop((epoch, seq), None)
+        self._slotless.discard((epoch, seq))
         if slot == wire.ONEOFF and nbytes > self._slot_bytes:
             slots = self._least_slots + self._affordable(grown_slot_bytes(nbytes))
             wanted = fit_slot_bytes(nbytes, slots, self._ring_bytes)
@@ -100,6 +111,10 @@ class RingKeeper:
             return None
         return held[0]
 
+    def expects(self, epoch: int, seq: int) -> bool:
+        """Whether the worker has this task, and has not answered it."""
+        return (epoch, seq) in self._held or (epoch, seq) in self._slotless
+
     def _affordable(self, slot_bytes: int) -> int:
         """Slots for batches that run ahead."""
         room = RUN_AHEAD_BYTES if self._ring_bytes is None else self._ring_bytes - self._least_slots * slot_bytes
@@ -110,12 +125,23 @@ class RingKeeper:
         for ring, slot in self._held.values():
             ring.give_back(slot)
         self._held.clear()
+        self._slotless.clear()
 
     def reset_done(self, epoch: int) -> None:
         """The worker has dropped every task older than `epoch`."""
         for key in [k for k in self._held if k[0] < epoch]:
             ring, slot = self._held.pop(key)
             ring.give_back(slot)
+        self._slotless = {key for key in self._slotless if key[0] >= epoch}
+
+    def abandon(self) -> None:
+        """The worker is dead. Its ring is never written again: a process that it forked, or a write that the system has
+        not given up, may still be at it. Its replacement is owed a new one; the old goes when the last lease does.
+        """
+        self._held.clear()
+        self._slotless.clear()
+        self.ring = None
+        self._grown = True
 
     def close(self) -> None:
         """Let go of the rings; what the consumer holds stays valid."""
@@ -123,3 +149,4 @@ class RingKeeper:
             self.ring.close_fd()
         self.ring = None
         self._held.clear()
+        self._slotless.clear()

@@ -5,6 +5,9 @@ Data path: scheduler -> worker: [seeded_fetch] -> collate -> codec -> ring. The 
 A dataset's own `__getitems__`, and the user's `collate_fn`, make a batch at once: they are seeded once a batch, by the
 position of its first sample. torch's `Subset` and `StackDataset` have a `__getitems__` that only passes indices on;
 they are read sample by sample, unless what they pass them to has one of its own.
+
+A stream's samples are numbered as they come. One that raises has no number, and the next one, if there is one, gets it;
+where failures are skipped or replaced, each takes a number, so that the samples after it are what they would be anyway.
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ from typing import Any
 
 from torch.utils.data import StackDataset, Subset
 
+from asyncloader.workers.bad_samples import BadSample, Guard
+from asyncloader.workers.error_notes import add_note, batch_place, collation_place, sample_place
+from asyncloader.workers.guarded_fetch import GuardedMap
 from asyncloader.workers.seeding import SampleSeeder
 
 __all__ = ["SeededAsyncIterator", "SeededIterator", "SeededMapFetcher", "fetches_batches"]
@@ -39,6 +45,7 @@ class SeededMapFetcher:
         seeder: of the epoch.
         replicas: difference of the positions of neighbouring samples.
         seed_collate: whether `collate` may draw random numbers.
+        guard: what becomes of samples that raise; None: they fail their batch.
     """
 
     def __init__(
@@ -49,6 +56,7 @@ class SeededMapFetcher:
         seeder: SampleSeeder,
         replicas: int,
         seed_collate: bool,
+        guard: Guard | None = None,
     ) -> None:
         self._dataset = dataset
         self._auto_collation = auto_collation
@@ -57,28 +65,59 @@ class SeededMapFetcher:
         self._replicas = replicas
         self._seed_collate = seed_collate
         self._whole = auto_collation and fetches_batches(dataset)
+        self._guarded = None if guard is None else GuardedMap(dataset, guard, seeder, replicas)
 
-    def fetch(self, possibly_batched_index: Any) -> Any:
-        """The batch."""
+    def fetch(self, possibly_batched_index: Any, bad: list[BadSample] | None = None) -> Any:
+        """The batch. `bad` gets records of samples that raised.
+
+        Raises:
+            NoSamples: the guard left all of them out.
+        """
         first, index = possibly_batched_index
-        seeder, dataset = self._seeder, self._dataset
         data: Any
-        if not self._auto_collation:
-            seeder.sample(first)
-            data = dataset[index]
+        if self._guarded is not None:
+            bad = [] if bad is None else bad
+            if self._auto_collation:
+                data = self._guarded.samples(index, first, bad, whole=self._whole)
+            else:
+                data = self._guarded.sample(index, first, bad)
+        elif not self._auto_collation:
+            self._seeder.sample(first)
+            try:
+                data = self._dataset[index]
+            except Exception as error:
+                add_note(error, sample_place(index, None, first))
+                raise
         elif self._whole:
-            seeder.batch(first)
-            data = dataset.__getitems__(index)
+            self._seeder.batch(first)
+            try:
+                data = self._dataset.__getitems__(index)
+            except Exception as error:
+                add_note(error, batch_place(index))
+                raise
         else:
-            data = []
-            position = first
-            for one in index:
-                seeder.sample(position)
-                data.append(dataset[one])
-                position += self._replicas
+            data = self._samples(first, index)
         if self._seed_collate:
-            seeder.collation(first)
-        return self._collate(data)
+            self._seeder.collation(first)
+        try:
+            return self._collate(data)
+        except Exception as error:
+            add_note(error, collation_place(index, batched=self._auto_collation))
+            raise
+
+    def _samples(self, first: int, index: Any) -> list[Any]:
+        seeder, dataset = self._seeder, self._dataset
+        data: list[Any] = []
+        position = first
+        for one in index:
+            seeder.sample(position)
+            try:
+                data.append(dataset[one])
+            except Exception as error:
+                add_note(error, sample_place(one, len(data), position))
+                raise
+            position += self._replicas
+        return data
 
 
 class SeededIterator:
@@ -104,6 +143,13 @@ class SeededIterator:
         self.samples += 1
         return sample
 
+    def lose(self) -> None:
+        """The sample that raised keeps its number. Code that makes a substitute runs from here on, under its random
+        numbers.
+        """
+        self._seeder.sample(self.samples)
+        self.samples += 1
+
 
 class SeededAsyncIterator:
     """`SeededIterator` for ``async for``."""
@@ -121,3 +167,8 @@ class SeededAsyncIterator:
         sample = await anext(self._iterator)
         self.samples += 1
         return sample
+
+    def lose(self) -> None:
+        """`SeededIterator.lose`."""
+        self._seeder.sample(self.samples)
+        self.samples += 1

@@ -8,6 +8,7 @@ for; that is `worker.py`'s.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import select
@@ -23,10 +24,15 @@ from torch.utils.data.graph_settings import apply_random_seed
 
 from asyncloader.errors import LoaderError
 from asyncloader.workers import segment, wire
+from asyncloader.workers.bad_samples import BadSample, NoSamples
 from asyncloader.workers.channel import Channel
 from asyncloader.workers.codec import Encoded, Encoder
 from asyncloader.workers.collate import Collator, use_private_memory
+from asyncloader.workers.error_notes import take_notes
+from asyncloader.workers.footprint import Footprint
+from asyncloader.workers.handover import restore_generators, save_generators
 from asyncloader.workers.info import EpochStart, WorkerSetup, install_worker_info, seed_worker
+from asyncloader.workers.last_words import kept_stderr
 from asyncloader.workers.payload import Payload
 from asyncloader.workers.reader import Reader
 from asyncloader.workers.ring import WorkerRing
@@ -56,6 +62,9 @@ class TaskRunner:
         self._ended = False  # this worker's copy of an iterable dataset has ended in this epoch
         self._start_error: bytes | None = None
         self._reader: Reader | None = None
+        self._suspect: int | None = None  # where the next task's standard error is to be kept
+        self._footprint: Footprint | None = None
+        self._memory_limit = 0
         torch.multiprocessing._set_thread_name("pt_data_worker")
         torch.set_num_threads(1)
         use_private_memory()
@@ -65,8 +74,13 @@ class TaskRunner:
             self._start(self._setup)
         except Exception as error:
             self._start_error = _pickle_error(error, self.worker_id)
+        self._started()
+
+    def _started(self) -> None:
+        self.channel_send(wire.pack_reset(wire.STARTED, self._epoch))
 
     def _start(self, setup: WorkerSetup) -> None:
+        self._epoch = setup.attachment
         seed = seed_worker(setup.base_seed, self.worker_id)
         start = setup.starts[self.worker_id]
         dataset = self._reseed_datapipe(setup.dataset, start.shared_seed)
@@ -78,6 +92,10 @@ class TaskRunner:
         if setup.worker_init_fn is not None:
             setup.worker_init_fn(self.worker_id)
         reader.begin(start)
+        if setup.handover:
+            restore_generators(setup.handover)
+        if setup.memory_limit is not None:
+            self._memory_limit, self._footprint = setup.memory_limit, Footprint()
 
     def _reseed_datapipe(self, dataset: Any, shared_seed: int | None) -> Any:
         if isinstance(dataset, IterDataPipe):
@@ -109,8 +127,25 @@ class TaskRunner:
                 old.close()
         elif kind == wire.RESET:
             self._reset(body)
+        elif kind == wire.SUSPECT:
+            self._suspect = self.channel.take_fd()
         elif kind == wire.STOP:
             self.stopped = True
+
+    @property
+    def outgrown(self) -> bool:
+        """Whether this worker has grown beyond its bound, and should leave before its next task."""
+        return self._footprint is not None and not self._ended and self._footprint.growth() > self._memory_limit
+
+    def retire(self) -> None:
+        """Say that this worker leaves. Call it with no task in hand, and take none afterwards."""
+        seeded = self._setup.seeded is not None
+        self.channel_send(wire.pack(wire.RETIRING, b"" if seeded else save_generators()))
+
+    def _watched(self) -> contextlib.AbstractContextManager[None]:
+        """Around a task: keeps what one that is suspected writes to standard error."""
+        suspect, self._suspect = self._suspect, None
+        return contextlib.nullcontext() if suspect is None else kept_stderr(suspect)
 
     def _reset(self, body: bytes) -> None:
         epoch, payload = wire.unpack_reset(body)
@@ -127,6 +162,7 @@ class TaskRunner:
             reader.begin(start)
         except Exception as error:
             self._start_error = _pickle_error(error, self.worker_id)
+        self._started()
 
     def task(self, body: bytes) -> None:
         """Carry out one task of a blocking dataset."""
@@ -134,13 +170,20 @@ class TaskRunner:
             return
         epoch, seq, slot, ring, index = wire.unpack_task(body)
         begin = perf_counter()
+        bad: list[BadSample] = []
         try:
             reader = self._reader_or_error()
-            encoded = reader.fetch(pickle.loads(index))
+            if self._suspect is None:
+                encoded = reader.fetch(pickle.loads(index), bad)
+            else:
+                with self._watched():
+                    encoded = reader.fetch(pickle.loads(index), bad)
             ring_now = self._ring if ring == self._ring_number else None
+            if bad:
+                self._tell_bad(epoch, seq, bad)
             self._answer(epoch, seq, slot, ring_now, encoded, reader.cursor(), lambda: perf_counter() - begin)
         except Exception as error:
-            self._answer_error(epoch, seq, lambda: perf_counter() - begin, error)
+            self._answer_error(epoch, seq, lambda: perf_counter() - begin, error, bad)
 
     async def task_async(self, body: bytes) -> None:
         """Carry out one task of an asynchronous dataset; several run at a time."""
@@ -148,16 +191,20 @@ class TaskRunner:
             return
         epoch, seq, slot, ring_number, index = wire.unpack_task(body)
         ring = self._ring if ring_number == self._ring_number else None
+        bad: list[BadSample] = []
         try:
             reader = self._reader_or_error()
-            encoded = await reader.fetch_async(pickle.loads(index))
+            with self._watched():
+                encoded = await reader.fetch_async(pickle.loads(index), bad)
             cursor = reader.cursor()  # before another task reads on
             # A task that outlived its epoch (it would not be cancelled) may not touch its slot: it is another's now.
             if epoch == self._epoch:
+                if bad:
+                    self._tell_bad(epoch, seq, bad)
                 self._answer(epoch, seq, slot, ring, encoded, cursor, self._cpu_time)
         except Exception as error:
             if epoch == self._epoch and not self._ended:
-                self._answer_error(epoch, seq, self._cpu_time, error)
+                self._answer_error(epoch, seq, self._cpu_time, error, bad)
 
     def _cpu_time(self) -> float:
         """CPU seconds since the last call: what an asynchronous worker spent, beside waiting, since its last answer."""
@@ -202,7 +249,23 @@ class TaskRunner:
                 os.close(fd)
         self._last_template = encoded.template
 
-    def _answer_error(self, epoch: int, seq: int, busy: Callable[[], float], error: Exception) -> None:
+    def _tell_bad(self, epoch: int, seq: int, bad: list[BadSample]) -> None:
+        """Before the answer that the records belong to."""
+        try:
+            payload = pickle.dumps(bad, 5)
+        except Exception:  # an index that does not pickle came here without pickling, by fork: its text must do
+            payload = pickle.dumps([each._replace(index=repr(each.index)) for each in bad], 5)
+        self.channel_send(wire.pack_answer(wire.BAD, epoch, seq, 0.0, payload))
+
+    def _answer_error(
+        self, epoch: int, seq: int, busy: Callable[[], float], error: Exception, bad: list[BadSample]
+    ) -> None:
+        if bad:
+            self._tell_bad(epoch, seq, bad)
+        if isinstance(error, NoSamples):
+            cursor = self._reader.cursor() if self._reader is not None else b""
+            self.channel_send(wire.pack_answer(wire.NOTHING, epoch, seq, busy(), cursor))
+            return
         if self._setup_iterable() and isinstance(error, (StopIteration, StopAsyncIteration)):
             self._ended = True
             cursor = self._reader.last_cursor() if self._reader is not None else b""
@@ -244,10 +307,13 @@ def _write_oneoff(encoded: Encoded) -> int:
 def _pickle_error(error: Exception, worker_id: int) -> bytes:
     """The error as the main process will raise it: ours as they are, others as torch wraps them."""
     where = f"in DataLoader worker process {worker_id}"
-    wrapper = ExceptionWrapper(exc_info=(type(error), error, error.__traceback__), where=where)
+    notes = [] if isinstance(error, LoaderError) else take_notes(error)
+    wrapper: Any = ExceptionWrapper(exc_info=(type(error), error, error.__traceback__), where=where)
     if isinstance(error, LoaderError):
         error.add_note(f"Raised {where}.\nOriginal {wrapper.exc_msg}")
         return pickle.dumps(error.with_traceback(None))
+    # Not in torch's text, whose last line is the exception's own: `raise_worker_error` adds them again.
+    wrapper.notes = [f"{note}, in worker {worker_id} (pid {os.getpid()})" for note in notes]
     try:
         data = pickle.dumps(wrapper)
         pickle.loads(data)

@@ -12,19 +12,24 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = [
+    "BAD",
     "ERROR",
     "EXHAUSTED",
+    "NOTHING",
     "NO_SLOT",
     "ONEOFF",
     "READY",
     "RESET",
     "RESET_DONE",
     "RESULT",
+    "RETIRING",
     "RING",
+    "STARTED",
     "STOP",
+    "SUSPECT",
     "TASK",
     "FrameSplitter",
     "Result",
@@ -43,8 +48,20 @@ __all__ = [
 
 # main -> worker
 TASK, RING, RESET, STOP = 1, 2, 3, 4
+SUSPECT = 5
+"""The next task killed a worker: what is written to standard error meanwhile is kept, too, in the descriptor that comes
+with the frame."""
 # worker -> main
 RESULT, ERROR, EXHAUSTED, RESET_DONE, READY = 11, 12, 13, 14, 15
+STARTED = 16
+"""The user's start-up code has run: from here on it is a task that takes time, or kills."""
+NOTHING = 17
+"""A task was carried out, and there is no batch: all of its samples were left out. With the pickled cursor."""
+BAD = 18
+"""Samples of a task that were left out or replaced (pickled records); its answer follows."""
+RETIRING = 19
+"""The worker has grown too large and leaves now; its unanswered tasks are for its replacement. With the state of its
+random numbers, pickled, in torch mode."""
 
 NO_SLOT = -1
 """In a task: no slot was free. In a result: the batch has no bytes in shared memory."""
@@ -94,8 +111,8 @@ def pack_task(epoch: int, seq: int, slot: int, ring: int, index: bytes) -> bytes
 
 def unpack_task(body: bytes) -> tuple[int, int, int, int, bytes]:
     """Epoch, sequence number, slot, ring number, pickled index."""
-    epoch, seq, slot, ring = _TASK_HEAD.unpack_from(body)
-    return epoch, seq, slot, ring, body[20:]
+    epoch, seq, slot, ring = _unpack(_TASK_HEAD, body)
+    return epoch, seq, slot, ring, body[_TASK_HEAD.size :]
 
 
 def pack_ring(number: int, slots: int, slot_bytes: int) -> bytes:
@@ -105,7 +122,7 @@ def pack_ring(number: int, slots: int, slot_bytes: int) -> bytes:
 
 def unpack_ring(body: bytes) -> tuple[int, int, int]:
     """Ring number, slots, bytes a slot."""
-    number, slots, slot_bytes = _RING_HEAD.unpack(body)
+    number, slots, slot_bytes = _unpack(_RING_HEAD, body)
     return number, slots, slot_bytes
 
 
@@ -116,17 +133,17 @@ def pack_reset(kind: int, epoch: int, payload: bytes = b"") -> bytes:
 
 def unpack_reset(body: bytes) -> tuple[int, bytes]:
     """Epoch, payload."""
-    return _RESET_HEAD.unpack_from(body)[0], body[_RESET_HEAD.size :]
+    return _unpack(_RESET_HEAD, body)[0], body[_RESET_HEAD.size :]
 
 
 def pack_answer(kind: int, epoch: int, seq: int, busy: float, payload: bytes = b"") -> bytes:
-    """An answer without a batch: ERROR (the pickled error) or EXHAUSTED (the pickled cursor)."""
+    """An answer without a batch: ERROR (the pickled error), EXHAUSTED (the pickled cursor) or NOTHING. Also BAD."""
     return pack(kind, _ANSWER_HEAD.pack(epoch, seq, busy) + payload)
 
 
 def unpack_answer(body: bytes) -> tuple[int, int, float, bytes]:
     """Epoch, sequence number, busy seconds, payload."""
-    epoch, seq, busy = _ANSWER_HEAD.unpack_from(body)
+    epoch, seq, busy = _unpack(_ANSWER_HEAD, body)
     return epoch, seq, busy, body[_ANSWER_HEAD.size :]
 
 
@@ -138,23 +155,34 @@ def pack_result(result: Result, template: bytes, cursor: bytes = b"") -> bytes:
 
 def unpack_result(body: bytes) -> tuple[Result, bytes, bytes]:
     """The result, its template (empty when `same`) and its cursor."""
-    epoch, seq, slot, nbytes, pickled, samples, busy, same, cursor = _RESULT_HEAD.unpack_from(body)
+    epoch, seq, slot, nbytes, pickled, samples, busy, same, cursor = _unpack(_RESULT_HEAD, body)
     result = Result(epoch, seq, slot, nbytes, pickled, samples, busy, bool(same), cursor)
     end = len(body) - cursor
+    if end < _RESULT_HEAD.size:
+        raise ValueError(f"broken stream: a result of {len(body)} bytes with a cursor of {cursor}")
     return result, body[_RESULT_HEAD.size : end], body[end:]
+
+
+def _unpack(head: struct.Struct, body: bytes) -> tuple[Any, ...]:
+    if len(body) < head.size:
+        raise ValueError(f"broken stream: a frame with {len(body)} bytes of a head of {head.size}")
+    return head.unpack_from(body)
 
 
 class FrameSplitter:
     """Cuts a byte stream into frames, however the stream was cut into reads.
 
+    A frame that comes in many reads (a worker's cursor may be large) is put together once.
+
     Raises (from `feed`):
-        ValueError: a length that no frame of ours has: the stream is broken.
+        ValueError: a length that no frame of ours has: the stream is broken, and stays so.
     """
 
-    __slots__ = ("_rest",)
+    __slots__ = ("_rest", "_wanted")
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
+        self._wanted = 5  # bytes without which there is nothing to look at
 
     @property
     def pending(self) -> int:
@@ -164,17 +192,22 @@ class FrameSplitter:
     def feed(self, data: bytes) -> Iterator[tuple[int, bytes]]:
         """Take what was read; give the kind and the body of each frame that is complete now."""
         if self._rest:
-            data = self._rest + data
+            self._rest += data
+            if len(self._rest) < self._wanted:
+                return iter(())
+            data = bytes(self._rest)
         frames: list[tuple[int, bytes]] = []
-        start, size = 0, len(data)
+        start, size, self._wanted = 0, len(data), 5
         while size - start >= 5:
             length, kind = _PREFIX.unpack_from(data, start)
             if not 1 <= length <= _MAX_FRAME:
+                self._rest, self._wanted = bytearray(data[start : start + 5]), 5
                 raise ValueError(f"broken stream: a frame of {length} bytes")
             end = start + 4 + length
             if end > size:
+                self._wanted = 4 + length
                 break
             frames.append((kind, data[start + 5 : end]))
             start = end
-        self._rest = data[start:]
+        self._rest = bytearray(data[start:])
         return iter(frames)

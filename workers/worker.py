@@ -8,9 +8,10 @@ and could overlap nothing), and an event loop for asynchronous ones, where the t
 A worker holds no lock and shares no state with anybody: it reads tasks from its socket, writes to the slot that a task
 names, and answers. It can be killed at any instruction without harm to others.
 
-It ends when it is told to (STOP), when its socket ends, or when its parent dies, in whatever state it is: a thread
-waits for the parent's pidfd. End of the socket alone would not do: a sibling forked between two `socketpair` calls, or
-a process that the user's dataset forked, may hold the other end open.
+It ends when it is told to (STOP), when its socket ends, or when its parent dies, in whatever state it is: the kernel
+kills it (`lifeline.py`); where it cannot be asked to, a thread waits for the parent's pidfd. End of the socket alone
+would not do: a sibling forked between two `socketpair` calls, or a process that the user's dataset forked, may hold the
+other end open.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from asyncloader.workers import wire
+from asyncloader.workers import lifeline, stacks, wire
+from asyncloader.workers.bootstrap import Links
 from asyncloader.workers.channel import Channel
 from asyncloader.workers.info import WorkerSetup
 from asyncloader.workers.payload import InheritedFd, Payload
@@ -35,18 +37,19 @@ from asyncloader.workers.task_runner import TaskRunner
 __all__ = ["worker_main"]
 
 
-def worker_main(worker_id: int, control: InheritedFd, parent: InheritedFd | None, setup: WorkerSetup | Payload) -> None:
+def worker_main(worker_id: int, links: Links, setup: WorkerSetup | Payload) -> None:
     """Entry point of a worker process.
 
     Args:
         worker_id: 0 to ``num_workers - 1``.
-        control: this worker's end of the control socket.
-        parent: the parent's pidfd, None where the system has none.
+        links: the descriptors that it shares with the main process.
         setup: the common set-up, pickled unless the process was forked.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's business; it will stop us
-    _end_with_parent(parent)
-    channel = Channel(socket.socket(fileno=control.fd))
+    lifeline.hold(links.lifeline.fd)
+    _end_with_parent(links.parent)
+    stacks.install(links.stacks.fd)
+    channel = Channel(socket.socket(fileno=links.control.fd))
     try:
         runner = TaskRunner(worker_id, channel, setup)
         if runner.asynchronous:
@@ -100,10 +103,13 @@ def _serve_blocking(runner: TaskRunner) -> None:
         if not inbox:
             continue
         kind, body = inbox.popleft()
-        if kind == wire.TASK:
-            runner.task(body)
-        else:
+        if kind != wire.TASK:
             runner.control(kind, body)
+            continue
+        runner.task(body)
+        if runner.outgrown:
+            runner.retire()
+            return
 
 
 def _receive(channel: Channel, inbox: deque[tuple[int, bytes]], *, wait: bool) -> None:
@@ -138,6 +144,7 @@ class _AsyncShell:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._done: asyncio.Future[None] = self._loop.create_future()
+        self._retiring = False
 
     async def run(self) -> None:
         fd = self._runner.channel.fileno()
@@ -175,6 +182,17 @@ class _AsyncShell:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._end(task.exception())
+        elif self._retiring or self._runner.outgrown:
+            self._retire()
+
+    def _retire(self) -> None:
+        """Take no more tasks; leave when those in hand are answered."""
+        if not self._retiring:
+            self._retiring = True
+            self._loop.remove_reader(self._runner.channel.fileno())
+        if not self._tasks and not self._done.done():
+            self._runner.retire()
+            self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
         if self._done.done():

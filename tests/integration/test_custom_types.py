@@ -20,7 +20,7 @@ from asyncloader.statistics import Statistics
 from asyncloader.workers import wire
 from asyncloader.workers.codec import Encoder, Template
 from asyncloader.workers.layout import PAGE
-from asyncloader.workers.pool import Answer
+from asyncloader.workers.listener import Answer
 from asyncloader.workers.ring import Ring
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import identity

@@ -8,7 +8,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import Dataset
 
-from asyncloader.sync_iterator import InlineIterator, WorkerIterator
+from asyncloader.sync_inline import InlineIterator
+from asyncloader.sync_iterator import WorkerIterator
 from tests.integration.comparing import assert_same
 from tests.integrations.helping import Rows, RowStream, batches_given, seed_all, workers_of_now
 from tests.integrations.lightning_runs import OURS, STOCK, Recorder, SaveAt, WorkersSeen, fit, trainer

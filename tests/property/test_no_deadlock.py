@@ -23,7 +23,7 @@ from asyncloader.statistics import Statistics
 from asyncloader.workers import segment, wire
 from asyncloader.workers.codec import Encoder, Template
 from asyncloader.workers.layout import FIRST_SLOT_BYTES, PAGE, slot_count
-from asyncloader.workers.pool import Answer
+from asyncloader.workers.listener import Answer
 from asyncloader.workers.ring import Ring
 from asyncloader.workers.rings import RingKeeper
 
@@ -91,7 +91,7 @@ class Machine(RuleBasedStateMachine):
 
     def assign(self, action: Assign) -> None:
         """What the pool does: a grown ring first, then a slot, then the task."""
-        worker, task = action
+        worker, task, _ = action
         keeper = self.keepers[worker]
         fresh = keeper.replacement()
         if fresh is not None:

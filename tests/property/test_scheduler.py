@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncloader.errors import WorkerDied
 from asyncloader.events import (
     Action,
     Assign,
@@ -97,7 +98,7 @@ class World:
         return found
 
     def assign(self, action: Assign) -> None:
-        worker, task = action
+        worker, task, _ = action
         assert worker not in self.gone
         assert task.seq == len(self.assigned)
         if self.scheduler.assignment == "least_loaded":
@@ -295,9 +296,11 @@ def test_death_at_any_time_is_the_last_word(steps: int, iterable: bool, in_order
     for _ in range(steps):
         world.move(*random.choice(world.moves()))
     unanswered = scheduler.outstanding
-    error = RuntimeError("gone")
-    world.carry_out(scheduler.handle(Died(1, error)))
-    assert world.last == [Fail(error)]
+    world.carry_out(scheduler.handle(Died(1, WorkerDied(1, 17, -9))))
+    (fail,) = world.last
+    assert isinstance(fail, Fail)
+    assert isinstance(fail.error, WorkerDied)
+    assert fail.error.pid == 17
     assert scheduler.outstanding == unanswered
     while any(world.queues) or world.line:
         what, worker = random.choice([move for move in world.moves() if move[0] != "offer"])

@@ -14,7 +14,7 @@ from asyncloader.statistics import Statistics
 from asyncloader.workers import segment, wire
 from asyncloader.workers.codec import Encoder, Template
 from asyncloader.workers.layout import PAGE
-from asyncloader.workers.pool import Answer
+from asyncloader.workers.listener import Answer
 from asyncloader.workers.ring import Ring
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from asyncloader.errors import WorkerDied
 from asyncloader.events import (
     Assign,
     Completed,
@@ -251,8 +252,12 @@ def test_iterable_finishes_when_every_copy_ended() -> None:
 def test_death_ends_the_epoch_with_its_error() -> None:
     """A worker's death is a `Fail`, and after it nothing is done any more."""
     s = started(offers=2)
-    error = RuntimeError("gone")
-    assert s.handle(Died(0, error)) == [Fail(error)]
+    error = WorkerDied(0, 17, -9)
+    (fail,) = s.handle(Died(0, error))
+    assert isinstance(fail, Fail)
+    assert isinstance(fail.error, WorkerDied)
+    assert (fail.error.pid, fail.error.exitcode) == (17, -9)
+    assert "max_worker_restarts" in str(fail.error)
     assert s.over
     assert s.handle(Completed(1, 1, "B")) == []
     assert s.handle(Died(1, error)) == []
@@ -262,7 +267,7 @@ def test_outstanding_tasks_survive_a_death() -> None:
     """Unanswered tasks are known after a death, with all that is needed to give them to another worker."""
     s = started(offers=3)
     s.handle(Completed(0, 0, "A"))
-    s.handle(Died(1, RuntimeError()))
+    s.handle(Died(1, WorkerDied(1, 17, -9)))
     assert s.outstanding == {1: Task(0, 1, 1), 2: Task(0, 2, 2)}
 
 

@@ -1,0 +1,184 @@
+"""One epoch of a DataLoader without workers: what `iter()` gives then.
+
+Data path: sampler -> [sync_inline: fetch -> collate] -> the user.
+
+A blocking dataset is read in the caller's thread, by `next()` alone, as torch does; async datasets and samplers on the
+bridge's loop, while the caller waits.
+"""
+
+from __future__ import annotations
+
+import os
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from asyncloader.bad_sample_log import BadSampleLog
+from asyncloader.bridge import Bridge
+from asyncloader.checkpoint import StateKeeper
+from asyncloader.draws import draw_source, warn_over_length
+from asyncloader.errors import TooManyBadSamples
+from asyncloader.inline import batch_nbytes, count_samples, inline_stream, make_inline_reader
+from asyncloader.options import LoaderSpec, async_index_source
+from asyncloader.pin_memory import torch_pin
+from asyncloader.progress import Progress
+from asyncloader.statistics import Statistics
+from asyncloader.workers.bad_samples import BadSample, NoSamples
+
+__all__ = ["CountedNext", "InlineIterator"]
+
+
+class CountedNext(_BaseDataLoaderIter):
+    """torch's `__next__`, with the profiler's range only while a profiler looks (it costs 10 microseconds)."""
+
+    def __next__(self) -> Any:
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            with torch.autograd.profiler.record_function(self._profile_name):
+                data: Any = self._next_data()
+        else:
+            data = self._next_data()
+        self._num_yielded += 1
+        if self._IterableDataset_len_called is not None:
+            warn_over_length(self)
+        return data
+
+
+class InlineIterator(CountedNext):
+    """Without workers: torch's fetcher in the caller's thread; async datasets and samplers on the bridge's loop."""
+
+    queue_depth = 0
+
+    def __init__(self, loader: LoaderSpec[Any], statistics: Statistics, bridge: Bridge, keeper: StateKeeper) -> None:
+        progress = keeper.begin(loader)
+        super().__init__(draw_source(loader, progress.epoch))
+        if self._timeout:
+            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+        self._spec = loader
+        self._keeper = keeper
+        self._statistics = statistics
+        self._source = async_index_source(loader)
+        self._indices: Any = None
+        self._bridge: Bridge | None = None
+        self._owner = os.getpid()
+        self._begin(progress)
+        self._uses_loop = self._reader.asynchronous or self._source is not None
+        if self._uses_loop:
+            self._bridge = bridge
+            self._bridge.acquire()
+        self._pin = torch_pin(self._pin_memory_device) if self._pin_memory else None
+        self._begun = self._statistics.begin()
+        self._statistics.log = BadSampleLog(loader.max_bad_samples)
+        self._over = False  # too many samples were bad
+
+    def _begin(self, progress: Progress) -> None:
+        self._progress = progress
+        self._agreement = progress.agreement
+        self._tasks = 0
+        self._fresh = True
+        self._reader = make_inline_reader(self._spec, self, progress)
+        self._stream = inline_stream(self._spec, self, progress)
+
+    def _next_data(self) -> Any:
+        begin = perf_counter()
+        if self._fresh:
+            if self._progress.outdated:
+                self._begin(self._keeper.begin(self._spec))
+            self._fresh = False
+        while not self._over:
+            bad: list[BadSample] = []
+            try:
+                index, data = self._fetched(bad)
+                if self._agreement is not None and not self._agreement.batch():
+                    raise StopIteration
+                cursor = self._reader.cursor()
+                if self._pin is not None:
+                    data = self._pin(data)
+            except NoSamples:
+                self._progress.delivered(self._tasks, 0, self._reader.cursor())
+                self._tasks += 1
+                self._record(bad)
+                continue
+            except StopIteration:
+                if self._agreement is not None:
+                    self._agreement.end()
+                self._progress.ends[0] = self._reader.last_cursor()
+                self._progress.finish()
+                raise
+            except BaseException:
+                if self._agreement is not None:
+                    self._agreement.fail()
+                self._progress.failed(self._tasks)
+                self._tasks += 1
+                self._record(bad)
+                raise
+            if bad:
+                self._record(bad)
+            self._progress.delivered(self._tasks, 0, cursor)
+            self._tasks += 1
+            passed = perf_counter() - begin
+            if not self._num_yielded:
+                self._statistics.first_batch(self._begun)
+            self._statistics.batch(count_samples(self._spec, index, bad), batch_nbytes(data), 0, passed, passed, 1)
+            return data
+        raise StopIteration
+
+    def _record(self, bad: list[BadSample]) -> None:
+        try:
+            self._statistics.bad(bad)
+        except TooManyBadSamples:
+            self._over = True
+            if self._agreement is not None:
+                self._agreement.fail()
+            raise
+
+    def _fetched(self, bad: list[BadSample]) -> tuple[Any, Any]:
+        if not self._uses_loop:
+            index = self._next_index_plain()
+            return index, self._reader.fetch(index, bad)
+        if self._bridge is None:
+            raise StopIteration
+        try:
+            return self._bridge.run(self._fetch(bad))
+        except StopAsyncIteration:
+            self._release()
+            raise StopIteration from None
+
+    async def _fetch(self, bad: list[BadSample]) -> tuple[Any, Any]:
+        index = await self._next_index_async()
+        if self._reader.asynchronous:
+            return index, await self._reader.fetch_async(index, bad)
+        return index, self._reader.fetch(index, bad)
+
+    def _next_index_plain(self) -> Any:
+        if self._stream is None:  # an iterable dataset's indices say no more than how many samples
+            return next(self._sampler_iter)
+        step, index = self._stream.pull()
+        self._progress.pulled(self._tasks, step)
+        return index
+
+    async def _next_index_async(self) -> Any:
+        if self._source is None:
+            try:
+                return self._next_index_plain()
+            except StopIteration:
+                raise StopAsyncIteration from None
+        if self._indices is None:
+            self._indices = self._source.reading(self._progress)
+        return await anext(self._indices)
+
+    def _release(self) -> None:
+        bridge, self._bridge = self._bridge, None
+        if bridge is not None:
+            bridge.release()
+
+    def _shutdown_workers(self) -> None:
+        """End the epoch. The name is torch's."""
+        if self._agreement is not None:
+            self._agreement.give_up()
+        self._release()
+
+    def __del__(self) -> None:
+        if getattr(self, "_owner", None) == os.getpid():
+            self._shutdown_workers()

@@ -1,0 +1,197 @@
+"""Datasets whose samples kill, hang or grow their worker, a given number of times. At module level, for spawn."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from asyncloader import sample_rng
+
+__all__ = [
+    "WAYS",
+    "AsyncFaulty",
+    "AsyncFaultyStream",
+    "Faults",
+    "Faulty",
+    "FaultyStream",
+    "Growing",
+    "StatefulFaultyStream",
+]
+
+
+def _crash() -> None:
+    ctypes.string_at(0)
+
+
+def _abort_with_words() -> None:
+    sys.stderr.write("the decoder says: broken header\n")
+    os.write(2, b"and so does its library\n")
+    os.abort()
+
+
+def _hang_in_c() -> None:
+    ctypes.PyDLL(None).pause()  # keeps the GIL
+
+
+WAYS: dict[str, Any] = {
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "SIGSEGV": _crash,
+    "SIGABRT": _abort_with_words,
+    "exit": lambda: os._exit(3),
+    "exit 0": lambda: os._exit(0),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": lambda: threading.Event().wait(),
+    "hang in C": _hang_in_c,
+}
+
+
+class Faults:
+    """Says at which places which fault strikes, and how often each; a folder remembers what struck already."""
+
+    def __init__(self, folder: Path, places: dict[int, str], times: int = 1) -> None:
+        self.folder = str(folder)
+        self.places = places
+        self.times = times
+
+    def strike(self, place: int) -> None:
+        way = self.places.get(place)
+        for time in range(self.times if way is not None else 0):
+            try:
+                os.close(os.open(f"{self.folder}/{place}.{time}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            except FileExistsError:
+                continue
+            assert way is not None
+            WAYS[way]()
+
+
+def _sample(index: int) -> Any:
+    """A sample with random numbers of all three generators."""
+    return {
+        "index": index,
+        "torch": torch.rand(3),
+        "numpy": np.random.random(2),
+        "random": random.random(),
+    }
+
+
+class Faulty(Dataset[Any]):
+    """`n` samples with random numbers, some of which strike."""
+
+    def __init__(self, n: int, faults: Faults) -> None:
+        self.n = n
+        self.faults = faults
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Any:
+        self.faults.strike(index)
+        return _sample(index)
+
+
+class AsyncFaulty(Dataset[Any]):
+    """The same, awaited; random numbers are the sample's own."""
+
+    def __init__(self, n: int, faults: Faults) -> None:
+        self.n = n
+        self.faults = faults
+
+    def __len__(self) -> int:
+        return self.n
+
+    async def __getitem__(self, index: int) -> Any:
+        await asyncio.sleep(0)
+        self.faults.strike(index)
+        return {"index": index, "torch": torch.rand(3, generator=sample_rng().torch)}
+
+
+class FaultyStream(IterableDataset[Any]):
+    """Each worker's copy counts to `n`; some of worker 0's samples strike. It has no state."""
+
+    def __init__(self, n: int, faults: Faults) -> None:
+        self.n = n
+        self.faults = faults
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        worker = 0 if info is None else info.id
+        for place in range(self.n):
+            if worker == 0:
+                self.faults.strike(place)
+            yield {**_sample(place), "worker": worker}
+
+
+class StatefulFaultyStream(IterableDataset[Any]):
+    """The same with a state: its place."""
+
+    def __init__(self, n: int, faults: Faults) -> None:
+        self.n = n
+        self.faults = faults
+        self.place = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        worker = 0 if info is None else info.id
+        while self.place < self.n:
+            if worker == 0:
+                self.faults.strike(self.place)
+            self.place += 1
+            yield {**_sample(self.place - 1), "worker": worker}
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.place = state_dict["place"]
+
+
+class AsyncFaultyStream:
+    """A stateful stream that is awaited."""
+
+    def __init__(self, n: int, faults: Faults) -> None:
+        self.n = n
+        self.faults = faults
+        self.place = 0
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        while self.place < self.n:
+            await asyncio.sleep(0)
+            self.faults.strike(self.place)
+            self.place += 1
+            yield {"index": self.place - 1}
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.place = state_dict["place"]
+
+
+class Growing(Dataset[Any]):
+    """Keeps a megabyte of each sample for ever, and tells which process made it."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.kept: list[bytes] = []
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Any:
+        self.kept.append(os.urandom(1 << 20))
+        return {**_sample(index), "pid": os.getpid()}

@@ -1,0 +1,333 @@
+"""A simulated shell around the scheduler in which workers die, leave, and are replaced after a while.
+
+It holds, at every step, what must hold whatever happens: see the asserts. `run` ends with the epoch, or fails where
+nothing can move any more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, NamedTuple
+
+from asyncloader.errors import TaskQuarantined, WorkerDied
+from asyncloader.events import (
+    Action,
+    Assign,
+    Completed,
+    Deliver,
+    Delivered,
+    Died,
+    Exhausted,
+    Fail,
+    Finish,
+    Offered,
+    Poisoned,
+    Pull,
+    Replace,
+    Replaced,
+    SamplerEnded,
+    Started,
+    Task,
+)
+from asyncloader.scheduler import Scheduler
+
+__all__ = ["Made", "Worker", "World"]
+
+
+class Made(NamedTuple):
+    """A batch: who made it, of what; `place` counts the batches of one copy of an iterable dataset."""
+
+    worker: int
+    task: Task
+    place: int
+
+
+class Strike(NamedTuple):
+    """A death over a task: whose, and what the worker had in hand, in the order in which it was sent."""
+
+    pid: int
+    hand: tuple[int, ...]
+
+
+@dataclass
+class Worker:
+    number: int
+    pid: int
+    queue: list[Task] = field(default_factory=list)  # in the order in which they were sent
+    up: bool = True  # there is a process
+    started: bool = True  # its start-up code has run
+    asked: bool = False  # a replacement was asked for
+    ended: bool = False  # its copy of an iterable dataset
+    made: int = 0  # batches, by whatever process
+    deaths: int = 0
+
+
+@dataclass
+class World:
+    """Sampler, workers, consumer and fate, each of which moves when `random` says so."""
+
+    scheduler: Scheduler
+    random: Random
+    concurrent: bool
+    max_restarts: int
+    indices: list[int] = field(default_factory=list)  # map datasets: what the sampler gives
+    lengths: list[int] = field(default_factory=list)  # iterable datasets: batches in each worker's copy
+    poison: frozenset[Any] = frozenset()  # indices, or (worker, place), over which a worker dies
+    kills: int = 0  # from outside
+    retirements: int = 0
+    spared: bool = False  # no kill from outside strikes a worker over a task that was struck before
+    prompt: bool = False  # indices are there when they are asked for
+    depth: int = 0  # events that are being handled
+    pulls: int = 0
+    offered: int = 0
+    ended_sampler: bool = False
+    pids: int = 100
+    workers: list[Worker] = field(default_factory=list)
+    tasks: dict[int, Task] = field(default_factory=dict)  # all that were ever assigned
+    whose: dict[int, int] = field(default_factory=dict)  # task -> the worker that it was first given to
+    strikes: dict[int, list[Strike]] = field(default_factory=dict)
+    answered: set[int] = field(default_factory=set)
+    void: set[int] = field(default_factory=set)
+    killed_by: dict[Any, int] = field(default_factory=dict)  # what is poison -> workers that it killed
+    line: deque[Deliver] = field(default_factory=deque)
+    delivered: list[Deliver] = field(default_factory=list)
+    last: list[Action] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.turn = self.scheduler._turn
+        for number in range(self.scheduler.workers):
+            self.pids += 1
+            self.workers.append(Worker(number, self.pids))
+
+    # ------------------------------------------------------------------------------------------ actions
+
+    def carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            assert not self.last, f"{action} after the end"
+            if isinstance(action, Pull):
+                self.pulls += action.number
+                while self.prompt and self.pulls and not self.ended_sampler:
+                    self.offer()
+            elif isinstance(action, Assign):
+                self.assign(action)
+            elif isinstance(action, Replace):
+                worker = self.workers[action.worker]
+                assert not (worker.up or worker.asked or worker.ended)
+                worker.asked = True
+            elif isinstance(action, Deliver):
+                self.line.append(action)
+            else:
+                self.last.append(action)
+
+    def handle(self, event: Any) -> None:
+        self.depth += 1
+        self.carry_out(self.scheduler.handle(event))
+        self.depth -= 1
+        if not (self.last or self.depth):
+            self.check()
+
+    def check(self) -> None:
+        """What holds between any two events."""
+        scheduler = self.scheduler
+        credits = scheduler.credits * scheduler.workers
+        assert scheduler.undelivered <= credits + scheduler.run_ahead
+        sent = [task.seq for worker in self.workers for task in worker.queue]
+        assert len(set(sent)) == len(sent)
+        waiting = scheduler.outstanding.keys() - set(sent)
+        assert len(scheduler.outstanding) == len(sent) + len(waiting)
+        for worker in self.workers:
+            given = [seq for seq in scheduler.outstanding if scheduler._owner[seq] == worker.number]
+            assert [seq for seq in given if seq in sent] == [task.seq for task in worker.queue]  # else it blames others
+            held = waiting & set(scheduler._recovery._waiting[worker.number])
+            waiting -= held
+            assert not held or not worker.up or (self.concurrent and self.tries(worker)), f"{held} wait for nothing"
+        assert not waiting, f"{waiting} are forgotten"
+        if not (scheduler.iterable or self.ended_sampler):
+            ahead = len(scheduler._reorder) if scheduler.assignment == "least_loaded" else 0
+            assert scheduler.undelivered + self.pulls >= credits + min(ahead, scheduler.run_ahead)  # no credit is idle
+
+    def tries(self, worker: Worker) -> bool:
+        """It is over a task that was struck before."""
+        return bool(worker.queue) and worker.queue[0].seq in self.strikes
+
+    def assign(self, action: Assign) -> None:
+        worker, task = self.workers[action.worker], action.task
+        assert worker.up, f"{action} for a worker that is down"
+        assert not worker.ended
+        assert self.tasks.setdefault(task.seq, task) == task
+        assert task.seq not in self.answered | self.void
+        first = self.whose.setdefault(task.seq, action.worker)
+        if self.scheduler.assignment == "round_robin":
+            assert action.worker == first
+            if self.scheduler.in_order and not self.scheduler.iterable:
+                assert first == (task.seq + self.turn) % len(self.workers)
+        assert action.suspect == (task.seq in self.strikes)
+        if self.concurrent:
+            assert not self.tries(worker), "a suspect is to be tried alone"
+            assert not (action.suspect and worker.queue), "a suspect is to be tried alone"
+        worker.queue.append(task)
+
+    # -------------------------------------------------------------------------------------------- moves
+
+    def moves(self) -> list[tuple[str, int]]:
+        """What can happen without any fault: there is something as long as the epoch is not over."""
+        found = [("answer", w.number) for w in self.workers if w.up and w.started and w.queue]
+        found += [("start", w.number) for w in self.workers if w.up and not w.started]
+        found += [("replace", w.number) for w in self.workers if w.asked]
+        if self.line:
+            found.append(("take", 0))
+        if self.pulls and not self.ended_sampler:
+            found.append(("offer", 0))
+        return found
+
+    def faults(self) -> list[tuple[str, int]]:
+        up = [w for w in self.workers if w.up]
+        found: list[tuple[str, int]] = []
+        if self.kills:
+            found += [("kill", w.number) for w in up if not (self.spared and w.started and self.tries(w))]
+        if self.retirements:
+            found += [("retire", w.number) for w in up if w.started and not w.ended]
+        return found
+
+    def run(self) -> None:
+        self.handle(Started())
+        while not self.last:
+            moves = self.moves()
+            assert moves, f"nothing can move, and the epoch is not over: {self.scheduler}"
+            faults = self.faults()
+            self.move(*self.random.choice(faults if faults and self.random.random() < 0.25 else moves))
+        self.delivered += self.line
+
+    def move(self, what: str, number: int) -> None:
+        worker = self.workers[number]
+        if what == "take":
+            item = self.line.popleft()
+            self.delivered.append(item)
+            self.handle(Delivered(item.seq))
+        elif what == "offer":
+            self.offer()
+        elif what == "answer":
+            self.answer(worker)
+        elif what == "start":
+            worker.started = True
+        elif what == "replace":
+            self.pids += 1
+            worker.pid, worker.up, worker.started, worker.asked = self.pids, True, False, False
+            self.handle(Replaced(number))
+        elif what == "kill":
+            self.kills -= 1
+            self.die(worker)
+        else:
+            self.retirements -= 1
+            self.die(worker, retired=True)
+
+    def offer(self) -> None:
+        if self.offered == len(self.indices):
+            self.ended_sampler = True
+            self.handle(SamplerEnded())
+            return
+        self.pulls -= 1
+        self.offered += 1
+        self.handle(Offered(self.indices[self.offered - 1]))
+
+    def answer(self, worker: Worker) -> None:
+        iterable = self.scheduler.iterable
+        if iterable and worker.made == self.lengths[worker.number]:
+            seq = worker.queue[0].seq
+            mine = {s for s in self.scheduler.outstanding if self.scheduler._owner[s] == worker.number}
+            self.void |= mine
+            worker.queue.clear()
+            worker.ended = True
+            self.handle(Exhausted(worker.number, seq))
+            return
+        place = self.random.randrange(len(worker.queue)) if self.concurrent and not iterable else 0
+        task = worker.queue[place]
+        what = (worker.number, worker.made) if iterable else task.index
+        if what in self.poison:
+            self.killed_by[what] = self.killed_by.get(what, 0) + 1
+            self.die(worker)
+            return
+        del worker.queue[place]
+        worker.made += 1
+        self.answered.add(task.seq)
+        self.handle(Completed(worker.number, task.seq, Made(worker.number, task, worker.made - 1)))
+
+    def die(self, worker: Worker, *, retired: bool = False) -> None:
+        hand = tuple(task.seq for task in worker.queue)
+        at_work = worker.started
+        worker.queue.clear()
+        worker.up = False
+        struck: set[int] = set()
+        if not retired:
+            worker.deaths += 1
+            if at_work:
+                for seq in hand if self.concurrent else hand[:1]:
+                    self.strikes.setdefault(seq, []).append(Strike(worker.pid, hand))
+                    struck.add(seq)
+        twice = {seq for seq in struck if len(self.strikes[seq]) >= 2}
+        self.answered |= twice
+        self.handle(Died(worker.number, WorkerDied(worker.number, worker.pid, -9), at_work, retired))
+        fails = worker.deaths > self.max_restarts or bool(twice and self.scheduler.iterable)
+        assert fails == (bool(self.last) and isinstance(self.last[0], Fail))
+        if fails:
+            self.check_failure(worker, sorted(twice))
+
+    # ---------------------------------------------------------------------------------------------- ends
+
+    def check_failure(self, worker: Worker, twice: list[int]) -> None:
+        (fail,) = self.last
+        assert isinstance(fail, Fail)
+        if twice:
+            assert isinstance(fail.error, TaskQuarantined)
+            assert [pid for _, pid, _ in fail.error.deaths] == [strike.pid for strike in self.strikes[twice[0]]]
+        else:
+            assert isinstance(fail.error, WorkerDied)
+            assert fail.error.pid == worker.pid
+            assert "max_worker_restarts" in fail.error.advice
+
+    def check_delivered(self) -> None:
+        """Whatever the end was: nothing twice, in order, and quarantined is only what was struck twice."""
+        seqs = [item.seq for item in self.delivered]
+        assert len(set(seqs)) == len(seqs)
+        if self.scheduler.in_order:
+            assert seqs == sorted(seqs)
+        for item in self.delivered:
+            assert self.tasks[item.seq] == (item.outcome.task)
+            if isinstance(item.outcome, Poisoned):
+                self.check_poisoned(item.outcome)
+            else:
+                assert isinstance(item.outcome, Made)
+                assert len(self.strikes.get(item.seq, ())) < 2
+        assert all(number <= 2 for number in self.killed_by.values())
+
+    def check_poisoned(self, poisoned: Poisoned) -> None:
+        task = poisoned.task
+        strikes = self.strikes[task.seq]
+        assert [death.pid for death in poisoned.deaths] == [strike.pid for strike in strikes]
+        assert len(strikes) == 2
+        if self.concurrent:
+            assert strikes[1].hand == (task.seq,)  # the second death leaves no doubt
+        else:
+            assert [strike.hand[0] for strike in strikes] == [task.seq, task.seq]
+        assert not self.spared or task.index in self.poison, "an innocent task in quarantine"
+
+    def check_end(self) -> None:
+        """The epoch came to its end by itself: all was delivered, and nothing is kept of what went wrong."""
+        assert self.last == [Finish()]
+        assert self.scheduler.over
+        assert self.scheduler.undelivered == 0
+        recovery = self.scheduler._recovery
+        assert not any(recovery._waiting)
+        assert all(seq is None for seq in recovery._alone)
+        assert not recovery._deaths
+        outcomes = [item.outcome for item in self.delivered]
+        if self.scheduler.iterable:
+            for worker, length in enumerate(self.lengths):
+                assert [made.place for made in outcomes if made.worker == worker] == list(range(length))
+            return
+        indices = [outcome.task.index for outcome in outcomes]
+        assert (indices if self.scheduler.in_order else sorted(indices)) == self.indices
+        poisoned = {outcome.task.index for outcome in outcomes if isinstance(outcome, Poisoned)}
+        assert self.poison.intersection(self.indices) <= poisoned

@@ -1,0 +1,156 @@
+"""Places that no worker of ours would send: refused with a reason, or built on; nothing outside of the anchor is seen.
+
+Data path: worker -> [leaves -> codec] -> consumer. The pickle inside of a template is our own child's and trusted; the
+numbers in it are not.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from asyncloader.workers.codec import Encoder, Template, copy_out
+from asyncloader.workers.lease import make_anchor
+from asyncloader.workers.leaves import DTYPES, PLACES, Dense, Place, Raw, Storage, Strided, extent
+from tests.property.hostile import INSIDE, NBYTES, WALLED, outcome, template_of, wild
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+small = st.integers(-1, 9)
+shapes = st.lists(st.one_of(small, small, wild), max_size=5).map(tuple)
+codes = st.one_of(st.integers(0, len(DTYPES) - 1), st.integers(-3, len(DTYPES) + 2), wild)
+junk = st.one_of(st.none(), st.text(max_size=2), st.floats(), st.booleans(), st.lists(wild, max_size=2))
+
+
+@st.composite
+def near_places(draw: st.DrawFn) -> tuple[Any, ...]:
+    """Places that are right, or wrong in one number."""
+    shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
+    count = int(np.prod(shape))
+    code = draw(st.integers(0, len(DTYPES) - 1))
+    item = DTYPES[code].itemsize
+    offset = draw(st.integers(0, NBYTES // 64)) * 64
+    kind = draw(st.sampled_from(PLACES))
+    place: Place
+    if kind is Dense:
+        place = Dense(offset, count, code, shape)
+    elif kind is Strided:
+        stride = tuple(draw(st.lists(st.integers(0, 9), min_size=len(shape), max_size=len(shape))))
+        reach = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
+        first = draw(st.integers(0, 5))
+        place = Strided(offset, max(0, first + reach) * item, code, shape, stride, first)
+    else:
+        place = (Raw if kind is Raw else Storage)(offset, draw(st.integers(0, NBYTES)))
+    values = list(place)
+    if draw(st.booleans()):
+        wrong = draw(st.integers(0, len(values) - 1))
+        values[wrong] = draw(shapes if isinstance(values[wrong], tuple) else wild)
+    return PLACES.index(kind), tuple(values)
+
+
+any_places = st.one_of(
+    near_places(),
+    near_places(),
+    st.tuples(st.just(0), st.tuples(wild, wild, codes, shapes)),
+    st.tuples(st.just(1), st.tuples(wild, wild, codes, shapes, shapes, wild)),
+    st.tuples(st.sampled_from([2, 3]), st.tuples(wild, wild)),
+    st.tuples(small, st.lists(st.one_of(wild, junk), max_size=6).map(tuple)),
+)
+
+
+def seen(leaf: Any) -> bytes:
+    """Every byte that a leaf shows."""
+    if isinstance(leaf, torch.Tensor):
+        assert leaf.untyped_storage().nbytes() <= NBYTES
+        if not leaf.numel():
+            return b""
+        if leaf.dtype is torch.bool:
+            leaf = leaf.view(torch.uint8)  # else the copy would make one of every byte that is not zero
+        return leaf.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().tobytes()  # type: ignore[no-any-return]
+    if isinstance(leaf, torch.UntypedStorage):
+        return bytes(leaf.tolist())
+    return bytes(leaf)
+
+
+@given(st.lists(any_places, max_size=4).map(tuple), st.sampled_from([NBYTES, NBYTES, 64, 1000]))
+@example(((0, (-64, 16, 0, (16,))),), NBYTES)  # numpy would read 64 bytes before the buffer
+@example(((0, (0, 16, -1, (16,))),), NBYTES)
+@example(((0, (0, 16, 0, (-1,))),), NBYTES)
+@example(((0, (1, 16, 1, (16,))),), NBYTES)
+@example(((0, (0, 0, 0, (1 << 62, 1 << 62, 0))),), NBYTES)
+@example(((0, (0, 1 << 124, 0, (1 << 62, 1 << 62))),), NBYTES)
+@example(((0, (0, 0, 0, ((1 << 64) + 1, 0))),), NBYTES)
+@example(((1, (-1, 0, 0, (1 << 40,), (1,), 0)),), NBYTES)  # torch would allocate 4 TiB
+@example(((1, (0, 64, 4, (8,), (-1,), 8)),), NBYTES)
+@example(((1, (0, 64, 0, (2,), (1 << 62,), 0)),), NBYTES)
+@example(((1, (0, 64, 0, (4,), (1,), -1)),), NBYTES)
+@example(((1, (0, 64, 0, (4, 4), (1,), 0)),), NBYTES)
+@example(((3, (0, 64)), (1, (0, NBYTES, 4, (NBYTES,), (1,), 0))), NBYTES)  # one storage of two sizes
+@example(((2, (NBYTES - 1, 2)),), NBYTES)
+@example(((2, (-1, 2)),), NBYTES)
+@example(((2, (0, -1)),), NBYTES)
+@example(((3, (1 << 63, 1 << 63)),), NBYTES)
+@example(((0, (0.0, 16.0, 0, (16.0,))),), NBYTES)
+@example(((0, ("0", 16, 0, "16")),), NBYTES)
+@example(((-1, (0, 16)),), NBYTES)
+@example(((0, ()),), NBYTES)
+def test_no_leaf_lies_outside_of_the_anchor(places: tuple[Any, ...], nbytes: int) -> None:
+    """Whatever numbers the places have: a `ValueError`, or leaves that show nothing but the anchor's bytes."""
+    leaves = outcome(lambda: Template(template_of(places)).build(WALLED.anchor(nbytes)))
+    if isinstance(leaves, ValueError):
+        assert "broken" in str(leaves)
+        return
+    assert len(leaves) == len(places)
+    for leaf in leaves:
+        shown = seen(leaf)
+        assert len(shown) <= 10 * NBYTES or min(leaf.stride()) == 0
+        assert set(shown) <= {INSIDE}
+
+
+@given(st.lists(near_places(), max_size=3).map(tuple))
+def test_what_is_accepted_builds_on_memory_of_its_extent_and_on_no_less(places: tuple[Any, ...]) -> None:
+    """The extent is exact: a template builds on as many bytes, as a view or a copy, and not on one byte less."""
+    template = outcome(lambda: Template(template_of(places)))
+    if isinstance(template, ValueError):
+        return
+    needed = extent(tuple(PLACES[kind](*values) for kind, values in places))
+    if needed > NBYTES:
+        with pytest.raises(ValueError, match=f"byte {needed} of {NBYTES}"):
+            template.build(WALLED.anchor())
+        return
+    exact = WALLED.anchor(needed)
+    assert [seen(a) for a in template.build(exact)] == [seen(b) for b in copy_out(template, exact, needed)]
+    if needed:
+        with pytest.raises(ValueError, match=f"byte {needed} of {needed - 1}"):
+            template.build(WALLED.anchor(needed - 1))
+        with pytest.raises(ValueError, match=f"byte {needed} of 0"):
+            template.build(None)
+
+
+def test_what_the_encoder_writes_is_accepted() -> None:
+    """The check refuses nothing of ours: every kind of leaf, empty, odd and shared ones, on the bytes written."""
+    base = torch.arange(60.0).view(3, 4, 5)
+    value = {
+        "views": [base, base[1:, ::2], base.permute(2, 0, 1), base[0, 0, 0]],
+        "expanded": torch.ones(3, 1).expand(3, 4),
+        "empty": [torch.empty(0, 3), torch.empty(3, 0, dtype=torch.int64), torch.empty(0).expand(5, 0)],
+        "every dtype": [torch.zeros(3, dtype=dtype) for dtype in DTYPES],
+        "storage": torch.arange(7).untyped_storage(),
+        "odd": torch.arange(9, dtype=torch.uint8)[1:].view(2, 4),
+        "arrays": [np.arange(6).reshape(2, 3), np.empty((0, 4)), np.array("text", dtype=object)],
+        "text": "x" * (1 << 16),
+    }
+    encoded = Encoder().encode(value)
+    memory = mmap.mmap(-1, encoded.nbytes + 64)
+    encoded.write(memory, 64)
+    got = Template(encoded.template).build(make_anchor(memory, 64, encoded.nbytes))
+    assert torch.equal(got["views"][1], base[1:, ::2])
+    assert [t.shape for t in got["empty"]] == [(0, 3), (3, 0), (5, 0)]
+    assert [t.dtype for t in got["every dtype"]] == list(DTYPES)
+    assert got["text"] == value["text"]

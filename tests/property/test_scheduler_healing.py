@@ -1,0 +1,356 @@
+"""Workers that die at random: nothing is lost, nothing comes twice, and the guilty alone are put in quarantine."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncloader import recovery
+from asyncloader.errors import TaskQuarantined, WorkerDied
+from asyncloader.events import Action, Assign, Died, Fail, Finish, Poisoned
+from asyncloader.recovery import Recovery
+from asyncloader.scheduler import Assignment, Scheduler
+from tests.property.healing_world import World
+
+assignments = st.sampled_from(["round_robin", "least_loaded"])
+randoms = st.randoms(use_true_random=False)
+PLENTY = 1000  # restarts
+
+
+def map_world(
+    random: Random,
+    *,
+    workers: int = 2,
+    credits: int = 2,
+    count: int = 12,
+    in_order: bool = True,
+    assignment: Assignment = "round_robin",
+    run_ahead: int = 0,
+    turn: int = 0,
+    concurrent: bool = False,
+    max_restarts: int = PLENTY,
+    poison: frozenset[int] = frozenset(),
+    kills: int = 0,
+    retirements: int = 0,
+    spared: bool = False,
+    prompt: bool = False,
+) -> World:
+    scheduler = Scheduler(
+        workers=workers,
+        credits=credits,
+        in_order=in_order,
+        assignment=assignment,
+        run_ahead=run_ahead if in_order and assignment == "least_loaded" else 0,
+        turn=turn % workers,
+        max_restarts=max_restarts,
+        concurrent=concurrent,
+    )
+    return World(
+        scheduler,
+        random,
+        concurrent,
+        max_restarts,
+        indices=list(range(count)),
+        poison=poison,
+        kills=kills,
+        retirements=retirements,
+        spared=spared,
+        prompt=prompt,
+    )
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    workers=st.integers(1, 4),
+    credits=st.integers(1, 3),
+    count=st.integers(0, 20),
+    in_order=st.booleans(),
+    assignment=assignments,
+    run_ahead=st.integers(0, 6),
+    turn=st.integers(0, 3),
+    concurrent=st.booleans(),
+    poison=st.frozensets(st.integers(0, 19), max_size=3),
+    kills=st.integers(0, 6),
+    retirements=st.integers(0, 3),
+    prompt=st.booleans(),
+    random=randoms,
+)
+def test_every_index_comes_once_whatever_dies(
+    workers: int,
+    credits: int,
+    count: int,
+    in_order: bool,
+    assignment: Assignment,
+    run_ahead: int,
+    turn: int,
+    concurrent: bool,
+    poison: frozenset[int],
+    kills: int,
+    retirements: int,
+    prompt: bool,
+    random: Random,
+) -> None:
+    """With restarts enough each index comes once, as a batch or as poisoned, in order when asked, within the credits.
+
+    What is quarantined was struck twice: at the head of a blocking worker's tasks, or the second time alone.
+    """
+    world = map_world(
+        random,
+        workers=workers,
+        credits=credits,
+        count=count,
+        in_order=in_order,
+        assignment=assignment,
+        run_ahead=run_ahead,
+        turn=turn,
+        concurrent=concurrent,
+        poison=poison,
+        kills=kills,
+        retirements=retirements,
+        prompt=prompt,
+    )
+    world.run()
+    world.check_delivered()
+    world.check_end()
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    workers=st.integers(1, 3),
+    credits=st.integers(1, 4),
+    assignment=assignments,
+    run_ahead=st.integers(0, 6),
+    concurrent=st.booleans(),
+    poison=st.frozensets(st.integers(0, 15), max_size=3),
+    kills=st.integers(0, 12),
+    random=randoms,
+)
+def test_no_innocent_task_is_quarantined(
+    workers: int,
+    credits: int,
+    assignment: Assignment,
+    run_ahead: int,
+    concurrent: bool,
+    poison: frozenset[int],
+    kills: int,
+    random: Random,
+) -> None:
+    """Kills from outside, however many, put nothing in quarantine as long as none strikes a suspect's second trial;
+    nor do guilty neighbours. What is poison is found, and has killed two workers at most.
+    """
+    world = map_world(
+        random,
+        workers=workers,
+        credits=credits,
+        count=16,
+        assignment=assignment,
+        run_ahead=run_ahead,
+        concurrent=concurrent,
+        poison=poison,
+        kills=kills,
+        spared=True,
+    )
+    world.run()
+    world.check_delivered()
+    world.check_end()
+    quarantined = {item.outcome.task.index for item in world.delivered if isinstance(item.outcome, Poisoned)}
+    assert quarantined == poison
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    workers=st.integers(1, 3),
+    credits=st.integers(1, 3),
+    in_order=st.booleans(),
+    assignment=assignments,
+    concurrent=st.booleans(),
+    max_restarts=st.integers(0, 2),
+    poison=st.frozensets(st.integers(0, 11), max_size=2),
+    kills=st.integers(0, 6),
+    retirements=st.integers(0, 4),
+    prompt=st.booleans(),
+    random=randoms,
+)
+def test_the_epoch_ends_with_the_first_death_beyond_the_restarts(
+    workers: int,
+    credits: int,
+    in_order: bool,
+    assignment: Assignment,
+    concurrent: bool,
+    max_restarts: int,
+    poison: frozenset[int],
+    kills: int,
+    retirements: int,
+    prompt: bool,
+    random: Random,
+) -> None:
+    """A worker may die `max_restarts` times; the next death, and nothing else, is a `Fail`. Leaving by itself does not
+    count. What came before the failure came once, and in order.
+    """
+    world = map_world(
+        random,
+        workers=workers,
+        credits=credits,
+        in_order=in_order,
+        assignment=assignment,
+        concurrent=concurrent,
+        max_restarts=max_restarts,
+        poison=poison,
+        kills=kills,
+        retirements=retirements,
+        prompt=prompt,
+    )
+    world.run()  # its own checks hold that a Fail comes with that death and no other
+    world.check_delivered()
+    if any(worker.deaths > max_restarts for worker in world.workers):
+        assert isinstance(world.last[0], Fail)
+    else:
+        world.check_end()
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    lengths=st.lists(st.integers(0, 7), min_size=1, max_size=4),
+    credits=st.integers(1, 3),
+    in_order=st.booleans(),
+    assignment=assignments,
+    turn=st.integers(0, 3),
+    concurrent=st.booleans(),
+    max_restarts=st.sampled_from([0, 1, PLENTY, PLENTY]),
+    poisoned=st.booleans(),
+    kills=st.integers(0, 6),
+    retirements=st.integers(0, 3),
+    spared=st.booleans(),
+    random=randoms,
+)
+def test_every_copy_of_a_stream_is_read_to_its_end(
+    lengths: list[int],
+    credits: int,
+    in_order: bool,
+    assignment: Assignment,
+    turn: int,
+    concurrent: bool,
+    max_restarts: int,
+    poisoned: bool,
+    kills: int,
+    retirements: int,
+    spared: bool,
+    random: Random,
+) -> None:
+    """Replacements read on: each batch of each copy comes once, and in its copy's order.
+
+    A place that nobody can pass ends the epoch, by two deaths over it; no other place does, unless kills from outside
+    struck it twice.
+    """
+    scheduler = Scheduler(
+        workers=len(lengths),
+        credits=credits,
+        in_order=in_order,
+        iterable=True,
+        assignment=assignment,
+        turn=turn % len(lengths),
+        max_restarts=max_restarts,
+        concurrent=concurrent,
+    )
+    worker = random.randrange(len(lengths))
+    poison = frozenset({(worker, lengths[worker] // 2)}) if poisoned and lengths[worker] else frozenset()
+    world = World(
+        scheduler,
+        random,
+        concurrent,
+        max_restarts,
+        lengths=lengths,
+        poison=poison,
+        kills=kills,
+        retirements=retirements,
+        spared=spared,
+    )
+    world.run()
+    world.check_delivered()
+    for number in range(len(lengths)):
+        places = [item.outcome.place for item in world.delivered if item.worker == number]
+        assert places == list(range(len(places)))
+    if world.last == [Finish()]:
+        assert not poison
+        world.check_end()
+        return
+    (fail,) = world.last
+    assert isinstance(fail, Fail)
+    if isinstance(fail.error, TaskQuarantined):
+        assert poison or not spared
+    else:
+        assert isinstance(fail.error, WorkerDied)
+        assert any(each.deaths > max_restarts for each in world.workers)
+
+
+# ------------------------------------------------------------------------------ the simulation's own checks bite
+
+
+class Forgetful(Scheduler):
+    """Gives a dead worker's tasks to nobody."""
+
+    def _assign_again(self, seq: int, worker: int) -> list[Action]:
+        return []
+
+
+class Hasty(Scheduler):
+    """Sends a dead worker's tasks at once to where it was."""
+
+    def _assign_again(self, seq: int, worker: int) -> list[Action]:
+        return [Assign(worker, self._unanswered_tasks[seq], self._recovery.suspected(seq))]
+
+
+class Twofold(Scheduler):
+    """Makes a dead worker's tasks under new numbers."""
+
+    def _assign_again(self, seq: int, worker: int) -> list[Action]:
+        return [*super()._assign_again(seq, worker), *self._offered(self._unanswered_tasks[seq].index)]
+
+
+class Endless(Scheduler):
+    """Never out of restarts."""
+
+    def _died(self, event: Died) -> list[Action]:
+        self._recovery.max_restarts = PLENTY
+        return super()._died(event)
+
+
+@pytest.mark.parametrize("kind", [Forgetful, Hasty, Twofold, Endless])
+def test_the_world_notices_a_planted_bug(kind: type[Scheduler]) -> None:
+    """A scheduler that loses, doubles, or sends into the void is found within a few runs."""
+    with pytest.raises((AssertionError, ValueError)):  # noqa: PT012 - which of them finds it is chance
+        for seed in range(20):
+            random = Random(seed)
+            scheduler = kind(workers=2, credits=2, max_restarts=1)
+            world = World(scheduler, random, concurrent=False, max_restarts=1, indices=list(range(12)), kills=4)
+            world.run()
+            world.check_delivered()
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+@pytest.mark.parametrize("kills", [1, 3])
+def test_the_world_notices_another_number_of_trials(
+    concurrent: bool, kills: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task that is tried once too little, or once too often, is found."""
+    monkeypatch.setattr(recovery, "KILLS", kills)
+    world = map_world(Random(1), concurrent=concurrent, poison=frozenset({3}))
+    with pytest.raises(AssertionError):  # noqa: PT012
+        world.run()
+        world.check_delivered()
+
+
+def test_the_world_notices_suspects_that_are_not_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Suspects of a concurrent worker that are sent together are found."""
+    monkeypatch.setattr(Recovery, "next_for", lambda self, worker, _: next(iter(popped(self, worker)), None))
+    world = map_world(Random(1), concurrent=True, poison=frozenset({3}))
+    with pytest.raises(AssertionError, match="alone"):
+        world.run()
+
+
+def popped(books: Recovery, worker: int) -> list[int]:
+    waiting = books._waiting[worker]
+    return [waiting.popleft()] if waiting and not books._down[worker] else []

@@ -1,0 +1,350 @@
+"""Real worker processes, forked from the test, that wait, hang in C, stop, crash, or write without end."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncloader.workers import stacks
+from asyncloader.workers.stacks import (
+    Target,
+    ask,
+    crash_trace,
+    install,
+    process_state,
+    stack_pipe,
+)
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux what processes are doing")
+
+FORK = multiprocessing.get_context("fork")
+SECONDS = 20.0  # for what happens at once; reached only if it does not
+
+
+Ready = Callable[[], object]
+"""Called by a worker's function once it runs: it is on the stack then."""
+
+
+def stuck_in_c(ready: Ready) -> None:
+    """For ever, with the GIL: reads from an empty pipe without giving it up."""
+    read_fd, _ = os.pipe()
+    ready()
+    ctypes.PyDLL(None).read(read_fd, ctypes.create_string_buffer(1), 1)
+
+
+def waiting_in_python(ready: Ready) -> None:
+    ready()
+    threading.Event().wait()
+
+
+class Worker:
+    """A forked process that installs itself (unless told not to) and then does `body`."""
+
+    def __init__(self, body: Callable[[Ready], object], installs: bool) -> None:
+        self.reader, write_fd = stack_pipe()
+        ready_read, ready_write = os.pipe()
+
+        def main() -> None:
+            if installs:
+                install(write_fd)
+            body(lambda: os.write(ready_write, b"!"))
+
+        process: Any = FORK.Process(target=main)
+        process.start()
+        self.process = process
+        os.close(write_fd)
+        assert select.select([ready_read], [], [], SECONDS)[0]
+        os.read(ready_read, 1)
+        os.close(ready_read)
+        os.close(ready_write)
+        self.pid: int = process.pid
+        self.pidfd = os.pidfd_open(self.pid)
+
+    @property
+    def target(self) -> Target:
+        return Target(self.pid, self.pidfd, self.reader)
+
+    def wait(self) -> int:
+        """Wait for its end and read what it left; the exit code."""
+        assert select.select([self.pidfd], [], [], SECONDS)[0]
+        self.process.join()
+        self.reader.read()
+        return int(self.process.exitcode)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        os.close(self.pidfd)
+        self.reader.close()
+        self.reader.close()
+
+
+@contextmanager
+def worker(body: Callable[[Ready], object], *, installs: bool = True) -> Generator[Worker]:
+    worker = Worker(body, installs)
+    try:
+        yield worker
+    finally:
+        worker.close()
+
+
+def open_fds() -> set[str]:
+    # The listing's own descriptor is in it each time.
+    return set(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names are enough
+
+
+# -------------------------------------------------------------------------------------------------------- asking
+
+
+@pytest.mark.parametrize("body", [stuck_in_c, waiting_in_python])
+async def test_worker_tells_its_stack(body: Callable[[Ready], None]) -> None:
+    """The report has the function that the worker is in, also if it is stuck in C with the GIL."""
+    with worker(body) as one:
+        (report,) = await ask([one.target], SECONDS)
+        assert f"in {body.__name__}\n" in report.text
+        assert "most recent call first" in report.text
+        assert "stacks on signal" not in report.text
+        assert report.state in {"running", "sleeping"}
+
+
+async def test_all_threads_are_in_it() -> None:
+    """A worker's threads are told apart, each with its stack."""
+
+    def body(ready: Ready) -> None:
+        other_is_ready = threading.Event()
+        threading.Thread(target=waiting_in_python, args=[other_is_ready.set], daemon=True).start()
+        other_is_ready.wait()
+        stuck_in_c(ready)
+
+    with worker(body) as one:
+        (report,) = await ask([one.target], SECONDS)
+        assert "in stuck_in_c\n" in report.text
+        assert "in waiting_in_python\n" in report.text
+
+
+async def test_asked_twice_answers_twice() -> None:
+    """The second report is the second answer alone."""
+    with worker(stuck_in_c) as one:
+        for _ in range(2):
+            (report,) = await ask([one.target], SECONDS)
+            assert report.text.count("in stuck_in_c\n") == 1
+
+
+async def test_several_at_once_in_their_order() -> None:
+    """One that cannot answer delays nobody's report, and each stands at its place."""
+    with worker(stuck_in_c) as one, worker(waiting_in_python) as two, worker(stuck_in_c) as dead:
+        dead.process.kill()
+        dead.wait()
+        reports = await ask([one.target, dead.target, two.target], SECONDS)
+        assert "in stuck_in_c\n" in reports[0].text
+        assert reports[1].text == "no stack: the process has ended"
+        assert "in waiting_in_python\n" in reports[2].text
+
+
+async def test_stopped_worker_gives_none() -> None:
+    """A process that is stopped is not asked, and the report says why."""
+    with worker(stuck_in_c) as one:
+        os.kill(one.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, one.pid, os.WSTOPPED | os.WNOWAIT)  # noqa: ASYNC222 - it is stopped at once
+        (report,) = await ask([one.target], SECONDS)
+        assert report.state == "stopped by a signal (SIGSTOP)"
+        assert report.text == "no stack: the process is stopped by a signal (SIGSTOP), so it cannot answer"
+
+
+async def test_starting_worker_is_not_hurt() -> None:
+    """A worker that has not installed itself yet gets no signal, which would end it."""
+    with worker(waiting_in_python, installs=False) as one:
+        (report,) = await ask([one.target], SECONDS)
+        assert report.text.startswith("no stack: the process is still starting")
+        assert one.process.is_alive()
+
+
+async def test_worker_that_took_the_handler_away_is_not_hurt() -> None:
+    """User code that resets all signals does not make the question deadly."""
+
+    def body(ready: Ready) -> None:
+        for number in range(signal.SIGRTMIN, signal.SIGRTMAX + 1):
+            signal.signal(number, signal.SIG_DFL)
+        waiting_in_python(ready)
+
+    with worker(body) as one:
+        (report,) = await ask([one.target], SECONDS)
+        assert "could not be asked (it does not take signal" in report.text
+        assert one.process.is_alive()
+
+
+async def test_no_answer_in_time() -> None:
+    """A worker that blocks the signal is waited for until the time is over, and no longer."""
+
+    def body(ready: Ready) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        waiting_in_python(ready)
+
+    with worker(body) as one:
+        (report,) = await ask([one.target], 0.05)
+        assert report.text == "no stack: the process did not answer in time"
+        assert one.process.is_alive()
+
+
+async def test_cancelled_ask_leaves_nothing_in_the_loop() -> None:
+    """After a cancellation the pipe is not watched any more, and may be asked again."""
+
+    def body(ready: Ready) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        ready()
+        os.read(go_read, 1)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+        waiting_in_python(ready)
+
+    go_read, go_write = os.pipe()
+    with worker(body) as one:
+        before = open_fds()
+        question = asyncio.ensure_future(ask([one.target], SECONDS))
+        await asyncio.sleep(0)
+        assert len(open_fds()) == len(before) + 1
+        question.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await question
+        assert open_fds() == before
+        os.write(go_write, b"!")
+        (report,) = await ask([one.target], SECONDS)
+        assert "in body\n" in report.text
+    os.close(go_read)
+    os.close(go_write)
+
+
+async def test_reader_closed_meanwhile() -> None:
+    """A worker that is replaced while it is asked ends its question; its descriptor's number is not touched again."""
+
+    def body(ready: Ready) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        waiting_in_python(ready)
+
+    with worker(body) as one, worker(stuck_in_c) as two:
+        question = asyncio.ensure_future(ask([one.target, two.target], SECONDS))
+        await asyncio.sleep(0)
+        number = one.reader.fileno()
+        one.reader.close()
+        with Path(os.devnull).open() as file:  # noqa: ASYNC230 - it takes the number
+            assert file.fileno() == number
+            one.process.kill()
+            reports = await question
+            os.fstat(number)  # still open
+        assert reports[0].text == "no stack: the process did not answer in time"
+        assert "in stuck_in_c\n" in reports[1].text
+
+
+async def test_nobody_to_ask() -> None:
+    """No targets, no reports."""
+    assert await ask([], SECONDS) == []
+
+
+# ------------------------------------------------------------------------------------------------------- crashes
+
+
+@pytest.mark.parametrize(
+    ("crash", "number", "words"),
+    [
+        (faulthandler._sigsegv, signal.SIGSEGV, "Fatal Python error: Segmentation fault"),  # type: ignore[attr-defined]
+        (os.abort, signal.SIGABRT, "Fatal Python error: Aborted"),
+    ],
+    ids=["SIGSEGV", "SIGABRT"],
+)
+def test_crash_leaves_its_stack(crash: Callable[[], None], number: int, words: str) -> None:
+    """After a crash the reader has the error and the stack, and the process ended by that signal."""
+
+    def crashing_task(ready: Ready) -> None:
+        ready()
+        crash()
+
+    with worker(crashing_task) as one:
+        assert one.wait() == -number
+        trace = crash_trace(one.reader.text(), 3).splitlines()
+        assert trace[0] == words
+        assert trace[1].endswith("(most recent call first):")
+        assert trace[2].endswith("in crashing_task")
+        assert len(trace) == 5
+
+
+def test_full_pipe_does_not_keep_a_dying_worker() -> None:
+    """A worker whose pipe is full, and read by nobody, crashes all the same."""
+    reader, write_fd = stack_pipe()
+
+    def main() -> None:
+        install(write_fd)
+        while True:
+            try:
+                os.write(write_fd, bytes(1 << 12))
+            except BlockingIOError:
+                os.abort()
+
+    process = FORK.Process(target=main)
+    process.start()
+    os.close(write_fd)
+    process.join(SECONDS)
+    assert process.exitcode == -signal.SIGABRT
+    process.close()
+    reader.close()
+
+
+# ----------------------------------------------------------------------------------------------------- the parts
+
+
+def test_signal_is_one_that_nobody_uses() -> None:
+    """A taken signal is passed over, whether Python or C code took it; another one serves."""
+    first = stacks._free_signal()
+    assert first is not None
+
+    def body() -> None:
+        signal.signal(first, lambda *_: None)
+        second = stacks._free_signal()
+        assert second not in {None, first}
+        assert second is not None
+        faulthandler.register(second, file=2)
+        assert stacks._free_signal() not in {None, first, second}
+
+    process = FORK.Process(target=body)
+    process.start()
+    process.join(SECONDS)
+    assert process.exitcode == 0
+    process.close()
+
+
+def test_main_process_keeps_its_handlers() -> None:
+    """A pipe, a worker and a reader change no handler of this process."""
+    before = [signal.getsignal(number) for number in signal.valid_signals()]
+    caught = [stacks._catches(os.getpid(), number) for number in range(1, signal.SIGRTMAX + 1)]
+    with worker(waiting_in_python) as one:
+        one.reader.read()
+        assert one.reader.signal is not None
+        assert [signal.getsignal(number) for number in signal.valid_signals()] == before
+        assert [stacks._catches(os.getpid(), number) for number in range(1, signal.SIGRTMAX + 1)] == caught
+
+
+def test_process_state_in_words() -> None:
+    """This process runs; one that stopped is stopped; one that ended unreaped is a zombie; a reaped one is unknown."""
+    assert process_state(os.getpid()) == "running"
+    with worker(waiting_in_python, installs=False) as one:
+        pid = one.pid
+        os.kill(pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+        assert process_state(pid) == "stopped by a signal (SIGSTOP)"
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert process_state(pid) == "zombie"
+        one.process.join()
+        assert process_state(pid) == "unknown"

@@ -1,0 +1,101 @@
+"""Which sample an error belongs to: notes on the exceptions of a dataset and of collation.
+
+Data path: worker: fetch -> [error_notes] -> answer -> consumer.
+
+A note (PEP 678) leaves an exception's type, text and arguments alone, and stands after it in a traceback. Nothing here
+raises: an exception that takes no notes goes without.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = [
+    "add_note",
+    "batch_place",
+    "collation_place",
+    "index_text",
+    "sample_place",
+    "stream_collation_place",
+    "stream_place",
+    "take_notes",
+]
+
+_SHOWN = 8
+_STARTS = ("while fetching ", "while reading ", "while collating ")
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 200
+_repr.maxlong = 40
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Add a note, unless the exception has it already or takes none."""
+    try:
+        if text not in (getattr(error, "__notes__", None) or ()):
+            error.add_note(text)
+    except Exception:  # noqa: S110 - the exception is on its way to the user, who shall have it
+        pass
+
+
+def take_notes(error: BaseException) -> list[str]:
+    """Take off the notes of a place, and give them: for who has the exception's text end as it would without them."""
+    try:
+        notes: list[str] = list(getattr(error, "__notes__", None) or ())
+        ours = [note for note in notes if note.startswith(_STARTS)]
+        if ours:
+            kept = [note for note in notes if note not in ours]
+            if kept:
+                error.__notes__ = kept
+            else:
+                del error.__notes__
+    except Exception:
+        return []
+    return ours
+
+
+def sample_place(index: Any, item: int | None = None, position: int | None = None) -> str:
+    """Note on a map dataset's sample. `item` counts from 0, as the batch does."""
+    text = f"while fetching sample index {index_text(index)}"
+    if item is not None:
+        text += f" (item {item} of the batch)"
+    return text if position is None else f"{text}, position {position}"
+
+
+def stream_place(number: int, worker: int) -> str:
+    """Note on a stream's sample; `number` counts from 0 in the worker's stream."""
+    return f"while reading sample number {number} of worker {worker}'s stream"
+
+
+def batch_place(index: Any) -> str:
+    """Note on a batch that a map dataset makes at once."""
+    return f"while fetching the batch of indices {index_text(index)}"
+
+
+def collation_place(index: Any, *, batched: bool) -> str:
+    """Note on the collation of a map dataset's batch, or of its sample without automatic batching."""
+    return f"while collating {'the batch of indices' if batched else 'sample index'} {index_text(index)}"
+
+
+def stream_collation_place(first: int, end: int, worker: int) -> str:
+    """Note on the collation of a stream's samples with numbers from `first` to before `end`."""
+    return f"while collating samples number {first} to {end - 1} of worker {worker}'s stream"
+
+
+def index_text(index: Any) -> str:
+    """An index, or a batch of them, in a line of bounded length."""
+    try:
+        if not isinstance(index, Sequence) or isinstance(index, (str, bytes, range)) or len(index) <= 2 * _SHOWN:
+            return _one(index)
+        shown = ", ".join(map(_repr.repr, index[:_SHOWN]))
+        return f"[{shown}, ..., {_repr.repr(index[-1])}] ({len(index)} of them)"
+    except Exception as error:
+        return f"<an index whose text cannot be made: {type(error).__name__}>"
+
+
+def _one(index: Any) -> str:
+    if type(index) is list:
+        return f"[{', '.join(map(_repr.repr, index))}]"
+    return _repr.repr(index)

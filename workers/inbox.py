@@ -1,0 +1,139 @@
+"""What one worker sends: checked, taken into its ring's books, and told to the epoch.
+
+Data path: worker -> channel -> [inbox] -> pipeline.
+
+A worker's answer may be a lie: its memory may be corrupt, or its dataset may have written to our socket. What it says
+of itself is believed only as far as it can be true: else it is a `ValueError`, and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+
+from asyncloader.workers import wire
+from asyncloader.workers.codec import Template
+from asyncloader.workers.listener import Answer, Listener
+from asyncloader.workers.process import WorkerProcess
+from asyncloader.workers.ring import Ring
+from asyncloader.workers.rings import RingKeeper
+from asyncloader.workers.watch import Watch
+
+__all__ = ["Inbox"]
+
+_ANSWERS = (wire.ERROR, wire.EXHAUSTED, wire.NOTHING)
+
+
+class Inbox:
+    """Takes the frames of one worker process.
+
+    Args:
+        process: the worker.
+        keeper: of its rings.
+    """
+
+    def __init__(self, process: WorkerProcess, keeper: RingKeeper) -> None:
+        self._process = process
+        self._worker = process.worker_id
+        self._keeper = keeper
+        self._template: Template | None = None
+        self._bad = b""  # records of the task that it answers next
+
+    def frame(self, kind: int, body: bytes, epoch: int, listener: Listener | None, watch: Watch | None) -> None:
+        """Take one frame. `epoch` is the present one; what is older is dropped.
+
+        Raises:
+            ValueError: it cannot be true.
+            OSError: a descriptor was lost on the way.
+        """
+        process = self._process
+        if kind == wire.RESULT:
+            self._result(body, epoch, listener, watch)
+        elif kind == wire.READY:
+            process.ready = True
+        elif kind == wire.RESET_DONE:
+            self._keeper.reset_done(self._epoch_in(body, epoch))
+        elif kind == wire.STARTED:
+            if self._epoch_in(body, epoch) == epoch:
+                process.started = True
+                if watch is not None:
+                    watch.started(self._worker)
+        elif kind == wire.RETIRING:
+            process.retired = body
+        elif kind == wire.BAD:
+            self._bad = wire.unpack_answer(body)[3]
+        elif kind in _ANSWERS:
+            self._answer_without_batch(kind, body, epoch, listener, watch)
+        else:
+            raise ValueError(f"broken stream: a frame of kind {kind} from worker {self._worker}")
+
+    def _epoch_in(self, body: bytes, epoch: int) -> int:
+        said, _ = wire.unpack_reset(body)
+        if said > epoch:
+            raise ValueError(f"broken stream: worker {self._worker} is ready for epoch {said}, and this is {epoch}")
+        return said
+
+    def _result(self, body: bytes, epoch: int, listener: Listener | None, watch: Watch | None) -> None:
+        result, data, cursor = wire.unpack_result(body)
+        fd = self._process.channel.take_fd() if result.slot == wire.ONEOFF else None
+        try:
+            ring, template = self._checked(result, data, fd, epoch)
+        except BaseException:
+            if fd is not None:
+                os.close(fd)
+            raise
+        answer = Answer(result, template, ring, fd, cursor, self._answered(result.seq, watch))
+        if result.epoch == epoch and listener is not None:
+            listener.on_answer(self._worker, answer)
+        else:
+            answer.discard()
+
+    def _checked(self, result: wire.Result, data: bytes, fd: int | None, epoch: int) -> tuple[Ring | None, Template]:
+        """The answer's ring and template, once what it says of itself is known to be so, as far as can be seen
+        unopened.
+        """
+        if fd is not None and not 0 < result.nbytes <= os.fstat(fd).st_size:
+            size = os.fstat(fd).st_size
+            raise ValueError(f"a worker's answer is broken: {result.nbytes} bytes in a segment of {size}")
+        self._check_expected(result.epoch, result.seq, epoch)
+        template = self._template if result.same else Template(data)
+        if template is None:
+            raise ValueError(f"a worker's answer is broken: worker {self._worker} has sent no template before")
+        ring = self._keeper.answered(result.epoch, result.seq, result.slot, result.nbytes)
+        self._template = template
+        return ring, template
+
+    def _check_expected(self, said: int, seq: int, epoch: int) -> None:
+        if said >= epoch and not self._keeper.expects(said, seq):
+            raise ValueError(
+                f"a worker's answer is broken: worker {self._worker} was not given task {seq} of epoch {said}"
+            )
+
+    def _answer_without_batch(
+        self, kind: int, body: bytes, epoch: int, listener: Listener | None, watch: Watch | None
+    ) -> None:
+        worker = self._worker
+        said, seq, busy, payload = wire.unpack_answer(body)
+        self._check_expected(said, seq, epoch)
+        self._keeper.answered(said, seq, wire.NO_SLOT, 0)
+        bad = self._answered(seq, watch)
+        if said != epoch or listener is None:
+            return
+        if kind == wire.EXHAUSTED:
+            self._keeper.void()
+            if watch is not None:
+                watch.forget(worker)
+            listener.on_exhausted(worker, seq, payload)
+        elif kind == wire.NOTHING:
+            listener.on_nothing(worker, seq, busy, payload, bad)
+        else:
+            listener.on_error(worker, seq, busy, pickle.loads(payload), bad)
+
+    def _answered(self, seq: int, watch: Watch | None) -> bytes:
+        """A task was answered. Returns its records of bad samples."""
+        if watch is not None:
+            watch.answered(self._worker, seq)
+        if self._process.suspect is not None:
+            self._process.cleared()
+        bad, self._bad = self._bad, b""
+        return bad

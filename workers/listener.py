@@ -1,0 +1,69 @@
+"""What the pool tells its epoch: answers, errors, ends and deaths.
+
+Data path: worker -> ring -> pool -> [listener] -> pipeline.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+from asyncloader.errors import WorkerDied
+from asyncloader.workers import wire
+from asyncloader.workers.codec import Template
+from asyncloader.workers.ring import Ring
+
+__all__ = ["Answer", "Listener"]
+
+
+class Answer(NamedTuple):
+    """A worker's batch, not decoded yet: in a slot of `ring`, in the one-off segment `fd`, or nowhere (no bytes).
+
+    Whoever gets it must open it (`delivery.py`) or discard it.
+    """
+
+    result: wire.Result
+    template: Template
+    ring: Ring | None
+    fd: int | None
+    cursor: bytes = b""
+    bad: bytes = b""
+    """Pickled records of samples that were left out or replaced."""
+
+    def discard(self) -> None:
+        """Nobody wants the batch: its memory comes back."""
+        if self.ring is not None:
+            self.ring.give_back(self.result.slot)
+        if self.fd is not None:
+            os.close(self.fd)
+
+
+class Listener:
+    """What the pool tells its epoch. Called in the loop's thread, never concurrently."""
+
+    def on_answer(self, worker: int, answer: Answer) -> None:
+        """A batch."""
+        raise NotImplementedError
+
+    def on_error(self, worker: int, seq: int, busy: float, error: Any, bad: bytes) -> None:
+        """A task raised; `error` is an exception, or torch's wrapper of one."""
+        raise NotImplementedError
+
+    def on_exhausted(self, worker: int, seq: int, cursor: bytes) -> None:
+        """The worker's copy of an iterable dataset ended, where the cursor says."""
+        raise NotImplementedError
+
+    def on_nothing(self, worker: int, seq: int, busy: float, cursor: bytes, bad: bytes) -> None:
+        """A task was carried out, and all of its samples were left out; the cursor is that after it."""
+        raise NotImplementedError
+
+    def on_death(self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None) -> None:
+        """The worker ended unasked; everything that it had sent was reported before.
+
+        `at_work`: it had started up. `retired`: what it hands over, if it left by itself because it had grown.
+        """
+        raise NotImplementedError
+
+    def on_failure(self, error: Exception) -> None:
+        """The pool itself cannot go on (no descriptors left, a broken stream)."""
+        raise NotImplementedError

@@ -1,0 +1,363 @@
+"""What a worker is doing: the Python stacks of all its threads, also when it is stuck in C code with the GIL.
+
+Data path: none; it is for the report before a time-out is raised, and for the words beside a crash.
+
+One pipe a worker. In the worker `faulthandler` writes into it: at a fatal signal (segmentation fault, abort, bus
+error), and whenever a signal that nobody else uses arrives. Its handlers are C, need no GIL and take no lock, so they
+answer for a process whose Python code cannot run any more. The main process reads.
+
+- The pipe never blocks anybody: both ends are non-blocking, and what finds it full is lost.
+- A signal is sent only to a worker that said that it takes it (its first line in the pipe names the signal) and, where
+  the kernel tells, still does: the default action of every signal that could serve is to end the process. It is sent
+  through a pidfd, so never to a stranger who got the number of a process that ended.
+- A worker that is stopped (SIGSTOP), or waits for a disk that does not answer, gives no stack: its report says so.
+
+Everything is installed in workers only; the main process's own `faulthandler` and handlers stay as they are. A call in
+C that the signal interrupts, and that is not one of those that the kernel restarts (``nanosleep``, ``poll``), returns
+early with ``EINTR``, as with any signal; Python's own calls go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import os
+import re
+import select
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = [
+    "Report",
+    "StackReader",
+    "Target",
+    "ask",
+    "crash_trace",
+    "install",
+    "last_lines",
+    "process_state",
+    "stack_pipe",
+]
+
+_KEPT_BYTES = 64 << 10
+_READS_AT_ONCE = 16  # bounds one `read` against a worker that writes as fast as we read
+_QUIET = 0.1  # seconds without another byte after which a stack counts as complete; it has no mark at its end
+_GREETING = re.compile(rb"stacks on signal (\d+)\n")
+
+# ------------------------------------------------------------------------------------------------ in the worker
+
+
+def install(fd: int) -> int | None:
+    """Write the stacks of all threads to `fd` at a fatal signal, and at one signal that is free.
+
+    Args:
+        fd: the write end of `stack_pipe`. It must stay open as long as this process lives.
+
+    Returns:
+        The signal's number, which the pipe now tells the main process; None if none is free.
+    """
+    os.set_blocking(fd, False)
+    faulthandler.enable(file=fd, all_threads=True)
+    number = _free_signal()
+    if number is None:
+        return None
+    faulthandler.register(number, file=fd, all_threads=True, chain=False)
+    with contextlib.suppress(OSError):  # nobody reads any more: then nobody will ask
+        os.write(fd, b"stacks on signal %d\n" % number)
+    return number
+
+
+def _free_signal() -> int | None:
+    candidates = (
+        # The last few are left out: libraries that want a real-time signal tend to count from either end.
+        list(range(signal.SIGRTMAX - 3, signal.SIGRTMIN + 3, -1)) if hasattr(signal, "SIGRTMAX") else [signal.SIGUSR2]
+    )
+    for number in candidates:
+        # Python knows its own handlers, the kernel also those of C libraries and of `faulthandler`.
+        if signal.getsignal(number) is signal.SIG_DFL and _catches(os.getpid(), number) is not True:
+            return number
+    return None
+
+
+# ------------------------------------------------------------------------------------------- in the main process
+
+
+class StackReader:
+    """The read end of a worker's pipe: keeps the last 64 KiB of what the worker wrote, without the greeting."""
+
+    def __init__(self, fd: int) -> None:
+        os.set_blocking(fd, False)
+        self._fd = fd
+        self._kept = bytearray()
+        self.signal: int | None = None
+        """The signal that the worker takes, once its greeting was read."""
+        self.ended = False
+        """Nobody can write any more."""
+
+    def fileno(self) -> int:
+        """The descriptor; -1 once closed."""
+        return self._fd
+
+    def read(self) -> int:
+        """Take what is in the pipe. Never blocks. Returns how many bytes came."""
+        came = 0
+        for _ in range(_READS_AT_ONCE if self._fd >= 0 else 0):
+            try:
+                data = os.read(self._fd, _KEPT_BYTES)
+            except BlockingIOError:
+                break
+            if not data:
+                self.ended = True
+                break
+            came += len(data)
+            self._keep(data)
+        return came
+
+    def _keep(self, data: bytes) -> None:
+        self._kept += data
+        if self.signal is None and (greeting := _GREETING.search(self._kept)) is not None:
+            self.signal = int(greeting[1])
+            del self._kept[greeting.start() : greeting.end()]
+        del self._kept[:-_KEPT_BYTES]
+
+    def text(self) -> str:
+        """What was read since `clear`, the end of it if it was much."""
+        return self._kept.decode(errors="replace")
+
+    def clear(self) -> None:
+        """Forget what was read."""
+        self._kept.clear()
+
+    def close(self) -> None:
+        """Close the descriptor; what was read stays. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __repr__(self) -> str:
+        return f"<StackReader fd={self._fd} signal={self.signal} {len(self._kept)} bytes>"
+
+
+def stack_pipe() -> tuple[StackReader, int]:
+    """A pipe for one worker: the reader, and the write end, which the caller hands to the worker and then closes.
+
+    Raises:
+        OSError: no descriptors are left.
+    """
+    read_fd, write_fd = os.pipe()  # both close-on-exec
+    os.set_blocking(write_fd, False)
+    return StackReader(read_fd), write_fd
+
+
+class Target(NamedTuple):
+    """A worker to be asked. Its reader may be closed meanwhile, in the loop's thread; nobody else may read from it."""
+
+    pid: int
+    death_fd: int
+    """Readable once the process has ended; it tells that `pid` is still this worker's."""
+    reader: StackReader
+
+
+class Report(NamedTuple):
+    """What a worker was doing."""
+
+    state: str
+    """`process_state` when it was asked."""
+    text: str
+    """The stacks of all its threads; if there are none, a sentence that says why."""
+
+
+async def ask(targets: Sequence[Target], seconds: float) -> list[Report]:
+    """Ask workers for their stacks, all at once, and wait for the answers without blocking the loop.
+
+    An answer is complete when nothing came for 0.1 s. What a reader held before is forgotten.
+
+    Args:
+        targets: the workers.
+        seconds: at most so long for all of them together.
+
+    Returns:
+        One report a target, in their order.
+    """
+    asked = [_Question(target) for target in targets]
+    try:
+        answers = [question.answer for question in asked if question.send()]
+        if answers:
+            await asyncio.wait(answers, timeout=seconds)
+    finally:
+        for question in asked:
+            question.end()
+    return [question.report() for question in asked]
+
+
+class _Question:
+    """One target's part of `ask`."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._reader = target.reader
+        self._loop = asyncio.get_running_loop()
+        self._quiet: asyncio.TimerHandle | None = None
+        self._state = process_state(target.pid)
+        self._why_not = ""
+        # Of our own: the reader may be closed meanwhile (the worker is replaced), and its number be another file's.
+        self._watched = -1
+        self.answer: asyncio.Future[None] = self._loop.create_future()
+
+    def send(self) -> bool:
+        """Send the signal. False if there will be no answer."""
+        self._reader.read()
+        self._reader.clear()
+        self._why_not = self._obstacle() or ""
+        if self._why_not:
+            return False
+        self._loop.add_reader(self._watched, self._readable)
+        return True
+
+    def _obstacle(self) -> str | None:
+        target, number = self._target, self._reader.signal
+        if self._state.startswith("stopped"):
+            return f"no stack: the process is {self._state}, so it cannot answer"
+        if self._reader.fileno() < 0:
+            return "no stack: the pipe to the process is closed"
+        if number is None:
+            return "no stack: the process is still starting, or has no signal free to be asked by"
+        try:
+            self._watched = os.dup(self._reader.fileno())
+            if not _send(target, number):
+                return "no stack: the process has ended"
+        except OSError as error:
+            return f"no stack: the process could not be asked ({error})"
+        return None
+
+    def _readable(self) -> None:
+        came = self._reader.read()
+        if self._reader.ended or self._reader.fileno() < 0:
+            self._finish()
+        elif came:
+            if self._quiet is not None:
+                self._quiet.cancel()
+            self._quiet = self._loop.call_later(_QUIET, self._finish)
+
+    def _finish(self) -> None:
+        self._unwatch()
+        if not self.answer.done():
+            self.answer.set_result(None)
+
+    def _unwatch(self) -> None:
+        fd, self._watched = self._watched, -1
+        if fd >= 0:
+            self._loop.remove_reader(fd)
+            os.close(fd)
+
+    def end(self) -> None:
+        """Leave nothing in the loop. Idempotent."""
+        if self._quiet is not None:
+            self._quiet.cancel()
+        self._unwatch()
+        self.answer.cancel()
+
+    def report(self) -> Report:
+        text = self._why_not or self._reader.text().strip()
+        return Report(self._state, text or "no stack: the process did not answer in time")
+
+
+def _send(target: Target, number: int) -> bool:
+    """Send the signal to this process and no other; False if it has ended, or does not take the signal any more."""
+    if not hasattr(os, "pidfd_open"):  # pragma: no cover - macOS: a child keeps its number until it is reaped
+        if _ended(target.death_fd):
+            return False
+        os.kill(target.pid, number)
+        return True
+    try:
+        pidfd = os.pidfd_open(target.pid)
+    except ProcessLookupError:
+        return False
+    try:
+        # In this order: it has not ended now, so the number was its own when the pidfd was made.
+        if _ended(target.death_fd):
+            return False
+        if _catches(target.pid, number) is False:
+            raise ProcessLookupError(f"it does not take signal {number} any more")
+        signal.pidfd_send_signal(pidfd, number)
+    finally:
+        os.close(pidfd)
+    return True
+
+
+def _ended(death_fd: int) -> bool:
+    poll = select.poll()
+    poll.register(death_fd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+# ------------------------------------------------------------------------------------------- what the kernel says
+
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "waiting for a disk or network file system (uninterruptible)",
+    "T": "stopped by a signal (SIGSTOP)",
+    "t": "stopped by a debugger",
+    "Z": "zombie",
+    "X": "zombie",
+}
+
+
+def process_state(pid: int) -> str:
+    """What the process's main thread is doing, in words; "unknown" if it is gone, or the system does not tell."""
+    try:
+        # pid (command) state ...: the command may hold spaces and brackets, so split after the last
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "unknown"
+    return _STATES.get(state, "unknown")
+
+
+def _catches(pid: int, number: int) -> bool | None:
+    """Whether the process has a handler for the signal; None where the system does not tell."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return None if found is None else bool(int(found[1], 16) >> (number - 1) & 1)
+
+
+def last_lines(text: str, n: int) -> str:
+    """The last `n` lines of `text` that are not blank."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return "\n".join(lines[-n:] if n > 0 else [])
+
+
+def crash_trace(text: str, n: int) -> str:
+    """The fatal error that `text` ends with, and the stack of the thread that it struck, most recent call first.
+
+    `faulthandler` writes the other threads and a list of extension modules around it, and the outermost calls last, so
+    the last lines of all would say little.
+
+    Args:
+        text: what a worker left (`StackReader.text`).
+        n: so many calls at most.
+
+    Returns:
+        Some lines; "" if there was no fatal error (a worker that SIGKILL ended leaves none).
+    """
+    _, mark, crash = text.rpartition("Fatal Python error: ")
+    if not mark:
+        return ""
+    lines = (mark + crash).splitlines()
+    # Threads that Python does not know have no "current" one: then the first is as good as any.
+    starts = [at for at, line in enumerate(lines) if line.startswith("Current thread ")]
+    starts = starts or [at for at, line in enumerate(lines) if line.startswith("Thread ")]
+    trace = lines[:1]
+    if starts:
+        trace.append(lines[starts[0]])
+        for line in lines[starts[0] + 1 :][:n]:
+            if not line.startswith("  "):
+                break
+            trace.append(line)
+    return "\n".join(trace)

@@ -1,0 +1,107 @@
+"""Tells of workers that take too long over one task.
+
+Data path: beside the pool, in the loop's thread; only where a `worker_timeout` is set.
+
+One timer for all workers. It is set for the first deadline that there could be, and looks when it fires whether that
+still stands: answers do not touch it. While nobody has a task there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+__all__ = ["START_SECONDS", "Watch"]
+
+START_SECONDS = 60.0
+"""Seconds that a worker's start-up has at least: importing torch, unpickling the dataset, reading a stream again."""
+
+
+class Watch:
+    """Deadlines of a pool's workers.
+
+    Args:
+        loop: the loop whose thread calls everything here.
+        seconds: for one task.
+        workers: their number.
+        concurrent: a worker is at all of its tasks at a time; else at the first that it has not answered.
+        late: called with a worker's number and the seconds that it took so far; the worker has no tasks afterwards.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        seconds: float,
+        workers: int,
+        *,
+        concurrent: bool,
+        late: Callable[[int, float], None],
+    ) -> None:
+        self._loop = loop
+        self._seconds = seconds
+        self._concurrent = concurrent
+        self._late = late
+        self._tasks: list[dict[int, float]] = [{} for _ in range(workers)]  # task -> when it was given
+        self._since = [loop.time()] * workers  # the last start, or answer
+        self._starting = [True] * workers
+        self._timer: asyncio.TimerHandle | None = None
+
+    def starts(self, worker: int) -> None:
+        """A new process starts, or an epoch: the user's start-up code runs now."""
+        self._since[worker] = self._loop.time()
+        self._starting[worker] = True
+
+    def started(self, worker: int) -> None:
+        """That code has run."""
+        self._since[worker] = self._loop.time()
+        self._starting[worker] = False
+        self._arm()
+
+    def assigned(self, worker: int, seq: int) -> None:
+        """The worker was given a task."""
+        self._tasks[worker][seq] = self._loop.time()
+        if self._timer is None:
+            self._arm()
+
+    def answered(self, worker: int, seq: int) -> None:
+        """The worker answered a task."""
+        self._tasks[worker].pop(seq, None)
+        if not self._concurrent:
+            self._since[worker] = self._loop.time()
+
+    def forget(self, worker: int) -> None:
+        """The worker is gone, or its tasks are void."""
+        self._tasks[worker].clear()
+
+    def close(self) -> None:
+        """No deadlines any more."""
+        for tasks in self._tasks:
+            tasks.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _deadline(self, worker: int) -> float | None:
+        tasks = self._tasks[worker]
+        if not tasks:
+            return None
+        if self._starting[worker]:
+            return self._since[worker] + max(self._seconds, START_SECONDS)
+        return max(next(iter(tasks.values())), self._since[worker]) + self._seconds
+
+    def _arm(self) -> None:
+        deadlines = [due for worker in range(len(self._tasks)) if (due := self._deadline(worker)) is not None]
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(min(deadlines), self._look) if deadlines else None
+
+    def _look(self) -> None:
+        self._timer = None
+        now = self._loop.time()
+        for worker in range(len(self._tasks)):
+            due = self._deadline(worker)
+            if due is not None and due <= now:
+                taken = now - max(next(iter(self._tasks[worker].values())), self._since[worker])
+                self.forget(worker)
+                self._late(worker, taken)
+        self._arm()
