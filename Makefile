@@ -2,12 +2,15 @@
 #   make demo PYTHON=python3.12      another interpreter
 #   make test ARGS='-k ring -x'      more arguments for pytest
 #   make test JOBS=0 ARGS='--pdb'    one test after the other
+#   make chaos SEEDS=2000            so many drawn disasters
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 # Test files that run at a time; 0 runs them in one process, where --pdb works.
 JOBS ?= 2
+# Cases that `make chaos` draws.
+SEEDS ?= 2000
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -15,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # switched off is setuptools' general advice about editable installs.
 INSTALL := PYTHONWARNINGS=ignore::UserWarning $(PIP) install --quiet -c constraints.txt --no-build-isolation
 
-.PHONY: help demo test test-integrations bench check format docs clean
+.PHONY: help demo test test-integrations chaos bench check format docs clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # two pips in one environment would trip over each other
 
@@ -30,6 +33,9 @@ test: $(VENV)/.stamp-test ## run the whole suite
 
 test-integrations: $(VENV)/.stamp-test-integrations ## run the tests with more frameworks that hold a loader (1 GB)
 	$(BIN)/python -m pytest -m clients tests/integrations $(ARGS)
+
+chaos: $(VENV)/.stamp-test ## kill, stop and starve workers at random; writes docs/reference/reliability.md
+	$(BIN)/python -m tests.stress --seeds $(SEEDS) --save $(ARGS)
 
 bench: $(VENV)/.stamp-bench ## measure against torch and the peers; writes docs/reference/benchmarks.md
 	$(BIN)/python -m tests.benchmarks --save $(ARGS)

@@ -203,6 +203,8 @@ class AsyncLoaderIterator:
     # ------------------------------------------------------------------------------------------- iterating
 
     async def __anext__(self) -> Any:
+        if os.getpid() != self._owner:
+            raise LoaderClosed("this iterator belongs to the process that this one was forked from; make a new one")
         try:
             return await self._next()
         except TooManyBadSamples:

@@ -69,6 +69,7 @@ def worker_setup(
         snapshot_every=spec.snapshot_every_n_steps or 0,
         seeded=_seeded_setup(spec, workers, draws),
         memory_limit=spec.worker_memory_limit,
+        replays=_replays(spec),
         policy=_policy(spec),
     )
 
@@ -80,9 +81,12 @@ def quarantine(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter) -> Quarantine:
         spec.on_error,
         spec.collate_fn,
         batched=bool(spec._auto_collation),
-        placed=setup is not None and not is_iterable(spec),
         replicas=1 if setup is None else setup.replicas,
     )
+
+
+def _replays(spec: LoaderSpec[Any]) -> bool:
+    return spec.resume == "replay" or spec._replays
 
 
 def _policy(spec: LoaderSpec[Any]) -> ErrorPolicy | None:
@@ -180,5 +184,5 @@ def epoch_plan(spec: LoaderSpec[Any]) -> EpochPlan:
         seeded=seeded,
         max_restarts=max_restarts(spec.max_worker_restarts, seeded=seeded),
         concurrent=is_async_dataset(spec.dataset),
-        replays=spec.resume == "replay" or spec._replays,
+        replays=_replays(spec),
     )

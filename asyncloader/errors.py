@@ -37,6 +37,9 @@ __all__ = [
 ]
 
 
+RING_ADVICE = "Make the batches smaller, lower num_workers or prefetch_factor, or set ring_bytes (bytes a worker)."
+
+
 class LoaderError(Exception):
     """Root of the loader's own errors."""
 
@@ -162,19 +165,21 @@ class RingMemoryError(LoaderError, MemoryError):
         wanted: bytes asked for.
         limit: bytes that can be had, None when the system did not say.
         reason: where the limit comes from.
+        advice: what to do.
     """
 
-    def __init__(self, wanted: int, limit: int | None, reason: str) -> None:
-        super().__init__(wanted, limit, reason)
+    def __init__(self, wanted: int, limit: int | None, reason: str, advice: str = RING_ADVICE) -> None:
+        super().__init__(wanted, limit, reason, advice)
         self.wanted = wanted
         self.limit = limit
         self.reason = reason
+        self.advice = advice
 
     def __str__(self) -> str:
         limit = "an unknown limit" if self.limit is None else f"{self.limit:,} bytes"
         return (
             f"asyncloader wants {self.wanted:,} bytes of shared memory but is bounded by {limit} ({self.reason}). "
-            "Make the batches smaller, lower num_workers or prefetch_factor, or set ring_bytes (bytes a worker)."
+            f"{self.advice}"
         )
 
 

@@ -52,6 +52,11 @@ class DataLoader(LoaderSpec[T_co]):
             state = self.__dict__["_asyncloader_state"] = _FacadeState()
         return state
 
+    def __iter__(self) -> Any:
+        if isinstance(self._iterator, WorkerIterator) and not self._iterator.owned:
+            self._iterator = None  # persistent workers of the process that this one was forked from
+        return super().__iter__()
+
     def _get_iterator(self) -> _BaseDataLoaderIter:
         state = self._state
         if state.closed:

@@ -71,7 +71,8 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
             from the seed, the epoch and the position ("refill"; seeded mode, map datasets with a length).
         max_bad_samples: how many samples of an epoch may raise before `TooManyBadSamples` is (default 1000); None: all.
         worker_memory_limit: bytes of private memory that a worker may grow by since its start before it is replaced
-            between two tasks; default None.
+            between two tasks; default None. A worker whose stream nobody could read on (no state, ``resume="exact"``)
+            is left alone.
 
     Raises:
         ValueError, TypeError: torch's, in torch's order and words, then ours.

@@ -9,10 +9,12 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from asyncloader.errors import TaskQuarantined
 from asyncloader.events import Poisoned
 from asyncloader.fault_options import OnError
+from asyncloader.rank_view import Placed, bare_index
 from asyncloader.scheduler import quarantined
-from asyncloader.workers.bad_samples import BadSample
+from asyncloader.workers.bad_samples import ERROR_CHARACTERS, TRACEBACK_CHARACTERS, BadSample
 
 __all__ = ["Quarantine"]
 
@@ -24,15 +26,13 @@ class Quarantine:
         on_error: the loader's option.
         collate_fn: the loader's, for substitutes.
         batched: whether an index is a list of them.
-        placed: whether an index is ``(position, index)``.
         replicas: difference of the positions of neighbouring samples.
     """
 
-    def __init__(self, on_error: OnError, collate_fn: Any, *, batched: bool, placed: bool, replicas: int) -> None:
+    def __init__(self, on_error: OnError, collate_fn: Any, *, batched: bool, replicas: int) -> None:
         self._on_error = on_error
         self._collate_fn = collate_fn
         self._batched = batched
-        self._placed = placed
         self._replicas = replicas
 
     def settle(self, poisoned: Poisoned) -> tuple[Any, list[BadSample]]:
@@ -42,12 +42,16 @@ class Quarantine:
             TaskQuarantined: `on_error` is "raise".
             Exception: what the `on_error` function or `collate_fn` raises.
         """
-        first, index = poisoned.task.index if self._placed else (None, poisoned.task.index)
-        error = quarantined(poisoned, index)
+        error = quarantined(poisoned)
+        index = poisoned.task.index
+        first = index.position if isinstance(index, Placed) else None
+        index = bare_index(index)
         if self._on_error == "raise":
             raise error
         indices: Sequence[Any] = index if self._batched else [index]
         places = [None if first is None else first + place * self._replicas for place in range(len(indices))]
+        brief = TaskQuarantined(error.indices, error.deaths)  # the words of standard error are in the record anyway
+        text = f"{type(brief).__name__}: {brief}"[:ERROR_CHARACTERS]
         substitutes: list[Any] = []
         records: list[BadSample] = []
         for one, place in zip(indices, places, strict=True):
@@ -59,8 +63,7 @@ class Quarantine:
                 substitutes.append(substitute)
             action = "replaced" if callable(self._on_error) else "skipped"
             worker, pid, _ = error.deaths[-1]
-            text = f"{type(error).__name__}: {error}"
-            records.append(BadSample(one, place, worker, pid, text, error.stderr, action, None))
+            records.append(BadSample(one, place, worker, pid, text, error.stderr[-TRACEBACK_CHARACTERS:], action, None))
         if not callable(self._on_error):
             return None, records
         return self._collate_fn(substitutes if self._batched else substitutes[0]), records

@@ -37,6 +37,7 @@ __all__ = [
     "Share",
     "Tail",
     "Topology",
+    "bare_index",
     "place",
     "tail_of",
 ]
@@ -58,6 +59,11 @@ class Placed(NamedTuple):
 
     position: int
     index: Any
+
+
+def bare_index(index: Any) -> Any:
+    """The index, or the list of them, without its position."""
+    return index.index if isinstance(index, Placed) else index
 
 
 class Topology(NamedTuple):

@@ -115,7 +115,12 @@ class Recovery:
         """The next waiting task that the worker, which has `in_hand` others, can be sent now; None: wait."""
         waiting = self._waiting[worker]
         if not waiting or not self.free(worker):
-            self.active = any(self._down) or any(self._waiting) or any(seq is not None for seq in self._alone)
+            self.active = (
+                bool(self._deaths)
+                or any(self._down)
+                or any(self._waiting)
+                or any(seq is not None for seq in self._alone)
+            )
             return None
         if self._concurrent and self.suspected(waiting[0]):
             if in_hand:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import textwrap
 
 from asyncloader.errors import shortened
+from asyncloader.rank_view import bare_index
 from asyncloader.scheduler import Scheduler
 from asyncloader.workers import stacks
 from asyncloader.workers.pool import WorkerPool
@@ -20,8 +21,8 @@ _SECONDS = 1.0
 async def report(pool: WorkerPool, scheduler: Scheduler) -> str:
     """The oldest task, and each worker: its state, its tasks, its ring, and the Python stacks of its threads."""
     alive = [process for process in pool.processes if not process.released]
+    lines = [_head(scheduler)]  # before the signal, which may end what a worker waits for
     found = iter(await stacks.ask([stacks.Target(p.pid, p.death_fd, p.stacks) for p in alive], _SECONDS))
-    lines = [_head(scheduler)]
     for process in pool.processes:
         worker = process.worker_id
         if process.released:
@@ -33,7 +34,7 @@ async def report(pool: WorkerPool, scheduler: Scheduler) -> str:
             f"worker {worker} (pid {process.pid}) is {state}{at}; "
             f"{scheduler.unanswered(worker)} tasks unanswered; ring: {pool.rings[worker].ring or 'none yet'}"
         )
-        lines.append(textwrap.indent(text, "    "))
+        lines.append(textwrap.indent(stacks.worker_calls(text), "    "))
         process.stacks.clear()  # they are not its last words
     return "\n".join(lines)
 
@@ -43,5 +44,5 @@ def _head(scheduler: Scheduler) -> str:
     if head is None:
         return "No worker has a task that is waited for: the sampler, or what comes after the workers, takes that long."
     task, worker = head
-    what = "the next batch of its stream" if task.index is None else f"indices {shortened(task.index)}"
+    what = "the next batch of its stream" if task.index is None else f"indices {shortened(bare_index(task.index))}"
     return f"Waiting for task {task.seq} at worker {worker}: {what}."

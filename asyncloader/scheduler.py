@@ -48,6 +48,7 @@ from asyncloader.events import (
     Started,
     Task,
 )
+from asyncloader.rank_view import bare_index
 from asyncloader.recovery import Recovery
 from asyncloader.reorder import ReorderBuffer
 
@@ -243,8 +244,10 @@ class Scheduler:
             waiting = self._send_waiting(worker)
         if not self.in_order:
             return [deliver, *waiting]
-        ready: list[Action] = [*self._reorder.push(seq, deliver), *waiting]
-        return ready if ready or self.iterable else self._pull_ahead()
+        ready = self._reorder.push(seq, deliver)
+        more = [] if ready or self.iterable else self._pull_ahead()
+        # A pull comes last: the shell may offer an index, and have its task assigned, before it carries out the rest.
+        return [*ready, *waiting, *more]
 
     def _delivered(self, event: Delivered) -> list[Action]:
         worker = None if event.seq in self._unanswered_tasks else self._owner.pop(event.seq, None)
@@ -281,7 +284,7 @@ class Scheduler:
         if poisoned and (self.iterable or not recovery.may_replace(worker)):
             # A stream cannot go on behind a place that it cannot pass.
             task = self._unanswered_tasks[poisoned[0]]
-            return self._fail(quarantined(Poisoned(task, recovery.deaths(task.seq)), task.index))
+            return self._fail(quarantined(Poisoned(task, recovery.deaths(task.seq))))
         if not recovery.may_replace(worker):
             return self._fail(event.error.with_advice(recovery.advice()))
         if needed and event.obstacle:
@@ -292,18 +295,18 @@ class Scheduler:
             actions.append(Replace(worker))
         else:
             self._active[worker] = False
-        for seq in poisoned:
-            actions += self._outcome(seq, Poisoned(self._unanswered_tasks[seq], recovery.deaths(seq)))
         for seq in lost:
-            if seq in self._unanswered_tasks:
+            if seq not in poisoned:
                 actions += self._assign_again(seq, worker)
+        for seq in poisoned:  # last: what is pulled for them comes behind what was lost, at every worker
+            actions += self._outcome(seq, Poisoned(self._unanswered_tasks[seq], recovery.deaths(seq)))
         return actions
 
     def _assign_again(self, seq: int, worker: int) -> list[Action]:
         """To a worker that lives, if any may have it; else it waits for the replacement."""
         # Popped and put back: a worker's tasks are found in the order in which they were given to it.
         task = self._unanswered_tasks[seq] = self._unanswered_tasks.pop(seq)
-        if self.assignment == "least_loaded" and not self._recovery.suspected(seq):
+        if self.assignment == "least_loaded" and not (self.iterable or self._recovery.suspected(seq)):
             free = [w for w in range(self.workers) if self._active[w] and self._recovery.free(w)]
             if free:
                 other = min(free, key=self._unanswered.__getitem__)
@@ -336,6 +339,7 @@ class Scheduler:
             del self._owner[seq], self._unanswered_tasks[seq]
             self._load[worker] -= 1
             self._unanswered[worker] -= 1
+            self._recovery.answered(worker, seq)
             if self.in_order:
                 actions += self._reorder.skip(seq)
         return actions + self._offered(None) + self._finish_if_done()
@@ -348,8 +352,8 @@ class Scheduler:
         return [Finish()]
 
 
-def quarantined(poisoned: Poisoned, indices: Any) -> TaskQuarantined:
-    """The error for a task of these indices, which is not tried again."""
+def quarantined(poisoned: Poisoned) -> TaskQuarantined:
+    """The error for a task that is not tried again."""
     deaths: tuple[WorkerDied, ...] = poisoned.deaths
     who = [(death.worker_id, death.pid, death.exitcode) for death in deaths]
-    return TaskQuarantined(indices, who, deaths[-1].trace)
+    return TaskQuarantined(bare_index(poisoned.task.index), who, deaths[-1].trace)

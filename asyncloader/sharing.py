@@ -275,7 +275,7 @@ def share(obj: Any) -> Any:
     writer = SegmentWriter(f"share({type(obj).__name__} of {len(obj):,})")
     try:
         builder = Builder(writer, SHARED)
-        offset = builder.node(obj)
+        offset = builder.build(obj)
         segment = writer.finish(tuple(builder.externals))
     finally:
         writer.close()

@@ -83,6 +83,11 @@ class WorkerIterator(CountedNext):
         return [process.process for process in self._pool.processes]
 
     @property
+    def owned(self) -> bool:
+        """Whether this is the process that made it, and not a fork of that."""
+        return os.getpid() == self._owner
+
+    @property
     def queue_depth(self) -> int:
         """Batches that are ready and not taken."""
         return self._queue.qsize()

@@ -22,7 +22,9 @@ from asyncloader.workers.seeding import derive
 
 __all__ = [
     "ATTEMPTS",
+    "ERROR_CHARACTERS",
     "LOST",
+    "TRACEBACK_CHARACTERS",
     "BadSample",
     "ErrorPolicy",
     "Guard",
@@ -36,8 +38,8 @@ ATTEMPTS = 16
 """Substitutes that are tried for one sample."""
 ROW = 1000
 """Failures of a stream one after the other, after which it is given up."""
-_ERROR_CHARACTERS = 1000
-_TRACEBACK_CHARACTERS = 16_000
+ERROR_CHARACTERS = 1000
+TRACEBACK_CHARACTERS = 16_000
 
 LOST: Any = object()
 """In place of a sample that is left out."""
@@ -292,7 +294,7 @@ def _texts(error: Exception) -> tuple[str, str]:
         trace = "".join(traceback.format_exception(error))
     except Exception as another:
         trace = f"<the traceback's text raised {type(another).__name__}>"
-    return text[:_ERROR_CHARACTERS], trace[-_TRACEBACK_CHARACTERS:]
+    return text[:ERROR_CHARACTERS], trace[-TRACEBACK_CHARACTERS:]
 
 
 def _caused(raised: Exception, error: Exception) -> None:

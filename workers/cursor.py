@@ -72,6 +72,11 @@ class Bookmark:
         self._initial = b""
         self.batches = 0
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether there is a state to be taken."""
+        return self._dataset_is_stateful or self._iterator is not None
+
     def begin(self, cursor: Cursor | None) -> None:
         """A new epoch: restore the dataset. Call before ``iter(dataset)``."""
         self.batches = 0 if cursor is None else cursor.batches
@@ -104,7 +109,7 @@ class Bookmark:
         return self._take(samples, ended=ended)
 
     def _take(self, samples: int, *, ended: bool) -> bytes:
-        if not (self._dataset_is_stateful or self._iterator is not None):
+        if not self.keeps_state:
             return b""
         dataset = iterator = None
         problem = ""

@@ -82,7 +82,8 @@ class Inbox:
             if fd is not None:
                 os.close(fd)
             raise
-        answer = Answer(result, template, ring, fd, cursor, self._answered(result.seq, watch))
+        bad = self._answered(result.seq, watch if result.epoch == epoch else None)
+        answer = Answer(result, template, ring, fd, cursor, bad)
         if result.epoch == epoch and listener is not None:
             listener.on_answer(self._worker, answer)
         else:
@@ -116,7 +117,7 @@ class Inbox:
         said, seq, busy, payload = wire.unpack_answer(body)
         self._check_expected(said, seq, epoch)
         self._keeper.answered(said, seq, wire.NO_SLOT, 0)
-        bad = self._answered(seq, watch)
+        bad = self._answered(seq, watch if said == epoch else None)
         if said != epoch or listener is None:
             return
         if kind == wire.EXHAUSTED:
@@ -130,7 +131,7 @@ class Inbox:
             listener.on_error(worker, seq, busy, pickle.loads(payload), bad)
 
     def _answered(self, seq: int, watch: Watch | None) -> bytes:
-        """A task was answered. Returns its records of bad samples."""
+        """A task was answered, of the present epoch if there is a watch. Returns its records of bad samples."""
         if watch is not None:
             watch.answered(self._worker, seq)
         if self._process.suspect is not None:

@@ -62,6 +62,8 @@ class WorkerSetup(NamedTuple):
     """Bytes of private memory that a worker may grow by before it is replaced."""
     handover: bytes = b""
     """The random numbers' state of the worker that this one replaces, if that could still give it."""
+    replays: bool = False
+    """A stream without a state may be read again from its beginning."""
     policy: ErrorPolicy | None = None
     """What becomes of samples that raise; None: they fail their batch."""
 

@@ -30,7 +30,12 @@ def make_keeper() -> int:
 def kept_stderr(fd: int) -> Generator[None]:
     """Inside the block descriptor 2 is the file. Takes the descriptor."""
     _flush()
-    real = os.dup(2)
+    try:
+        real = os.dup(2)
+    except OSError:  # standard error is closed: there is nothing to be kept
+        os.close(fd)
+        yield
+        return
     try:
         os.dup2(fd, 2)
         try:
@@ -38,10 +43,8 @@ def kept_stderr(fd: int) -> Generator[None]:
         finally:
             _flush()
             os.dup2(real, 2)
-            written = _read(fd)
-            with contextlib.suppress(OSError):  # standard error may be closed
-                while written:
-                    written = written[os.write(real, written) :]
+            with contextlib.suppress(OSError):  # nobody reads it any more
+                _pass_on(fd, real)
     finally:
         os.close(real)
         os.close(fd)
@@ -54,6 +57,12 @@ def read_tail(fd: int, lines: int = 20) -> str:
     finally:
         os.close(fd)
     return "\n".join(text.rstrip().splitlines()[-lines:])
+
+
+def _pass_on(fd: int, real: int) -> None:
+    passed = 0
+    while data := os.pread(fd, _TAIL, passed):
+        passed += os.write(real, data)
 
 
 def _read(fd: int) -> bytes:

@@ -81,7 +81,7 @@ class WorkerPool:
         self._spare: set[WorkerProcess] = set()  # made, and in no place
         self._making = threading.Lock()
         self.processes: list[WorkerProcess] = []
-        self.rings = [RingKeeper(credits, ring_bytes, run_ahead) for _ in range(setup.num_workers)]
+        self.rings = [RingKeeper(credits, ring_bytes, run_ahead, setup.num_workers) for _ in range(setup.num_workers)]
         self._inboxes: list[Inbox] = []
         self._listener: Listener | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -155,7 +155,9 @@ class WorkerPool:
 
     @property
     def broken(self) -> bool:
-        """A worker is gone, or talks nonsense: the pool cannot serve another epoch."""
+        """A worker is gone, or talks nonsense: the pool cannot serve another epoch. Nor can it in a forked child."""
+        if os.getpid() != self._owner:
+            return True
         return self._failed or not all(p.alive for p in self.processes)
 
     def __repr__(self) -> str:

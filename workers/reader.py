@@ -208,19 +208,33 @@ class Reader:
 
     async def fetch_async(self, index: Any, bad: list[BadSample] | None = None) -> Any:
         """`fetch` for an asynchronous dataset. StopAsyncIteration at its end."""
-        if not self._ready:
-            async with self._turn:  # the others wait until what is to be dropped has been read
-                if self._failure is not None:
-                    raise self._failure
-                if not self._ready:
-                    assert self._start is not None
-                    try:
-                        await self._begin_async(self._start)
-                    except StateError as error:
-                        self._failure = error
-                        raise
-                    self._ready = True
-        return await self._fetcher.fetch(self._stream_index if self._setup.iterable else index, bad)
+        if not self._setup.iterable:
+            if not self._ready:
+                async with self._turn:
+                    await self._ensure_begun()
+            return await self._fetcher.fetch(index, bad)
+        # Held over both: a task that came when the beginning was over must not overtake those that waited for it.
+        async with self._turn:
+            await self._ensure_begun()
+            return await self._fetcher.fetch(self._stream_index, bad)
+
+    async def _ensure_begun(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._ready:
+            return
+        assert self._start is not None
+        try:
+            await self._begin_async(self._start)
+        except StateError as error:
+            self._failure = error
+            raise
+        self._ready = True
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another reader can go on where this one is, without reading a stream again from its beginning."""
+        return not self._setup.iterable or self._bookmark.keeps_state
 
     def first_cursor(self) -> bytes:
         """Where the dataset stands now that an epoch has begun; empty if there is nothing to be saved."""

@@ -196,8 +196,8 @@ class WorkerRing:
             self._reserved[slot] = wanted
         return start
 
-    def close(self) -> None:
-        """Close the descriptor. The mapping goes with the last reference to this object."""
+    def __del__(self) -> None:
+        # With the last reference: a task in hand may still write to a ring that has been replaced.
         os.close(self.fd)
 
 

@@ -30,19 +30,21 @@ class RingKeeper:
         ring_bytes: bound on the ring's size, None for none.
         run_ahead: batches that may wait for an earlier one beside those. They get slots as long as these fit into
             `ring_bytes`; without a bound, into `RUN_AHEAD_BYTES`.
+        workers: how many workers have a ring like this, for the question whether all of them can have theirs.
 
     Raises:
-        RingMemoryError: `ring_bytes` is more than the machine can hold.
+        RingMemoryError: `workers` rings of `ring_bytes` are more than the machine, or the control group, can hold.
     """
 
-    def __init__(self, credits: int, ring_bytes: int | None, run_ahead: int = 0) -> None:
+    def __init__(self, credits: int, ring_bytes: int | None, run_ahead: int = 0, workers: int = 1) -> None:
+        self._workers = workers
         self._most_ahead = run_ahead
         self._least_slots = slot_count(credits)
         room = run_ahead if ring_bytes is None else max(0, ring_bytes // PAGE - self._least_slots)
         self._slots = self._least_slots + min(run_ahead, room)
         self._ring_bytes = ring_bytes
         if ring_bytes is not None:
-            segment.check_room(ring_bytes, f"a ring of ring_bytes={ring_bytes}")
+            segment.check_room(workers * ring_bytes, f"{workers} rings of ring_bytes={ring_bytes}")
         self.ring: Ring | None = None
         self.nbytes = 0
         """Size of the newest ring, also after it was closed."""
@@ -64,12 +66,17 @@ class RingKeeper:
         """A ring that the worker must be sent before its next task, or None.
 
         Raises:
-            RingMemoryError: it cannot be had.
+            RingMemoryError: it cannot be had; or it, and its like for the other workers, could not be filled.
         """
         if not self._grown and not (self.ring is not None and self.ring.worn):
             return None
+        credits = self._slots - HEADROOM
+        if self._ring_bytes is None and self._slot_bytes > FIRST_SLOT_BYTES:
+            # Asked before the kernel is: a control group over its limit kills somebody.
+            need = self._workers * credits * self._slot_bytes
+            segment.check_room(need, f"{self._workers} rings for {credits} batches of {self._slot_bytes:,} bytes each")
         self._number += 1
-        self.ring = Ring(self._slots, self._slot_bytes, self._slots - HEADROOM, self._number)
+        self.ring = Ring(self._slots, self._slot_bytes, credits, self._number)
         self.nbytes = self.ring.nbytes
         self._grown = False
         return self.ring

@@ -22,7 +22,7 @@ import resource
 import secrets
 from pathlib import Path
 
-from asyncloader.errors import RingMemoryError
+from asyncloader.errors import RING_ADVICE, RingMemoryError
 
 __all__ = ["check_room", "create", "map_segment", "memory_limit", "reserve"]
 
@@ -107,7 +107,7 @@ def reserve(fd: int, offset: int, nbytes: int) -> None:
         return
 
 
-def check_room(nbytes: int, what: str) -> None:
+def check_room(nbytes: int, what: str, advice: str = RING_ADVICE) -> None:
     """Refuse a plan that can never fit, before any of it is made.
 
     Raises:
@@ -115,7 +115,7 @@ def check_room(nbytes: int, what: str) -> None:
     """
     limit, reason = memory_limit()
     if limit is not None and nbytes > limit:
-        raise RingMemoryError(nbytes, limit, f"{reason}; wanted for {what}")
+        raise RingMemoryError(nbytes, limit, f"{reason}; wanted for {what}", advice)
 
 
 def memory_limit() -> tuple[int | None, str]:

@@ -62,7 +62,7 @@ class Sink(Protocol):
 
 
 class Builder:
-    """Writes one structure to one sink.
+    """Writes one structure to one sink: call `build` once.
 
     Args:
         sink: where to.
@@ -89,7 +89,7 @@ class Builder:
             **dict.fromkeys(shared, self._reduce_shared),
         }
 
-    def node(self, value: Any) -> int:
+    def build(self, value: Any) -> int:
         """Write a list, tuple or dict and all that is in it; the offset of its header.
 
         Raises:
@@ -97,6 +97,12 @@ class Builder:
             TypeError: it is a large dict with keys that have no stable hash.
             Exception: whatever pickling an item raises, with a note that says which item.
         """
+        try:
+            return self._node(value)
+        finally:
+            del self._pickler  # it refers to the last item, and to this object, which refers to it
+
+    def _node(self, value: Any) -> int:
         known = self._nodes.get(id(value))
         if known is not None:
             return known
@@ -215,7 +221,7 @@ class Builder:
 
     def _record(self, item: Any, rows: bool) -> int:
         if isinstance(item, list | dict | tuple) and self._wants_node(item, rows):
-            return self._sink.write(bytes([NODE]) + self.node(item).to_bytes(8, "little"))
+            return self._sink.write(bytes([NODE]) + self._node(item).to_bytes(8, "little"))
         self._stream.seek(0)
         self._stream.truncate()
         self._pickler.clear_memo()

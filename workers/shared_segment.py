@@ -101,7 +101,11 @@ class SegmentWriter:
             return
         start = self._reserved
         end = max(end, start + min(max(start, _BUFFER), _STEP))
-        segment.check_room(end - start, f"{self._what}, besides {start:,} bytes of it that are written")
+        segment.check_room(
+            end - start,
+            f"{self._what}, besides {start:,} bytes of it that are written",
+            "Share less, or raise the limit.",
+        )
         try:
             os.ftruncate(self._fd, end)
         except OSError as error:

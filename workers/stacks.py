@@ -40,6 +40,7 @@ __all__ = [
     "last_lines",
     "process_state",
     "stack_pipe",
+    "worker_calls",
 ]
 
 _KEPT_BYTES = 64 << 10
@@ -360,4 +361,13 @@ def crash_trace(text: str, n: int) -> str:
             if not line.startswith("  "):
                 break
             trace.append(line)
-    return "\n".join(trace)
+    return worker_calls("\n".join(trace))
+
+
+def worker_calls(text: str) -> str:
+    """The stacks without what every worker has: our own waiting thread, and the calls that led to the worker's entry
+    point (in a forked worker these are the main process's, down to its first).
+    """
+    blocks = re.split(r"\n(?=(?:Current thread|Thread) 0x)", text)
+    kept = [re.sub(r"(\n *File [^\n]* in worker_main)(\n *File [^\n]*)+", r"\1", block) for block in blocks]
+    return "\n".join(block for block in kept if " in wait_for_parent" not in block)

@@ -121,10 +121,8 @@ class TaskRunner:
         """Everything but a task."""
         if kind == wire.RING:
             number, slots, slot_bytes = wire.unpack_ring(body)
-            old, self._ring = self._ring, WorkerRing(self.channel.take_fd(), slots, slot_bytes)
+            self._ring = WorkerRing(self.channel.take_fd(), slots, slot_bytes)
             self._ring_number = number
-            if old is not None:
-                old.close()
         elif kind == wire.RESET:
             self._reset(body)
         elif kind == wire.SUSPECT:
@@ -135,7 +133,10 @@ class TaskRunner:
     @property
     def outgrown(self) -> bool:
         """Whether this worker has grown beyond its bound, and should leave before its next task."""
-        return self._footprint is not None and not self._ended and self._footprint.growth() > self._memory_limit
+        if self._footprint is None or self._ended or self._footprint.growth() <= self._memory_limit:
+            return False
+        # A stream that another worker could not read on is left to this one.
+        return self._setup.replays or (self._reader is not None and self._reader.can_go_on)
 
     def retire(self) -> None:
         """Say that this worker leaves. Call it with no task in hand, and take none afterwards."""

@@ -59,8 +59,8 @@ class Watch:
 
     def assigned(self, worker: int, seq: int) -> None:
         """The worker was given a task."""
-        self._tasks[worker][seq] = self._loop.time()
-        if self._timer is None:
+        now = self._tasks[worker][seq] = self._loop.time()
+        if self._timer is None or self._timer.when() > now + self._seconds:  # it waits for another's start-up
             self._arm()
 
     def answered(self, worker: int, seq: int) -> None:

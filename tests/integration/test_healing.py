@@ -260,7 +260,7 @@ def test_close_while_a_worker_is_being_replaced(method: str, tmp_path: Path) -> 
     batches = iter(loader)
     for _ in range(3):
         next(batches)
-    (process,) = batches._workers  # type: ignore[attr-defined]
+    (process,) = batches._workers
     os.kill(process.pid, signal.SIGKILL)
     loader.close()
 

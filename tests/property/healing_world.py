@@ -114,7 +114,9 @@ class World:
                 self.assign(action)
             elif isinstance(action, Replace):
                 worker = self.workers[action.worker]
-                assert not (worker.up or worker.asked or worker.ended)
+                assert not worker.up
+                assert not worker.asked
+                assert not worker.ended
                 worker.asked = True
             elif isinstance(action, Deliver):
                 self.line.append(action)

@@ -9,18 +9,30 @@ from asyncloader.errors import (
     LoaderClosed,
     LoaderError,
     LoaderTimeout,
+    RanksDisagree,
     RingMemoryError,
+    StateError,
+    TaskQuarantined,
+    TooManyBadSamples,
     UnsupportedPlatform,
     WorkerDied,
+    ending,
+    shortened,
 )
 
 ALL = [
     WorkerDied(3, 4711, -9),
+    WorkerDied(3, 4711, None, "It was killed.", "Do this.", "a stack"),
+    TaskQuarantined([1, 2], [(0, 11, -9), (1, 12, None)], "last words"),
+    TooManyBadSamples(10, "index 3, ValueError: bad"),
     LoaderTimeout(2.5),
     LoaderClosed("this iterator was closed"),
     RingMemoryError(1 << 30, 1 << 20, "memory limit of control group /a"),
     UnsupportedPlatform("no workers here"),
+    StateError("of another loader"),
+    RanksDisagree("one of them left"),
 ]
+BUILTIN: dict[type[LoaderError], type[Exception]] = {RingMemoryError: MemoryError, StateError: ValueError}
 
 
 @pytest.mark.parametrize("error", ALL, ids=lambda e: type(e).__name__)
@@ -38,7 +50,7 @@ def test_error_pickles(error: LoaderError) -> None:
 def test_error_is_a_loader_error_and_a_builtin_one(error: LoaderError) -> None:
     """One `except` catches all of ours, and torch's users find the type they wait for."""
     assert isinstance(error, LoaderError)
-    assert isinstance(error, MemoryError if isinstance(error, RingMemoryError) else RuntimeError)
+    assert isinstance(error, BUILTIN.get(type(error), RuntimeError))
 
 
 def test_killed_worker_reads_as_torch_says_it() -> None:
@@ -68,6 +80,92 @@ def test_exited_worker_reads_as_torch_says_it(exitcode: int | None, words: str) 
 def test_real_time_signal_has_a_text() -> None:
     """A signal without a common name does not break the message."""
     assert "is killed by signal" in str(WorkerDied(0, 1, -signal.SIGRTMIN))
+
+
+def test_reason_and_advice_follow_the_death() -> None:
+    """What the loader knows beyond the exit code, and what to do, each a sentence of its own behind torch's."""
+    text = str(WorkerDied(1, 99, -signal.SIGKILL, "The loader killed it.", "Set max_worker_restarts."))
+    assert text.endswith("It was worker 1 of the loader. The loader killed it. Set max_worker_restarts.")
+    assert str(WorkerDied(1, 99, 3, "", "Set it.")).endswith("worker 1, exit code 3. Set it.")
+
+
+def test_a_kill_of_ours_is_not_blamed_on_memory() -> None:
+    """With a reason known, the kernel's memory shortage is no guess any more."""
+    assert "memory" not in str(WorkerDied(1, 99, -signal.SIGKILL, "The loader killed it."))
+
+
+def test_last_words_come_last() -> None:
+    """Stacks and standard error stand below the sentence, in lines of their own; without any there is no heading."""
+    error = WorkerDied(1, 99, -signal.SIGSEGV, "A reason.", "An advice.", "Fatal error\n  File a.py")
+    sentence, heading, *trace = str(error).splitlines()
+    assert sentence.endswith("A reason. An advice.")
+    assert heading == "Its last words:"
+    assert trace == ["Fatal error", "  File a.py"]
+    assert "last words" not in str(WorkerDied(1, 99, -signal.SIGSEGV))
+
+
+def test_advice_is_given_to_a_death_that_is_known() -> None:
+    """The same death with an advice: nothing else of it changes, and the first stays as it was."""
+    error = WorkerDied(1, 99, -9, "A reason.", "", "a stack")
+    advised = error.with_advice("Do this.")
+    assert vars(advised) == {**vars(error), "advice": "Do this."}
+    assert error.advice == ""
+
+
+def test_quarantine_names_indices_and_deaths() -> None:
+    """Which samples, which workers, how each of them died, their last lines, and what to do."""
+    text = str(TaskQuarantined([17, 4], [(0, 11, -signal.SIGSEGV), (1, 12, 3)], "free(): invalid pointer"))
+    for words in (
+        "indices [17, 4]",
+        "killed 2 workers",
+        "worker 0 (pid 11, killed by signal: Segmentation fault)",
+        "worker 1 (pid 12, exit code 3)",
+        'on_error="skip"',
+    ):
+        assert words in text
+    assert text.splitlines()[-2:] == ["The last lines of standard error:", "free(): invalid pointer"]
+
+
+def test_quarantine_of_a_silent_task() -> None:
+    """Where nothing was written nothing is said of it; a stream's task has no indices."""
+    error = TaskQuarantined(None, [(0, 11, -9), (0, 12, None)])
+    assert error.stderr == ""
+    assert "standard error" not in str(error)
+    assert "the next batch of a stream" in str(error)
+    assert error.deaths == ((0, 11, -9), (0, 12, None))
+
+
+def test_quarantine_of_many_indices_stays_readable() -> None:
+    """A batch of thousands is cut in the text, and whole in the attribute."""
+    indices = list(range(10_000))
+    error = TaskQuarantined(indices, [(0, 11, -9), (0, 12, -9)])
+    assert error.indices == indices
+    assert len(str(error)) < 800
+
+
+def test_too_many_bad_samples_names_the_limit_and_the_last() -> None:
+    """How many there may be, what the last one was, where all of them are, and which option to change."""
+    text = str(TooManyBadSamples(10, "index 3, ValueError: bad jpeg"))
+    for words in ("max_bad_samples=10", "index 3, ValueError: bad jpeg", "loader.errors", "None"):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "words"), [(None, "exit code unknown"), (0, "exit code 0"), (-9, "killed by signal: Killed")]
+)
+def test_endings_in_a_few_words(exitcode: int | None, words: str) -> None:
+    """How a process ended, for a list of several."""
+    assert ending(exitcode) == words
+
+
+def test_long_values_are_cut_in_the_middle() -> None:
+    """Beginning and end are shown, and how long it is; what is short is shown as it is."""
+    assert shortened([1, 2]) == "[1, 2]"
+    assert shortened("x" * 198) == repr("x" * 198)
+    text = shortened(list(range(1000)))
+    assert text.startswith("[0, 1, 2")
+    assert "998, 999] (4,890 characters)" in text
+    assert len(text) < 200
 
 
 def test_timeout_reads_as_torch_says_it() -> None:

@@ -43,7 +43,7 @@ def replaced(recovery: Recovery, worker: int, lost: list[int]) -> list[int]:
 
 
 def sent(recovery: Recovery, worker: int, in_hand: int) -> list[int]:
-    found = []
+    found: list[int] = []
     while (seq := recovery.next_for(worker, in_hand + len(found))) is not None:
         found.append(seq)
     return found

@@ -1,14 +1,10 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
-import sys
-import threading
 from collections import deque
 from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -348,47 +344,3 @@ def test_default_collate_takes_shared_samples() -> None:
     """As samples they are a sequence and a mapping like any other."""
     assert default_collate([share([1, 2]), share([3, 4])])[0].tolist() == [1, 3]
     assert default_collate([share({"a": 1}), share({"a": 3})])["a"].tolist() == [1, 3]
-
-
-def test_reading_from_many_threads() -> None:
-    """Threads that read everything at once all read the same."""
-    shared: Any = share({"words": [f"é{i}" for i in range(2000)], "ids": {f"{i}": [i] for i in range(2000)}})
-    start, wrong = threading.Barrier(8), list[Any]()
-
-    def read(seed: int) -> None:
-        start.wait()
-        for i in range(seed, seed + 3000):
-            found = shared["words"][i % 2000], shared["ids"][f"{i % 2000}"]
-            if found != (f"é{i % 2000}", [i % 2000]):
-                wrong.append(found)
-
-    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(0, 2000, 250)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
-def segments() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:asyncloader")
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc")
-def test_memory_goes_with_the_last_view() -> None:
-    """No cycle keeps it: the segment is gone when the object, the parts and the arrays taken from it are gone."""
-    gc.collect()
-    gc.disable()
-    try:
-        before, fds = segments(), len(list(Path("/proc/self/fd").iterdir()))
-        shared: Any = share({"a": np.arange(3), "t": torch.arange(3), "l": LARGE})
-        kept = {"a": shared["a"], "t": shared["t"], "l": shared["l"][5:]}
-        del shared
-        for name in ("a", "t", "l"):
-            assert segments() == before + 1
-            assert len(kept[name])
-            del kept[name]
-        assert segments() == before
-        assert len(list(Path("/proc/self/fd").iterdir())) == fds
-    finally:
-        gc.enable()

@@ -27,7 +27,7 @@ class Ended(NamedTuple):
 def _call(function: Callable[..., Any], args: tuple[Any, ...], answer: Connection, stderr: int) -> None:
     os.dup2(stderr, 2)
     os.close(stderr)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: PTH123, SIM115 - as in any other process
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - as in any other process
     answer.send(function(*args))
     answer.close()
 

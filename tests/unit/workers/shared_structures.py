@@ -56,7 +56,7 @@ def built(value: Any, large: int = 4, shared: tuple[type, ...] = (), wrap: Any =
     """The value's node, written and read back."""
     sink = Bytes()
     builder = Builder(sink, shared, large)
-    offset = builder.node(value)
+    offset = builder.build(value)
     memory = mmap.mmap(-1, len(sink.data))
     memory[:] = bytes(sink.data)
     return open_node(Region(memory, tuple(builder.externals), wrap), offset)

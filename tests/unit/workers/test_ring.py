@@ -306,7 +306,6 @@ def test_worker_side_sees_the_same_memory() -> None:
     start = worker.offset(slot, 5)
     assert start == slot * ring.slot_bytes
     worker.memory[start : start + 5] = b"hello"
-    worker.close()
     assert ring.lend(slot, 5).raw == b"hello"
 
 
@@ -326,7 +325,6 @@ def test_worker_reserves_pages_on_first_use() -> None:
     assert allocated() == PAGE
     worker.offset(0, PAGE)
     assert allocated() == 2 * PAGE
-    worker.close()
 
 
 def test_oneoff_segment_lives_as_long_as_its_view() -> None:

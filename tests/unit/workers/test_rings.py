@@ -10,6 +10,7 @@ from asyncloader.workers import wire
 from asyncloader.workers.layout import FIRST_SLOT_BYTES, PAGE, grown_slot_bytes, slot_count
 from asyncloader.workers.ring import Ring
 from asyncloader.workers.rings import RUN_AHEAD_BYTES, RingKeeper
+from asyncloader.workers.segment import memory_limit
 
 
 @pytest.fixture
@@ -123,6 +124,31 @@ def test_ring_bytes_that_can_never_fit_is_refused_at_once() -> None:
     with pytest.raises(RingMemoryError, match=r"ring_bytes=1152921504606846976") as caught:
         RingKeeper(credits=2, ring_bytes=1 << 60)
     assert caught.value.wanted == 1 << 60
+
+
+def test_rings_of_all_workers_are_counted() -> None:
+    """What one worker could have, two may not: the rings are refused together, with the numbers."""
+    room, _ = memory_limit()
+    assert room is not None
+    RingKeeper(credits=2, ring_bytes=room * 6 // 10).close()
+    with pytest.raises(RingMemoryError, match=rf"2 rings of ring_bytes={room * 6 // 10}") as caught:
+        RingKeeper(credits=2, ring_bytes=room * 6 // 10, workers=2)
+    assert caught.value.wanted == 2 * (room * 6 // 10)
+    assert caught.value.limit is not None
+    assert caught.value.limit < caught.value.wanted
+
+
+def test_ring_that_could_not_be_filled_is_not_made() -> None:
+    """A ring that follows its batches is refused when the credits' worth of them, for all workers, has no room."""
+    keeper = RingKeeper(credits=2, ring_bytes=None, workers=4)
+    sent(keeper)
+    room, _ = memory_limit()
+    assert room is not None
+    keeper.assign(0, 0)
+    keeper.answered(0, 0, wire.ONEOFF, room // 4)
+    with pytest.raises(RingMemoryError, match="4 rings for 2 batches of"):
+        keeper.replacement()
+    keeper.close()
 
 
 def test_worn_ring_is_replaced(keeper: RingKeeper) -> None:

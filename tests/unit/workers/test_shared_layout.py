@@ -65,7 +65,7 @@ def test_lists_of_one_type_come_back(value: list[Any]) -> None:
 def test_bytes_an_item(value: list[Any], kind: str, most: int) -> None:
     """A packed list takes its bytes and four of a table, numbers as few as their range needs; the rest is pickled."""
     sink = Bytes()
-    Builder(sink).node(value)
+    Builder(sink).build(value)
     assert len(sink.data) <= most * len(value) + 200
     assert list_of(value).kind == kind
 

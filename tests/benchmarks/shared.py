@@ -1,0 +1,224 @@
+"""What a large list of strings costs in memory, with and without `share`: `python -m tests.benchmarks.shared`.
+
+Every string is read once, in a scattered order, by 4 workers. A forked worker that reads a plain list gets copies of
+its pages (reference counts are written); a spawned one begins with a copy. Each configuration runs in a process of its
+own; every batch is checked. Memory is the sum of the proportional set sizes of the main process and the workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import Dataset, Sampler
+
+from .harness import ROOT, JobFailed, tree_memory
+
+STRINGS, STRINGS_QUICK = 2_000_000, 100_000
+WORKERS = 4
+BATCH = 1000
+LIMIT_S = 600.0  # for one configuration
+
+TORCH_PLAIN, OURS_PLAIN, OURS_SHARED = "torch, list", "DataLoader, list", "DataLoader, share(list)"
+LOADERS = (TORCH_PLAIN, OURS_PLAIN, OURS_SHARED)
+STARTS = ("fork", "spawn")
+
+
+class Row(NamedTuple):
+    """One configuration. Memory in bytes, times in seconds."""
+
+    loader: str
+    start: str
+    strings: int
+    prepare: float
+    """Time of `share()`; 0 without."""
+    first: float
+    """From before the loader is made to its first batch."""
+    pss_start: int
+    """Memory when each worker has sent its first batch."""
+    pss_end: int
+    """Memory when the last batch has come; the workers still live."""
+    rate: float
+    """Strings per second, from then on."""
+
+
+def name(index: int) -> str:
+    """String number `index`: 39 bytes, as paths of files are."""
+    return f"/data/train/{index % 1000:04d}/image_{index:012d}.jpg"
+
+
+class Names(Dataset[int]):
+    """Sample i is a checksum of string i."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self.strings = strings
+
+    def __len__(self) -> int:
+        return len(self.strings)
+
+    def __getitem__(self, index: int) -> int:
+        return zlib.crc32(self.strings[index].encode())
+
+
+class Scattered(Sampler[int]):
+    """Every index once, in steps of 0.618 of the size: a batch is spread over all of it, as a shuffled one is.
+
+    It takes no memory, where a permutation would take more than is measured.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.step = next(step for step in range(int(size * 0.6180339887), 2 * size + 2) if math.gcd(step, size) == 1)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        return (place * self.step % self.size for place in range(self.size))
+
+
+def run(loader: str, start: str, strings: int) -> Row:
+    """Measure one configuration, in this process.
+
+    Raises:
+        JobFailed: a batch has other contents than it should.
+    """
+    import torch
+
+    import asyncloader
+    from asyncloader.sharing import share
+
+    # Every string of the list once made is read once, so its pages are all there when the measurement begins.
+    data: Any = [name(index) for index in range(strings)]
+    began = time.perf_counter()
+    if loader == OURS_SHARED:
+        data = share(data)
+        gc.collect()
+    prepared = time.perf_counter() - began if loader == OURS_SHARED else 0.0
+    sampler = Scattered(strings)
+    checksums = np.fromiter((zlib.crc32(text.encode()) for text in data), np.uint32, strings)
+    make: Any = torch.utils.data.DataLoader if loader == TORCH_PLAIN else asyncloader.DataLoader
+    began = time.perf_counter()
+    batches = iter(
+        make(
+            Names(data),
+            batch_size=BATCH,
+            sampler=sampler,
+            num_workers=WORKERS,
+            persistent_workers=True,  # they must live when the memory is read at the end
+            multiprocessing_context=start,
+        )
+    )
+    step, came = sampler.step, 0
+
+    def check(batch: Any) -> None:
+        nonlocal came
+        places = np.arange(came, came + len(batch), dtype=np.int64) * step % strings
+        came += len(batch)
+        if not np.array_equal(batch.numpy(), checksums[places]):
+            raise JobFailed(f"{loader}, {start}: the batch up to string {came} differs")
+
+    check(next(batches))
+    first = time.perf_counter() - began
+    for _ in range(WORKERS - 1):
+        check(next(batches))  # one of each worker: all of them are up
+    at_start = _memory()
+    began, skipped = time.perf_counter(), came
+    while came < strings:
+        check(next(batches))
+    rate = (strings - skipped) / (time.perf_counter() - began)
+    at_end = _memory()
+    if next(batches, None) is not None:
+        raise JobFailed(f"{loader}, {start}: more batches than there are strings for")
+    return Row(loader, start, strings, prepared, first, at_start, at_end, rate)
+
+
+def _memory() -> int:
+    """Bytes of this process and its descendants: proportional set sizes, and segments open but mapped nowhere."""
+    memory = tree_memory(os.getpid())
+    return memory.pss + memory.unmapped
+
+
+def measure(quick: bool, log: Any = None) -> list[Row]:
+    """Measure every configuration, each in a process of its own: 2 million strings, or 100,000 if `quick`.
+
+    Raises:
+        JobFailed: one failed, or took more than ten minutes.
+    """
+    rows: list[Row] = []
+    for start in STARTS:
+        for loader in LOADERS:
+            rows.append(_run_apart(loader, start, STRINGS_QUICK if quick else STRINGS))
+            if log is not None:
+                log(str(rows[-1]))
+    return rows
+
+
+def _run_apart(loader: str, start: str, strings: int) -> Row:
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        output = Path(folder, "row.json")
+        arguments = json.dumps([loader, start, strings])
+        program = f"from tests.benchmarks import shared; shared._child({arguments!r}, {str(output)!r})"
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT_S
+            )
+        except subprocess.TimeoutExpired as error:
+            raise JobFailed(f"{loader}, {start}: no result after {LIMIT_S:.0f} s") from error
+        if done.returncode or not output.exists():
+            raise JobFailed(f"{loader}, {start}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+        return Row(*json.loads(output.read_text(encoding="utf-8")))
+
+
+def _child(arguments: str, output: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)  # the consumer would fight the workers for the cores
+    Path(output).write_text(json.dumps(run(*json.loads(arguments))), encoding="utf-8")
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as a Markdown table."""
+    lines = [
+        "| start | loader, data | memory at the epoch's start (MiB) | at its end (MiB) | first batch (s) | strings/s |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        prepare = f" + {row.prepare:.2f} for share()" if row.prepare else ""
+        lines.append(
+            f"| {row.start} | {row.loader} | {row.pss_start / 2**20:,.0f} | {row.pss_end / 2**20:,.0f} "
+            f"| {row.first:.2f}{prepare} | {row.rate:,.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    """Measure and print the table; the exit code: 2 if it failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.shared", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help=f"{STRINGS_QUICK:,} strings instead of {STRINGS:,}")
+    options = parser.parse_args(arguments)
+    try:
+        rows = measure(options.quick, lambda line: print(line, file=sys.stderr, flush=True))
+    except JobFailed as failure:
+        print(f"no table, because a measurement failed: {failure}", file=sys.stderr)
+        return 2
+    print(
+        f"{rows[0].strings:,} strings of {len(name(0))} bytes, {WORKERS} workers, batches of {BATCH:,}\n\n{table(rows)}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

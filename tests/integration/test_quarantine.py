@@ -1,0 +1,116 @@
+"""A task that kills two workers is not tried a third time: its error says all that is known, or `on_error` decides."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncloader import BadSample, DataLoader, LoaderError, TaskQuarantined
+from tests.integration.faulty import AsyncFaulty, Faults, Faulty, FaultyStream
+from tests.integration.running import BOTH
+from tests.integration.test_on_error import indices, run
+
+
+def poison(folder: Path, places: dict[int, str]) -> Faults:
+    """Places that kill whoever comes, however often."""
+    return Faults(folder, places, times=1000)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_error_has_the_facts(workers: int, tmp_path: Path) -> None:
+    """Indices, signal, pids, and the last lines of standard error, of Python and of libraries; the epoch goes on."""
+    dataset = Faulty(12, poison(tmp_path, {5: "SIGABRT"}))
+    batches = iter(DataLoader[Any](dataset, batch_size=2, num_workers=workers, seed=1))
+    got: list[Any] = []
+    errors: list[TaskQuarantined] = []
+    while True:
+        try:
+            got.append(next(batches)["index"].tolist())
+        except StopIteration:
+            break
+        except TaskQuarantined as caught:
+            errors.append(caught)
+    assert got == [[0, 1], [2, 3], [6, 7], [8, 9], [10, 11]]
+    (error,) = errors
+    assert error.indices == [4, 5]
+    assert [code for _, _, code in error.deaths] == [-signal.SIGABRT] * 2
+    assert len({pid for _, pid, _ in error.deaths}) == 2
+    text = str(error)
+    assert "indices [4, 5] killed 2 workers" in text
+    assert all(str(pid) in text for _, pid, _ in error.deaths)
+    assert "killed by signal: Aborted" in text
+    assert "the decoder says: broken header" in text
+    assert "and so does its library" in text
+    assert "__getitem__" in text  # faulthandler's stack
+    assert isinstance(error, LoaderError)
+    assert isinstance(error, RuntimeError)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_suspect_that_survives_says_what_it_said(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Words that a suspected task wrote come out where they always do."""
+    got, _, _ = run(kind, Faulty(6, Talkative(tmp_path, {3: "SIGKILL"})), num_workers=1, seed=1)
+    assert indices(got) == [[i] for i in range(6)]
+    assert "a word about 3" in capfd.readouterr().err
+
+
+class Talkative(Faults):
+    def strike(self, place: int) -> None:
+        import sys
+
+        super().strike(place)
+        sys.stderr.write(f"a word about {place}\n")
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_innocent_companions_of_an_async_task(kind: str, tmp_path: Path) -> None:
+    """Of the tasks that a worker had in hand only the one that kills is given up: suspects are tried alone."""
+    dataset = AsyncFaulty(24, poison(tmp_path, {9: "SIGKILL"}))
+    got, errors, _ = run(
+        kind, dataset, batch_size=2, num_workers=2, prefetch_factor=4, seed=1, on_error="skip", max_worker_restarts=4
+    )
+    assert indices(got) == [[i, i + 1] for i in range(0, 24, 2) if i != 8]
+    assert [bad.index for bad in errors] == [8, 9]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_skip_leaves_out_the_batch(kind: str, tmp_path: Path) -> None:
+    """With ``on_error="skip"`` the whole batch is left out, and each of its indices is on record with the reason."""
+    dataset = Faulty(20, poison(tmp_path, {5: "SIGKILL", 14: "exit"}))
+    got, errors, stats = run(kind, dataset, batch_size=2, num_workers=2, seed=1, on_error="skip", max_worker_restarts=4)
+    assert indices(got) == [[i, i + 1] for i in range(0, 20, 2) if i not in (4, 14)]
+    assert [(bad.index, bad.position, bad.action) for bad in errors] == [(i, i, "skipped") for i in (4, 5, 14, 15)]
+    assert all("killed 2 workers" in bad.error for bad in errors)
+    assert stats["data/worker_restarts"] in (3, 4)  # the last death may leave nothing to be done
+
+
+def substitute(index: int, error: Exception) -> Any:
+    assert isinstance(error, TaskQuarantined)
+    return {"index": -index}
+
+
+def test_function_makes_substitutes(tmp_path: Path) -> None:
+    """A function is asked for each sample of the batch, in the thread that iterates."""
+    dataset = AsyncFaulty(8, poison(tmp_path, {5: "SIGKILL"}))
+    got, errors, _ = run("sync", dataset, batch_size=2, num_workers=1, seed=1, on_error=substitute)
+    assert indices(got) == [[0, 1], [2, 3], [-4, -5], [6, 7]]
+    assert [type(bad) for bad in errors] == [BadSample, BadSample]
+    assert [bad.action for bad in errors] == ["replaced", "replaced"]
+
+
+def test_last_restart_spent_on_a_poisoned_task(tmp_path: Path) -> None:
+    """If no restart is left, the epoch ends, with the error that explains the deaths."""
+    dataset = Faulty(12, poison(tmp_path, {5: "SIGKILL"}))
+    with pytest.raises(TaskQuarantined) as caught:
+        list(DataLoader[Any](dataset, num_workers=1, seed=1, max_worker_restarts=1))
+    assert caught.value.indices == [5]
+
+
+def test_stream_ends_where_it_cannot_pass(tmp_path: Path) -> None:
+    """A place in a stream that kills its readers cannot be left out: the epoch ends there."""
+    dataset = FaultyStream(12, poison(tmp_path, {5: "SIGKILL"}))
+    with pytest.raises(TaskQuarantined, match="the next batch of a stream killed 2 workers"):
+        run("sync", dataset, num_workers=1, seed=1, resume="replay", on_error="skip")
