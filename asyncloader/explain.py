@@ -11,6 +11,7 @@ from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader.cpus import usable_cpus
 from asyncloader.epoch_plan import start_method
+from asyncloader.fault_options import max_restarts
 from asyncloader.options import LoaderSpec, is_iterable
 from asyncloader.seeded_mode import topology
 from asyncloader.statistics import Statistics
@@ -29,6 +30,7 @@ def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: Work
     if spec.num_workers:
         lines.append(f"memory: {_rings(spec, pool)}")
         lines.append(f"collation: {_collation(spec)}")
+        lines.append(f"faults: {_faults(spec)}")
     lines.append(f"order: {_order(spec)}")
     lines.append(f"pinning: {_pinning(spec)}")
     if statistics.copy_outs:
@@ -64,6 +66,20 @@ def _collation(spec: LoaderSpec[Any]) -> str:
         return "default, straight into the ring (one copy)"
     name = getattr(spec.collate_fn, "__qualname__", repr(spec.collate_fn))
     return f"{name} makes the batch in private memory, which is then copied to the ring (a second copy)"
+
+
+def _faults(spec: LoaderSpec[Any]) -> str:
+    most = max_restarts(spec.max_worker_restarts, seeded=spec.seed is not None)
+    deaths = (
+        f"a worker that dies is replaced, {most} times an epoch at most" if most else "a worker's death ends the epoch"
+    )
+    hangs = "" if spec.worker_timeout is None else f", one that is at a task for {spec.worker_timeout:g} s is killed"
+    if spec.on_error == "raise":
+        return f"{deaths}{hangs}; a sample that raises fails its batch"
+    what = "is left out" if spec.on_error == "skip" else "is replaced by on_error"
+    if spec.bad_samples == "refill":
+        what = "is replaced by another one"
+    return f"{deaths}{hangs}; a sample that raises {what}"
 
 
 def _order(spec: LoaderSpec[Any]) -> str:

@@ -202,6 +202,8 @@ class Pipeline(Listener):
 
     def on_error(self, worker: int, seq: int, busy: float, error: Any, bad: bytes) -> None:
         """See `Listener`."""
+        if self._places is not None:
+            self._places.failed(worker)
         self._handle(Completed(worker, seq, WorkerFailure(error, busy, bad)))
 
     def on_nothing(self, worker: int, seq: int, busy: float, cursor: bytes, bad: bytes) -> None:
@@ -241,11 +243,14 @@ class Pipeline(Listener):
 
     def _on_made(self, made: WorkerProcess | Exception) -> None:
         """A replacement is there, or why there is none."""
-        if isinstance(made, Exception):
-            self._handle(Broke(made))
-            return
-        self._pool.adopt(made)
-        self._handle(Replaced(made.worker_id))
+        try:
+            if isinstance(made, Exception):
+                raise made
+            self._pool.adopt(made)
+        except Exception as error:
+            self._handle(Broke(error))
+        else:
+            self._handle(Replaced(made.worker_id))
 
     # ------------------------------------------------------------------------------------------- the shell
 

@@ -32,6 +32,15 @@ class Places:
         self._replays = replays
         self._answered = [0] * len(starts)
         self._cursors = [b""] * len(starts)
+        self._failures: list[list[int]] = [[] for _ in starts]  # how many batches had been made at each error
+
+    def failed(self, worker: int) -> None:
+        """A worker read a batch that raised."""
+        self._failures[worker].append(self._made(worker))
+
+    def _made(self, worker: int) -> int:
+        began = self._starts[worker]
+        return (0 if began.cursor is None else began.cursor.batches) + began.skip + self._answered[worker]
 
     def answered(self, worker: int, cursor: bytes) -> None:
         """A worker made a batch; `cursor` is its pickled cursor, if it took one then."""
@@ -45,7 +54,7 @@ class Places:
 
     def obstacle(self, worker: int) -> str:
         """Why a replacement cannot go on where the worker was; empty if it can."""
-        if not self._iterable or self._replays or not self._answered[worker]:
+        if not self._iterable or self._replays or not (self._answered[worker] or self._failures[worker]):
             return ""
         cursor = self._cursor(worker)
         if cursor is not None and not cursor.problem:
@@ -65,5 +74,6 @@ class Places:
             cursor = None
         if not self._iterable:
             return began._replace(cursor=cursor)
-        made = (0 if began.cursor is None else began.cursor.batches) + began.skip + self._answered[worker]
-        return began._replace(cursor=cursor, skip=made - (0 if cursor is None else cursor.batches))
+        made, saved = self._made(worker), 0 if cursor is None else cursor.batches
+        failures = sum(at >= saved for at in self._failures[worker])
+        return began._replace(cursor=cursor, skip=made - saved + failures, made=made)

@@ -19,7 +19,7 @@ from asyncloader.bad_sample_log import BadSampleLog
 from asyncloader.bridge import Bridge
 from asyncloader.checkpoint import StateKeeper
 from asyncloader.draws import draw_source, warn_over_length
-from asyncloader.errors import TooManyBadSamples
+from asyncloader.errors import LoaderClosed, TooManyBadSamples
 from asyncloader.inline import batch_nbytes, count_samples, inline_stream, make_inline_reader
 from asyncloader.options import LoaderSpec, async_index_source
 from asyncloader.pin_memory import torch_pin
@@ -71,6 +71,7 @@ class InlineIterator(CountedNext):
         self._begun = self._statistics.begin()
         self._statistics.log = BadSampleLog(loader.max_bad_samples)
         self._over = False  # too many samples were bad
+        self._closed = False
 
     def _begin(self, progress: Progress) -> None:
         self._progress = progress
@@ -81,6 +82,8 @@ class InlineIterator(CountedNext):
         self._stream = inline_stream(self._spec, self, progress)
 
     def _next_data(self) -> Any:
+        if self._closed:
+            raise LoaderClosed("this iterator was shut down")
         begin = perf_counter()
         if self._fresh:
             if self._progress.outdated:
@@ -175,6 +178,7 @@ class InlineIterator(CountedNext):
 
     def _shutdown_workers(self) -> None:
         """End the epoch. The name is torch's."""
+        self._closed = True
         if self._agreement is not None:
             self._agreement.give_up()
         self._release()

@@ -202,7 +202,11 @@ class WorkerIterator(CountedNext):
 
     def _shutdown_workers(self) -> None:
         """End the epoch and the workers; wait until they are gone. Idempotent. The name is torch's."""
-        if self._shutdown or os.getpid() != self._owner:
+        if os.getpid() != self._owner:
+            return
+        if self._shutdown:
+            if hasattr(self, "_pool") and not self._bridge.inside:
+                self._pool.stop()  # waits for another thread that is at it
             return
         self._shutdown = True
         if self._ended is None:

@@ -28,6 +28,8 @@ class EpochStart(NamedTuple):
         told: whether the consumer's copy of the dataset was told it: always in seeded mode, else if the user did.
         cursor: where its copy of the dataset stood; None for the beginning.
         skip: batches to be read and dropped after that.
+        made: batches that were made until then, where `skip` counts those that raised, too: they raise again, and are
+            dropped again. None: none raised.
     """
 
     shared_seed: int | None = None
@@ -35,6 +37,7 @@ class EpochStart(NamedTuple):
     told: bool = False
     cursor: Cursor | None = None
     skip: int = 0
+    made: int | None = None
 
 
 class WorkerSetup(NamedTuple):

@@ -75,7 +75,6 @@ class WorkerPool:
         self._context = context
         self._worker_timeout = worker_timeout
         self._watch: Watch | None = None
-        self._lifeline = Lifeline()
         self._failed = False
         self._lingering: list[WorkerProcess] = []  # killed, and not gone yet
         self._spare: set[WorkerProcess] = set()  # made, and in no place
@@ -89,6 +88,7 @@ class WorkerPool:
         self._stopped = False
         self._owner = os.getpid()
         self._used = False
+        self._lifeline = Lifeline()
         install_fork_hook()
         _install_exit_hook()
         _pools.add(self)
@@ -175,7 +175,12 @@ class WorkerPool:
         self._loop, self._listener = loop, listener
         if self._worker_timeout is not None:
             self._watch = Watch(
-                loop, self._worker_timeout, len(self.processes), concurrent=self.concurrent, late=self._on_late
+                loop,
+                self._worker_timeout,
+                len(self.processes),
+                concurrent=self.concurrent,
+                catch_up=lambda worker: self._on_readable(self.processes[worker]),
+                late=self._on_late,
             )
         for process in self.processes:
             self._listen_to(loop, process)

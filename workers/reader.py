@@ -76,17 +76,19 @@ class Reader:
             self._open(start)
             with self._skipping(start) as batches:
                 for _ in batches:
-                    with contextlib.suppress(NoSamples):  # it was no batch the first time, but counted as one
+                    with _as_before(start):
                         self._fetcher.fetch(self._stream_index)
                     self._bookmark.batches += 1
+            self._bookmark.batches = self._bookmark.batches if start.made is None else start.made
 
     async def _begin_async(self, start: EpochStart) -> None:
         self._open(start)
         with self._skipping(start) as batches:
             for _ in batches:
-                with contextlib.suppress(NoSamples):
+                with _as_before(start):
                     await self._fetcher.fetch(self._stream_index)
                 self._bookmark.batches += 1
+        self._bookmark.batches = self._bookmark.batches if start.made is None else start.made
 
     def _open(self, start: EpochStart) -> None:
         setup, cursor = self._setup, start.cursor
@@ -257,6 +259,20 @@ class Reader:
         if self._in_worker or self._setup.seeded is None:
             return contextlib.nullcontext()
         return global_generators_kept()
+
+
+@contextlib.contextmanager
+def _as_before(start: EpochStart) -> Generator[None]:
+    """Around the reading of a batch that was answered before: what was no batch then, is none now."""
+    try:
+        yield
+    except NoSamples:
+        pass  # it counted as one
+    except (StopIteration, StopAsyncIteration):
+        raise
+    except Exception:
+        if start.made is None:
+            raise
 
 
 def _dropped(samples: Any) -> None:

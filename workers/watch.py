@@ -4,6 +4,9 @@ Data path: beside the pool, in the loop's thread; only where a `worker_timeout` 
 
 One timer for all workers. It is set for the first deadline that there could be, and looks when it fires whether that
 still stands: answers do not touch it. While nobody has a task there is none.
+
+A worker is not blamed for our own delay: what it has sent and nobody has read is read first; and if the loop itself was
+held up (by a long call in its thread, or because the whole job was suspended), everybody's time begins anew.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import asyncio
 from collections.abc import Callable
 
 __all__ = ["START_SECONDS", "Watch"]
+
+_HELD_UP = 1.0  # seconds that the loop's timer may be late before that says something about the loop
 
 START_SECONDS = 60.0
 """Seconds that a worker's start-up has at least: importing torch, unpickling the dataset, reading a stream again."""
@@ -25,6 +30,7 @@ class Watch:
         seconds: for one task.
         workers: their number.
         concurrent: a worker is at all of its tasks at a time; else at the first that it has not answered.
+        catch_up: called with a worker's number before it is judged: reads what it has sent.
         late: called with a worker's number and the seconds that it took so far; the worker has no tasks afterwards.
     """
 
@@ -35,11 +41,13 @@ class Watch:
         workers: int,
         *,
         concurrent: bool,
+        catch_up: Callable[[int], None],
         late: Callable[[int, float], None],
     ) -> None:
         self._loop = loop
         self._seconds = seconds
         self._concurrent = concurrent
+        self._catch_up = catch_up
         self._late = late
         self._tasks: list[dict[int, float]] = [{} for _ in range(workers)]  # task -> when it was given
         self._since = [loop.time()] * workers  # the last start, or answer
@@ -96,10 +104,17 @@ class Watch:
         self._timer = self._loop.call_at(min(deadlines), self._look) if deadlines else None
 
     def _look(self) -> None:
-        self._timer = None
         now = self._loop.time()
+        timer, self._timer = self._timer, None
+        if timer is not None and now - timer.when() > _HELD_UP:
+            self._since = [now] * len(self._since)
+            self._arm()
+            return
         for worker in range(len(self._tasks)):
             due = self._deadline(worker)
+            if due is not None and due <= now:
+                self._catch_up(worker)
+                due = self._deadline(worker)
             if due is not None and due <= now:
                 taken = now - max(next(iter(self._tasks[worker].values())), self._since[worker])
                 self.forget(worker)

@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from . import chart, report
+from . import chart, report, shared
 from .harness import ROOT, JobFailed, Results, run_job, run_rounds
 from .plan import ROWS, THROUGHPUT, Job, jobs
 
@@ -83,17 +83,26 @@ def main(arguments: list[str]) -> int:
     print("\n\n".join(table for table in tables if table), flush=True)
     if options.save:
         command = " ".join(["python -m tests.benchmarks", *arguments])
-        save(results, command, options.rounds)
+        try:
+            save(
+                results,
+                command,
+                options.rounds,
+                shared.section(shared.measure(quick=False, log=lambda row: log(str(row)))),
+            )
+        except JobFailed as failure:
+            log(f"no page, because a measurement failed: {failure}")
+            return 2
     missed = sum(not each.ok for each in report.verdicts(results))
     missed += sum(not each.ok for each in report.limit_verdicts(results))
     log(f"{missed} floors missed")
     return 1 if missed else 0
 
 
-def save(results: Results, command: str, rounds: int, page: Path = PAGE) -> None:
-    """Write the page and its picture beside it."""
+def save(results: Results, command: str, rounds: int, memory: str = "", page: Path = PAGE) -> None:
+    """Write the page, with the section on memory, and its picture beside it."""
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(report.page(results, command, rounds), encoding="utf-8")
+    page.write_text(report.page(results, command, rounds, memory), encoding="utf-8")
     page.with_suffix(".svg").write_text(chart.draw(results), encoding="utf-8")
 
 

@@ -217,7 +217,7 @@ def limits_part(results: Results) -> list[str]:
     return ["## Costs of seeded mode and of states", table] if table else []
 
 
-def page(results: Results, command: str, rounds: int) -> str:
+def page(results: Results, command: str, rounds: int, memory: str = "") -> str:
     """The page `docs/reference/benchmarks.md`."""
     parts = [
         "# Benchmarks",
@@ -238,6 +238,7 @@ def page(results: Results, command: str, rounds: int) -> str:
         "## Every loader, batches per second",
         peer_table(results),
         *failures(results),
+        *filter(None, [memory]),
         "## Memory bandwidth",
         memory_bandwidth(results).replace("\n", "\\\n"),
         "## The machine",

@@ -204,6 +204,20 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def section(rows: list[Row]) -> str:
+    """The rows as a part of the page."""
+    return "\n\n".join(
+        [
+            "## Memory of a large list",
+            (
+                f"{rows[0].strings:,} strings of {len(name(0))} bytes, each read once by {WORKERS} workers in batches of "
+                f"{BATCH:,}. Memory is the sum of the proportional set sizes of the main process and the workers."
+            ),
+            table(rows),
+        ]
+    )
+
+
 def main(arguments: list[str]) -> int:
     """Measure and print the table; the exit code: 2 if it failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.shared", description=__doc__)

@@ -27,7 +27,9 @@ __all__ = [
     "Faulty",
     "FaultyStream",
     "Growing",
+    "RaisingStream",
     "StatefulFaultyStream",
+    "StatefulRaisingStream",
 ]
 
 
@@ -182,6 +184,47 @@ class AsyncFaultyStream:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.place = state_dict["place"]
+
+
+class RaisingStream(IterableDataset[Any]):
+    """Counts to `n`, as an iterator that can go on after an exception; raises at the places of `bad`."""
+
+    def __init__(self, n: int, faults: Faults, bad: set[int]) -> None:
+        self.n = n
+        self.faults = faults
+        self.bad = bad
+        self.place = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.place = 0
+        return self
+
+    def __next__(self) -> Any:
+        if self.place == self.n:
+            raise StopIteration
+        self.faults.strike(self.place)
+        self.place += 1
+        if self.place - 1 in self.bad:
+            raise ValueError(f"bad record {self.place - 1}")
+        return {"index": self.place - 1}
+
+
+class StatefulRaisingStream(RaisingStream):
+    """The same with a state."""
+
+    def __init__(self, n: int, faults: Faults, bad: set[int]) -> None:
+        super().__init__(n, faults, bad)
+        self.loaded = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.place, self.loaded = self.loaded, 0
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loaded = state_dict["place"]
 
 
 class Growing(Dataset[Any]):

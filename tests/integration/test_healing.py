@@ -20,7 +20,9 @@ from tests.integration.faulty import (
     Faulty,
     FaultyStream,
     Growing,
+    RaisingStream,
     StatefulFaultyStream,
+    StatefulRaisingStream,
 )
 from tests.integration.running import BOTH, KINDS, run_async
 
@@ -220,6 +222,32 @@ def test_async_stateful_stream_goes_on(tmp_path: Path) -> None:
     dataset = AsyncFaultyStream(15, Faults(tmp_path, {4: "SIGKILL"}))
     got = collect("asyncio", dataset, seed=3, num_workers=1)
     assert [int(b["index"]) for b in got] == list(range(15))
+
+
+def results(dataset: Any, **options: Any) -> list[Any]:
+    """One epoch's batches as lists, and the texts of the errors that came in between."""
+    found: list[Any] = []
+    batches = iter(DataLoader[Any](dataset, **options))
+    while True:
+        try:
+            found.append(next(batches)["index"].tolist())
+        except StopIteration:
+            return found
+        except ValueError as error:
+            found.append(str(error).splitlines()[-1])
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("struck", range(12))
+@pytest.mark.parametrize("dataset", [RaisingStream, StatefulRaisingStream])
+def test_errors_of_a_stream_come_once(dataset: type[RaisingStream], struck: int, every: int, tmp_path: Path) -> None:
+    """Errors that a stream raised before its worker died are not raised again, and nothing is lost behind them."""
+    options: dict[str, Any] = {
+        "batch_size": 2, "seed": 1, "num_workers": 1, "resume": "replay", "snapshot_every_n_steps": every,
+    }  # fmt: skip
+    expected = results(dataset(12, NONE, {0, 5, 6, 11}), **options)
+    assert results(dataset(12, Faults(tmp_path, {struck: "SIGKILL"}), {0, 5, 6, 11}), **options) == expected
+    assert sum(isinstance(each, str) for each in expected) == 4
 
 
 # ------------------------------------------------------------------------------------------------- memory

@@ -109,6 +109,15 @@ LIES: dict[str, Callable[[Task], object]] = {
         wire.pack_answer(wire.ERROR, t.epoch, t.seq + 1000, 0.0, pickle.dumps(ValueError("of no task")))
     ),
     "the end of a dataset that has no end": lambda t: t.sends(wire.pack_answer(wire.EXHAUSTED, t.epoch, t.seq, 0.0)),
+    "nothing, for a task that nobody asked for": lambda t: t.sends(
+        wire.pack_answer(wire.NOTHING, t.epoch, t.seq + 1000, 0.0)
+    ),
+    "records of bad samples that are none": lambda t: t.sends(
+        wire.pack_answer(wire.BAD, t.epoch, t.seq, 0.0, b"none") + wire.pack_answer(wire.NOTHING, t.epoch, t.seq, 0.0)
+    ),
+    "records of bad samples that are cut off": lambda t: t.sends(wire.pack(wire.BAD, b"none")),
+    "a start-up that is cut off": lambda t: t.sends(wire.pack(wire.STARTED)),
+    "a start-up of an epoch to come": lambda t: t.sends(wire.pack_reset(wire.STARTED, t.epoch + 5)),
     "an epoch that was not begun": lambda t: t.sends(wire.pack_reset(wire.RESET_DONE, t.epoch + 5)),
     "a message to workers": lambda t: t.sends(wire.pack_task(t.epoch, t.seq, t.slot, 0, b"")),
     "a message of no kind": lambda t: t.sends(wire.pack(99, b"what")),

@@ -28,6 +28,7 @@ ALL = [
     LoaderTimeout(2.5),
     LoaderClosed("this iterator was closed"),
     RingMemoryError(1 << 30, 1 << 20, "memory limit of control group /a"),
+    RingMemoryError(1 << 30, None, "mmap", "Share less."),
     UnsupportedPlatform("no workers here"),
     StateError("of another loader"),
     RanksDisagree("one of them left"),
@@ -179,3 +180,10 @@ def test_memory_error_names_sizes_and_options() -> None:
     for words in ("1,234,567 bytes", "1,000,000 bytes", "control group /a", "ring_bytes", "num_workers"):
         assert words in text
     assert "unknown limit" in str(RingMemoryError(1, None, "mmap"))
+
+
+def test_memory_error_may_have_another_advice() -> None:
+    """Memory that is no ring's is not mended by a ring's options."""
+    text = str(RingMemoryError(1, None, "mmap", "Share less."))
+    assert text.endswith("(mmap). Share less.")
+    assert "ring_bytes" not in text

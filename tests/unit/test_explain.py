@@ -1,7 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
+from asyncloader import DataLoader
 from asyncloader.explain import verdict
 from asyncloader.statistics import Statistics
+from tests.integration.datasets import Numbers
 
 
 def statistics(*, wait: float, busy: float = 0.0, copies: int = 0) -> Statistics:
@@ -61,3 +67,23 @@ def test_verdict_is_one_sentence() -> None:
         text = verdict(statistics(wait=wait, busy=busy), workers, 8)
         assert "\n" not in text
         assert text.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "faults: a worker's death ends the epoch; a sample that raises fails its batch"),
+        ({"seed": 1}, "a worker that dies is replaced, 3 times an epoch at most; "),
+        (
+            {"max_worker_restarts": 5, "worker_timeout": 2.5},
+            "replaced, 5 times an epoch at most, one that is at a task",
+        ),
+        ({"worker_timeout": 2.5}, "for 2.5 s is killed"),
+        ({"on_error": "skip"}, "a sample that raises is left out"),
+        ({"on_error": "skip", "bad_samples": "refill", "seed": 1}, "a sample that raises is replaced by another one"),
+        ({"on_error": lambda index, error: 0}, "a sample that raises is replaced by on_error"),
+    ],
+)
+def test_faults_are_explained(options: dict[str, Any], words: str) -> None:
+    """What becomes of workers that die and samples that raise is in the text."""
+    assert words in DataLoader[Any](Numbers(4), num_workers=1, **options).explain()

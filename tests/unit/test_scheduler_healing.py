@@ -145,6 +145,17 @@ def test_nothing_is_replaced_that_has_nothing_to_do() -> None:
     assert s.handle(Delivered(1)) == [Finish()]
 
 
+def test_a_worker_that_died_in_peace_gets_nothing() -> None:
+    """Nobody is there any more: another one's tasks wait for that one's own replacement."""
+    s = started(offers=4, assignment="least_loaded")
+    s.handle(SamplerEnded())
+    for seq in (1, 3):
+        s.handle(Completed(1, seq, "B"))
+    assert s.handle(death(1)) == []
+    assert s.handle(death(0)) == [Replace(0)]
+    assert s.handle(Replaced(0)) == [Assign(0, task(0), suspect=True), Assign(0, task(2))]
+
+
 def test_a_copy_that_has_ended_is_not_replaced() -> None:
     """Nor is a worker of an iterable dataset whose stream was read to its end."""
     s = started(iterable=True)

@@ -101,6 +101,21 @@ def test_the_stack_of_a_crash_is_kept() -> None:
     assert "_crash" in words
 
 
+def _begun(fd: int) -> None:
+    sys.stderr.write("before, ")
+    with kept_stderr(os.dup(fd)):
+        sys.stderr.write("within, ")
+    sys.stderr.write("after\n")
+
+
+def test_an_unfinished_line_is_divided() -> None:
+    """What Python still held back before the task is none of its words, and what it holds back at its end is."""
+    fd = make_keeper()
+    ended = in_child(_begun, fd)
+    assert ended.stderr == b"before, within, after\n"
+    assert read_tail(fd) == "within,"
+
+
 def _raising(fd: int) -> str:
     try:
         with kept_stderr(fd):

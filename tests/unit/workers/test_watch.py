@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from asyncloader.workers.watch import START_SECONDS, Watch
+from tests.unit.workers.clock import Clock
 
 SECONDS = 5.0
-
-
-class Clock(asyncio.SelectorEventLoop):
-    """A loop for which it is as late as `at` says."""
-
-    now = 1000.0
-
-    def time(self) -> float:
-        return self.now
-
-    def at(self, seconds: float) -> None:
-        """It is so many seconds after the beginning; what is due by now happens."""
-        self.now = 1000.0 + seconds
-        self.call_soon(self.stop)
-        self.run_forever()
-
-    @property
-    def timers(self) -> list[float]:
-        """When, in seconds after the beginning, timers will go off."""
-        return sorted(handle.when() - 1000.0 for handle in self._scheduled if not handle.cancelled())  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -51,11 +31,20 @@ def late() -> Late:
     return Late()
 
 
+def nothing_sent(worker: int) -> None:
+    """It has sent nothing that was not read."""
+
+
 def watching(
-    clock: Clock, late: Late, workers: int = 1, *, concurrent: bool = False, seconds: float = SECONDS
+    clock: Clock,
+    late: Callable[[int, float], None],
+    workers: int = 1,
+    *,
+    concurrent: bool = False,
+    catch_up: Callable[[int], None] = nothing_sent,
 ) -> Watch:
     """A watch over workers whose start-up is behind them."""
-    watch = Watch(clock, seconds, workers, concurrent=concurrent, late=late)
+    watch = Watch(clock, SECONDS, workers, concurrent=concurrent, catch_up=catch_up, late=late)
     for worker in range(workers):
         watch.started(worker)
     return watch
@@ -154,13 +143,13 @@ def test_each_worker_has_its_own_deadline(clock: Clock, late: Late) -> None:
 
 
 def test_workers_that_are_late_together_are_told_together(clock: Clock, late: Late) -> None:
-    """A loop that was held up finds all that were due meanwhile, with the time that they had really taken."""
+    """A loop that is a little late finds all that were due meanwhile, with the time that they had really taken."""
     watch = watching(clock, late, workers=2)
     watch.assigned(0, 0)
-    clock.at(2)
+    clock.at(0.5)
     watch.assigned(1, 1)
-    clock.at(9)
-    assert late == [(0, 9.0), (1, 7.0)]
+    clock.jump(5.75)
+    assert late == [(0, 5.75), (1, 5.25)]
 
 
 # ------------------------------------------------------------------------------------------------- start-up
@@ -168,7 +157,7 @@ def test_workers_that_are_late_together_are_told_together(clock: Clock, late: La
 
 def test_start_up_has_a_minute(clock: Clock, late: Late) -> None:
     """While the user's start-up code runs the deadline is a minute, counted from the process's start."""
-    watch = Watch(clock, SECONDS, 1, concurrent=False, late=late)
+    watch = Watch(clock, SECONDS, 1, concurrent=False, catch_up=nothing_sent, late=late)
     clock.at(10)
     watch.starts(0)
     watch.assigned(0, 0)
@@ -180,7 +169,7 @@ def test_start_up_has_a_minute(clock: Clock, late: Late) -> None:
 
 def test_a_longer_time_holds_for_start_up_too(clock: Clock, late: Late) -> None:
     """Who gives a task ten minutes gives them to the start, too."""
-    watch = Watch(clock, 600.0, 1, concurrent=False, late=late)
+    watch = Watch(clock, 600.0, 1, concurrent=False, catch_up=nothing_sent, late=late)
     watch.starts(0)
     watch.assigned(0, 0)
     clock.at(599)
@@ -191,7 +180,7 @@ def test_a_longer_time_holds_for_start_up_too(clock: Clock, late: Late) -> None:
 
 def test_the_first_task_begins_with_the_end_of_start_up(clock: Clock, late: Late) -> None:
     """A task that waited for the start-up code has its whole time after it."""
-    watch = Watch(clock, SECONDS, 1, concurrent=False, late=late)
+    watch = Watch(clock, SECONDS, 1, concurrent=False, catch_up=nothing_sent, late=late)
     watch.starts(0)
     watch.assigned(0, 0)
     clock.at(30)
@@ -231,6 +220,114 @@ def test_another_workers_start_up_hides_nobody(clock: Clock, late: Late) -> None
     assert late == [(0, 5.0), (1, START_SECONDS)]
 
 
+# ------------------------------------------------------------------------------------------- our own delay
+
+
+def test_what_was_sent_and_not_read_is_read_first(clock: Clock, late: Late) -> None:
+    """A worker is judged by what it has sent, and nobody is asked to catch up before there is something to judge."""
+    asked: list[int] = []
+
+    def catch_up(worker: int) -> None:
+        asked.append(worker)
+        watch.answered(worker, worker)
+
+    watch = watching(clock, late, workers=2, catch_up=catch_up)
+    watch.assigned(0, 0)
+    clock.at(4)
+    watch.assigned(1, 1)
+    clock.at(5)
+    assert asked == [0]
+    clock.at(50)
+    assert asked == [0, 1]
+    assert late == []
+
+
+def test_the_next_task_of_one_that_caught_up_has_its_whole_time(clock: Clock, late: Late) -> None:
+    """An answer that is read so late counts from then on; what it did not answer is late later."""
+    unread = [0]
+
+    def catch_up(worker: int) -> None:
+        if unread:
+            watch.answered(worker, unread.pop())
+
+    watch = watching(clock, late, catch_up=catch_up)
+    watch.assigned(0, 0)
+    watch.assigned(0, 1)
+    clock.at(9.9)
+    assert late == []
+    clock.at(10)
+    assert late == [(0, 5.0)]
+
+
+def test_catching_up_may_give_tasks(clock: Clock, late: Late) -> None:
+    """What comes of an answer is another task, of whomever: it is watched from then on."""
+
+    def catch_up(worker: int) -> None:
+        if worker == 0:
+            watch.answered(0, 0)
+            watch.assigned(1, 1)
+
+    watch = watching(clock, late, workers=2, catch_up=catch_up)
+    watch.assigned(0, 0)
+    clock.at(9.9)
+    assert late == []
+    clock.at(10)
+    assert late == [(1, 5.0)]
+
+
+def test_catching_up_may_find_its_end(clock: Clock, late: Late) -> None:
+    """A worker that turns out to be gone, or a watch that is closed over it, tells of nobody."""
+
+    def catch_up(worker: int) -> None:
+        if worker == 0:
+            watch.forget(0)
+        else:
+            watch.close()
+
+    watch = watching(clock, late, workers=3, catch_up=catch_up)
+    for worker in range(3):
+        watch.assigned(worker, worker)
+    clock.at(100)
+    assert late == []
+    assert clock.timers == []
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_a_loop_that_was_held_up_blames_nobody(clock: Clock, late: Late, concurrent: bool) -> None:
+    """After a long call in its thread, or a suspended job, everybody has a new period; and no more than that."""
+    watch = watching(clock, late, workers=2, concurrent=concurrent)
+    watch.assigned(0, 0)
+    watch.assigned(1, 1)
+    clock.jump(30)
+    assert late == []
+    watch.answered(1, 1)
+    clock.at(34.9)
+    assert late == []
+    clock.at(35)
+    assert late == [(0, 5.0)]
+
+
+def test_a_start_up_that_was_held_up_has_another_minute(clock: Clock, late: Late) -> None:
+    """What was suspended with the job could not start either."""
+    watch = Watch(clock, SECONDS, 1, concurrent=False, catch_up=nothing_sent, late=late)
+    watch.starts(0)
+    watch.assigned(0, 0)
+    clock.jump(1000)
+    clock.at(1000 + START_SECONDS - 0.1)
+    assert late == []
+    clock.at(1000 + START_SECONDS)
+    assert late == [(0, START_SECONDS)]
+
+
+def test_being_held_up_for_less_than_a_period_excuses_nobody(clock: Clock, late: Late) -> None:
+    """Only a timer that is late by more than a second says something about the loop."""
+    watch = watching(clock, late)
+    watch.assigned(0, 0)
+    clock.jump(4)
+    clock.jump(5.75)
+    assert late == [(0, 5.75)]
+
+
 # ---------------------------------------------------------------------------------------------------- ends
 
 
@@ -239,9 +336,8 @@ def test_who_was_told_has_no_tasks_any_more(clock: Clock, late: Late) -> None:
     watch = watching(clock, late)
     for seq in range(3):
         watch.assigned(0, seq)
-    clock.at(100)
     clock.at(200)
-    assert late == [(0, 100.0)]
+    assert late == [(0, 5.0)]
 
 
 def test_void_tasks_have_no_deadline(clock: Clock, late: Late) -> None:
@@ -274,9 +370,8 @@ def test_closing_while_it_tells(clock: Clock) -> None:
         told.append(worker)
         watch.close()
 
-    watch = Watch(clock, SECONDS, 2, concurrent=False, late=close)
+    watch = watching(clock, close, workers=2)
     for worker in range(2):
-        watch.started(worker)
         watch.assigned(worker, worker)
     clock.at(100)
     assert told == [0]
