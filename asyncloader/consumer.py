@@ -26,6 +26,7 @@ from asyncloader.pipeline import ENDED, NOTHING, LeftOut, Notice, Pipeline, Work
 from asyncloader.progress import Progress
 from asyncloader.quarantine import Quarantine
 from asyncloader.replacing import Replacer
+from asyncloader.seeded_mode import without_batch
 from asyncloader.statistics import Statistics
 from asyncloader.workers.bad_samples import BadSample
 from asyncloader.workers.listener import Answer
@@ -201,6 +202,10 @@ class Consumer:
             if outcome.bad:
                 self._record(pickle.loads(outcome.bad))
             raise_worker_error(outcome.take())
+        if isinstance(outcome, LeftOut) and self._plan.ranks > 1:
+            self._record(pickle.loads(outcome.bad))
+            self._progress.failed(item.seq)
+            raise without_batch(self._plan.ranks)
         if isinstance(outcome, LeftOut):
             self._progress.delivered(item.seq, item.worker, outcome.cursor)
             self._record(pickle.loads(outcome.bad))
@@ -213,6 +218,8 @@ class Consumer:
             raise
         self._progress.delivered(item.seq, item.worker)
         self._record(records)
+        if batch is None and self._plan.ranks > 1:
+            raise without_batch(self._plan.ranks)
         if batch is None:
             return NO_BATCH
         return torch_pin(self._pin_device)(batch) if self._pins else batch

@@ -19,7 +19,7 @@ from asyncloader.options import LoaderSpec, async_index_source, is_iterable
 from asyncloader.quarantine import Quarantine
 from asyncloader.sampler import AsyncIndexSource
 from asyncloader.scheduler import Scheduler
-from asyncloader.seeded_mode import topology
+from asyncloader.seeded_mode import even_ranks, topology
 from asyncloader.workers.bad_samples import ErrorPolicy
 from asyncloader.workers.fetch import is_async_dataset
 from asyncloader.workers.info import EpochStart, SeededSetup, WorkerSetup
@@ -131,6 +131,8 @@ class EpochPlan(NamedTuple):
     """How often each worker may be replaced."""
     concurrent: bool
     """Whether a worker has several tasks in hand at a time."""
+    ranks: int
+    """How many ranks share the samples of a map dataset evenly, and wait for one another; 1 in torch mode."""
     replays: bool
     """Whether a stream without a state may be read again from its beginning."""
 
@@ -184,5 +186,6 @@ def epoch_plan(spec: LoaderSpec[Any]) -> EpochPlan:
         seeded=seeded,
         max_restarts=max_restarts(spec.max_worker_restarts, seeded=seeded),
         concurrent=is_async_dataset(spec.dataset),
+        ranks=even_ranks(spec, iterable=iterable),
         replays=_replays(spec),
     )

@@ -37,6 +37,10 @@ __all__ = [
 ]
 
 
+QUARANTINE_ADVICE = (
+    "Load these samples in a process of their own to find the bad one, and leave it out; "
+    'on_error="skip" leaves out the batch.'
+)
 RING_ADVICE = "Make the batches smaller, lower num_workers or prefetch_factor, or set ring_bytes (bytes a worker)."
 
 
@@ -93,21 +97,26 @@ class TaskQuarantined(LoaderError, RuntimeError):
         indices: what the sampler gave for the batch: a list of indices, or one; None for a stream.
         deaths: worker number, pid and exit code of each worker that it killed (see `WorkerDied`).
         stderr: the last lines that the last of them wrote to its standard error; may be empty.
+        advice: what is known beyond that, and what to do.
     """
 
-    def __init__(self, indices: Any, deaths: Sequence[tuple[int, int, int | None]], stderr: str = "") -> None:
-        super().__init__(indices, deaths, stderr)
+    def __init__(
+        self,
+        indices: Any,
+        deaths: Sequence[tuple[int, int, int | None]],
+        stderr: str = "",
+        advice: str = QUARANTINE_ADVICE,
+    ) -> None:
+        super().__init__(indices, deaths, stderr, advice)
         self.indices = indices
         self.deaths = tuple(deaths)
         self.stderr = stderr
+        self.advice = advice
 
     def __str__(self) -> str:
         what = "the next batch of a stream" if self.indices is None else f"indices {shortened(self.indices)}"
         who = ", ".join(f"worker {worker} (pid {pid}, {ending(code)})" for worker, pid, code in self.deaths)
-        text = (
-            f"the task for {what} killed {len(self.deaths)} workers and is not tried again: {who}. Load these samples "
-            'in a process of their own to find the bad one, and leave it out; on_error="skip" leaves out the batch.'
-        )
+        text = f"the task for {what} killed {len(self.deaths)} workers and is not tried again: {who}. {self.advice}"
         return f"{text}\nThe last lines of standard error:\n{self.stderr}" if self.stderr else text
 
 

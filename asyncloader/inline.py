@@ -32,6 +32,7 @@ from asyncloader.index_stream import IndexStream
 from asyncloader.options import LoaderSpec, async_index_source, is_iterable
 from asyncloader.pin_memory import torch_pin
 from asyncloader.progress import Progress
+from asyncloader.seeded_mode import even_ranks, without_batch
 from asyncloader.statistics import Statistics
 from asyncloader.workers.bad_samples import BadSample, NoSamples, places_lost
 from asyncloader.workers.reader import Reader
@@ -217,6 +218,9 @@ class InlineIterator:
             else:
                 batch = await self._in_thread(self._fetch, index)
         except NoSamples:
+            ranks = even_ranks(self._spec, iterable=is_iterable(self._spec))
+            if ranks > 1:
+                raise without_batch(ranks) from None
             return NO_BATCH, 0, self._reader.cursor()
         cursor = self._reader.cursor()
         if self._agreement is not None and not await self._agreed(self._agreement):

@@ -50,7 +50,9 @@ class Quarantine:
             raise error
         indices: Sequence[Any] = index if self._batched else [index]
         places = [None if first is None else first + place * self._replicas for place in range(len(indices))]
-        brief = TaskQuarantined(error.indices, error.deaths)  # the words of standard error are in the record anyway
+        brief = TaskQuarantined(
+            error.indices, error.deaths, advice=error.advice
+        )  # the words of standard error are in the record anyway
         text = f"{type(brief).__name__}: {brief}"[:ERROR_CHARACTERS]
         substitutes: list[Any] = []
         records: list[BadSample] = []

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from asyncloader.errors import TaskQuarantined, WorkerDied
+from asyncloader.errors import QUARANTINE_ADVICE, TaskQuarantined, WorkerDied
 from asyncloader.events import (
     Action,
     Assign,
@@ -284,7 +284,8 @@ class Scheduler:
         if poisoned and (self.iterable or not recovery.may_replace(worker)):
             # A stream cannot go on behind a place that it cannot pass.
             task = self._unanswered_tasks[poisoned[0]]
-            return self._fail(quarantined(Poisoned(task, recovery.deaths(task.seq))))
+            why = recovery.advice() if not recovery.may_replace(worker) else "A stream cannot go on behind it."
+            return self._fail(quarantined(Poisoned(task, recovery.deaths(task.seq)), f"The epoch ends with it. {why}"))
         if not recovery.may_replace(worker):
             return self._fail(event.error.with_advice(recovery.advice()))
         if needed and event.obstacle:
@@ -352,8 +353,9 @@ class Scheduler:
         return [Finish()]
 
 
-def quarantined(poisoned: Poisoned) -> TaskQuarantined:
+def quarantined(poisoned: Poisoned, advice: str = QUARANTINE_ADVICE) -> TaskQuarantined:
     """The error for a task that is not tried again."""
     deaths: tuple[WorkerDied, ...] = poisoned.deaths
     who = [(death.worker_id, death.pid, death.exitcode) for death in deaths]
-    return TaskQuarantined(bare_index(poisoned.task.index), who, deaths[-1].trace)
+    advice = " ".join(filter(None, [deaths[-1].reason, advice]))
+    return TaskQuarantined(bare_index(poisoned.task.index), who, deaths[-1].trace, advice)

@@ -10,10 +10,20 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
+from asyncloader.errors import RanksDisagree
 from asyncloader.rank_view import ON_UNEVEN, RankView, Share, Topology
 from asyncloader.seeded_sampler import SeededSampler
 
-__all__ = ["check_options", "default_sampler", "expectations", "plain_sampler", "rank_view", "topology"]
+__all__ = [
+    "check_options",
+    "default_sampler",
+    "even_ranks",
+    "expectations",
+    "plain_sampler",
+    "rank_view",
+    "topology",
+    "without_batch",
+]
 
 RESUME = ("exact", "replay")
 
@@ -90,6 +100,21 @@ def topology(spec: Any) -> Topology:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return Topology(torch.distributed.get_rank(), torch.distributed.get_world_size())
     return Topology(0, 1)
+
+
+def even_ranks(spec: Any, *, iterable: bool) -> int:
+    """How many ranks share a map dataset's samples evenly, and wait for one another; 1 in torch mode, and for streams,
+    whose ranks agree on their end.
+    """
+    return 1 if spec.seed is None or iterable else topology(spec).world_size
+
+
+def without_batch(ranks: int) -> RanksDisagree:
+    """The error for a rank all of whose samples of a batch were left out."""
+    return RanksDisagree(
+        f"all samples of a batch were left out, and the other {ranks - 1} ranks have theirs: they would wait for this "
+        "one at the epoch's end. See loader.errors. bad_samples='refill', or a function as on_error, keeps ranks even."
+    )
 
 
 def plain_sampler(spec: Any) -> Any:

@@ -21,9 +21,10 @@ from asyncloader.checkpoint import StateKeeper
 from asyncloader.draws import draw_source, warn_over_length
 from asyncloader.errors import LoaderClosed, TooManyBadSamples
 from asyncloader.inline import batch_nbytes, count_samples, inline_stream, make_inline_reader
-from asyncloader.options import LoaderSpec, async_index_source
+from asyncloader.options import LoaderSpec, async_index_source, is_iterable
 from asyncloader.pin_memory import torch_pin
 from asyncloader.progress import Progress
+from asyncloader.seeded_mode import even_ranks, without_batch
 from asyncloader.statistics import Statistics
 from asyncloader.workers.bad_samples import BadSample, NoSamples
 
@@ -99,6 +100,12 @@ class InlineIterator(CountedNext):
                 if self._pin is not None:
                     data = self._pin(data)
             except NoSamples:
+                ranks = even_ranks(self._spec, iterable=is_iterable(self._spec))
+                if ranks > 1:
+                    self._progress.failed(self._tasks)
+                    self._tasks += 1
+                    self._record(bad)
+                    raise without_batch(ranks) from None
                 self._progress.delivered(self._tasks, 0, self._reader.cursor())
                 self._tasks += 1
                 self._record(bad)

@@ -113,7 +113,10 @@ class WorkerProcess:
         if self.suspect is not None:
             written, self.suspect = read_tail(self.suspect), None
             trace = "\n".join(filter(None, (written, trace)))
-        return WorkerDied(self.worker_id, self.pid, self.process.exitcode, self.condemned, trace=trace)
+        reason = self.condemned
+        if self.retired is not None:
+            reason = "It left because it had grown beyond worker_memory_limit."
+        return WorkerDied(self.worker_id, self.pid, self.process.exitcode, reason, trace=trace)
 
     def suspected(self) -> int:
         """The next task killed a worker: its standard error is kept. Returns a descriptor for the worker."""

@@ -39,6 +39,9 @@ from asyncloader.workers.ring import WorkerRing
 
 __all__ = ["TaskRunner"]
 
+_ASKED_FOR = 64 << 20
+"""Bytes from which on a batch of its own is held against the memory there is, which takes 50 microseconds."""
+
 
 class TaskRunner:
     """Carries tasks out and answers them.
@@ -295,6 +298,9 @@ class _StartError(Exception):
 
 
 def _write_oneoff(encoded: Encoded) -> int:
+    if encoded.nbytes >= _ASKED_FOR:
+        # Before the kernel is, which would rather kill somebody than say no.
+        segment.check_room(encoded.nbytes, "one batch")
     fd = segment.create(encoded.nbytes)
     try:
         segment.reserve(fd, 0, encoded.nbytes)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from asyncloader import AsyncDataLoader, BadSample, DataLoader, TooManyBadSamples
+from asyncloader import AsyncDataLoader, BadSample, DataLoader, RanksDisagree, TooManyBadSamples
 from tests.integration.comparing import assert_same
 from tests.integration.running import BOTH, run_async
 
@@ -252,3 +252,16 @@ def test_error_names_sample_and_worker() -> None:
         next(batches)
     (note,) = caught.value.__notes__
     assert "sample index 5 (item 1 of the batch), in worker 0 (pid " in note
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("workers", WORKERS)
+def test_rank_without_a_batch_does_not_hang_the_others(kind: str, workers: int) -> None:
+    """Of several ranks none may have fewer batches: one that lost all samples of a batch hears of it at once."""
+    options: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "seed": 1, "rank": 0, "world_size": 2}
+    with pytest.raises(RanksDisagree, match="the other 1 ranks have theirs"):
+        run(kind, Rotten(16, {8, 9}), on_error="skip", **options)
+    got, _, _ = run(kind, Rotten(16, {8}), on_error="skip", **options)
+    assert len(got) == 4
+    got, _, _ = run(kind, Rotten(16, {8, 9}), on_error="skip", bad_samples="refill", **options)
+    assert [len(batch["index"]) for batch in got] == [2] * 4
