@@ -25,6 +25,7 @@ __all__ = [
     "Fail",
     "Finish",
     "Offered",
+    "Placed",
     "Poisoned",
     "Pull",
     "Replace",
@@ -32,7 +33,20 @@ __all__ = [
     "SamplerEnded",
     "Started",
     "Task",
+    "bare_index",
 ]
+
+
+class Placed(NamedTuple):
+    """An index, or a list of them, and the global position of its first sample: what a sampler gives in seeded mode."""
+
+    position: int
+    index: Any
+
+
+def bare_index(index: Any) -> Any:
+    """The index, or the list of them, without its position."""
+    return index.index if isinstance(index, Placed) else index
 
 
 class Task(NamedTuple):

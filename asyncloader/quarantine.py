@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncloader.errors import TaskQuarantined
-from asyncloader.events import Poisoned
+from asyncloader.events import Placed, Poisoned, bare_index
 from asyncloader.fault_options import OnError
-from asyncloader.rank_view import Placed, bare_index
 from asyncloader.scheduler import quarantined
 from asyncloader.workers.bad_samples import ERROR_CHARACTERS, TRACEBACK_CHARACTERS, BadSample
 

@@ -25,19 +25,18 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkab
 import numpy as np
 import numpy.typing as npt
 
+from asyncloader.events import Placed
 from asyncloader.seeded_sampler import SeededSampler
 
 __all__ = [
     "BATCH_STRIDE",
     "Cutter",
     "OnUneven",
-    "Placed",
     "RankView",
     "SeekableSampler",
     "Share",
     "Tail",
     "Topology",
-    "bare_index",
     "place",
     "tail_of",
 ]
@@ -52,18 +51,6 @@ below it."""
 _BLOCK = 4096
 
 Indices = npt.NDArray[np.int64]
-
-
-class Placed(NamedTuple):
-    """An index, or a list of them, and the global position of its first sample."""
-
-    position: int
-    index: Any
-
-
-def bare_index(index: Any) -> Any:
-    """The index, or the list of them, without its position."""
-    return index.index if isinstance(index, Placed) else index
 
 
 class Topology(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 
 from asyncloader.errors import shortened
-from asyncloader.rank_view import bare_index
+from asyncloader.events import bare_index
 from asyncloader.scheduler import Scheduler
 from asyncloader.workers import stacks
 from asyncloader.workers.pool import WorkerPool

@@ -47,8 +47,8 @@ from asyncloader.events import (
     SamplerEnded,
     Started,
     Task,
+    bare_index,
 )
-from asyncloader.rank_view import bare_index
 from asyncloader.recovery import Recovery
 from asyncloader.reorder import ReorderBuffer
 

@@ -24,6 +24,7 @@ ALL = [
     WorkerDied(3, 4711, -9),
     WorkerDied(3, 4711, None, "It was killed.", "Do this.", "a stack"),
     TaskQuarantined([1, 2], [(0, 11, -9), (1, 12, None)], "last words"),
+    TaskQuarantined(3, [(0, 11, -9), (1, 12, 3)], advice="The epoch ends with it."),
     TooManyBadSamples(10, "index 3, ValueError: bad"),
     LoaderTimeout(2.5),
     LoaderClosed("this iterator was closed"),

@@ -87,7 +87,9 @@ GOOD: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.parametrize(("name", "value"), BAD, ids=[f"{name}={value!r}" for name, value in BAD])
+@pytest.mark.parametrize(
+    ("name", "value"), BAD, ids=[f"{name}={getattr(value, '__name__', value)!r}" for name, value in BAD]
+)
 def test_bad_values_are_refused(loader: Any, name: str, value: Any) -> None:
     """A ValueError with the option's name and value, from both loaders, with workers or without."""
     for workers in (0, 2):
@@ -97,7 +99,9 @@ def test_bad_values_are_refused(loader: Any, name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("dataset", [Map(), Stream()], ids=["map", "stream"])
-@pytest.mark.parametrize(("name", "value"), GOOD, ids=[f"{name}={value!r}" for name, value in GOOD])
+@pytest.mark.parametrize(
+    ("name", "value"), GOOD, ids=[f"{name}={getattr(value, '__name__', value)!r}" for name, value in GOOD]
+)
 def test_good_values_are_stored_as_they_are(loader: Any, dataset: Any, name: str, value: Any) -> None:
     """Under their own names, for either kind of dataset."""
     assert getattr(loader(dataset, **{name: value}), name) is value

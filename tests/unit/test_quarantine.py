@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from asyncloader.errors import TaskQuarantined, WorkerDied
-from asyncloader.events import Poisoned, Task
+from asyncloader.events import Placed, Poisoned, Task
 from asyncloader.fault_options import OnError
 from asyncloader.quarantine import Quarantine
-from asyncloader.rank_view import Placed
 from asyncloader.workers.bad_samples import BadSample, places_lost
 
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import SequentialSampler
 
+from asyncloader.events import Placed
 from asyncloader.rank_view import (
     BATCH_STRIDE,
     OnUneven,
-    Placed,
     RankView,
     SeekableSampler,
     Share,

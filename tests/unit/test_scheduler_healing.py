@@ -16,6 +16,7 @@ from asyncloader.events import (
     Fail,
     Finish,
     Offered,
+    Placed,
     Poisoned,
     Pull,
     Replace,
@@ -24,8 +25,7 @@ from asyncloader.events import (
     Started,
     Task,
 )
-from asyncloader.rank_view import Placed
-from asyncloader.scheduler import Scheduler
+from asyncloader.scheduler import Scheduler, quarantined
 
 
 def started(workers: int = 2, credits: int = 2, offers: int = 0, max_restarts: int = 3, **options: Any) -> Scheduler:
@@ -196,6 +196,15 @@ def test_retirement_needs_no_restarts() -> None:
     assert s.handle(Replaced(0)) == [Assign(0, task(0)), Assign(0, task(2))]
 
 
+def test_a_quarantine_says_why_we_killed_its_workers() -> None:
+    """What is known of the last death beyond its exit code is told before the advice, and its last words at the end."""
+    first = WorkerDied(0, 17, -9)
+    last = WorkerDied(0, 18, -9, "The loader killed it: it was at one task for 5.0 seconds.", trace="a stack")
+    text = str(quarantined(Poisoned(task(4), (first, last))))
+    assert "killed by signal: Killed). The loader killed it: it was at one task for 5.0 seconds. Load these" in text
+    assert text.endswith("a stack")
+
+
 @pytest.mark.parametrize("index", [[3, 4], Placed(40, [3, 4])], ids=["plain", "placed"])
 def test_a_poisoned_task_beyond_the_restarts_ends_the_epoch(index: Any) -> None:
     """The error is the quarantine's, which says more than the last death; its indices are the dataset's."""
@@ -207,6 +216,7 @@ def test_a_poisoned_task_beyond_the_restarts_ends_the_epoch(index: Any) -> None:
     assert isinstance(error, TaskQuarantined)
     assert error.indices == [3, 4]
     assert error.deaths == ((0, 17, -9), (0, 18, -9))
+    assert "The epoch ends with it. It had been replaced 1 times" in str(error)
 
 
 def test_a_stream_cannot_go_on_behind_a_poisoned_place() -> None:
@@ -217,6 +227,7 @@ def test_a_stream_cannot_go_on_behind_a_poisoned_place() -> None:
     error = failure(s.handle(death(0, 18)))
     assert isinstance(error, TaskQuarantined)
     assert error.indices is None
+    assert "A stream cannot go on behind it." in str(error)
 
 
 def test_a_stream_that_ends_on_trial_leaves_no_suspects() -> None:
