@@ -110,9 +110,9 @@ class WorkerProcess:
             self.process.join(_FORKSERVER_REPORTS)
         self.stacks.read()
         trace = crash_trace(self.stacks.text(), _TRACE_LINES)
-        if self.suspect is not None:
-            written, self.suspect = read_tail(self.suspect), None
-            trace = "\n".join(filter(None, (written, trace)))
+        suspect, self.suspect = self.suspect, None
+        if suspect is not None:
+            trace = "\n".join(filter(None, (read_tail(suspect), trace)))
         reason = self.condemned
         if self.retired is not None:
             reason = "It left because it had grown beyond worker_memory_limit."
@@ -162,12 +162,14 @@ class WorkerProcess:
         self.released = True  # last: one that Ctrl-C interrupts is released again
 
     def _close(self) -> None:
+        # Each number is forgotten first and closed then: another thread may fork in between, and the child's hook would
+        # close whatever has got the number since.
         self.channel.close()
         self.stacks.close()
         self.cleared()
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-            self._pidfd = None
+        fd, self._pidfd = self._pidfd, None
+        if fd is not None:
+            os.close(fd)
         _processes.discard(self)
 
     def forget_in_child(self) -> None:
@@ -176,10 +178,10 @@ class WorkerProcess:
         self.stacks.close()
         with contextlib.suppress(OSError):
             self.cleared()
-        if self._pidfd is not None:
+        fd, self._pidfd = self._pidfd, None
+        if fd is not None:
             with contextlib.suppress(OSError):
-                os.close(self._pidfd)
-            self._pidfd = None
+                os.close(fd)
 
     def __repr__(self) -> str:
         return f"<WorkerProcess {self.worker_id} pid={self.pid}>"
