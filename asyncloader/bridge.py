@@ -63,12 +63,23 @@ class Bridge:
     def acquire(self) -> None:
         """Start the thread unless it runs. Pair with `release`."""
         with self._lock:
-            self._users += 1
             if self._thread is None:
-                self._owner = os.getpid()
-                self._loop = loop_factory()()
-                self._thread = threading.Thread(target=_run, args=(self._loop,), name="asyncloader-loop", daemon=True)
-                self._thread.start()
+                self._start()
+            self._users += 1
+
+    def _start(self) -> None:
+        loop = loop_factory()()
+        thread = threading.Thread(target=_run, args=(loop,), name="asyncloader-loop", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # there are no more threads
+            loop.close()
+            raise
+        except BaseException:  # Ctrl-C while it waits for the thread, which runs by then
+            loop.call_soon_threadsafe(loop.stop)
+            raise
+        self._owner = os.getpid()
+        self._loop, self._thread = loop, thread
 
     def release(self) -> None:
         """End the thread if nobody else needs it; waits for it, except in its own thread."""

@@ -246,11 +246,14 @@ class Pipeline(Listener):
         try:
             if isinstance(made, Exception):
                 raise made
-            self._pool.adopt(made)
+            adopted = self._pool.adopt(made)
         except Exception as error:
             self._handle(Broke(error))
-        else:
+            return
+        if adopted:
             self._handle(Replaced(made.worker_id))
+        else:  # Ctrl-C between its making and its being noted had it made twice
+            self._replacer.discard_soon(made)
 
     # ------------------------------------------------------------------------------------------- the shell
 

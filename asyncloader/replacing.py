@@ -12,6 +12,7 @@ a thread of their own, at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import weakref
 from collections import deque
@@ -86,7 +87,10 @@ class Replacer:
     def work(self) -> None:
         """Make what was requested. In the thread that iterates."""
         while self.requests:
-            self._make(self.requests.popleft())
+            self._make(self.requests[0])
+            # Now: Ctrl-C in the middle leaves it to the next call. `close`, in another thread, may have been faster.
+            with contextlib.suppress(IndexError):
+                self.requests.popleft()
 
     def _make(self, request: Request) -> None:
         made: WorkerProcess | Exception
@@ -106,10 +110,13 @@ class Replacer:
 
     def _give(self, made: WorkerProcess | Exception) -> None:
         if self._done is None:
-            # In a thread: it waits for the process's end.
-            threading.Thread(target=self._discard, args=(made,), name="asyncloader-stop", daemon=True).start()
+            self.discard_soon(made)
         else:
             self._done(made)
+
+    def discard_soon(self, made: WorkerProcess | Exception) -> None:
+        """Nobody wants it. In a thread, which waits for the process's end."""
+        threading.Thread(target=self._discard, args=(made,), name="asyncloader-stop", daemon=True).start()
 
     def _discard(self, made: WorkerProcess | Exception) -> None:
         if isinstance(made, WorkerProcess):

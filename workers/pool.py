@@ -79,6 +79,7 @@ class WorkerPool:
         self._lingering: list[WorkerProcess] = []  # killed, and not gone yet
         self._spare: set[WorkerProcess] = set()  # made, and in no place
         self._making = threading.Lock()
+        self._vacant: set[int] = set()  # places of workers that died
         self.processes: list[WorkerProcess] = []
         self.rings = [RingKeeper(credits, ring_bytes, run_ahead, setup.num_workers) for _ in range(setup.num_workers)]
         self._inboxes: list[Inbox] = []
@@ -139,14 +140,21 @@ class WorkerPool:
         process.kill()
         shutdown.run([process])
 
-    def adopt(self, process: WorkerProcess) -> None:
-        """Put a process that `make` gave in the place of the one that died. In the loop's thread, while attached."""
+    def adopt(self, process: WorkerProcess) -> bool:
+        """Put a process that `make` gave in the place of the one that died. In the loop's thread, while attached.
+
+        False if another is there: `discard` this one.
+        """
         worker = process.worker_id
+        if worker not in self._vacant:
+            return False
+        self._vacant.discard(worker)
         self._spare.discard(process)
         self.processes[worker] = process
         self._inboxes[worker] = Inbox(process, self.rings[worker])
         if self._loop is not None:
             self._listen_to(self._loop, process)
+        return True
 
     @property
     def stopped(self) -> bool:
@@ -299,6 +307,7 @@ class WorkerPool:
         if self._loop is not None:
             self._unlisten(self._loop, process)
         self.rings[worker].abandon()
+        self._vacant.add(worker)
         if self._watch is not None:
             self._watch.forget(worker)
         if self._listener is not None:

@@ -61,6 +61,7 @@ class WorkerProcess:
         self.suspect: int | None = None
         """Where a suspected task's standard error is kept."""
         self.released = False
+        self.process: Any = None  # a fork in another thread, before there is one, looks for it
         self._pidfd: int | None = None
         ours, theirs = channel_pair()
         self.channel = Channel(ours)
@@ -203,7 +204,8 @@ def _forget_all() -> None:
     for process in _processes:
         process.forget_in_child()
         # After a plain `os.fork`, multiprocessing's exit hook in the child would end the parent's workers.
-        multiprocessing.process._children.discard(process.process)  # type: ignore[attr-defined]
+        if process.process is not None:
+            multiprocessing.process._children.discard(process.process)  # type: ignore[attr-defined]
     _processes.clear()
 
 
