@@ -64,14 +64,14 @@ class Recovery:
         """Whether its last death leaves it a restart."""
         return self._restarts[worker] <= self.max_restarts
 
-    def advice(self) -> str:
+    def advice(self, worker: int) -> str:
         """For the user whose worker may not be replaced."""
         if not self.max_restarts:
             return (
                 "To have a worker that dies replaced, and its tasks done again, set max_worker_restarts (with seed= "
                 "the batches are exactly those of an undisturbed run)."
             )
-        return f"It had been replaced {self.max_restarts} times in this epoch (max_worker_restarts)."
+        return f"Worker {worker} had been replaced {self.max_restarts} times in this epoch (max_worker_restarts)."
 
     def deaths(self, seq: int) -> tuple[WorkerDied, ...]:
         """The deaths over this task."""

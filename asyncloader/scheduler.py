@@ -284,10 +284,10 @@ class Scheduler:
         if poisoned and (self.iterable or not recovery.may_replace(worker)):
             # A stream cannot go on behind a place that it cannot pass.
             task = self._unanswered_tasks[poisoned[0]]
-            why = recovery.advice() if not recovery.may_replace(worker) else "A stream cannot go on behind it."
+            why = recovery.advice(worker) if not recovery.may_replace(worker) else "A stream cannot go on behind it."
             return self._fail(quarantined(Poisoned(task, recovery.deaths(task.seq)), f"The epoch ends with it. {why}"))
         if not recovery.may_replace(worker):
-            return self._fail(event.error.with_advice(recovery.advice()))
+            return self._fail(event.error.with_advice(recovery.advice(worker)))
         if needed and event.obstacle:
             return self._fail(event.error.with_advice(event.obstacle))
         actions: list[Action] = []

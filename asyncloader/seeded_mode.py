@@ -113,7 +113,8 @@ def without_batch(ranks: int) -> RanksDisagree:
     """The error for a rank all of whose samples of a batch were left out."""
     return RanksDisagree(
         f"all samples of a batch were left out, and the other {ranks - 1} ranks have theirs: they would wait for this "
-        "one at the epoch's end. See loader.errors. bad_samples='refill', or a function as on_error, keeps ranks even."
+        "one at the epoch's end. See loader.errors. A function as on_error keeps ranks even (and so does "
+        "bad_samples='refill', except for samples that kill their workers)."
     )
 
 

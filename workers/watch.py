@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 __all__ = ["START_SECONDS", "Watch"]
 
+_RESOLUTION = 0.001  # seconds by which a timer of uvloop may fire too early
 _HELD_UP = 1.0  # seconds that the loop's timer may be late before that says something about the loop
 
 START_SECONDS = 60.0
@@ -52,7 +53,10 @@ class Watch:
         self._tasks: list[dict[int, float]] = [{} for _ in range(workers)]  # task -> when it was given
         self._since = [loop.time()] * workers  # the last start, or answer
         self._starting = [True] * workers
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._due = (
+            0.0  # when it fires: uvloop gives a handle that does not tell if that is less than a millisecond away
+        )
 
     def starts(self, worker: int) -> None:
         """A new process starts, or an epoch: the user's start-up code runs now."""
@@ -68,7 +72,7 @@ class Watch:
     def assigned(self, worker: int, seq: int) -> None:
         """The worker was given a task."""
         now = self._tasks[worker][seq] = self._loop.time()
-        if self._timer is None or self._timer.when() > now + self._seconds:  # it waits for another's start-up
+        if self._timer is None or self._due > now + self._seconds:  # it waits for another's start-up
             self._arm()
 
     def answered(self, worker: int, seq: int) -> None:
@@ -101,21 +105,25 @@ class Watch:
         deadlines = [due for worker in range(len(self._tasks)) if (due := self._deadline(worker)) is not None]
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(min(deadlines), self._look) if deadlines else None
+        self._timer = None
+        if deadlines:
+            self._due = min(deadlines)
+            self._timer = self._loop.call_at(self._due, self._look)
 
     def _look(self) -> None:
         now = self._loop.time()
-        timer, self._timer = self._timer, None
-        if timer is not None and now - timer.when() > _HELD_UP:
+        reached = now + _RESOLUTION
+        self._timer = None
+        if now - self._due > _HELD_UP:
             self._since = [now] * len(self._since)
             self._arm()
             return
         for worker in range(len(self._tasks)):
             due = self._deadline(worker)
-            if due is not None and due <= now:
+            if due is not None and due <= reached:
                 self._catch_up(worker)
                 due = self._deadline(worker)
-            if due is not None and due <= now:
+            if due is not None and due <= reached:
                 taken = now - max(next(iter(self._tasks[worker].values())), self._since[worker])
                 self.forget(worker)
                 self._late(worker, taken)

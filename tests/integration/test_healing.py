@@ -157,7 +157,7 @@ class Later(Faults):
 def test_restarts_are_bounded(kind: str, tmp_path: Path) -> None:
     """A worker that dies once more than it may be replaced ends the epoch; the error says how often that was."""
     dataset = Faulty(40, Faults(tmp_path, {3: "SIGKILL", 8: "SIGKILL", 13: "SIGKILL"}))
-    with pytest.raises(WorkerDied, match=r"It had been replaced 2 times in this epoch \(max_worker_restarts\)"):
+    with pytest.raises(WorkerDied, match=r"Worker 0 had been replaced 2 times in this epoch \(max_worker_restarts\)"):
         collect(kind, dataset, num_workers=1, seed=1, max_worker_restarts=2)
 
 

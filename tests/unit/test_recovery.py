@@ -266,9 +266,9 @@ def test_retirement_costs_no_restart(death: Deaths) -> None:
 
 def test_advice_says_which_option_heals() -> None:
     """Without restarts it names the option and what makes it exact; with restarts how many there were."""
-    advice = blocking(max_restarts=0).advice()
+    advice = blocking(max_restarts=0).advice(0)
     assert "max_worker_restarts" in advice
     assert "seed=" in advice
-    advice = blocking(max_restarts=3).advice()
+    advice = blocking(max_restarts=3).advice(0)
     assert "3 times" in advice
     assert "max_worker_restarts" in advice

@@ -216,7 +216,7 @@ def test_a_poisoned_task_beyond_the_restarts_ends_the_epoch(index: Any) -> None:
     assert isinstance(error, TaskQuarantined)
     assert error.indices == [3, 4]
     assert error.deaths == ((0, 17, -9), (0, 18, -9))
-    assert "The epoch ends with it. It had been replaced 1 times" in str(error)
+    assert "The epoch ends with it. Worker 0 had been replaced 1 times" in str(error)
 
 
 def test_a_stream_cannot_go_on_behind_a_poisoned_place() -> None:

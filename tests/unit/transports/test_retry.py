@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import errno
+import pickle
+import random
+import socket
+import ssl
+from email.utils import formatdate
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncloader.transports.retry import (
+    HEALING_STATUSES,
+    Attempts,
+    RetryCounts,
+    RetryPolicy,
+    error_heals,
+    parse_retry_after,
+)
+
+seconds = st.floats(0.001, 1000.0)
+jitters = st.floats(0.0, 1.0, exclude_max=True)
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> RetryPolicy:
+    first = draw(seconds)
+    return RetryPolicy(
+        budget_s=draw(st.floats(0.0, 1000.0)), first_delay_s=first, cap_s=first * draw(st.floats(1, 100))
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- the policy
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"budget_s": -1}, "budget_s must be 0 or more seconds, got -1"),
+        ({"budget_s": float("nan")}, "budget_s"),
+        ({"budget_s": float("inf")}, "budget_s"),
+        ({"first_delay_s": 0}, "first_delay_s must be above 0"),
+        ({"first_delay_s": float("nan")}, "first_delay_s"),
+        ({"first_delay_s": 2, "cap_s": 1}, "cap_s must be at least first_delay_s=2"),
+        ({"statuses": {200}}, "statuses must be HTTP errors, 400 to 599; got 200"),
+    ],
+)
+def test_policy_refuses_what_makes_no_sense(options: dict[str, float], match: str) -> None:
+    """A value out of its bounds is an error that names it."""
+    with pytest.raises(ValueError, match=match):
+        RetryPolicy(**options)  # type: ignore[arg-type]
+
+
+def test_policy_pickles() -> None:
+    """A policy travels to the workers as it is."""
+    policy = RetryPolicy(budget_s=3, statuses=frozenset({503}))
+    assert pickle.loads(pickle.dumps(policy)) == policy
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 410, 412, 416, 501, 505])
+def test_statuses_that_are_about_the_request_do_not_heal(status: int) -> None:
+    """What the server will say again next time is not asked again."""
+    assert status not in HEALING_STATUSES
+
+
+@given(policies(), st.integers(1, 10_000), jitters)
+def test_delay_is_within_the_bounds(policy: RetryPolicy, failures: int, jitter: float) -> None:
+    """Each wait is between 0 and the doubled first one, and never above the cap, after any number of failures."""
+    delay = policy.delay(failures, jitter)
+    assert 0 <= delay <= policy.cap_s
+    if failures < 50:
+        assert delay <= policy.first_delay_s * 2 ** (failures - 1)
+
+
+def test_delays_double_up_to_the_cap() -> None:
+    """At the largest jitter the waits are 1, 2, 4, 5, 5 for a first one of 1 and a cap of 5."""
+    policy = RetryPolicy(first_delay_s=1, cap_s=5)
+    assert [policy.delay(failures, 1.0) for failures in range(1, 6)] == [1, 2, 4, 5, 5]
+
+
+# -------------------------------------------------------------------------------------------------- the attempts
+
+
+@given(policies(), st.lists(st.tuples(seconds, jitters), max_size=50))
+def test_nothing_is_begun_after_the_budget(policy: RetryPolicy, each: list[tuple[float, float]]) -> None:
+    """Whatever the attempts take, no wait leads past the budget, and a failure after it gives up."""
+    draws = iter([jitter for _, jitter in each])
+    attempts = Attempts(policy, began=100.0, jitter=lambda: next(draws))
+    now = 100.0
+    for taken, _ in each:
+        now += taken
+        verdict = attempts.failed(now)
+        if verdict.delay is None:
+            assert now >= 100.0 + policy.budget_s
+            assert verdict.reason
+            break
+        assert not verdict.reason
+        now += verdict.delay
+        assert now <= (100.0 + policy.budget_s) * (1 + 1e-12)
+
+
+@given(policies(), jitters)
+def test_a_hopeless_operation_ends(policy: RetryPolicy, jitter: float) -> None:
+    """Attempts that fail at once end all the same: each wait is positive, or the time passes by itself."""
+    policy = RetryPolicy(min(policy.budget_s, 20 * policy.first_delay_s), policy.first_delay_s, policy.cap_s)
+    attempts = Attempts(policy, began=0.0, jitter=lambda: max(jitter, 0.01))
+    now = 0.0
+    for turn in count():
+        delay = attempts.failed(now).delay
+        if delay is None:
+            break
+        assert turn < 10_000
+        now += delay
+    assert now == pytest.approx(policy.budget_s)
+
+
+@given(policies(), seconds, st.floats(0, 2000.0), jitters)
+def test_retry_after_is_kept_or_given_up(policy: RetryPolicy, taken: float, asked: float, jitter: float) -> None:
+    """The server is left alone for at least as long as it asks, or the operation ends; never less."""
+    verdict = Attempts(policy, began=0.0, jitter=lambda: jitter).failed(taken, retry_after=asked)
+    left = policy.budget_s - taken
+    if left <= 0 or asked > left:
+        assert verdict.delay is None
+    else:
+        assert verdict.delay is not None
+        assert asked <= verdict.delay <= left
+
+
+def test_reasons_say_what_ended_it() -> None:
+    """The clause for the error's text names the budget, or what the server asked for."""
+    assert Attempts(RetryPolicy(budget_s=0), 0.0).failed(1.0).reason == "retries are off"
+    assert Attempts(RetryPolicy(budget_s=5), 0.0).failed(5.0).reason == "no progress for 5 s, the retry budget"
+    reason = Attempts(RetryPolicy(budget_s=5), 0.0).failed(2.0, retry_after=60).reason
+    assert reason == "the server asks to wait 60 s, and 3.0 s of the 5 s budget are left"
+
+
+def test_progress_starts_the_budget_and_the_back_off_again() -> None:
+    """A long download that breaks now and then goes on for ever."""
+    attempts = Attempts(RetryPolicy(budget_s=10, first_delay_s=1), 0.0, jitter=lambda: 1.0)
+    for hour in range(5):
+        assert attempts.failed(hour * 3600.0 + 1).delay == 1
+        assert attempts.failed(hour * 3600.0 + 3).delay == 2
+        attempts.progressed(hour * 3600.0 + 3600)
+    assert attempts.failures == 10
+
+
+def test_a_pause_uses_nothing_up() -> None:
+    """Time in which nobody asked for bytes is no part of the outage; a negative one counts as none."""
+    attempts = Attempts(RetryPolicy(budget_s=10), 0.0)
+    attempts.paused(1000.0)
+    attempts.paused(-50.0)
+    assert attempts.failed(1009.0).delay is not None
+    assert attempts.failed(1010.0).delay is None
+
+
+def test_own_jitter_leaves_the_global_generator_alone() -> None:
+    """A retry draws nothing from the generator that data sets use, so it never changes a sample."""
+    state = random.getstate()
+    delays = {Attempts(RetryPolicy(), 0.0).failed(1.0).delay for _ in range(20)}
+    assert len(delays) > 10
+    assert random.getstate() == state
+
+
+# ---------------------------------------------------------------------------------------------------- what heals
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TimeoutError(),
+        ConnectionResetError(),
+        ConnectionRefusedError(errno.ECONNREFUSED, "refused"),
+        BrokenPipeError(),
+        EOFError(),
+        OSError(errno.EHOSTUNREACH, "no route"),
+        OSError(errno.ENETDOWN, "down"),
+        socket.gaierror(socket.EAI_AGAIN, "temporary failure"),
+    ],
+    ids=repr,
+)
+def test_the_network_heals(error: Exception) -> None:
+    """Time-outs, broken connections and unreachable networks are tried again."""
+    assert error_heals(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("bug"),
+        OSError("no number"),
+        OSError(errno.EMFILE, "too many open files"),
+        PermissionError(errno.EACCES, "denied"),
+        socket.gaierror(socket.EAI_NONAME, "no such name"),
+        ssl.SSLCertVerificationError(1, "self-signed"),
+    ],
+    ids=repr,
+)
+def test_a_mistake_does_not_heal(error: Exception) -> None:
+    """Bugs, missing rights, wrong names and refused certificates fail at once."""
+    assert not error_heals(error)
+
+
+# --------------------------------------------------------------------------------------------------- Retry-After
+
+
+@given(st.integers(0, 10**9))
+def test_retry_after_in_seconds(number: int) -> None:
+    """The first form is a number of seconds."""
+    assert parse_retry_after(f" {number} ", now=5.0) == number
+
+
+@given(st.integers(0, 4 * 10**9), st.floats(0, 4e9))
+def test_retry_after_as_a_date(moment: int, now: float) -> None:
+    """The second form is a date; one that has passed means now."""
+    assert parse_retry_after(formatdate(moment, usegmt=True), now) == max(0.0, moment - now)
+
+
+def test_retry_after_in_the_old_formats() -> None:
+    """RFC 850's and asctime's formats, which say no zone or another one, are read as UTC."""
+    for text in ["Sun, 06 Nov 1994 08:49:37 GMT", "Sunday, 06-Nov-94 08:49:37 GMT", "Sun Nov  6 08:49:37 1994"]:
+        assert parse_retry_after(text, now=784111777.0 - 10) == 10
+
+
+@given(
+    st.text() | st.sampled_from(["-1", "1.5", "1e3", "nan", "99999999999999999999", "Sun, 99 Nov 1994 08:49:37 GMT"])
+)
+def test_retry_after_of_a_hostile_server(text: str) -> None:
+    """What is not legal says nothing, or some time that is not negative; it never raises."""
+    found = parse_retry_after(text, now=0.0)
+    assert found is None or found >= 0
+    assert parse_retry_after(None, now=0.0) is None
+
+
+def test_counts_give_a_copy() -> None:
+    """The snapshot is plain and does not follow what is counted later."""
+    counts = RetryCounts()
+    counts.kinds["status 503"] += 2
+    counts.kinds["stalled"] += 1
+    before = counts.snapshot()
+    counts.kinds["stalled"] += 1
+    assert before == {
+        "retries": 3,
+        "kinds": {"status 503": 2, "stalled": 1},
+        "resumed": 0,
+        "given_up": 0,
+        "waited_s": 0.0,
+    }
+    assert counts.total == 4
