@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = {
     "asyncloader": "asyncloader",
+    "asyncloader/formats": "asyncloader.formats",
     "asyncloader/integrations": "asyncloader.integrations",
     "workers": "asyncloader.workers",
     "transports": "asyncloader.transports",

@@ -86,10 +86,10 @@ class WorkerPool:
         self._listener: Listener | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_lock = threading.RLock()  # a signal handler may close the loader, too
-        self._stopped = False
         self._owner = os.getpid()
         self._used = False
         self._lifeline = Lifeline()
+        self._stopped = False  # from here on there is something to be stopped
         install_fork_hook()
         _install_exit_hook()
         _pools.add(self)

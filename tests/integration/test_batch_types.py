@@ -149,10 +149,12 @@ def test_whatever_pickles_arrives(kind: str, name: str) -> None:
 )
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_default_collate_refuses(kind: str, samples: list[Any], workers: int) -> None:
-    """Samples that cannot be collated raise torch's error: same type, same last line."""
+    """Samples that cannot be collated raise torch's error: same type, same last line; a note says which they were."""
     ((expected, expected_text),) = outcomes("torch", samples, batch_size=2, num_workers=workers)
     ((error, text),) = outcomes(kind, samples, batch_size=2, num_workers=workers)
     assert error is expected
+    text, note = text.rstrip("\n").rsplit("\n", 1)
+    assert note.startswith("while collating the batch of indices [0, 1]")
     assert text.splitlines()[-1] == expected_text.splitlines()[-1]
 
 
