@@ -23,12 +23,13 @@ from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data.graph_settings import apply_random_seed
 
 from asyncloader.errors import LoaderError
+from asyncloader.events import bare_index
 from asyncloader.workers import segment, wire
 from asyncloader.workers.bad_samples import BadSample, NoSamples
 from asyncloader.workers.channel import Channel
 from asyncloader.workers.codec import Encoded, Encoder
 from asyncloader.workers.collate import Collator, use_private_memory
-from asyncloader.workers.error_notes import take_notes
+from asyncloader.workers.error_notes import add_note, collation_place, take_notes
 from asyncloader.workers.footprint import Footprint
 from asyncloader.workers.handover import restore_generators, save_generators
 from asyncloader.workers.info import EpochStart, WorkerSetup, install_worker_info, seed_worker
@@ -182,10 +183,10 @@ class TaskRunner:
             else:
                 with self._watched():
                     encoded = reader.fetch(pickle.loads(index), bad)
-            ring_now = self._ring if ring == self._ring_number else None
             if bad:
                 self._tell_bad(epoch, seq, bad)
-            self._answer(epoch, seq, slot, ring_now, encoded, reader.cursor(), lambda: perf_counter() - begin)
+            place = self._place(encoded, slot, self._ring if ring == self._ring_number else None, index)
+            self._answer(epoch, seq, place, encoded, reader.cursor(), perf_counter() - begin)
         except Exception as error:
             self._answer_error(epoch, seq, lambda: perf_counter() - begin, error, bad)
 
@@ -200,12 +201,13 @@ class TaskRunner:
             reader = self._reader_or_error()
             with self._watched():
                 encoded = await reader.fetch_async(pickle.loads(index), bad)
-            cursor = reader.cursor()  # before another task reads on
             # A task that outlived its epoch (it would not be cancelled) may not touch its slot: it is another's now.
             if epoch == self._epoch:
                 if bad:
                     self._tell_bad(epoch, seq, bad)
-                self._answer(epoch, seq, slot, ring, encoded, cursor, self._cpu_time)
+                place = self._place(encoded, slot, ring, index)
+                # Nothing was awaited since the fetch: no other task has read on.
+                self._answer(epoch, seq, place, encoded, reader.cursor(), self._cpu_time())
         except Exception as error:
             if epoch == self._epoch and not self._ended:
                 self._answer_error(epoch, seq, self._cpu_time, error, bad)
@@ -224,28 +226,31 @@ class TaskRunner:
 
     # -------------------------------------------------------------------------------------------- answers
 
-    def _answer(
-        self,
-        epoch: int,
-        seq: int,
-        slot: int,
-        ring: WorkerRing | None,
-        encoded: Encoded,
-        cursor: bytes,
-        busy: Callable[[], float],
-    ) -> None:
-        fds: list[int] = []
+    def _place(self, encoded: Encoded, slot: int, ring: WorkerRing | None, index: bytes) -> tuple[int, list[int]]:
+        """Write the batch: to the slot, or to a segment of its own, whose descriptor comes back. Nothing is counted as
+        made before it is written.
+        """
         if not encoded.nbytes:
-            slot = wire.NO_SLOT
-        elif ring is not None and slot >= 0 and encoded.nbytes <= ring.slot_bytes:
-            encoded.write(ring.memory, ring.offset(slot, encoded.nbytes))
-        else:
-            slot = wire.ONEOFF
-            fds.append(_write_oneoff(encoded))
+            return wire.NO_SLOT, []
+        try:
+            if ring is not None and slot >= 0 and encoded.nbytes <= ring.slot_bytes:
+                encoded.write(ring.memory, ring.offset(slot, encoded.nbytes))
+                return slot, []
+            return wire.ONEOFF, [_write_oneoff(encoded)]
+        except LoaderError:  # no memory
+            raise
+        except Exception as error:  # the default collation stacks samples where they are written
+            if not self._setup.iterable:
+                bare = bare_index(pickle.loads(index))
+                add_note(error, collation_place(bare, batched=self._setup.auto_collation))
+            raise
+
+    def _answer(
+        self, epoch: int, seq: int, place: tuple[int, list[int]], encoded: Encoded, cursor: bytes, busy: float
+    ) -> None:
+        slot, fds = place
         same = encoded.template == self._last_template
-        result = wire.Result(
-            epoch, seq, slot, encoded.nbytes, encoded.pickled, self._samples, busy(), same, len(cursor)
-        )
+        result = wire.Result(epoch, seq, slot, encoded.nbytes, encoded.pickled, self._samples, busy, same, len(cursor))
         try:
             self.channel_send(wire.pack_result(result, encoded.template, cursor), fds)
         finally:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from tests.integration.running import PATIENCE_S
 
-__all__ = ["STUCK", "NeverArrives", "StuckAt", "Told", "get_stuck"]
+__all__ = ["STUCK", "NeverArrives", "StuckAt", "Told", "get_stuck", "is_worker"]
 
 
 def _pause() -> None:
@@ -120,3 +120,9 @@ def _arrive(here: str) -> NeverArrives:
     Path(here).joinpath(str(os.getpid())).touch()
     _pause()
     return NeverArrives(Path(here))
+
+
+def is_worker(pid: int) -> bool:
+    """Whether the process is a spawned worker, and not the fork server."""
+    command = Path(f"/proc/{pid}/cmdline").read_text()
+    return "spawn_main" in command and "forkserver" not in command

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import subprocess
 from typing import Any
 
@@ -16,6 +17,9 @@ from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed
 from tests.integration.datasets import Sized
 from tests.integration.forking import AT, Child, Here, at, epoch, expected, fork, value
 from tests.integration.running import BOTH, KINDS, PATIENCE_S, children_of
+
+# Python 3.12 and later warn of what is tested here.
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 # ------------------------------------------------------------------------------------------- programs
 
@@ -250,3 +254,27 @@ def test_a_fork_where_nothing_is_in_hand(kind: str, when: str) -> None:
         asyncio.run(run())
     held[0].close()
     forks("after close")
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_fork_while_a_worker_is_replaced(kind: str) -> None:
+    """A worker is killed, and before another takes its place the trainer forks; the child drops what it has: the epoch
+    is whole, in order.
+    """
+    held: list[Any] = []
+    own = set(children_of(os.getpid()))
+
+    def child() -> None:
+        held.clear()
+        gc.collect()
+
+    def kills(here: Here) -> None:
+        held[:] = [here.batch, here.batches, here.loader]
+        workers = sorted(set(children_of(os.getpid())) - own)
+        os.kill(workers[0], signal.SIGKILL)
+        for _ in range(3):
+            fork(child).wait()
+        held.clear()
+
+    assert epoch(kind, at((0, 3, 11, 30), kills), seed=3, max_worker_restarts=1000) == expected(40)

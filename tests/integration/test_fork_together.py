@@ -21,6 +21,9 @@ from tests.integration.datasets import Numbers
 from tests.integration.forking import AT, Child, Here, at, epoch, expected, fork, value
 from tests.integration.running import BOTH, PATIENCE_S, Deaths, start_script
 
+# Python 3.12 and later warn of what is tested here.
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
 METHODS = ["fork", "spawn", "forkserver"]
 # ------------------------------------------------------------------------------------------- multiprocessing
 

@@ -21,7 +21,7 @@ import pytest
 from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed
 from tests.integration.datasets import Numbers
 from tests.integration.running import BOTH, KINDS, PATIENCE_S, Deaths, children_of, run_async
-from tests.integration.stuck import STUCK, NeverArrives, StuckAt, Told, get_stuck
+from tests.integration.stuck import STUCK, NeverArrives, StuckAt, Told, get_stuck, is_worker
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -167,12 +167,7 @@ def test_close_at_once(kind: str, method: str) -> None:
             next(batches)
     else:
         run_async(run())
-    assert not [pid for pid in children_of(os.getpid()) if _is_worker(pid)]
-
-
-def _is_worker(pid: int) -> bool:
-    command = Path(f"/proc/{pid}/cmdline").read_text()
-    return "spawn_main" in command and "forkserver" not in command
+    assert not [pid for pid in children_of(os.getpid()) if is_worker(pid)]
 
 
 @pytest.mark.chaos

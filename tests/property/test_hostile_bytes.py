@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asyncloader.workers import wire
@@ -48,6 +48,7 @@ def body_of(frame: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("name", UNPACKERS)
+@settings(deadline=None)
 @given(body=st.binary(max_size=80))
 @example(body=b"")
 def test_any_body_is_read_or_refused(name: str, body: bytes) -> None:
@@ -67,6 +68,7 @@ def test_every_truncated_head_is_refused(name: str) -> None:
     assert UNPACKERS[name](body)
 
 
+@settings(deadline=None)
 @given(cursor=st.integers(0, (1 << 32) - 1), template=st.binary(max_size=20), rest=st.binary(max_size=20))
 @example(cursor=21, template=b"", rest=b"a" * 20)
 @example(cursor=(1 << 32) - 1, template=b"template", rest=b"")
@@ -87,6 +89,7 @@ def _feed(splitter: wire.FrameSplitter, data: bytes) -> list[tuple[int, bytes]]:
     return list(splitter.feed(data))
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=40), max_size=8))
 @example([b"\0\0\0\0\0"])
 @example([b"\xff\xff\xff\xff\x0b", b"more"])
@@ -129,6 +132,7 @@ def test_a_long_frame_is_put_together_once() -> None:
 # ---------------------------------------------------------------------------------------------- templates
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=40))
 @example(b"")
 @example(b"\xff\xff\xff\xff")
@@ -143,6 +147,7 @@ def test_bytes_that_are_no_template_are_refused(data: bytes) -> None:
         Template(data)
 
 
+@settings(deadline=None)
 @given(wild, wild)
 @example(NBYTES - 1, 2)
 @example(0, -1)
@@ -173,6 +178,7 @@ def test_a_table_of_another_kind_is_refused(table: Any) -> None:
 # ---------------------------------------------------------------------------------------- slots and segments
 
 
+@settings(deadline=None)
 @given(slot=st.one_of(st.integers(-3, 12), wild), nbytes=wild)
 @example(slot=8, nbytes=1)
 @example(slot=-1, nbytes=1)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader.workers.codec import Encoder, Template, copy_out
@@ -114,6 +114,7 @@ def test_what_was_found(places: tuple[Any, ...]) -> None:
         Template(template_of(places)).build(WALLED.anchor())
 
 
+@settings(deadline=None)
 @given(st.lists(any_places, max_size=4).map(tuple), st.sampled_from([NBYTES, NBYTES, 64, 1000]))
 def test_no_leaf_lies_outside_of_the_anchor(places: tuple[Any, ...], nbytes: int) -> None:
     """Whatever numbers the places have: a `ValueError`, or leaves that show nothing but the anchor's bytes."""
@@ -128,6 +129,7 @@ def test_no_leaf_lies_outside_of_the_anchor(places: tuple[Any, ...], nbytes: int
         assert set(shown) <= {INSIDE}
 
 
+@settings(deadline=None)
 @given(st.lists(near_places(), max_size=3).map(tuple))
 def test_what_is_accepted_builds_on_memory_of_its_extent_and_on_no_less(places: tuple[Any, ...]) -> None:
     """The extent is exact: a template builds on as many bytes, as a view or a copy, and not on one byte less."""

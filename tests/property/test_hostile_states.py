@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
@@ -170,6 +170,7 @@ def test_what_was_found(what: str, make: Any) -> None:
         assert loader.state_dict() == before
 
 
+@settings(deadline=None)
 @given(st.integers(-3, 700), st.one_of(st.integers(0, 700), st.integers(0, (1 << 64) - 1)))
 @example(624, 624)
 @example(624, 1)
@@ -188,6 +189,7 @@ def test_a_generators_place_is_in_its_block(left: int, place: int) -> None:
         assert place + left - 1 <= 624
 
 
+@settings(deadline=None)
 @given(st.integers(0, 3000))
 def test_every_place_of_a_true_generator_is_accepted(drawn: int) -> None:
     """However many numbers were drawn, and of whichever kind."""
@@ -244,6 +246,7 @@ def hostile_states(draw: st.DrawFn) -> tuple[str, Any]:
     return name, state
 
 
+@settings(deadline=None)
 @given(hostile_states())
 @example(("stream", changed("stream", "step", 3)))
 @example(("seeded", changed("seeded", "step", 6)))
@@ -274,6 +277,7 @@ def test_any_state_is_refused_or_gone_on_from(drawn: tuple[str, Any]) -> None:
             assert len(seen) == len(set(seen)) or name == "torch"
 
 
+@settings(deadline=None)
 @given(values)
 @example({"version": VERSION})
 def test_no_value_is_a_state_by_chance(value: Any) -> None:
