@@ -34,7 +34,7 @@ from asyncloader.workers.payload import Payload
 from asyncloader.workers.process import WorkerProcess
 from asyncloader.workers.ring import install_fork_hook
 from asyncloader.workers.rings import RingKeeper
-from asyncloader.workers.starting import dump, preload_in_fork_server
+from asyncloader.workers.starting import dump, import_worker_code, preload_in_fork_server
 from asyncloader.workers.watch import Watch
 
 __all__ = ["WorkerPool"]
@@ -107,7 +107,11 @@ class WorkerPool:
         Raises:
             LoaderClosed: the pool was stopped meanwhile.
         """
-        shared = setup if self.start_method == "fork" else dump(setup)
+        shared: WorkerSetup | Payload = setup
+        if self.start_method == "fork":
+            import_worker_code()
+        else:
+            shared = dump(setup)
         if self.start_method == "forkserver":
             preload_in_fork_server(self._context)
         pidfd = os.pidfd_open(os.getpid()) if hasattr(os, "pidfd_open") else None

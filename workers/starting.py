@@ -8,12 +8,13 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import warnings
+from importlib import import_module
 from typing import Any
 
 from asyncloader.workers.info import WorkerSetup
 from asyncloader.workers.payload import Payload, explain_unpicklable
 
-__all__ = ["dump", "preload_in_fork_server"]
+__all__ = ["dump", "import_worker_code", "preload_in_fork_server"]
 
 _PICKLE_WARNING = (
     "Got pickle error when attempting to start a worker Process. "
@@ -38,6 +39,13 @@ def dump(setup: WorkerSetup) -> Payload:
         if what is not None:
             error.add_note(what)
         raise
+
+
+def import_worker_code() -> None:
+    """Before a fork: what a worker runs is imported here, once for all that are ever forked. A replacement then runs
+    this process's code, whatever has become of the files.
+    """
+    import_module("asyncloader.workers.worker")
 
 
 def preload_in_fork_server(context: Any) -> None:

@@ -35,14 +35,14 @@ must come is computed beforehand, without the loader where that can be: the orde
 a function of its index, and in seeded mode the random numbers that samples draw are compared with those of an
 undisturbed run.
 
-A case is **wrong** if a batch is missing, comes twice, comes in another's place, or differs in one bit, also later while
-it is held; if another error comes than the one that must; if a mapped segment, process, thread, descriptor or task is
-left behind; if a finalizer or a thread raises; or if the loader's own account (restarts, bad samples, warnings) is not
-what happened. It is **hung** if it does not end by its deadline.
+A case is **wrong** if a batch is missing, comes twice, comes in another's place, or differs in one bit, also later
+while it is held; if another error comes than the one that must; if a mapped segment, process, thread, descriptor or
+task is left behind; if a finalizer or a thread raises; or if the loader's own account (restarts, bad samples, warnings)
+is not what happened. It is **hung** if it does not end by its deadline.
 
 That the runner finds what is there to be found is tested, too: five bugs are planted, one at a time (a released slot
-that is freed whatever its generation, tasks of a dead worker that nobody gets, slots that do not come back, a batch that
-overtakes another, a deadline that nobody looks at), and each is found within three cases
+that is freed whatever its generation, tasks of a dead worker that nobody gets, slots that do not come back, a batch
+that overtakes another, a deadline that nobody looks at), and each is found within three cases
 (`tests/stress/test_planted_bugs.py`).
 
 ## The last long run
