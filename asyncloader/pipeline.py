@@ -196,6 +196,9 @@ class Pipeline(Listener):
 
     def on_answer(self, worker: int, answer: Answer) -> None:
         """See `Listener`."""
+        if self._scheduler.over:
+            answer.discard()  # it was on its way when the epoch failed
+            return
         if self._places is not None:
             self._places.answered(worker, answer.cursor)
         self._handle(Completed(worker, answer.result.seq, answer))

@@ -27,14 +27,17 @@ from asyncloader.transports.errors import (
 )
 from asyncloader.transports.ranges import ByteRange, ReadPlan, plan_ranges
 from asyncloader.transports.registry import known_schemes, open_transport
+from asyncloader.transports.retry import RetryCounts, RetryPolicy
 
 if TYPE_CHECKING:
+    from asyncloader.transports.http import HttpTransport
     from asyncloader.transports.local import LocalTransport
     from asyncloader.transports.memory import MemoryTransport
 
 __all__ = [
     "AccessDenied",
     "ByteRange",
+    "HttpTransport",
     "InvalidPath",
     "LocalTransport",
     "MemoryTransport",
@@ -43,6 +46,8 @@ __all__ = [
     "RangeOutOfBounds",
     "ReadFailed",
     "ReadPlan",
+    "RetryCounts",
+    "RetryPolicy",
     "Transport",
     "TransportClosed",
     "TransportError",
@@ -54,6 +59,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "HttpTransport":
+        from asyncloader.transports.http import HttpTransport
+
+        return HttpTransport
     if name == "LocalTransport":
         from asyncloader.transports.local import LocalTransport
 

@@ -28,6 +28,8 @@ ENTRY_POINT_GROUP = "asyncloader.transports"
 # By name, so that a scheme's dependencies are imported when it is first used.
 _BUILT_IN = {
     "file": ("asyncloader.transports.local", "LocalTransport"),
+    "http": ("asyncloader.transports.http", "HttpTransport"),
+    "https": ("asyncloader.transports.http", "HttpTransport"),
     "memory": ("asyncloader.transports.memory", "MemoryTransport"),
 }
 

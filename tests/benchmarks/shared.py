@@ -210,8 +210,8 @@ def section(rows: list[Row]) -> str:
         [
             "## Memory of a large list",
             (
-                f"{rows[0].strings:,} strings of {len(name(0))} bytes, each read once by {WORKERS} workers in batches of "
-                f"{BATCH:,}. Memory is the sum of the proportional set sizes of the main process and the workers."
+                f"{rows[0].strings:,} strings of {len(name(0))} bytes, each read once by {WORKERS} workers in batches "
+                f"of {BATCH:,}. Memory is the sum of the proportional set sizes of the main process and the workers."
             ),
             table(rows),
         ]

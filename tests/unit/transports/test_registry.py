@@ -76,7 +76,9 @@ def test_unknown_scheme_lists_what_is_known(install: Install) -> None:
         open_transport("ftp://user:secret@host/data")
     text = str(caught.value)
     assert text.startswith("no transport serves the scheme 'ftp'")
-    assert "file (asyncloader), gopher (gopherpack), memory (asyncloader)" in text
+    assert (
+        "file (asyncloader), gopher (gopherpack), http (asyncloader), https (asyncloader), memory (asyncloader)" in text
+    )
     assert "asyncloader.transports" in text
     assert "secret" not in text
 
@@ -126,7 +128,7 @@ def test_importing_the_package_does_not_import_the_transports() -> None:
     program = (
         "import sys, asyncloader.transports as t\n"
         "assert 'asyncloader.transports.local' not in sys.modules\n"
-        "assert set(t.__all__) <= {*dir(t), 'LocalTransport', 'MemoryTransport'}\n"
+        "assert set(t.__all__) <= {*dir(t), 'HttpTransport', 'LocalTransport', 'MemoryTransport'}\n"
         "assert t.LocalTransport.__module__ == 'asyncloader.transports.local'\n"
         "assert t.MemoryTransport.__module__ == 'asyncloader.transports.memory'\n"
         "assert not hasattr(t, 'Missing')\n"

@@ -1,0 +1,126 @@
+r"""JSON lines: one object a line is one sample, its members are the fields. Pure, sans I/O.
+
+Data path: transport -> chunks -> [jsonl] -> samples.
+
+UTF-8 (RFC 8259), lines end with ``\n`` or ``\r\n``, blank lines are skipped, a byte order mark at the beginning too.
+The last line needs no end. Format: https://jsonlines.org.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from asyncloader.formats.base import MAX_SAMPLE_BYTES, OnBad, ShardRange
+from asyncloader.formats.push import Reader
+
+__all__ = ["JsonlReader", "cut_lines"]
+
+BOM = b"\xef\xbb\xbf"
+
+
+class JsonlReader(Reader):
+    """Reads JSON lines. Fields are parsed values under their own names; the key is the shard's name and the offset.
+
+    Bad lines that `on_bad` can have stepped over: no JSON, no object, not UTF-8, nested too deeply. A line longer than
+    `max_sample_bytes` is an error, found before more of it is held. A member named ``__key__`` or ``__url__`` gives
+    way to ours.
+
+    A shard can be cut anywhere (`cut_lines`): a line belongs to the part that its first byte is in.
+
+    Args:
+        url: see `push.Reader`, as for `start`, `stop`, `max_sample_bytes` and `on_bad`.
+        start: see there.
+        stop: see there.
+        sync: `start` may lie inside a line, which belongs to the part before; the reader is then fed from the byte
+            before `start`, to see whether a line ends there.
+        max_sample_bytes: see there.
+        on_bad: see there.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        sync: bool = False,
+        max_sample_bytes: int = MAX_SAMPLE_BYTES,
+        on_bad: OnBad | None = None,
+    ) -> None:
+        super().__init__(url, start=start, stop=stop, max_sample_bytes=max_sample_bytes, on_bad=on_bad)
+        self._feed_from = start - 1 if sync and start > 0 else start
+        self._seeking = self._feed_from < start
+        self._at = self._feed_from  # offset of the first byte of the line that is read
+        self._begun = bytearray()  # what there is of this line
+
+    @property
+    def feed_from(self) -> int:
+        """As `ShardReader.feed_from`."""
+        return self._feed_from
+
+    def _take(self, chunk: bytes) -> None:
+        if self._seeking:
+            end = chunk.find(b"\n") + 1
+            self._at += end or len(chunk)
+            if not end:
+                return
+            self._seeking = False
+            chunk = chunk[end:]
+            if self._is_past():
+                return
+        lines = chunk.split(b"\n")
+        last = lines.pop()
+        for line in lines:
+            whole = line
+            if self._begun:
+                self._begun += line
+                whole = bytes(self._begun)
+                self._begun.clear()
+            self._read(whole, self._at + len(whole) + 1)
+            if self._is_past():
+                return
+        self._check_size(len(self._begun) + len(last), self._at)
+        self._begun += last
+
+    def _finish(self) -> None:
+        if self._begun:
+            self._read(bytes(self._begun), self._at + len(self._begun))
+
+    def _is_past(self) -> bool:
+        self._done = self._stop is not None and self._at >= self._stop
+        return self._done
+
+    def _read(self, line: bytes, resume: int) -> None:
+        """Parse the line at `_at`, and move on."""
+        at = self._at
+        self._check_size(len(line), at)
+        if not at and line.startswith(BOM):
+            line = line[len(BOM) :]
+        if line and not line.isspace():
+            try:
+                value: Any = json.loads(line.decode())
+            except (ValueError, RecursionError) as error:
+                self._bad(f"a line that is no JSON: {error}", at, error)
+            else:
+                if type(value) is dict:
+                    self._give(value, at, resume)
+                else:
+                    self._bad(f"a line that is a JSON {type(value).__name__}; a sample is an object", at)
+        self._at = resume
+
+
+def cut_lines(size: int, parts: int) -> list[ShardRange]:
+    """Cut an uncompressed shard of `size` bytes into `parts` of equal size (fewer, where there are fewer bytes).
+
+    Each line is in exactly one part. A part has no line when a single line is longer than the part.
+
+    Raises:
+        ValueError: `size` is negative or `parts` below 1.
+    """
+    if size < 0 or parts < 1:
+        raise ValueError(f"cannot cut {size} bytes into {parts} parts")
+    parts = max(1, min(parts, size))
+    edges = [size * part // parts for part in range(parts)]
+    ends = [*edges[1:], None]
+    return [ShardRange(start, stop, start > 0) for start, stop in zip(edges, ends, strict=True)]

@@ -1,0 +1,199 @@
+"""The engine under the readers: chunks of any size in, exactly the bytes that a parser asks for out. Pure.
+
+Data path: transport -> chunks -> [push] -> parser -> samples.
+
+A parser is a generator that yields how many bytes it needs next, and is sent them: it reads like a program that reads a
+file, and is suspended where the bytes end. A negative number skips that many bytes, which nobody holds.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from typing import NoReturn, TypeAlias
+
+from asyncloader.formats.base import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardError, base_name
+
+__all__ = ["Parser", "PushReader", "Reader"]
+
+Parser: TypeAlias = Generator[int, bytes, None]
+"""Yields the number of bytes wanted (negative: to skip), is sent these bytes, returns at the end of the shard."""
+
+
+class Reader(ABC):
+    """Range, limits and errors, which the readers of all formats share. A `ShardReader`.
+
+    Args:
+        url: the shard's, for samples and errors.
+        start: offset of the first sample wanted: 0, or one that a reader gave as `resume`.
+        stop: samples that begin at this offset or after it are not read. None: all are.
+        max_sample_bytes: refuse a sample that takes more bytes in the shard, before memory is allocated for it.
+        on_bad: is told of bad samples that can be stepped over. None: each of them is raised.
+
+    Raises:
+        ValueError: an offset is negative, or `max_sample_bytes` below 1.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        max_sample_bytes: int = MAX_SAMPLE_BYTES,
+        on_bad: OnBad | None = None,
+    ) -> None:
+        if start < 0 or (stop is not None and stop < 0):
+            raise ValueError(f"start={start} and stop={stop} are offsets: 0 or more")
+        if max_sample_bytes < 1:
+            raise ValueError(f"max_sample_bytes is {max_sample_bytes}; it must be at least 1")
+        self._url = url
+        self._name = base_name(url)
+        self._start = start
+        self._stop = stop
+        self._max = max_sample_bytes
+        self._on_bad = on_bad
+        self._at = start  # offset of the first byte that was not parsed
+        self._out: list[Located] = []
+        self._done = stop is not None and start >= stop
+        self._fault: ShardError | None = None
+
+    @property
+    def feed_from(self) -> int:
+        """As `ShardReader.feed_from`."""
+        return self._start
+
+    @property
+    def done(self) -> bool:
+        """As `ShardReader.done`."""
+        return self._done and self._fault is None
+
+    @property
+    def pending(self) -> bool:
+        """As `ShardReader.pending`: never, here."""
+        return False
+
+    def feed(self, chunk: bytes, /) -> list[Located]:
+        """As `ShardReader.feed`."""
+        return self._call(chunk)
+
+    def end(self) -> list[Located]:
+        """As `ShardReader.end`."""
+        return self._call(None)
+
+    @abstractmethod
+    def _take(self, chunk: bytes) -> None:
+        """Parse `chunk`; append to `_out`."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """There are no more bytes; append to `_out`, or fail."""
+
+    def _call(self, chunk: bytes | None) -> list[Located]:
+        if self._fault is not None:
+            raise self._fault
+        out: list[Located] = []
+        self._out = out
+        if self._done:
+            return out
+        try:
+            if chunk is None:
+                self._finish()
+                self._done = True
+            else:
+                self._take(chunk if type(chunk) is bytes else bytes(chunk))
+        except ShardError as fault:
+            self._fault = fault
+            if not out:
+                raise
+        return out
+
+    def _give(self, fields: Sample, offset: int, resume: int) -> None:
+        """A sample without a name of its own: its key is the shard's name and the offset of its first byte."""
+        fields["__key__"] = f"{self._name}:{offset}"
+        fields["__url__"] = self._url
+        self._out.append(Located(fields, resume))
+
+    def _fail(self, message: str, offset: int) -> NoReturn:
+        raise ShardError(message, url=self._url, offset=offset)
+
+    def _bad(self, message: str, offset: int, cause: BaseException | None = None) -> None:
+        """A bad sample whose end is known: raise it, or tell `on_bad` of it and go on."""
+        error = ShardError(message, url=self._url, offset=offset)
+        error.__cause__ = cause
+        if self._on_bad is None:
+            raise error
+        self._on_bad(error)
+
+    def _check_size(self, size: int, offset: int) -> None:
+        if size > self._max:
+            self._fail(f"a sample takes more than max_sample_bytes={self._max:,} bytes", offset)
+
+
+class PushReader(Reader):
+    """A reader whose format is parsed by a generator, `_parse`. Arguments: see `Reader`."""
+
+    _may_end = False
+    """Set by the parser: the shard may end before the bytes that were asked for last."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        max_sample_bytes: int = MAX_SAMPLE_BYTES,
+        on_bad: OnBad | None = None,
+    ) -> None:
+        super().__init__(url, start=start, stop=stop, max_sample_bytes=max_sample_bytes, on_bad=on_bad)
+        self._held = bytearray()  # the beginning of what was asked for, where it spans chunks
+        self._want: int | None = None  # None: the parser was not started
+        self._parser = self._parse()
+
+    @abstractmethod
+    def _parse(self) -> Parser:
+        """The format. While it is suspended `_at` is the offset of the bytes that it asked for."""
+
+    def _at_end(self) -> None:
+        """The shard ended where it may; the last chance to give a sample."""
+
+    def _take(self, chunk: bytes) -> None:
+        send, held = self._parser.send, self._held
+        pos, size = 0, len(chunk)
+        try:
+            want = next(self._parser) if self._want is None else self._want
+            while True:
+                if want < 0:
+                    step = min(-want, size - pos)
+                    pos += step
+                    self._at += step
+                    want += step
+                    if want:
+                        break
+                    data = b""
+                elif not held and size - pos >= want:  # the common case: one copy, chunk to field
+                    data = chunk[pos : pos + want]
+                    pos += want
+                    self._at += want
+                else:
+                    piece = chunk[pos : pos + want - len(held)]
+                    held += piece
+                    pos += len(piece)
+                    if len(held) < want:
+                        break
+                    data = bytes(held)
+                    self._held = held = bytearray()
+                    self._at += want
+                want = send(data)
+            self._want = want
+        except StopIteration:
+            self._done = True
+
+    def _finish(self) -> None:
+        self._take(b"")  # starts the parser of an empty shard
+        if self._done:
+            return
+        if self._held or not self._may_end:
+            have = self._at + len(self._held)
+            self._fail("the shard is truncated: more bytes must come here", have)
+        self._at_end()

@@ -1,0 +1,363 @@
+"""Shards inside gzip and zstd, and the choice of a reader by the name. Bombs cost no memory."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import gzip
+import importlib.util
+import io
+import json
+import random
+import tarfile
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncloader.formats import (
+    CompressedReader,
+    JsonlReader,
+    ShardError,
+    ShardRange,
+    TarReader,
+    TFRecordReader,
+    cut_shard,
+    open_reader,
+    shard_format,
+)
+from asyncloader.formats.compressed import STEP
+from asyncloader.formats.members import MemberDecoder, decoder, zstd_member
+from tests.unit.shard_readers import (
+    URL,
+    check_any_split,
+    check_resume,
+    corrupted,
+    cut_points,
+    error_of,
+    read,
+    samples_of,
+)
+
+LINES = b"".join(json.dumps({"n": n, "text": "word " * (n % 7)}).encode() + b"\n" for n in range(300))
+
+WHOLE = LINES[: LINES.index(b"\n", 3000)]
+
+
+def make(start: int = 0) -> CompressedReader:
+    return CompressedReader(URL, JsonlReader(URL, start=start), decoder("gzip"))
+
+
+def bounded(limit: int) -> Callable[[int], CompressedReader]:
+    return lambda _: CompressedReader(URL, JsonlReader(URL, max_sample_bytes=limit), decoder("gzip"))
+
+
+@given(members=st.lists(st.integers(0, len(LINES)), max_size=4), pad=st.integers(0, 600), cuts=cut_points)
+@settings(deadline=None, max_examples=30)
+def test_gzip_members_in_any_chunks(members: list[int], pad: int, cuts: list[float]) -> None:
+    """Members may end inside a line; empty ones and padding are fine; what comes is what the plain shard gives."""
+    edges = [0, *sorted(members), len(LINES)]
+    data = b"".join(gzip.compress(LINES[a:b]) for a, b in pairwise(edges)) + bytes(pad)
+    assert gzip.decompress(data) == LINES
+    assert check_any_split(make, data, cuts) == read(lambda start: JsonlReader(URL, start=start), LINES)
+
+
+def test_resume_reads_from_the_beginning() -> None:
+    """Offsets count decompressed bytes: a reader from any of them is fed the whole object, and gives what follows."""
+    assert make(start=500).feed_from == 0
+    check_resume(make, gzip.compress(LINES[: LINES.index(b"\n", 2000)]))
+
+
+def test_gzip_truncated_or_damaged() -> None:
+    """An end inside a member, a wrong CRC, an empty object and rubbish are errors with the URL."""
+    data = gzip.compress(LINES)
+    for broken in (data[:-1], data[:-9], data[:5], b""):
+        assert "truncated" in error_of(make, broken)[0]
+    for broken in (data[:-8] + bytes(4) + data[-4:], b"{}\n" + data, data + b"\0\0xx", data + b"rubbish"):
+        _, error = read(make, broken)
+        assert error is not None
+        assert "damaged" in error[0]
+    reader = make()
+    for chunk in (data[:-8] + bytes(8), b"", data):
+        with pytest.raises(ShardError, match="damaged"):
+            reader.feed(chunk)
+    assert not reader.done
+    assert not reader.pending
+
+
+def test_errors_inside_come_first() -> None:
+    """A bad line before the place where the object is cut off is what is told, for any chunks."""
+    data = gzip.compress(b'{"a": 1}\nbad\n' + LINES)[:-20]
+    text, offset = error_of(make, data)
+    assert "no JSON" in text
+    assert offset == 9
+
+
+def test_a_bomb_is_read_in_steps() -> None:
+    """A gigabyte in a megabyte of gzip: `feed` gives at most one step's samples, and holds no more than that."""
+    packer = zlib.compressobj(9, wbits=31)
+    bomb = b"".join(packer.compress(b"{}\n" + b" " * 99_996 + b"\n") for _ in range(2000)) + packer.flush()
+    reader = make()
+    tracemalloc.start()
+    count = len(reader.feed(bomb))
+    assert 0 < count <= STEP // 100_000 + 1
+    while reader.pending:
+        count += len(reader.feed(b""))
+    count += len(reader.end())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count == 2000
+    assert peak < 16 * STEP
+
+
+def test_a_bomb_of_one_line() -> None:
+    """A sample that grows over `max_sample_bytes` ends it, after no more than that was decompressed."""
+    bomb = gzip.compress(b" " * 100_000_000)
+    tracemalloc.start()
+    text, offset = error_of(bounded(3 * STEP), bomb[: len(bomb) // 2])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert "max_sample_bytes" in text
+    assert offset == 0
+    assert peak < 16 * STEP
+
+
+def test_a_bomb_of_empty_members() -> None:
+    """Many members that hold nothing are stepped through a thousand at a time, and are no end of the shard."""
+    reader = make()
+    data = gzip.compress(b"") * 3000 + gzip.compress(b'{"a": 1}')
+    assert reader.feed(data) == []
+    calls = 1
+    while reader.pending:
+        assert reader.feed(b"") == []
+        calls += 1
+    assert 3 <= calls <= 5
+    assert reader.end()[0].sample["a"] == 1
+
+
+def test_end_while_pending_is_a_mistake_of_the_caller() -> None:
+    """It would lose samples in silence, so it says so."""
+    reader = make()
+    reader.feed(gzip.compress(b"{}\n" * (2 * STEP)))
+    with pytest.raises(RuntimeError, match="pending"):
+        reader.end()
+
+
+def test_bytes_fed_while_pending_are_kept_in_order() -> None:
+    """The contract asks for the other order, but nothing is lost."""
+    text = b'{"a": 12345678}\n' * (STEP // 8)
+    data = gzip.compress(text)
+    reader = make()
+    count = len(reader.feed(data[:-100])) + len(reader.feed(data[-100:]))
+    while reader.pending:
+        count += len(reader.feed(b""))
+    assert count + len(reader.end()) == STEP // 8
+
+
+@given(data=corrupted(gzip.compress(WHOLE)))
+@settings(deadline=None, max_examples=100)
+def test_random_damage(data: bytes) -> None:
+    """Damaged gzip gives a `ShardError`, or what was packed: its checksum lets nothing else end well."""
+    right = read(lambda start: JsonlReader(URL, start=start), WHOLE)[0]
+    for cuts in ((), [at / 40 for at in range(40)]):
+        samples, error = read(make, data, cuts)
+        assert error is not None or samples == right
+
+
+# ------------------------------------------------------------------------------------------------------------ zstd
+
+
+class Buffer(ctypes.Structure):
+    """ZSTD_inBuffer and ZSTD_outBuffer, which have the same layout."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("size", ctypes.c_size_t), ("pos", ctypes.c_size_t))
+
+
+@pytest.fixture(scope="module")
+def libzstd() -> Any:
+    """The C library, which most systems have; no package for Python is needed."""
+    name = ctypes.util.find_library("zstd")
+    if name is None:
+        pytest.skip("this system has no libzstd")
+    library = ctypes.CDLL(name)
+    for function in ("ZSTD_decompressStream", "ZSTD_compress", "ZSTD_compressBound", "ZSTD_DCtx_setParameter"):
+        getattr(library, function).restype = ctypes.c_size_t
+    library.ZSTD_createDCtx.restype = ctypes.c_void_p
+    return library
+
+
+class Frames:
+    """One zstd frame through the C library, with the interface of Python 3.14's `ZstdDecompressor`."""
+
+    def __init__(self, library: Any, dictionary: None = None, options: dict[int, int] | None = None) -> None:
+        self._library = library
+        self._context = ctypes.c_void_p(library.ZSTD_createDCtx())
+        for parameter, value in (options or {}).items():
+            library.ZSTD_DCtx_setParameter(self._context, parameter, value)
+        self.eof, self.unused_data, self.needs_input, self._held = False, b"", True, b""
+
+    def __del__(self) -> None:
+        self._library.ZSTD_freeDCtx(self._context)
+
+    def decompress(self, data: bytes, max_length: int = -1) -> bytes:
+        if max_length < 0:
+            parts = [self.decompress(data, 1 << 17)]
+            while not self.eof and not self.needs_input:
+                parts.append(self.decompress(b"", 1 << 17))
+            return b"".join(parts)
+        room = min(max_length, 1 << 17)
+        data = self._held + data
+        out = ctypes.create_string_buffer(room)
+        source = Buffer(ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p), len(data), 0)
+        target = Buffer(ctypes.cast(out, ctypes.c_void_p), room, 0)
+        while source.pos < source.size or target.pos < room:
+            before = source.pos, target.pos
+            left = self._library.ZSTD_decompressStream(self._context, ctypes.byref(target), ctypes.byref(source))
+            if self._library.ZSTD_isError(ctypes.c_size_t(left)):
+                raise OSError("the library says that this is no zstd")
+            if left == 0:
+                self.eof, self.unused_data = True, data[source.pos :]
+                break
+            if (source.pos, target.pos) == before:
+                break
+        self._held = b"" if self.eof else data[source.pos :]
+        self.needs_input = not self.eof and target.pos < room and not self._held
+        return out.raw[: target.pos]
+
+
+def compress_zstd(library: Any, data: bytes) -> bytes:
+    out = ctypes.create_string_buffer(library.ZSTD_compressBound(ctypes.c_size_t(len(data))))
+    size = library.ZSTD_compress(out, ctypes.c_size_t(len(out)), data, ctypes.c_size_t(len(data)), 3)
+    return out.raw[:size]
+
+
+def modules(library: Any) -> dict[str, Any]:
+    """Modules with the interfaces of the packages; ZSTD_d_windowLogMax is parameter 100."""
+
+    def one_shot(dictionary: None = None, options: dict[int, int] | None = None) -> Frames:
+        return Frames(library, dictionary, options)
+
+    def context(max_window_size: int) -> SimpleNamespace:
+        assert max_window_size == 1 << 27
+        return SimpleNamespace(decompressobj=lambda: Frames(library))
+
+    return {
+        "compression.zstd": SimpleNamespace(
+            ZstdDecompressor=one_shot, DecompressionParameter=SimpleNamespace(window_log_max=100)
+        ),
+        "pyzstd": SimpleNamespace(ZstdDecompressor=one_shot, DParameter=SimpleNamespace(windowLogMax=100)),
+        "zstandard": SimpleNamespace(ZstdDecompressor=context),
+    }
+
+
+@pytest.mark.parametrize("package", ["compression.zstd", "pyzstd", "zstandard"])
+def test_zstd_frames(libzstd: Any, package: str) -> None:
+    """Frames written by the C library are read through each package's interface, in any chunks and bounded steps."""
+    member = zstd_member(modules(libzstd)[package])
+
+    def make_zstd(start: int = 0) -> CompressedReader:
+        return CompressedReader(URL, JsonlReader(URL, start=start), MemberDecoder(member, padding=False))
+
+    plain = read(lambda start: JsonlReader(URL, start=start), LINES)
+    data = compress_zstd(libzstd, LINES[:5000]) + compress_zstd(libzstd, b"") + compress_zstd(libzstd, LINES[5000:])
+    random.seed(1)
+    for _ in range(5):
+        assert check_any_split(make_zstd, data, [random.random() for _ in range(5)]) == plain
+    assert "truncated" in error_of(make_zstd, data[:-1])[0]
+    _, error = read(make_zstd, b"rubbish" * 5)
+    assert error is not None
+    assert "damaged" in error[0]
+    bomb = make_zstd()
+    got = len(bomb.feed(compress_zstd(libzstd, (b"{}" + b" " * 99_997 + b"\n") * 500)))
+    assert got <= 100  # of 500: 8 MiB and a step at most
+    while bomb.pending:
+        got += len(bomb.feed(b""))
+    assert got + len(bomb.end()) == 500
+
+
+def test_zstd_without_a_package() -> None:
+    """The error names the extra to install."""
+    packages = ("backports.zstd", "pyzstd", "zstandard")
+
+    def installed(name: str) -> bool:
+        try:
+            return importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError:
+            return False
+
+    if any(map(installed, (*packages, "compression.zstd"))):
+        assert open_reader("a.jsonl.zst").feed_from == 0
+    else:
+        with pytest.raises(ImportError, match=r"asyncloader\[zstd\]"):
+            open_reader("a.jsonl.zst")
+
+
+# -------------------------------------------------------------------------------------------------------- registry
+
+
+@pytest.mark.parametrize(
+    ("url", "form"),
+    [
+        ("a.tar", ("tar", None)),
+        ("s3://b/a-000.TAR", ("tar", None)),
+        ("http://h/a.tar?sig=x.jsonl#f", ("tar", None)),
+        ("a.tgz", ("tar", "gzip")),
+        ("a.tar.gz", ("tar", "gzip")),
+        ("/x/a.jsonl", ("jsonl", None)),
+        ("a.ndjson.zst", ("jsonl", "zstd")),
+        ("a.tfrecord.gz", ("tfrecord", "gzip")),
+        ("a.tfrecords", ("tfrecord", None)),
+        ("shard.00000.mds", ("mds", None)),
+    ],
+)
+def test_format_by_extension(url: str, form: tuple[str, str | None]) -> None:
+    """In any case; a URL's query does not count."""
+    assert shard_format(url) == form
+
+
+@pytest.mark.parametrize("url", ["a", "a.txt", "tar", "http://h/tar", "a.tar/", "a.gz"])
+def test_unknown_extensions(url: str) -> None:
+    """The error names the URL, the extensions, and the way out."""
+    if url == "a.tar/":
+        assert shard_format(url) == ("tar", None)
+        return
+    with pytest.raises(ValueError, match="say format=") as caught:
+        shard_format(url)
+    assert url in str(caught.value)
+
+
+def test_open_reader_chooses() -> None:
+    """Each format's reader, inside its compression; a packed tar gives its samples."""
+    assert type(open_reader("a.tar")) is TarReader
+    assert type(open_reader("a.tfrecord")) is TFRecordReader
+    assert type(open_reader("a.bin", shard_format("x.jsonl"))) is JsonlReader
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w:gz") as archive:
+        member = tarfile.TarInfo("k.txt")
+        member.size = 3
+        archive.addfile(member, io.BytesIO(b"abc"))
+    reader = open_reader("a.tar.gz")
+    assert samples_of(reader, file.getvalue()) == [{"__key__": "k", "__url__": "a.tar.gz", "txt": b"abc"}]
+
+
+def test_open_reader_refuses() -> None:
+    """An unknown format, MDS without its index, and a part that begins inside a sample where none can be found."""
+    with pytest.raises(ValueError, match="unknown"):
+        open_reader("a.tar", shard_format("a.tar")._replace(name="zip"))
+    with pytest.raises(ValueError, match="parse_mds_index"):
+        open_reader("a.mds")
+    with pytest.raises(ValueError, match="begins"):
+        open_reader("a.tar", part=ShardRange(512, None, sync=True))
+
+
+def test_what_cannot_be_cut_is_one_part() -> None:
+    """Only plain JSON lines can be cut by size."""
+    assert len(cut_shard(shard_format("a.jsonl"), 100, 4)) == 4
+    for url in ("a.jsonl.gz", "a.tar", "a.tfrecord", "a.mds"):
+        assert cut_shard(shard_format(url), 100, 4) == [ShardRange(0, None, sync=False)]

@@ -1,0 +1,97 @@
+"""What holds for readers of every format, and for one that a user writes."""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+
+import pytest
+
+from asyncloader.errors import LoaderError
+from asyncloader.formats import CompressedReader, Located, ShardError, ShardRange, ShardReader, open_reader
+from asyncloader.formats.base import base_name
+from asyncloader.formats.members import decoder
+from tests.unit.shard_readers import URL, check_any_split, check_resume
+
+
+def test_shard_error_says_where() -> None:
+    """Message, URL and offset; it is a ValueError, can be made from a message alone, and pickles whole."""
+    error = ShardError("broken", url="s3://b/x.tar", offset=12345)
+    assert str(error) == "broken (s3://b/x.tar at byte 12,345)"
+    assert str(ShardError("broken", url="u")) == "broken (u)"
+    assert str(ShardError("broken")) == "broken"
+    assert isinstance(error, LoaderError)
+    assert isinstance(error, ValueError)
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.url, again.offset) == (str(error), "s3://b/x.tar", 12345)
+
+
+@pytest.mark.parametrize("url", ["a.tar", "a.jsonl", "a.tfrecord", "a.jsonl.gz"])
+def test_an_empty_part_is_done_at_once(url: str) -> None:
+    """Nothing needs to be fetched for it; feeding it all the same, or ending it, is harmless."""
+    reader = open_reader(url, part=ShardRange(10, 10, sync=False))
+    assert reader.done
+    assert not reader.pending
+    assert reader.feed(b"anything") == []
+    assert reader.end() == []
+
+
+@pytest.mark.parametrize("url", ["a.tar", "a.jsonl", "a.tfrecord"])
+def test_any_buffer_can_be_fed(url: str) -> None:
+    """Transports give bytes; a memoryview or bytearray is copied and may be changed afterwards."""
+    reader = open_reader(url)
+    chunk = bytearray(7)
+    assert reader.feed(memoryview(chunk)) == []  # type: ignore[arg-type]
+    chunk[:] = b"changed"
+    with pytest.raises(ShardError):
+        reader.end()
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [("a/b.tar", "b.tar"), ("s3://b/k/x.tar?v=1#f", "x.tar"), ("x.tar", "x.tar"), ("/a/q?.tar", "q?.tar"), ("", "")],
+)
+def test_base_name(url: str, name: str) -> None:
+    """Only a URL has a query; a path may have question marks."""
+    assert base_name(url) == name
+
+
+class FixedRecords:
+    """A user's own reader, by the protocol alone: records of four bytes."""
+
+    pending = False
+    done = False
+
+    def __init__(self, start: int) -> None:
+        self.feed_from = start
+        self._at = start
+        self._held = b""
+
+    def feed(self, chunk: bytes, /) -> list[Located]:
+        self._held += chunk
+        found: list[Located] = []
+        while len(self._held) >= 4:
+            self._at += 4
+            found.append(Located({"__key__": str(self._at), "__url__": URL, "raw": self._held[:4]}, self._at))
+            self._held = self._held[4:]
+        return found
+
+    def end(self) -> list[Located]:
+        if self._held:
+            raise ShardError("a record is cut off", url=URL, offset=self._at)
+        self.done = True
+        return []
+
+
+def test_a_users_own_reader() -> None:
+    """It meets the protocol without a base class, also inside a compression."""
+    data = b"abcdefghijkl"
+
+    def packed(start: int) -> ShardReader:
+        return CompressedReader(URL, FixedRecords(start), decoder("gzip"))
+
+    check_any_split(FixedRecords, data, [0.1, 0.7])
+    check_resume(FixedRecords, data)
+    check_any_split(packed, gzip.compress(data), [0.1, 0.7])
+    check_resume(packed, gzip.compress(data))
+    assert check_any_split(packed, gzip.compress(data[:-1]), [0.5])[1] == (f"a record is cut off ({URL} at byte 8)", 8)

@@ -1,0 +1,183 @@
+"""JSON lines: a line is a sample, wherever the shard is cut."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncloader.formats import JsonlReader, ShardError, ShardRange, cut_lines, cut_shard, open_reader, shard_format
+from tests.unit.shard_readers import (
+    NAME,
+    URL,
+    check_any_split,
+    check_resume,
+    check_survives,
+    corrupted,
+    cut_points,
+    error_of,
+    read,
+    samples_of,
+)
+
+SMALL = b'{"text": "a", "n": 1}\n\n{"text": "\xc3\xa9"}\r\n{"x": [1, {"y": null}]}'
+
+
+def make(start: int = 0) -> JsonlReader:
+    return JsonlReader(URL, start=start)
+
+
+def lenient(start: int = 0) -> JsonlReader:
+    return JsonlReader(URL, start=start, on_bad=lambda _: None)
+
+
+values = st.recursive(
+    st.none() | st.integers() | st.text(max_size=5) | st.floats(allow_nan=False), st.lists, max_leaves=5
+)
+objects = st.dictionaries(st.text(max_size=4).filter(lambda key: key[:1] != "_"), values, max_size=4)
+
+
+def test_lines_become_samples() -> None:
+    """Fields are parsed values; the key is the shard's name and the line's offset; blank lines give nothing."""
+    assert samples_of(make(), SMALL) == [
+        {"text": "a", "n": 1, "__key__": f"{NAME}:0", "__url__": URL},
+        {"text": "é", "__key__": f"{NAME}:23", "__url__": URL},
+        {"x": [1, {"y": None}], "__key__": f"{NAME}:39", "__url__": URL},
+    ]
+    check_resume(make, SMALL)
+
+
+def test_our_names_win() -> None:
+    """A line cannot claim another key or URL."""
+    (sample,) = samples_of(make(), b'{"__key__": "x", "__url__": 1}\n')
+    assert sample == {"__key__": f"{NAME}:0", "__url__": URL}
+
+
+def test_a_byte_order_mark_is_skipped() -> None:
+    """At the beginning of the shard only."""
+    assert samples_of(make(), b'\xef\xbb\xbf{"a": 1}')[0]["a"] == 1
+    assert "no JSON" in error_of(make, b'{}\n\xef\xbb\xbf{"a": 1}')[0]
+
+
+@given(lines=st.lists(objects, max_size=8), end=st.sampled_from(["", "\n", "\r\n\n"]), cuts=cut_points)
+@settings(deadline=None, max_examples=60)
+def test_any_lines_in_any_chunks(lines: list[dict[str, object]], end: str, cuts: list[float]) -> None:
+    """What json writes comes back; chunks do not matter; every resume offset works."""
+    data = ("\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + end).encode()
+    check_any_split(make, data, cuts)
+    check_resume(make, data)
+    fields = [{key: value for key, value in s.items() if key[:2] != "__"} for s in samples_of(make(), data)]
+    assert fields == lines
+
+
+@given(lines=st.lists(st.text(max_size=12), max_size=12), parts=st.integers(1, 9), end=st.booleans(), cuts=cut_points)
+@settings(deadline=None, max_examples=80)
+def test_parts_are_the_whole(lines: list[str], parts: int, end: bool, cuts: list[float]) -> None:
+    """Cut by size alone, every line is in exactly one part, also where an edge is a line's first byte."""
+    data = "\n".join(json.dumps({"text": line}, ensure_ascii=False) for line in lines).encode() + b"\n" * end
+    found = []
+    for start, stop, sync in cut_lines(len(data), parts):
+
+        def part(_: int, start: int = start, stop: int | None = stop, sync: bool = sync) -> JsonlReader:
+            return JsonlReader(URL, start=start, stop=stop, sync=sync)
+
+        samples, error = read(part, data, cuts)
+        assert error is None
+        found += samples
+    assert found == read(make, data)[0]
+
+
+def test_resume_within_a_part() -> None:
+    """A part is resumed by its own end and the offset of the last sample."""
+    data = b"".join(b'{"n": %d}\n' % n for n in range(100))
+    _, part = cut_shard(shard_format("x.jsonl"), len(data), 2)
+    reader = open_reader(URL.replace(".ext", ".jsonl"), part=part)
+    located = reader.feed(data[reader.feed_from :])
+    _, resume = located[9]
+    again = open_reader(URL.replace(".ext", ".jsonl"), part=ShardRange(resume, part.stop, sync=False))
+    assert [*again.feed(data[again.feed_from :]), *again.end()] == located[10:]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{", "no JSON"),
+        (b'{"a": 1} x', "no JSON"),
+        (b'{"a": "\xff"}', "no JSON"),
+        (b'{"a": "\xed\xa0\x80"}', "no JSON"),  # a surrogate is no UTF-8
+        (b"[" * 200_000, "no JSON"),  # deeper than the parser goes
+        (b'{"a": ' + b"9" * 5000 + b"}", "no JSON"),  # Python's own bound on integers
+        (b"[1]", "a JSON list"),
+        (b"null", "a JSON NoneType"),
+        (b"17", "a JSON int"),
+    ],
+)
+def test_bad_lines(line: bytes, message: str) -> None:
+    """An error with the line's offset, after the samples before it; or stepped over and told."""
+    data = b'{"a": 1}\n' + line + b'\n{"a": 2}\n'
+    samples, error = check_any_split(make, data, [0.2, 0.9])
+    assert [sample["a"] for sample, _ in samples] == [1]
+    assert error is not None
+    assert message in error[0]
+    assert error[1] == 9
+    told: list[ShardError] = []
+    assert [s["a"] for s in samples_of(JsonlReader(URL, on_bad=told.append), data)] == [1, 2]
+    assert [(bad.offset, bad.url) for bad in told] == [(9, URL)]
+
+
+def test_an_error_waits_for_the_samples_before_it() -> None:
+    """In one chunk the good samples come first, the error at the next call, and at each one after that."""
+    reader = make()
+    assert len(reader.feed(b"{}\n{}\nbad\n{}\n")) == 2
+    assert not reader.done
+    for _ in range(2):
+        with pytest.raises(ShardError):
+            reader.feed(b"{}\n")
+    with pytest.raises(ShardError):
+        reader.end()
+
+
+def test_max_sample_bytes() -> None:
+    """A line without an end is given up as soon as it is too long, and what is held of it stays that small."""
+    assert len(samples_of(JsonlReader(URL, max_sample_bytes=9), b'{"a": 12}\n')) == 1
+    assert "max_sample_bytes" in error_of(lambda _: JsonlReader(URL, max_sample_bytes=8), b'{"a": 12}\n')[0]
+    reader = JsonlReader(URL, max_sample_bytes=100_000)
+    tracemalloc.start()
+    for _ in range(100):
+        reader.feed(b"x" * 1000)
+    for _ in range(1000):
+        with pytest.raises(ShardError, match="max_sample_bytes"):
+            reader.feed(b"x" * 1000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000
+
+
+@given(data=corrupted(SMALL), cuts=cut_points)
+@settings(deadline=None, max_examples=150)
+def test_random_damage(data: bytes, cuts: list[float]) -> None:
+    """Damaged bytes give samples or a `ShardError`; with `on_bad`, what is good always comes."""
+    check_survives(make, data, cuts)
+    assert check_survives(lenient, data, cuts)[1] is None
+
+
+def test_wrong_arguments() -> None:
+    """Offsets and limits are checked when the reader is made."""
+    for call in (
+        lambda: JsonlReader(URL, start=-1),
+        lambda: JsonlReader(URL, stop=-1),
+        lambda: JsonlReader(URL, max_sample_bytes=0),
+        lambda: cut_lines(10, 0),
+        lambda: cut_lines(-1, 2),
+    ):
+        with pytest.raises(ValueError, match=r"offsets|at least|cannot cut"):
+            call()
+
+
+def test_parts_of_nothing() -> None:
+    """An empty shard is one part; there are never more parts than bytes."""
+    assert cut_lines(0, 4) == [ShardRange(0, None, sync=False)]
+    assert cut_lines(3, 8) == [ShardRange(0, 1, False), ShardRange(1, 2, True), ShardRange(2, None, True)]

@@ -1,0 +1,335 @@
+"""MDS: MosaicML's shards by an index that is believed in nothing. `mds_writer` says where the layout is from."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+import struct
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncloader.formats import MdsReader, MdsShard, ShardError, open_reader, parse_mds_index
+from asyncloader.formats.mds_encodings import mds_encoding
+from tests.unit.formats.mds_writer import CODES, encode, shard_entry, write_index, write_shard
+from tests.unit.shard_readers import (
+    NAME,
+    URL,
+    check_any_split,
+    check_resume,
+    check_survives,
+    corrupted,
+    cut_points,
+    error_of,
+    plain,
+    read,
+    samples_of,
+)
+
+COLUMNS = {
+    "image": "jpeg:90",
+    "label": "int",
+    "name": "str",
+    "box": "ndarray:float32:2,2",
+    "mask": "ndarray",
+    "w": "float64",
+}
+
+
+def sample(n: int) -> dict[str, Any]:
+    return {
+        "image": bytes([n]) * n,
+        "label": -n,
+        "name": "é" * n,
+        "box": ("float32", (2, 2), [n, 0.5, 1, 2]),
+        "mask": ("uint16", (n + 1, 2), [n] * (2 * n + 2)),
+        "w": n / 4,
+    }
+
+
+def index_of(columns: dict[str, str], count: int, data: bytes) -> MdsShard:
+    (shard,) = parse_mds_index(write_index(shard_entry(columns, count, len(data))))
+    return shard
+
+
+DATA = write_shard(COLUMNS, [sample(n) for n in range(7)])
+SHARD = index_of(COLUMNS, 7, DATA)
+
+
+def make(start: int = 0) -> MdsReader:
+    return MdsReader(URL, SHARD, start=start)
+
+
+def test_the_layout_by_hand() -> None:
+    """A shard of one column and two samples, written out byte by byte."""
+    columns = {"a": "str"}
+    data = struct.pack("<IIII", 2, 18, 24, 28) + b"{}" + struct.pack("<I", 2) + b"hi" + struct.pack("<I", 0)
+    reader = MdsReader(URL, index_of(columns, 2, data))
+    assert samples_of(reader, data) == [
+        {"a": "hi", "__key__": f"{NAME}:18", "__url__": URL},
+        {"a": "", "__key__": f"{NAME}:24", "__url__": URL},
+    ]
+
+
+def test_samples_by_their_encodings() -> None:
+    """Types and values of each column come back; arrays are private and writable."""
+    samples = samples_of(make(), DATA)
+    assert len(samples) == 7
+    found = samples[3]
+    assert found["image"] == b"\3\3\3"
+    assert (found["label"], found["name"], found["w"]) == (-3, "ééé", 0.75)
+    assert type(found["label"]) is int
+    assert found["w"].dtype == np.float64
+    np.testing.assert_array_equal(found["box"], np.array([[3, 0.5], [1, 2]], np.float32))
+    assert plain(found["mask"]) == plain(np.full((4, 2), 3, np.uint16))
+    assert found["mask"].flags.writeable
+    check_resume(make, DATA)
+
+
+@given(sizes=st.lists(st.integers(0, 40), max_size=6), cuts=cut_points)
+@settings(deadline=None, max_examples=40)
+def test_any_shard_in_any_chunks(sizes: list[int], cuts: list[float]) -> None:
+    """Chunks do not matter; every resume offset works, without the table of offsets."""
+    data = write_shard(COLUMNS, [sample(n) for n in sizes])
+    shard = index_of(COLUMNS, len(sizes), data)
+    samples, error = check_any_split(lambda start: MdsReader(URL, shard, start=start), data, cuts)
+    assert error is None
+    assert [s["label"] for s, _ in samples] == [-n for n in sizes]
+    check_resume(lambda start: MdsReader(URL, shard, start=start), data)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 20])
+def test_parts_are_exact(parts: int) -> None:
+    """Cut by the table of offsets, the parts are the shard, equal but for one sample."""
+    offsets = SHARD.offsets(DATA[: SHARD.header_size])
+    found, counts = [], []
+    for start, stop, _ in SHARD.cut(offsets, parts):
+        samples, error = read(lambda at, stop=stop: MdsReader(URL, SHARD, start=at, stop=stop), DATA, start=start)  # type: ignore[misc]
+        assert error is None
+        found += samples
+        counts.append(len(samples))
+    assert found == read(make, DATA)[0]
+    assert max(counts) - min(counts) <= 1
+    assert len(counts) == min(parts, 7)
+
+
+@pytest.mark.parametrize("dtype", CODES)
+def test_numbers(dtype: str) -> None:
+    """Every numpy type, as a scalar and in arrays with and without type and shape in the encoding."""
+    low, high = (-1.5, 2.5) if "float" in dtype else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    scalar = mds_encoding(dtype)
+    assert scalar.size == np.dtype(dtype).itemsize
+    assert plain(scalar.decode(encode(dtype, high))) == plain(np.dtype(dtype).type(high))
+    array = np.array([[low, high, 1]], dtype)
+    for text in ("ndarray", f"ndarray:{dtype}", f"ndarray:{dtype}:1,3"):
+        decoded = mds_encoding(text).decode(encode(text, (dtype, (1, 3), [low, high, 1])))
+        assert plain(decoded) == plain(array)
+
+
+def test_texts() -> None:
+    """Numbers of any size as text, and JSON."""
+    assert mds_encoding("str_int").decode(b"-12345678901234567890") == -12345678901234567890
+    assert mds_encoding("str_float").decode(b"0.1") == 0.1
+    assert mds_encoding("str_decimal").decode(b"0.10") == Decimal("0.10")
+    assert mds_encoding("json").decode(b'{"a": [1]}') == {"a": [1]}
+
+
+class Boom:
+    """Unpickled, it would raise."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, ("raise SystemExit('unpickled')",)
+
+
+def test_pickles_are_refused_by_the_index() -> None:
+    """A pkl column is an error before any shard is read; no encoding decodes a pickle."""
+    with pytest.raises(ShardError, match=r"column 'x': encoding 'pkl' is a pickle") as caught:
+        parse_mds_index(write_index(shard_entry({"x": "pkl"}, 1, 100)), url=URL)
+    assert caught.value.url == URL
+    raw = pickle.dumps(Boom())
+    assert mds_encoding("bytes").decode(raw) == raw
+
+
+def at(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Overwrite one place of an index."""
+
+    def change(index: dict[str, Any]) -> None:
+        place: Any = index
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+
+    return change
+
+
+S = ("shards", 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (at("version", value=3), "version"),
+        (at("shards", value={}), "no list"),
+        (at("shards", value=[7]), "missing"),
+        (at(*S, "format", value="json"), "format"),
+        (at(*S, "samples", value=-1), "'samples'"),
+        (at(*S, "samples", value=True), "'samples'"),
+        (at(*S, "samples", value=1 << 40), "'samples'"),
+        (at(*S, "samples", value=10**9), "too small"),
+        (at(*S, "samples", value="7"), "'samples'"),
+        (at(*S, "raw_data", "bytes", value=1e9), "'bytes'"),
+        (at(*S, "raw_data", value=None), "missing"),
+        (at(*S, "raw_data", "basename", value="/etc/passwd"), "plain path"),
+        (at(*S, "raw_data", "basename", value="a/../../b"), "plain path"),
+        (at(*S, "raw_data", "basename", value="..\\b"), "plain path"),
+        (at(*S, "raw_data", "basename", value="http://evil/x"), "plain path"),
+        (at(*S, "raw_data", "basename", value="%2e%2e/x"), "plain path"),
+        (at(*S, "raw_data", "basename", value="a\nb"), "plain path"),
+        (at(*S, "raw_data", "basename", value=""), "plain path"),
+        (at(*S, "raw_data", "basename", value=3), "no text"),
+        (at(*S, "compression", value="br"), "zstd and gz"),
+        (at(*S, "compression", value=["zstd"]), "zstd and gz"),
+        (at(*S, "compression", value="zstd"), "missing"),
+        (at(*S, "column_names", value=[]), "differ in length"),
+        (at(*S, "column_names", 0, value=3), "no text"),
+        (at(*S, "column_names", 0, value="__key__"), "__key__"),
+        (at(*S, "column_names", 0, value="w"), "repeat"),
+        (at(*S, "column_encodings", 0, value="ndarray:object"), "dtype"),
+        (at(*S, "column_encodings", 0, value="ndarray:int8:0"), "shape"),
+        (at(*S, "column_encodings", 0, value="ndarray:int8:-1"), "shape"),
+        (at(*S, "column_encodings", 0, value="ndarray:int8:" + "1," * 99), "shape"),
+        (at(*S, "column_encodings", 0, value="int:8"), "options"),
+        (at(*S, "column_encodings", 0, value="eval"), "unknown"),
+        (at(*S, "column_encodings", 0, value=None), "no text"),
+        (at(*S, "column_sizes", 0, value=12), "size"),
+    ],
+)
+def test_hostile_index(change: Callable[[dict[str, Any]], None], message: str) -> None:
+    """Each lie is an error that names it and the index."""
+    with pytest.raises(ShardError, match=message):
+        parse_mds_index(write_index(shard_entry(COLUMNS, 7, len(DATA)), change=change), url=URL)
+
+
+@given(data=corrupted(write_index(shard_entry(COLUMNS, 7, len(DATA)))))
+@settings(deadline=None, max_examples=200)
+def test_random_damage_of_the_index(data: bytes) -> None:
+    """Shards or a `ShardError`, nothing else."""
+    try:
+        assert all(isinstance(shard, MdsShard) for shard in parse_mds_index(data, url=URL))
+    except ShardError as error:
+        place = error.url
+    else:
+        place = URL
+    assert place == URL
+
+
+def test_an_index_that_is_no_json() -> None:
+    """Also one that is nested without end."""
+    for data in (b"", b"\xff", b"[" * 100_000, b"[]", b"null"):
+        with pytest.raises(ShardError):
+            parse_mds_index(data)
+
+
+def patched(place: int, value: int) -> bytes:
+    return DATA[:place] + struct.pack("<I", value) + DATA[place + 4 :]
+
+
+FIRST = struct.unpack_from("<I", DATA, 4)[0]
+
+
+@pytest.mark.parametrize(
+    ("data", "message", "offset"),
+    [
+        (patched(0, 8), "its index says 7", 0),
+        (patched(0, 2**32 - 1), "its index says 7", 0),
+        (patched(4, 8), "offsets", 4),  # into the table
+        (patched(8, 2**32 - 1), "offsets", 4),  # descending after it
+        (patched(4 + 4 * 7, len(DATA) + 1), "offsets", 4),  # behind the end
+        (patched(FIRST, 2**32 - 1), "max_sample_bytes", FIRST),
+        (patched(FIRST, 2**29), "ends after its shard", FIRST),
+        (DATA[:-1], "truncated", len(DATA) - 1),
+        (DATA[: FIRST - 2], "truncated", FIRST - 2),
+        (b"", "truncated", 0),
+        (DATA.replace("ééé".encode(), b"\xff" * 6, 1), "column 'name'", None),
+    ],
+)
+def test_hostile_shards(data: bytes, message: str, offset: int | None) -> None:
+    """Each lie is an error with its place, and nothing of the claimed size is allocated."""
+    text, place = error_of(make, data)
+    assert message in text
+    assert offset in (None, place)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x07",  # an unknown dtype
+        b"\x08",  # no shape
+        bytes([8, 63 << 2 | 3]) + b"\xff" * 100,  # a shape cut off
+        bytes([8, 2 << 2 | 3]) + b"\xff" * 16,  # 2**128 elements
+        bytes([8, 1 << 2, 3]) + b"ab",  # a value missing
+        bytes([8, 1 << 2, 3]) + b"abcd",  # one too many
+        bytes([8, 2 << 2 | 3]) + bytes(8) + b"\xff" * 8,  # no elements, but an impossible dimension
+    ],
+)
+def test_hostile_arrays(data: bytes) -> None:
+    """The claimed shape is compared with the bytes before an array is made."""
+    with pytest.raises((ValueError, ArithmeticError)):
+        mds_encoding("ndarray").decode(data)
+
+
+def test_a_bad_value_can_be_stepped_over() -> None:
+    """Its sample's end is known, so the others come."""
+    data = DATA.replace("ééé".encode(), b"\xff" * 6, 1)
+    told: list[ShardError] = []
+    reader = MdsReader(URL, SHARD, on_bad=told.append)
+    assert [s["label"] for s in samples_of(reader, data)] == [0, -1, -2, -4, -5, -6]
+    assert len(told) == 1
+    assert told[0].offset == struct.unpack_from("<I", DATA, 4 + 4 * 3)[0]
+
+
+@given(data=corrupted(DATA), cuts=cut_points)
+@settings(deadline=None, max_examples=100)
+def test_random_damage(data: bytes, cuts: list[float]) -> None:
+    """Damaged bytes give samples or a `ShardError`, from the table and behind it."""
+    check_survives(make, data, cuts)
+    offset = int(SHARD.offsets(DATA[: SHARD.header_size])[2])
+    read(make, data, cuts, start=offset)
+
+
+def test_max_sample_bytes() -> None:
+    """It bounds a sample with its sizes, and the table of offsets."""
+    largest = len(DATA) - struct.unpack_from("<I", DATA, 4 + 4 * 6)[0]
+    assert len(samples_of(MdsReader(URL, SHARD, max_sample_bytes=largest), DATA)) == 7
+    assert "max_sample_bytes" in error_of(lambda _: MdsReader(URL, SHARD, max_sample_bytes=largest - 1), DATA)[0]
+    assert error_of(lambda _: MdsReader(URL, SHARD, max_sample_bytes=31), DATA)[1] == 0
+
+
+def test_compressed_shards() -> None:
+    """The index says what is stored and how; the reader of the format is the same inside."""
+    entry = shard_entry(COLUMNS, 7, len(DATA), compression="gz:9")
+    (shard,) = parse_mds_index(write_index(entry))
+    assert (shard.path, shard.compression, shard.stored_size, shard.size) == (
+        "shard.00000.mds.zstd",
+        "gzip",
+        17,
+        len(DATA),
+    )
+    reader = open_reader(URL.replace(".ext", ".mds"), shard=shard)
+    assert len(samples_of(reader, gzip.compress(DATA))) == 7
+    entry["compression"] = "zstd:7"
+    assert parse_mds_index(write_index(entry))[0].compression == "zstd"
+
+
+def test_an_index_of_many_shards() -> None:
+    """In its order; merged datasets have folders in their names."""
+    entries = [shard_entry(COLUMNS, n, 10_000, f"part-{n}/shard.mds") for n in range(5)]
+    shards = parse_mds_index(json.dumps({"version": 2, "shards": entries}).encode())
+    assert [(shard.path, shard.samples) for shard in shards] == [(f"part-{n}/shard.mds", n) for n in range(5)]

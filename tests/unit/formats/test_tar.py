@@ -1,0 +1,275 @@
+"""Tar shards: names become keys and fields as webdataset has them, and no archive can do harm."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncloader.formats import TarReader
+from asyncloader.formats.tar import split_name
+from tests.unit.shard_readers import (
+    URL,
+    check_any_split,
+    check_resume,
+    check_survives,
+    corrupted,
+    cut_points,
+    error_of,
+    read,
+    samples_of,
+)
+
+FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
+
+
+def make(start: int = 0) -> TarReader:
+    return TarReader(URL, start=start)
+
+
+def pack(members: list[tuple[str, bytes]], format: int = tarfile.USTAR_FORMAT, **info: Any) -> bytes:
+    """An archive by Python's tarfile; `info` are attributes of each member."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=format) as archive:
+        for name, data in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            for key, value in info.items():
+                setattr(member, key, value)
+            archive.addfile(member, io.BytesIO(data))
+    return file.getvalue()
+
+
+def with_header(archive: bytes, **fields: bytes) -> bytes:
+    """The archive with fields of its first header overwritten, and the checksum put right."""
+    places = {"size": 124, "type": 156, "magic": 257, "name": 0}
+    block = bytearray(archive[:512])
+    for name, value in fields.items():
+        block[places[name] : places[name] + len(value)] = value
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block) + archive[512:]
+
+
+SMALL = pack([("a.jpg", b"J" * 700), ("a.cls", b"3"), ("b.jpg", b""), ("d/c.left.PNG", b"P" * 512)])
+WANTED = [
+    {"__key__": "a", "__url__": URL, "jpg": b"J" * 700, "cls": b"3"},
+    {"__key__": "b", "__url__": URL, "jpg": b""},
+    {"__key__": "d/c", "__url__": URL, "left.png": b"P" * 512},
+]
+
+
+def test_members_with_one_key_are_one_sample() -> None:
+    """The key reaches to the first dot of the base name; the field's name is in lower case."""
+    assert samples_of(make(), SMALL) == WANTED
+
+
+def test_resume_is_the_next_samples_first_header() -> None:
+    """After the last sample it is the end mark; a reader from any of them gives what follows."""
+    samples, _ = read(make, SMALL)
+    assert [resume for _, resume in samples] == [512 + 1024 + 1024, 512 + 1024 + 1024 + 512, 4096 + 512 - 512]
+    check_resume(make, SMALL)
+
+
+def test_stop_leaves_later_samples_unread() -> None:
+    """A sample that begins at `stop` or later is not read, and the reader is done without the rest."""
+    reader = TarReader(URL, stop=2560)
+    assert [sample["__key__"] for sample, _ in reader.feed(SMALL[:3072])] == ["a"]
+    assert reader.done
+
+
+names = st.lists(
+    st.sampled_from(
+        [
+            *("a.jpg", "a.JPG", "a.txt", "b.c.d", "x/a.jpg", "x/y.z/b.txt", "x/noext", "ü/é.json", "__m__/a.b"),
+            *("long/" * 40 + "name.txt", "n" * 120 + ".bin", "./q.txt", "../up.txt", "/abs.txt", "__m__.x"),
+        ]
+    ),
+    max_size=8,
+    unique=True,
+)
+
+
+@given(
+    names=names,
+    sizes=st.lists(st.integers(0, 1500), min_size=8, max_size=8),
+    cuts=cut_points,
+    kind=st.sampled_from([*FORMATS]),
+)
+@settings(deadline=None, max_examples=60)
+def test_any_archive_of_tarfile_in_any_chunks(names: list[str], sizes: list[int], cuts: list[float], kind: str) -> None:
+    """Python's tarfile writes, in each of its formats; chunks do not matter; every resume offset works."""
+    members = [(name, os.urandom(size)) for name, size in zip(names, sizes, strict=False)]
+    if kind == "ustar":
+        members = [(name, data) for name, data in members if len(name.encode()) < 100]
+    archive = pack(members, FORMATS[kind])
+    samples, error = check_any_split(make, archive, cuts)
+    if error is None:
+        found = {(s["__key__"], field): s[field] for s, _ in samples for field in s if field[0] != "_"}
+        assert found == {split: data for name, data in members if (split := split_name(name))}
+        check_resume(make, archive)
+    else:
+        assert "twice" in error[0]
+
+
+@pytest.mark.parametrize("kind", ["gnu", "pax"])
+def test_long_names_are_part_of_their_sample(kind: str) -> None:
+    """Resume leads to the extension header, or the name would be lost."""
+    archive = pack([(f"{'deep/' * 50}{n}.txt", b"x") for n in "abc"], FORMATS[kind])
+    assert [s["__key__"] for s in samples_of(make(), archive)] == [f"{'deep/' * 50}{n}" for n in "abc"]
+    check_resume(make, archive)
+
+
+class TestWebdataset:
+    """The same files through webdataset's own writer and reader."""
+
+    def write(self, samples: list[dict[str, Any]]) -> bytes:
+        webdataset = pytest.importorskip("webdataset")
+        file = io.BytesIO()
+        with webdataset.TarWriter(file, encoder=False) as writer:
+            for sample in samples:
+                writer.write(sample)
+        return file.getvalue()
+
+    def read(self, archive: bytes) -> list[dict[str, Any]]:
+        iterators = pytest.importorskip("webdataset.tariterators")
+        files = iterators.tar_file_expander([{"url": URL, "stream": io.BytesIO(archive)}])
+        return list(iterators.group_by_keys(files))
+
+    def test_what_it_writes(self) -> None:
+        """Samples written by webdataset come back as they were."""
+        samples = [
+            {"__key__": f"n{i:03}", "jpg": os.urandom(i * 37), "seg.png": b"s", "cls": b"%d" % i} for i in range(40)
+        ]
+        archive = self.write(samples)
+        assert samples_of(make(), archive) == [{**sample, "__url__": URL} for sample in samples]
+        check_resume(make, archive)
+
+    @given(names=names)
+    @settings(deadline=None, max_examples=40)
+    def test_what_it_reads(self, names: list[str]) -> None:
+        """Its reader and ours agree on keys, fields, order, and on archives with a field twice."""
+        archive = pack([(name, name.encode()) for name in names], tarfile.GNU_FORMAT)
+        samples, error = read(make, archive)
+        if error is None:
+            assert [sample for sample, _ in samples] == self.read(archive)
+        else:
+            with pytest.raises(ValueError, match="duplicate"):
+                self.read(archive)
+
+
+def test_links_devices_and_directories_are_skipped() -> None:
+    """They have no data in a stream, and nothing is followed or made."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for number, kind in enumerate(
+            [tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE]
+        ):
+            member = tarfile.TarInfo(f"m{number}.txt")
+            member.type, member.linkname = kind, "/etc/passwd"
+            archive.addfile(member)
+        member = tarfile.TarInfo("real.txt")
+        member.size = 2
+        archive.addfile(member, io.BytesIO(b"ok"))
+    assert samples_of(make(), file.getvalue()) == [{"__key__": "real", "__url__": URL, "txt": b"ok"}]
+
+
+def test_paths_that_lead_out_are_only_keys() -> None:
+    """An absolute path and `..` open nothing: they come back as the key's text."""
+    archive = pack([("/etc/passwd.txt", b"1"), ("../../up.txt", b"2")])
+    assert [sample["__key__"] for sample in samples_of(make(), archive)] == ["/etc/passwd", "../../up"]
+
+
+def test_an_old_tar_without_magic_and_a_signed_checksum() -> None:
+    """v7 headers have no prefix field; some old writers summed signed bytes."""
+    archive = with_header(pack([("a.txt", b"x")]), magic=bytes(8), name="é.txt".encode())
+    block = bytearray(archive[:512])
+    total = int(block[148:154], 8)
+    block[148:156] = b"%06o\0 " % (total - 2 * 256)
+    assert samples_of(make(), bytes(block) + archive[512:]) == [{"__key__": "é", "__url__": URL, "txt": b"x"}]
+
+
+def test_a_size_in_base_256() -> None:
+    """GNU's way to write large sizes is read; a size that leads nowhere is a truncated shard, not an allocation."""
+    archive = pack([("a.txt", b"hello")])
+    size = b"\x80" + (5).to_bytes(11, "big")
+    assert samples_of(make(), with_header(archive, size=size))[0]["txt"] == b"hello"
+    huge = with_header(archive, size=b"\x80" + (1 << 80).to_bytes(11, "big"))
+    assert error_of(make, huge) == (
+        f"a sample takes more than max_sample_bytes=1,073,741,824 bytes ({URL} at byte 0)",
+        0,
+    )
+    assert "truncated" in error_of(make, with_header(huge, name=b"noext\0"))[0]  # skipped, so nothing is held
+
+
+class TestRefused:
+    """Each of these is a `ShardError` with the URL and the offset of the header."""
+
+    CASES: ClassVar[dict[str, tuple[bytes, str]]] = {
+        "checksum": (SMALL[:100] + b"!" + SMALL[101:], "checksum is wrong"),
+        "no tar": (b"<html>404</html>" * 64, "checksum is wrong"),
+        "no octal": (with_header(SMALL, size=b"0000009"), "impossible size"),
+        "negative": (with_header(SMALL, size=b"\xff" * 12), "impossible size"),
+        "sparse": (with_header(SMALL, type=b"S"), "sparse"),
+        "multi-volume": (with_header(SMALL, type=b"M"), "another volume"),
+        "pax sparse": (pack([("a.txt", b"")], tarfile.PAX_FORMAT, pax_headers={"GNU.sparse.major": "1"}), "sparse"),
+        "pax size": (pack([("a.txt", b"")], tarfile.PAX_FORMAT, pax_headers={"size": "9" * 30}), "impossible size"),
+        "pax record": (with_header(pack([("a.txt", b"99 path=b\n")]), type=b"x"), "broken record"),
+        "pax zero": (with_header(pack([("a.txt", b"0 =\n")]), type=b"x"), "broken record"),
+        "pax global": (with_header(pack([("a.txt", b"14 path=b.txt\n")]), type=b"g"), "for all members"),
+        "name": (with_header(SMALL, name=b"\xff\xfe.txt"), "not UTF-8"),
+        "long header": (with_header(SMALL, type=b"L", size=b"77777777777"), "extension header"),
+    }
+
+    @pytest.mark.parametrize("case", CASES)
+    def test_at_the_first_header(self, case: str) -> None:
+        """Nothing is delivered of it."""
+        archive, message = self.CASES[case]
+        text, offset = error_of(make, archive)
+        assert message in text
+        assert URL in text
+        assert offset is not None
+
+    def test_a_field_twice(self) -> None:
+        """It would overwrite the first one; so would a field called __key__."""
+        for names in (["a.txt", "a.TXT"], ["a.__key__"]):
+            assert "twice" in error_of(make, pack([(name, b"") for name in names]))[0]
+
+
+@pytest.mark.parametrize("end", [0, 100, 512, 600, 1536, 2560, 2561, 4096])
+def test_truncated(end: int) -> None:
+    """An archive without its end mark is an error, also where a member ends, and its last sample is not given."""
+    samples, error = check_any_split(make, SMALL[:end], [0.5])
+    assert [sample for sample, _ in samples] == WANTED[: (end >= 3072) + (end >= 3584)]
+    assert error is not None
+    assert "truncated" in error[0]
+    assert error[1] == end
+
+
+def test_max_sample_bytes_counts_the_whole_sample() -> None:
+    """Many small members, or empty ones with long names, are as large as what they take in the archive."""
+    archive = pack([(f"a.{n}", b"xy") for n in range(50)])
+    limit = TarReader(URL, max_sample_bytes=50 * 514)
+    assert len(samples_of(limit, archive)[0]) == 52
+    text, offset = error_of(lambda _: TarReader(URL, max_sample_bytes=50 * 514 - 1), archive)
+    assert "max_sample_bytes" in text
+    assert offset == 49 * 1024
+
+
+@given(data=corrupted(SMALL + bytes(10)), cuts=cut_points)
+@settings(deadline=None, max_examples=150)
+def test_random_damage(data: bytes, cuts: list[float]) -> None:
+    """Damaged bytes give samples or a `ShardError`, the same ones for any chunks."""
+    check_survives(make, data, cuts)
+
+
+@given(data=corrupted(pack([("deep/" * 30 + f"{n}.txt", b"x" * 9) for n in "ab"], tarfile.PAX_FORMAT)), cuts=cut_points)
+@settings(deadline=None, max_examples=100)
+def test_random_damage_of_pax_headers(data: bytes, cuts: list[float]) -> None:
+    """The same where the headers are text."""
+    check_survives(make, data, cuts)

@@ -1,0 +1,169 @@
+"""One server's requests: addresses, headers, redirects and retries. Data path: download -> [client] -> session.
+
+Redirects are followed here, not by aiohttp: what authorises us goes to the root's own origin and to no other,
+and never from https to http.
+"""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from itertools import count
+from typing import TYPE_CHECKING
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
+
+from asyncloader.transports.errors import ReadFailed, TransportError
+from asyncloader.transports.http_answers import safe_url, status_error
+from asyncloader.transports.http_session import SessionOwner
+from asyncloader.transports.http_trouble import Broken
+from asyncloader.transports.retry import Attempts, RetryCounts, RetryPolicy, parse_retry_after
+
+if TYPE_CHECKING:
+    import aiohttp
+
+__all__ = ["HeaderSource", "HttpClient"]
+
+HeaderSource = Mapping[str, str] | Callable[[], Mapping[str, str] | Awaitable[Mapping[str, str]]]
+"""Headers, or what gives them, plain or async, before each request."""
+
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_MOST_REDIRECTS = 10
+
+_PLAIN = {"Accept-Encoding": "identity", "User-Agent": "asyncloader"}
+
+
+class HttpClient:
+    """Requests below one root URL. The arguments are `HttpTransport`'s."""
+
+    def __init__(
+        self,
+        root: str,
+        *,
+        headers: HeaderSource | None,
+        retry: RetryPolicy,
+        requests: int,
+        connect_s: float,
+        first_byte_s: float,
+        stalled_s: float,
+        encoded: bool,
+        verify: bool,
+        range_gap: int,
+    ) -> None:
+        parts = urlsplit(root)
+        self.root = safe_url(root)
+        self.first_byte_s = first_byte_s
+        self.stalled_s = stalled_s
+        self.encoded = encoded
+        self.verify = verify
+        self.range_gap = range_gap
+        self.counts = RetryCounts()
+        self.owner = SessionOwner(f"the http transport of {self.root}", requests, connect_s)
+        self._retry = retry
+        self._headers = headers
+        self._origin = (parts.scheme.lower(), parts.netloc.rpartition("@")[2].lower())
+        self._base = urlunsplit((*self._origin, parts.path.rstrip("/") + "/", "", ""))
+        self._query = f"?{parts.query}" if parts.query else ""
+        self._own = {"Authorization": _basic(parts.username, parts.password)} if parts.username is not None else {}
+        if isinstance(headers, Mapping):
+            self._own.update(headers)
+        self._proxies: dict[tuple[str, str], str | None] = {}
+
+    def url(self, path: str) -> str:
+        """Give an object's URL, without userinfo."""
+        return f"{self._base}{quote(path, safe='/')}{self._query}"
+
+    async def request(self, method: str, path: str, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
+        """Send a request, follow redirects, and give the answer, whatever its status; the caller releases it."""
+        from yarl import URL
+
+        session, _ = self.owner.use()
+        secret = await self._asked_headers() if callable(self._headers) else self._own
+        # The query's values are percent-encoded already, and a signature may cover how.
+        url, origin = URL(self.url(path), encoded=True), self._origin
+        plain = {**_PLAIN, **headers}
+        sent = {**plain, **secret} if secret else plain
+        for redirect in count(1):
+            proxy = self._proxies[origin] if origin in self._proxies else self._find_proxy(origin, url.raw_host)
+            response = await session.request(method, url, headers=sent, allow_redirects=False, proxy=proxy)
+            if response.status not in _REDIRECTS or "Location" not in response.headers:
+                return response
+            response.release()
+            if redirect > _MOST_REDIRECTS:
+                raise self.refused(path, response, f"that is redirect number {redirect}, which looks endless")
+            try:
+                target = url.join(URL(response.headers["Location"], encoded=True)).with_fragment(None).with_user(None)
+            except ValueError:
+                target = URL()
+            if target.scheme not in {"http", "https"} or not target.raw_host:
+                raise self.refused(path, response, "it redirects to what is no http or https URL")
+            if url.scheme == "https" and target.scheme == "http":
+                raise self.refused(path, response, f"it redirects from https to {safe_url(str(target))}")
+            url, origin = target, (target.scheme, target.raw_authority.lower())
+            sent = {**plain, **secret} if origin == self._origin else plain
+        raise AssertionError("count() does not end")
+
+    # --- failures
+
+    def attempts(self, began: float) -> Attempts:
+        """Begin to keep account of an operation that has failed once."""
+        return Attempts(self._retry, began)
+
+    def judge(self, path: str, broken: Broken, attempts: Attempts, now: float) -> float:
+        """Give the seconds to wait before the next attempt, and count it; raise the error if there is none."""
+        if not broken.heals:
+            raise broken.final or self.failure(path, broken) from broken.cause
+        verdict = attempts.failed(now, broken.retry_after)
+        if verdict.delay is None:
+            self.counts.given_up += 1
+            times = "once" if attempts.failures == 1 else f"{attempts.failures} times"
+            raise self.failure(path, broken, f"tried {times}: {verdict.reason}") from broken.cause
+        self.counts.kinds[broken.kind] += 1
+        self.counts.waited_s += verdict.delay
+        return verdict.delay
+
+    def failure(self, path: str, broken: Broken, note: str = "") -> TransportError:
+        """Make the error of a request that failed for good."""
+        text = f"reading {path!r} failed: {safe_url(self.url(path))}: {broken.text}{'; ' + note if note else ''}"
+        error = ReadFailed(text, path=path)
+        if isinstance(broken.cause, OSError):
+            error.errno = broken.cause.errno
+        return error
+
+    def bad_status(self, path: str, response: aiohttp.ClientResponse) -> Broken:
+        """Say what an answer without an object means."""
+        status = response.status
+        note = "the server reports success without the object" if status < 300 else ""
+        final = status_error(status, response.reason, str(response.url), path, note)
+        return Broken(
+            f"status {status}",
+            f"status {status} {(response.reason or '')[:80]}".rstrip(),
+            heals=status in self._retry.statuses,
+            retry_after=parse_retry_after(response.headers.get("Retry-After"), time.time()),
+            final=final,
+        )
+
+    def refused(self, path: str, response: aiohttp.ClientResponse, why: str) -> ReadFailed:
+        """Make the error for an answer that must not be used."""
+        where = safe_url(str(response.url))
+        return ReadFailed(f"reading {path!r} failed: {where} answered {response.status}, but {why}", path=path)
+
+    # --- headers and proxies
+
+    async def _asked_headers(self) -> Mapping[str, str]:
+        assert callable(self._headers)
+        given = self._headers()
+        return {**self._own, **(await given if inspect.isawaitable(given) else given)}
+
+    def _find_proxy(self, origin: tuple[str, str], host: str | None) -> str | None:
+        """Give the proxy that the environment names for an origin (``https_proxy``, ``no_proxy`` and so on)."""
+        from urllib.request import getproxies, proxy_bypass
+
+        found = getproxies().get(origin[0])
+        self._proxies[origin] = proxy = found if found and not proxy_bypass(host or "") else None
+        return proxy
+
+
+def _basic(user: str, password: str | None) -> str:
+    return "Basic " + base64.b64encode(f"{unquote(user)}:{unquote(password or '')}".encode()).decode()
