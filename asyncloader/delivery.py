@@ -93,7 +93,7 @@ def raise_worker_error(error: Any) -> NoReturn:
             raise AssertionError("torch's ExceptionWrapper did not raise")
         except Exception as caught:
             raised = caught.with_traceback(None)
-            for note in error.notes:
+            for note in getattr(error, "notes", ()):  # a wrapper that is not of our making has none
                 add_note(raised, note)
     try:
         raise raised

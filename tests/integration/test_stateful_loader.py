@@ -239,7 +239,9 @@ def test_signature() -> None:
     assert list(parameters)[: len(torchs)] == list(torchs)
     assert all(parameters[name].kind == parameter.kind for name, parameter in torchs.items())
     own = {name: parameter.default for name, parameter in parameters.items() if name not in torchs}
-    assert own == {"snapshot_every_n_steps": 1, "ring_bytes": None, "concurrency": 256}
+    faults = {"worker_timeout": None, "max_worker_restarts": None, "on_error": "raise", "max_bad_samples": 1000}
+    ours = {"ring_bytes": None, "concurrency": 256, "worker_memory_limit": None}
+    assert own == {"snapshot_every_n_steps": 1, **ours, **faults}
     assert isinstance(StatefulDataLoader(Rows()), DataLoader)
 
 

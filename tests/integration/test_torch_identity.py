@@ -87,6 +87,12 @@ OURS = {
     "resume",
     "snapshot_every_n_steps",
     "run_ahead",
+    "worker_timeout",
+    "max_worker_restarts",
+    "on_error",
+    "bad_samples",
+    "max_bad_samples",
+    "worker_memory_limit",
 }
 
 

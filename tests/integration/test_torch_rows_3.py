@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from asyncloader import DataLoader
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import Numbers, identity
-from tests.integration.running import KINDS, outcomes, run_loader
+from tests.integration.running import KINDS, outcomes, run_loader, without_place
 from tests.integration.side_by_side import MAKERS, outcome, shut_down, steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -24,7 +24,7 @@ def plain(found: Any) -> Any:
     """An outcome for comparison: of an error its type, and its text without the frames of other people's files."""
     if not _is_error(found):
         return found
-    text = found[1].replace("\\n", "\n")  # a subclass of KeyError shows its text as repr does
+    text = without_place(found[1].replace("\\n", "\n"))  # a subclass of KeyError shows its text as repr does
     here = Path(__file__).name
     return found[0], [line for line in text.splitlines() if not line.startswith(" ") or here in line]
 

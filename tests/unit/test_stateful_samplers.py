@@ -171,10 +171,10 @@ class TestRandom:
             ({"yielded": True}, "yielded should be of type int, but is True"),
             ({"length": "10"}, "length should be of type int, but is '10'"),
             ({"generator": b"AAAA"}, "generator should be of type str"),
-            ({"generator": ""}, "not that of a torch.Generator"),
-            ({"generator": "AAAA"}, "not that of a torch.Generator"),
-            ({"generator": "not base64!"}, "not that of a torch.Generator"),
-            ({"generator": "\u00e9"}, "not that of a torch.Generator"),
+            ({"generator": ""}, "no state of a torch.Generator"),
+            ({"generator": "AAAA"}, "no state of a torch.Generator"),
+            ({"generator": "not base64!"}, "no state of a torch.Generator"),
+            ({"generator": "\u00e9"}, "no state of a torch.Generator"),
         ],
     )
     def test_refused(self, change: dict[str, Any], message: str) -> None:
@@ -193,7 +193,7 @@ class TestRandom:
         state = iterator.state_dict()
         text = state["generator"]
         for generator in (text[:-4], text + "AAAA", "A" * len(text)):
-            with pytest.raises(ValueError, match=r"not that of a torch\.Generator"):
+            with pytest.raises(ValueError, match=r"no state of a torch\.Generator"):
                 iterator.load_state_dict({**state, "generator": generator})
         for name in state:
             with pytest.raises(ValueError, match=f"Invalid state_dict: without {name}"):

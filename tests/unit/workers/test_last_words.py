@@ -86,6 +86,7 @@ def test_last_words_outlive_the_process(how: str) -> None:
 def _crash(fd: int) -> None:
     import faulthandler
 
+    faulthandler.disable()
     faulthandler.enable()  # to descriptor 2, whatever that is then
     with kept_stderr(fd):
         ctypes.string_at(0)
