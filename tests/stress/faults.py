@@ -132,7 +132,7 @@ def _leave_a_child() -> None:
 
 
 def workers_now() -> list[int]:
-    """Pids of the workers of this session's loaders that run now, however they were started.
+    """Pids of the workers of this process's loaders that run now, however they were started.
 
     Those that begin right now, and have not got their name yet, only if they are children of this process.
     """
