@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.provocations import CASES, DRIVER, OURS_ONLY
-from tests.integration.running import environment
+from tests.integration.running import environment, without_place
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,10 @@ def difference(got: dict[str, Any], expected: dict[str, Any]) -> str:
         return f"it says {got['out']!r}"
     if "Traceback" not in expected["err"]:
         return f"noise: {got['err']}" if got["err"] else ""
-    ends = [(found["err"].count("Traceback (most recent"), found["err"].split("\n")[-2]) for found in (got, expected)]
+    ends = [
+        (found["err"].count("Traceback (most recent"), without_place(found["err"].rstrip("\n")).split("\n")[-1])
+        for found in (got, expected)
+    ]
     return "" if ends[0] == ends[1] else f"{got['err']} in place of {expected['err']}"
 
 
