@@ -146,7 +146,7 @@ def without_place(text: str) -> str:
     lines = text.rstrip("\n").split("\n")
     while len(lines) > 1 and lines[-1].startswith(("while fetching ", "while reading ", "while collating ")):
         lines.pop()
-    return "\n".join(lines)
+    return "\n".join(lines).rstrip("\n")
 
 
 def outcomes(kind: str, dataset: Any, *, seed: int = 7, **options: Any) -> list[Any]:
