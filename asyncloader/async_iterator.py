@@ -205,45 +205,47 @@ class AsyncLoaderIterator:
     async def __anext__(self) -> Any:
         if os.getpid() != self._owner:
             raise LoaderClosed("this iterator belongs to the process that this one was forked from; make a new one")
-        try:
-            return await self._next()
-        except TooManyBadSamples:
-            self._ended = ""
-            await self.aclose()
-            raise
-
-    async def _next(self) -> Any:
         begin = perf_counter()
         items = self._queue.items
-        while True:  # once, unless several tasks share this iterator, or all samples of a batch are left out
-            self._consumer.hear()
-            copying = self._copying
-            if copying is not None:
-                copied, copy = copying
-                await asyncio.wait([copy])  # a cancelled caller leaves the copy to the next call
-                if self._copying is copying:
-                    self._copying = None
-                    batch = self._deliver(copied, perf_counter() - begin, copy.result)
-                    if batch is not NO_BATCH:
-                        return batch
-            elif items:
-                waited = perf_counter() - begin
-                item = items.popleft()
-                if not isinstance(item, Deliver):
-                    error = await self._end(item)
-                    try:
-                        raise error
-                    finally:
-                        del item, error  # the traceback refers to this frame, which must not refer back to the error
-                if not self._consumer.opening_blocks(item):
-                    batch = self._deliver(item, waited, None)
-                    if batch is not NO_BATCH:
-                        return batch
-                    continue
-                loop = asyncio.get_running_loop()
-                self._copying = (item, loop.run_in_executor(None, self._consumer.open, item))
-            else:
-                await self._wait()
+        try:
+            while True:  # once, unless several tasks share this iterator, or all samples of a batch are left out
+                self._consumer.hear()
+                copying = self._copying
+                if copying is not None:
+                    copied, copy = copying
+                    await asyncio.wait([copy])  # a cancelled caller leaves the copy to the next call
+                    if self._copying is copying:
+                        self._copying = None
+                        batch = self._deliver(copied, perf_counter() - begin, copy.result)
+                        if batch is not NO_BATCH:
+                            return batch
+                elif items:
+                    waited = perf_counter() - begin
+                    item = items.popleft()
+                    if not isinstance(item, Deliver):
+                        try:
+                            error = await self._end(item)
+                        except asyncio.CancelledError:
+                            items.append(item)  # or the next call would take the end for a good one
+                            raise
+                        try:
+                            raise error
+                        finally:
+                            del item, error  # the traceback refers to this frame, which must not refer back to it
+                    if not self._consumer.opening_blocks(item):
+                        batch = self._deliver(item, waited, None)
+                        if batch is not NO_BATCH:
+                            return batch
+                        continue
+                    loop = asyncio.get_running_loop()
+                    self._copying = (item, loop.run_in_executor(None, self._consumer.open, item))
+                else:
+                    await self._wait()
+        except TooManyBadSamples as error:
+            self._ended = str(error)  # for the next call, if this one is cancelled now
+            await self.aclose()
+            self._ended = ""
+            raise
 
     def _deliver(self, item: Deliver, waited: float, opened: Callable[[], Any] | None) -> Any:
         if self._pipeline is None:

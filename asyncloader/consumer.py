@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -28,7 +28,6 @@ from asyncloader.quarantine import Quarantine
 from asyncloader.replacing import Replacer
 from asyncloader.seeded_mode import without_batch
 from asyncloader.statistics import Statistics
-from asyncloader.workers.bad_samples import BadSample
 from asyncloader.workers.listener import Answer
 from asyncloader.workers.pool import WorkerPool
 
@@ -185,7 +184,7 @@ class Consumer:
         if not isinstance(outcome, (Answer, Pinned)):
             return self._without_answer(item, outcome, waited)
         if outcome.bad:
-            self._record(pickle.loads(outcome.bad))
+            self._statistics.bad(pickle.loads(outcome.bad))
         if self._first:
             self._first = False
             self._statistics.first_batch(self._begun)
@@ -200,15 +199,15 @@ class Consumer:
             self._progress.failed(item.seq)
             self._statistics.batch(0, 0, 0, waited, outcome.busy, self._workers)
             if outcome.bad:
-                self._record(pickle.loads(outcome.bad))
+                self._statistics.bad(pickle.loads(outcome.bad))
             raise_worker_error(outcome.take())
         if isinstance(outcome, LeftOut) and self._plan.ranks > 1:
-            self._record(pickle.loads(outcome.bad))
+            self._statistics.bad(pickle.loads(outcome.bad))
             self._progress.failed(item.seq)
             raise without_batch(self._plan.ranks)
         if isinstance(outcome, LeftOut):
             self._progress.delivered(item.seq, item.worker, outcome.cursor)
-            self._record(pickle.loads(outcome.bad))
+            self._statistics.bad(pickle.loads(outcome.bad))
             return NO_BATCH
         assert isinstance(outcome, Poisoned)
         try:
@@ -217,15 +216,12 @@ class Consumer:
             self._progress.failed(item.seq)
             raise
         self._progress.delivered(item.seq, item.worker)
-        self._record(records)
+        self._statistics.bad(records)
         if batch is None and self._plan.ranks > 1:
             raise without_batch(self._plan.ranks)
         if batch is None:
             return NO_BATCH
         return torch_pin(self._pin_device)(batch) if self._pins else batch
-
-    def _record(self, records: Sequence[BadSample]) -> None:
-        self._statistics.bad(records)
 
     def hear(self) -> None:
         """Take note of what happened beside the batches. Call it before taking one: a warning may be an error to the

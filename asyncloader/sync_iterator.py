@@ -135,7 +135,8 @@ class WorkerIterator(CountedNext):
                 self._reset(loader)
             self._fresh = False
         consumer = self._consumer
-        assert consumer is not None
+        if consumer is None:  # another thread has closed it this moment
+            raise LoaderClosed(self._ended or "this iterator has ended")
         while True:
             consumer.hear()
             if self._replacer.requests:
@@ -155,9 +156,8 @@ class WorkerIterator(CountedNext):
                     del item, error  # the traceback refers to this frame, which must not refer back to the error
             try:
                 batch = consumer.deliver(item, perf_counter() - begin, self._tell)
-            except TooManyBadSamples:
-                self._ended = ""
-                self._shutdown_workers()
+            except TooManyBadSamples as error:
+                self._fail(error)
                 raise
             if batch is not NO_BATCH:
                 return batch
@@ -183,9 +183,14 @@ class WorkerIterator(CountedNext):
                 consumer.hear()
             return StopIteration()
         assert isinstance(item, Fail)
-        self._ended = ""  # raised once; a caller that goes on regardless must come to an end
-        self._shutdown_workers()
+        self._fail(item.error)
         return item.error
+
+    def _fail(self, error: BaseException) -> None:
+        """End with this error, which the caller raises."""
+        self._ended = f"{type(error).__name__}: {error}"  # for the next call, if Ctrl-C comes in between
+        self._shutdown_workers()
+        self._ended = ""  # raised once; a caller that goes on regardless must come to an end
 
     def _end_epoch(self) -> None:
         """Take the pool out of the loop and drop what nobody will take."""

@@ -6,6 +6,7 @@ Data path: worker -> ring -> pool -> [listener] -> pipeline.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 from asyncloader.errors import WorkerDied
@@ -38,32 +39,32 @@ class Answer(NamedTuple):
             os.close(self.fd)
 
 
-class Listener:
+class Listener(ABC):
     """What the pool tells its epoch. Called in the loop's thread, never concurrently."""
 
+    @abstractmethod
     def on_answer(self, worker: int, answer: Answer) -> None:
         """A batch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def on_error(self, worker: int, seq: int, busy: float, error: Any, bad: bytes) -> None:
         """A task raised; `error` is an exception, or torch's wrapper of one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def on_exhausted(self, worker: int, seq: int, cursor: bytes) -> None:
         """The worker's copy of an iterable dataset ended, where the cursor says."""
-        raise NotImplementedError
 
+    @abstractmethod
     def on_nothing(self, worker: int, seq: int, busy: float, cursor: bytes, bad: bytes) -> None:
         """A task was carried out, and all of its samples were left out; the cursor is that after it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def on_death(self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None) -> None:
         """The worker ended unasked; everything that it had sent was reported before.
 
         `at_work`: it had started up. `retired`: what it hands over, if it left by itself because it had grown.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def on_failure(self, error: Exception) -> None:
         """The pool itself cannot go on (no descriptors left, a broken stream)."""
-        raise NotImplementedError

@@ -114,9 +114,11 @@ class WorkerPool:
             shared = dump(setup)
         if self.start_method == "forkserver":
             preload_in_fork_server(self._context)
-        pidfd = os.pidfd_open(os.getpid()) if hasattr(os, "pidfd_open") else None
+        pidfd: int | None = None
         made: list[WorkerProcess] = []
         try:
+            if hasattr(os, "pidfd_open"):
+                pidfd = os.pidfd_open(os.getpid())
             for worker in workers:
                 process = WorkerProcess(self._context, worker, shared, self._lifeline.fd, pidfd)
                 made.append(process)
@@ -125,6 +127,9 @@ class WorkerPool:
                     if self._stopped:
                         raise LoaderClosed("the workers were stopped")
         except BaseException:
+            with self._making:
+                if not self._stopped:
+                    self._spare.update(made)  # Ctrl-C may have come before the last was noted
             for process in made:
                 self.discard(process)
             raise

@@ -63,9 +63,14 @@ class WorkerProcess:
         self.released = False
         self.process: Any = None  # a fork in another thread, before there is one, looks for it
         self._pidfd: int | None = None
-        ours, theirs = channel_pair()
-        self.channel = Channel(ours)
         self.stacks, theirs_stacks = stack_pipe()
+        try:
+            ours, theirs = channel_pair()
+        except BaseException:  # no descriptors left
+            self.stacks.close()
+            os.close(theirs_stacks)
+            raise
+        self.channel = Channel(ours)
         _install_fork_hook()
         _processes.add(self)
         links = Links(

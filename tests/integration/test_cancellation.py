@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
+import threading
 from typing import Any
 
 import pytest
 import torch
 
-from asyncloader import AsyncDataLoader
+from asyncloader import AsyncDataLoader, WorkerDied
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import AsyncNumbers, Numbers, Sized
 from tests.integration.running import PATIENCE_S, collect, run_async
@@ -170,5 +173,40 @@ def test_closing_wakes_who_waits(kind: str, workers: int) -> None:
             done, _ = await asyncio.wait([waiting], timeout=10)
             assert done, "anext() still waits"
             assert isinstance(waiting.exception(), RuntimeError | asyncio.CancelledError | StopAsyncIteration)
+
+    run_async(run(), kind)
+
+
+class Sleeper(Numbers):
+    """Its worker hangs at index 1."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 1:
+            threading.Event().wait()
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+def test_failure_is_not_lost_with_a_cancelled_call(kind: str) -> None:
+    """A call that is cancelled while it ends the iterator leaves the error to the next one: no failure looks like the
+    end.
+    """
+
+    async def run() -> None:
+        loader = AsyncDataLoader[Any](Sleeper(5), num_workers=1, prefetch_factor=1)
+        batches: Any = aiter(loader)
+        await anext(batches)
+        os.kill(batches.pool.processes[0].pid, signal.SIGKILL)
+        await batches._queue.wait()
+        task = asyncio.ensure_future(anext(batches))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(WorkerDied):
+            await anext(batches)
+        with pytest.raises(StopAsyncIteration):
+            await anext(batches)
+        await loader.aclose()
 
     run_async(run(), kind)

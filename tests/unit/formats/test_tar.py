@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import tarfile
@@ -129,7 +130,7 @@ class TestWebdataset:
     """The same files through webdataset's own writer and reader."""
 
     def write(self, samples: list[dict[str, Any]]) -> bytes:
-        webdataset = pytest.importorskip("webdataset")
+        webdataset: Any = importlib.import_module("webdataset")
         file = io.BytesIO()
         with webdataset.TarWriter(file, encoder=False) as writer:
             for sample in samples:
@@ -137,7 +138,7 @@ class TestWebdataset:
         return file.getvalue()
 
     def read(self, archive: bytes) -> list[dict[str, Any]]:
-        iterators = pytest.importorskip("webdataset.tariterators")
+        iterators: Any = importlib.import_module("webdataset.tariterators")
         files = iterators.tar_file_expander([{"url": URL, "stream": io.BytesIO(archive)}])
         return list(iterators.group_by_keys(files))
 

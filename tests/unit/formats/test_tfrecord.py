@@ -139,7 +139,6 @@ def test_random_damage(data: bytes, cuts: list[float]) -> None:
 @functools.cache
 def example_class(packed: bool = True) -> Any:
     """tf.train.Example, declared through Google's protobuf package from the published .proto files."""
-    pytest.importorskip("google.protobuf")
     names = ("descriptor_pb2", "descriptor_pool", "message_factory")
     descriptor_pb2, descriptor_pool, message_factory = (
         cast("Any", importlib.import_module(f"google.protobuf.{name}")) for name in names
