@@ -17,6 +17,7 @@ FOLDERS = {
     "asyncloader": "asyncloader",
     "asyncloader/formats": "asyncloader.formats",
     "asyncloader/integrations": "asyncloader.integrations",
+    "asyncloader/remote": "asyncloader.remote",
     "workers": "asyncloader.workers",
     "transports": "asyncloader.transports",
 }
