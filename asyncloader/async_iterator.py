@@ -23,7 +23,7 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
@@ -36,12 +36,13 @@ from asyncloader.draws import shared_seed, warn_over_length
 from asyncloader.epoch_plan import EpochPlan, make_pool, quarantine, start_method, worker_setup
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManyBadSamples
 from asyncloader.events import Action, Deliver, Fail, Finish
+from asyncloader.leased_epoch import open_leases
 from asyncloader.options import LoaderSpec
 from asyncloader.pipeline import Pipeline
 from asyncloader.progress import Progress
 from asyncloader.replacing import Replacer, Request, weakly
 from asyncloader.statistics import Statistics
-from asyncloader.workers.info import WorkerSetup
+from asyncloader.workers.info import EpochStart, WorkerSetup
 from asyncloader.workers.pool import WorkerPool
 
 __all__ = ["AsyncLoaderIterator", "LoaderShelf"]
@@ -140,6 +141,7 @@ class AsyncLoaderIterator:
     def _begin(self) -> None:
         """Draw the epoch's random numbers, and what the sampler gives first. No worker starts yet."""
         self._progress, self._draws, self._plan = self._shelf.begin()
+        self._starts: Sequence[EpochStart]
         self._base_seed, self._starts = self._progress.starts(
             self._plan.workers, int(self._draws._base_seed), shared_seed(self._draws)
         )
@@ -182,6 +184,9 @@ class AsyncLoaderIterator:
 
     async def _start(self) -> None:
         spec = self._spec
+        leases, self._starts = await open_leases(spec, self._progress, self._base_seed, self._starts)
+        if leases is not None:
+            self._setup = self._setup._replace(starts=self._starts, dataset=self._draws._dataset)
         pool = self._shelf.take()
         if pool is None:
             make = self._pool_maker()

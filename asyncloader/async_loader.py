@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from collections.abc import Callable
 from typing import Any, Generic, Literal, Self, TypeVar
 
 import torch
@@ -46,6 +47,7 @@ class AsyncDataLoader(Generic[T_co]):
     Args:
         ring_bytes: upper bound of each worker's ring in bytes; default None: it follows the batches seen.
         concurrency: samples that a worker awaits at a time when the dataset's methods are ``async``; default 256.
+        fetch_threads, decode, decode_threads: see `LoaderSpec`.
         seed, rank, world_size, on_uneven, resume, snapshot_every_n_steps, run_ahead: see `LoaderSpec`.
         worker_timeout, max_worker_restarts, on_error, bad_samples, max_bad_samples, worker_memory_limit: ditto.
 
@@ -83,6 +85,9 @@ class AsyncDataLoader(Generic[T_co]):
         in_order: bool = True,
         ring_bytes: int | None = None,
         concurrency: int = DEFAULT_CONCURRENCY,
+        fetch_threads: int = 0,
+        decode: Callable[[Any], Any] | None = None,
+        decode_threads: int = 1,
         seed: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
@@ -117,6 +122,9 @@ class AsyncDataLoader(Generic[T_co]):
             in_order=in_order,
             ring_bytes=ring_bytes,
             concurrency=concurrency,
+            fetch_threads=fetch_threads,
+            decode=decode,
+            decode_threads=decode_threads,
             seed=seed,
             rank=rank,
             world_size=world_size,

@@ -125,6 +125,8 @@ class Consumer:
             replacer=replacer,
             exact=self._plan.seeded,
             replays=self._plan.replays,
+            leases=None if self._progress.leases is None else self._progress.leases.book,
+            adapts=self._plan.adapts,
         )
         self._notices = pipeline.notices
         return pipeline
@@ -189,6 +191,7 @@ class Consumer:
             self._first = False
             self._statistics.first_batch(self._begun)
         result = outcome.result
+        self._statistics.credits = self._scheduler.credits
         self._progress.delivered(item.seq, item.worker, outcome.cursor)
         self._statistics.batch(result.samples, result.nbytes, result.pickled, waited, result.busy, self._workers)
         return batch

@@ -15,22 +15,31 @@ from torch.utils.data import IterDataPipe, MapDataPipe, default_collate, default
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
 from asyncloader.fault_options import max_restarts
+from asyncloader.flight_options import most_credits
 from asyncloader.options import LoaderSpec, async_index_source, is_iterable
 from asyncloader.quarantine import Quarantine
 from asyncloader.sampler import AsyncIndexSource
 from asyncloader.scheduler import Scheduler
 from asyncloader.seeded_mode import even_ranks, topology
 from asyncloader.workers.bad_samples import ErrorPolicy
-from asyncloader.workers.fetch import is_async_dataset
+from asyncloader.workers.fetch import is_concurrent
+from asyncloader.workers.decoding import Chain
 from asyncloader.workers.info import EpochStart, SeededSetup, WorkerSetup
+from asyncloader.workers.leasing import is_leased
 from asyncloader.workers.pool import WorkerPool
 
 __all__ = ["EpochPlan", "epoch_plan", "make_pool", "quarantine", "start_method", "worker_context", "worker_setup"]
 
 
 def worker_context(spec: LoaderSpec[Any]) -> Any:
-    """The multiprocessing context, torch's default when none was given."""
-    return torch.multiprocessing if spec.multiprocessing_context is None else spec.multiprocessing_context
+    """The multiprocessing context, torch's default when none was given; "forkserver" in place of "fork" for datasets
+    that the main process has read from itself: threads and connections of a store's client do not survive a fork.
+    """
+    if spec.multiprocessing_context is not None:
+        return spec.multiprocessing_context
+    if is_leased(spec.dataset) and torch.multiprocessing.get_start_method() == "fork":
+        return torch.multiprocessing.get_context("forkserver")
+    return torch.multiprocessing
 
 
 def start_method(spec: LoaderSpec[Any]) -> str:
@@ -71,6 +80,9 @@ def worker_setup(
         memory_limit=spec.worker_memory_limit,
         replays=_replays(spec),
         policy=_policy(spec),
+        fetch_threads=spec.fetch_threads,
+        decode=_decode(spec),
+        decode_threads=spec.decode_threads,
     )
 
 
@@ -83,6 +95,12 @@ def quarantine(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter) -> Quarantine:
         batched=bool(spec._auto_collation),
         replicas=1 if setup is None else setup.replicas,
     )
+
+
+def _decode(spec: LoaderSpec[Any]) -> Any:
+    own = getattr(spec.dataset, "decode", None) if is_leased(spec.dataset) else None
+    steps = [step for step in (own, spec.decode) if step is not None]
+    return Chain(steps) if len(steps) > 1 else steps[0] if steps else None
 
 
 def _replays(spec: LoaderSpec[Any]) -> bool:
@@ -111,7 +129,13 @@ def _seeded_setup(spec: LoaderSpec[Any], workers: int, draws: _BaseDataLoaderIte
 def make_pool(spec: LoaderSpec[Any], setup: WorkerSetup, plan: EpochPlan) -> WorkerPool:
     """Start workers. Blocks; with the start method "fork" it must be called in the thread that iterates."""
     return WorkerPool(
-        worker_context(spec), setup, plan.credits, spec.ring_bytes, plan.run_ahead, worker_timeout=spec.worker_timeout
+        worker_context(spec),
+        setup,
+        plan.credits,
+        spec.ring_bytes,
+        plan.run_ahead,
+        worker_timeout=spec.worker_timeout,
+        least_credits=plan.least_credits,
     )
 
 
@@ -120,7 +144,9 @@ class EpochPlan(NamedTuple):
 
     workers: int
     credits: int
-    """Tasks that a worker may have outstanding: torch's `prefetch_factor`."""
+    """Tasks that a worker may have outstanding while batches are small."""
+    least_credits: int
+    """Tasks that it may in any case: torch's `prefetch_factor`."""
     in_order: bool
     iterable: bool
     source: AsyncIndexSource | None
@@ -162,6 +188,11 @@ class EpochPlan(NamedTuple):
             concurrent=self.concurrent,
         )
 
+    @property
+    def adapts(self) -> bool:
+        """Whether the scheduler is to be told how many batches the rings have room for."""
+        return self.run_ahead > 0 or self.credits > self.least_credits
+
 
 def epoch_plan(spec: LoaderSpec[Any]) -> EpochPlan:
     """The plan of the options as they are now.
@@ -178,14 +209,15 @@ def epoch_plan(spec: LoaderSpec[Any]) -> EpochPlan:
     ahead = spec.run_ahead if seeded and spec.in_order and not iterable else 0
     return EpochPlan(
         workers=spec.num_workers,
-        credits=prefetch,
+        credits=most_credits(spec, spec.concurrency, spec.fetch_threads, iterable=iterable),
+        least_credits=prefetch,
         in_order=spec.in_order,
         iterable=iterable,
         source=async_index_source(spec),
         run_ahead=ahead,
         seeded=seeded,
         max_restarts=max_restarts(spec.max_worker_restarts, seeded=seeded),
-        concurrent=is_async_dataset(spec.dataset),
+        concurrent=is_concurrent(spec.dataset, spec.fetch_threads),
         ranks=even_ranks(spec, iterable=iterable),
         replays=_replays(spec),
     )

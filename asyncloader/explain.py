@@ -12,10 +12,11 @@ from torch.utils.data._utils import collate as torch_collate
 from asyncloader.cpus import usable_cpus
 from asyncloader.epoch_plan import start_method
 from asyncloader.fault_options import max_restarts
+from asyncloader.flight_options import most_credits
 from asyncloader.options import LoaderSpec, is_iterable
 from asyncloader.seeded_mode import topology
 from asyncloader.statistics import Statistics
-from asyncloader.workers.fetch import is_async_dataset
+from asyncloader.workers.fetch import is_async_dataset, is_concurrent
 from asyncloader.workers.pool import WorkerPool
 
 __all__ = ["explain", "verdict"]
@@ -26,7 +27,7 @@ _BUSY = 0.8
 
 def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: WorkerPool | None) -> str:
     """Several lines of text for people."""
-    lines = [f"{name}: {_workers(spec)}"]
+    lines = [f"{name}: {_workers(spec)}", *_flights(spec, statistics)]
     if spec.num_workers:
         lines.append(f"memory: {_rings(spec, pool)}")
         lines.append(f"collation: {_collation(spec)}")
@@ -38,7 +39,7 @@ def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: Work
             f"copies: {statistics.copy_outs} of {statistics.batches} batches were copied out of their ring, because "
             "the consumer held more batches than the ring can spare"
         )
-    lines.append(verdict(statistics, spec.num_workers, usable_cpus(), asynchronous=is_async_dataset(spec.dataset)))
+    lines.append(verdict(statistics, spec.num_workers, usable_cpus(), asynchronous=_concurrent(spec)))
     return "\n".join(lines)
 
 
@@ -48,9 +49,32 @@ def _workers(spec: LoaderSpec[Any]) -> str:
         return f"no workers, {kind} dataset read in this process"
     keep = "persistent" if spec.persistent_workers else "for one epoch"
     return (
-        f"{spec.num_workers} workers by {start_method(spec)}, {keep}, {spec.prefetch_factor} batches ahead each, "
+        f"{spec.num_workers} workers by {start_method(spec)}, {keep}, {_credits(spec)} batches ahead each, "
         f"{kind} dataset"
     )
+
+
+def _concurrent(spec: LoaderSpec[Any]) -> bool:
+    return is_concurrent(spec.dataset, spec.fetch_threads)
+
+
+def _credits(spec: LoaderSpec[Any]) -> int:
+    return most_credits(spec, spec.concurrency, spec.fetch_threads, iterable=is_iterable(spec))
+
+
+def _flights(spec: LoaderSpec[Any], statistics: Statistics) -> list[str]:
+    lines = []
+    if _concurrent(spec) and not is_iterable(spec):
+        most = _credits(spec)
+        room = "" if statistics.credits in (0, most) else f" ({statistics.credits} now, as large as they are)"
+        how = f"by {spec.fetch_threads} threads" if spec.fetch_threads else f"{spec.concurrency} at a time"
+        where = "each worker's" if spec.num_workers else "the"
+        lines.append(f"samples: fetched {how}, over {where} {most} batches in hand{room}")
+    if spec.decode is not None:
+        threads = spec.decode_threads if _concurrent(spec) else 0
+        name = getattr(spec.decode, "__qualname__", repr(spec.decode))
+        lines.append(f"decoding: {name}, " + (f"in {threads} threads" if threads else "inline"))
+    return lines
 
 
 def _rings(spec: LoaderSpec[Any], pool: WorkerPool | None) -> str:

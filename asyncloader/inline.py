@@ -3,14 +3,16 @@
 Data path: sampler -> [inline: fetch -> collate] -> consumer.
 
 A blocking dataset is read in one executor thread (always the same, so that thread-bound handles and the global random
-generators see one caller), an async one on the running loop. Nothing is read ahead: the sampler and the dataset are
-advanced by `__anext__` alone, so random numbers are drawn in torch's order.
+generators see one caller), an async one on the running loop. Of async map datasets, and with `fetch_threads`, samples
+are read ahead (`read_ahead.py`). Nothing else is: the sampler, and a blocking dataset, are advanced by `__anext__`
+alone, so random numbers are drawn in torch's order.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
@@ -28,17 +30,30 @@ from asyncloader.consumer import NO_BATCH
 from asyncloader.draws import draw_source, shared_seed, warn_over_length
 from asyncloader.epoch_plan import worker_setup
 from asyncloader.errors import LoaderClosed, TooManyBadSamples
+from asyncloader.flight_options import most_credits
 from asyncloader.index_stream import IndexStream
+from asyncloader.leased_epoch import InlineLeases
 from asyncloader.options import LoaderSpec, async_index_source, is_iterable
 from asyncloader.pin_memory import torch_pin
 from asyncloader.progress import Progress
+from asyncloader.read_ahead import ReadAhead
 from asyncloader.seeded_mode import even_ranks, without_batch
 from asyncloader.statistics import Statistics
 from asyncloader.workers.bad_samples import BadSample, NoSamples, places_lost
+from asyncloader.workers.dataset_context import DatasetContext
+from asyncloader.workers.leasing import is_leased
 from asyncloader.workers.reader import Reader
 from asyncloader.workers.recycle import recycling_collate
 
-__all__ = ["InlineIterator", "batch_nbytes", "count_samples", "inline_stream", "make_inline_reader"]
+__all__ = [
+    "InlineIterator",
+    "batch_nbytes",
+    "count_samples",
+    "inline_stream",
+    "make_inline_reader",
+    "make_read_ahead",
+    "warn_of_exit",
+]
 
 
 def make_inline_reader(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter, progress: Progress) -> Reader:
@@ -56,7 +71,8 @@ def make_inline_reader(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter, progre
         generator.manual_seed(start.shared_seed or 0)
         dataset = apply_random_seed(dataset, generator)
     setup = worker_setup(spec, 0, draws, base_seed, [start])
-    reader = Reader(setup, dataset, collate, in_worker=False)
+    leases = InlineLeases(spec, progress, base_seed, start) if is_leased(dataset) else None
+    reader = Reader(setup, dataset, collate, in_worker=False, leases=leases)
     reader.begin(start)
     progress.begun(0, reader.first_cursor())
     return reader
@@ -67,6 +83,19 @@ def inline_stream(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter, progress: P
     if is_iterable(spec) or async_index_source(spec) is not None:
         return None
     return progress.stream(draws._index_sampler, draws._sampler_iter)
+
+
+def make_read_ahead(spec: LoaderSpec[Any], reader: Reader, context: DatasetContext) -> ReadAhead | None:
+    """What reads ahead in this process; None for blocking datasets and streams."""
+    if not reader.asynchronous or is_iterable(spec):
+        return None
+    return ReadAhead(reader, context, most_credits(spec, spec.concurrency, spec.fetch_threads, iterable=False))
+
+
+def warn_of_exit(error: BaseException | None) -> None:
+    """Tell what a dataset's `__aexit__` raised, if it did: the batches were delivered."""
+    if error is not None:
+        warnings.warn(f"the dataset's __aexit__ raised {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
 
 
 def count_samples(spec: LoaderSpec[Any], index: Any, bad: Sequence[BadSample]) -> int:
@@ -118,9 +147,13 @@ class InlineIterator:
         self._agreement = progress.agreement
         self._agreeing = False  # waiting for the other ranks
         self._tasks = 0
+        self._given = 0  # indices that were given to what reads ahead
         self._fresh = True
         self._bad: list[BadSample] = []  # of the batch that is being fetched
         self._reader = make_inline_reader(self._spec, self._draws, progress)
+        self._context = DatasetContext(self._reader.dataset if self._reader.asynchronous else None)
+        self._ahead = make_read_ahead(self._spec, self._reader, self._context)
+        self._sampler_ended = False
         self._stream = inline_stream(self._spec, self._draws, progress)
 
     def __aiter__(self) -> InlineIterator:
@@ -151,6 +184,8 @@ class InlineIterator:
             self._fresh = False
         pending = self._pending
         if pending is None:
+            if self._ahead is not None:
+                self._read_ahead(self._ahead)
             pending = self._pending = asyncio.ensure_future(self._next())
         # Shielded: if the caller is cancelled, the batch stays pending and the next call gives it.
         try:
@@ -179,10 +214,14 @@ class InlineIterator:
             self._record()
         if batch is NO_BATCH:
             return batch
+        nbytes = batch_nbytes(batch)
+        if self._ahead is not None:
+            self._ahead.learn(nbytes)
+            self._statistics.credits = self._ahead.credits
         passed = perf_counter() - begin
         if not self._draws._num_yielded:
             self._statistics.first_batch(self._begun)
-        self._statistics.batch(samples, batch_nbytes(batch), 0, passed, passed, 1)
+        self._statistics.batch(samples, nbytes, 0, passed, passed, 1)
         self._draws._num_yielded += 1
         warn_over_length(self._draws)
         return batch
@@ -193,6 +232,7 @@ class InlineIterator:
             self._statistics.bad(bad)
         except TooManyBadSamples:
             self._end("")
+            self._leave_soon()
             raise
 
     async def _next(self) -> tuple[Any, int, bytes]:
@@ -202,6 +242,7 @@ class InlineIterator:
         except StopAsyncIteration:
             if self._agreement is not None:
                 await in_daemon(self._agreement.end)
+            await self._leave()
             raise
         except asyncio.CancelledError:  # by `aclose`, which tells the other ranks
             raise
@@ -211,12 +252,13 @@ class InlineIterator:
             raise
 
     async def _agreed_next(self) -> tuple[Any, int, bytes]:
-        index = await self._next_index()
+        index = None
         try:
-            if self._reader.asynchronous:
-                batch = await self._reader.fetch_async(index, self._bad)
+            if self._ahead is not None:
+                index, batch = await self._ahead.take(self._bad)
             else:
-                batch = await self._in_thread(self._fetch, index)
+                index = await self._next_index()
+                batch = await self._fetch_now(index)
         except NoSamples:
             ranks = even_ranks(self._spec, iterable=is_iterable(self._spec))
             if ranks > 1:
@@ -235,6 +277,38 @@ class InlineIterator:
             return bool(await in_daemon(agreement.batch))
         finally:
             self._agreeing = False
+
+    def _read_ahead(self, ahead: ReadAhead) -> None:
+        """Give out as many indices as there is room for."""
+        while ahead.room > 0 and not self._sampler_ended:
+            if self._stream is None:
+                ahead.start_next(self._next_index)
+                continue
+            task, self._given = self._given, self._given + 1
+            try:
+                step, index = self._stream.pull()
+            except StopIteration:
+                self._sampler_ended = True
+                return
+            except Exception as error:  # its turn is after the batches that were asked for before
+                ahead.fail(error)
+                return
+            self._progress.pulled(task, step)
+            ahead.start(index)
+
+    async def _fetch_now(self, index: Any) -> Any:
+        if not self._reader.asynchronous:
+            return await self._in_thread(self._fetch, index)
+        await self._context.open()
+        return await self._reader.fetch_async(index, self._bad)
+
+    async def _leave(self) -> None:
+        """Nothing more is read."""
+        if self._ahead is not None:
+            warn_of_exit(await self._ahead.aclose())
+        else:
+            self._reader.close()
+            warn_of_exit(await self._context.close())
 
     def _in_thread(self, function: Any, argument: Any) -> Awaitable[Any]:
         return asyncio.get_running_loop().run_in_executor(self._executor, function, argument)
@@ -264,6 +338,13 @@ class InlineIterator:
         self._pending = None
         self._executor.shutdown(wait=False)
 
+    def _leave_soon(self) -> None:
+        """`_leave`, from any thread, without waiting."""
+        if self._ahead is not None:
+            self._ahead.cancel_soon()
+        self._context.close_soon()
+        self._reader.close()
+
     async def aclose(self) -> None:
         """Let a fetch in progress end, and stop. Idempotent."""
         pending, self._pending = self._pending, None
@@ -277,6 +358,7 @@ class InlineIterator:
             await asyncio.wait([pending])
             if not pending.cancelled():
                 pending.exception()
+        await self._leave()
         indices, self._indices = self._indices, None
         if isinstance(indices, AsyncGenerator):
             await indices.aclose()
@@ -286,6 +368,7 @@ class InlineIterator:
         """`aclose` for code that is not async."""
         if self._ended is None:
             self._end("this iterator was closed")
+        self._leave_soon()
         if self._agreement is not None:
             self._agreement.give_up()
         self._executor.shutdown(wait=True)
@@ -295,3 +378,4 @@ class InlineIterator:
             if self._agreement is not None:
                 self._agreement.give_up()
             self._executor.shutdown(wait=False)
+            self._leave_soon()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from torch.utils.data import _DatasetKind as DatasetKind
 
 from asyncloader.cpus import affinity, cpu_quota
 from asyncloader.fault_options import DEFAULT_MAX_BAD_SAMPLES, BadSamples, OnError, check_fault_options
+from asyncloader.flight_options import check_flight_options
 from asyncloader.rank_view import OnUneven
 from asyncloader.sampler import AsyncIndexSource, as_async_source
 from asyncloader.seeded_mode import check_options, default_sampler, rank_view
@@ -47,7 +48,14 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
     Args:
         ring_bytes: upper bound of each worker's ring in bytes, at least 4096 a slot; default None: the ring follows
             the batches seen. Larger batches then go through memory of their own, once each.
-        concurrency: samples that a worker awaits at a time, for datasets with ``async`` methods; default 256.
+        concurrency: samples that a worker awaits at a time, over all batches that it has in hand, for datasets with
+            ``async`` methods; default 256.
+        fetch_threads: threads in each worker that fetch the samples of a blocking map dataset, which several of them
+            then call at a time; default 0: one sample after the other.
+        decode: a function from a sample as the dataset gives it to the one that is collated, under the sample's random
+            numbers; default None.
+        decode_threads: threads in each worker for `decode`, where samples are awaited or fetched by threads; default 1;
+            0: in the event loop, or in the thread that fetched.
         seed: 0 to 2**64 - 1: seeded mode, in which order and random numbers are functions of the seed, the epoch and
             the sample's position alone. Default None: torch mode.
         rank, world_size: this process's place among those that train together, in seeded mode; default None:
@@ -83,6 +91,9 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
 
     ring_bytes: int | None
     concurrency: int
+    fetch_threads: int
+    decode: Callable[[Any], Any] | None
+    decode_threads: int
     seed: int | None
     rank: int | None
     world_size: int | None
@@ -119,6 +130,9 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
         in_order: bool = True,
         ring_bytes: int | None = None,
         concurrency: int = DEFAULT_CONCURRENCY,
+        fetch_threads: int = 0,
+        decode: Callable[[Any], Any] | None = None,
+        decode_threads: int = 1,
         seed: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
@@ -162,8 +176,14 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
             raise ValueError(
                 f"ring_bytes should be a positive number of bytes or None, but got ring_bytes={ring_bytes!r}"
             )
-        if not isinstance(concurrency, int) or concurrency < 1:
-            raise ValueError(f"concurrency should be a positive integer, but got concurrency={concurrency!r}")
+        check_flight_options(
+            concurrency=concurrency,
+            fetch_threads=fetch_threads,
+            decode=decode,
+            decode_threads=decode_threads,
+            dataset=dataset,
+            iterable=is_iterable(self),
+        )
         check_options(
             iterable=is_iterable(self),
             seed=seed,
@@ -188,6 +208,9 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
         )
         self.ring_bytes = ring_bytes
         self.concurrency = concurrency
+        self.fetch_threads = fetch_threads
+        self.decode = decode
+        self.decode_threads = decode_threads
         self.seed = seed
         self.rank = rank
         self.world_size = world_size

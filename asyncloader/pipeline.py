@@ -35,6 +35,7 @@ from asyncloader.events import (
     Started,
 )
 from asyncloader.places import Places
+from asyncloader.remote.leases import LeaseBook, Reply
 from asyncloader.replacing import Replacer, Request
 from asyncloader.report import report
 from asyncloader.scheduler import Scheduler
@@ -108,6 +109,8 @@ class Pipeline(Listener):
         replacer: has processes made in the place of workers that died.
         exact: whether a replacement makes the same batches as the worker before (seeded mode); else there is a warning.
         replays: a stream without a state may be read again from its beginning.
+        leases: leases out the dataset's parts; None: it has none.
+        adapts: how many tasks are given out depends on how many batches the rings have room for.
     """
 
     def __init__(
@@ -121,11 +124,13 @@ class Pipeline(Listener):
         replacer: Replacer,
         exact: bool = False,
         replays: bool = False,
+        leases: LeaseBook | None = None,
+        adapts: bool = False,
     ) -> None:
         # A dictionary, and nothing that refers to a sampler or dataset: those may refer to the loader, and so to the
         # iterator, which the loop must not keep.
         self._ends = {} if ends is None else ends
-        self._runs_ahead = scheduler.run_ahead > 0
+        self._adapts = adapts
         self._pool = pool
         self._scheduler = scheduler
         self._sink = sink
@@ -139,6 +144,7 @@ class Pipeline(Listener):
         self._replacer = replacer
         self._exact = exact
         self._replays = replays
+        self._leases = leases
         self._places: Places | None = None  # where the workers' datasets stand; None: nowhere in particular
         self._starts: Sequence[EpochStart] = ()
         self._handovers: dict[int, bytes | None] = {}  # what the workers that left did hand over; None: killed
@@ -160,6 +166,7 @@ class Pipeline(Listener):
         if self._source is not None:
             self._allow = asyncio.Event()
             self._reader = loop.create_task(self._read(self._source))
+        self._adapt()
         self._offers.extend(offers)
         self._handle(Started())
 
@@ -201,25 +208,43 @@ class Pipeline(Listener):
             return
         if self._places is not None:
             self._places.answered(worker, answer.cursor)
+        self._adapt()
         self._handle(Completed(worker, answer.result.seq, answer))
+        self._made_batch(worker)
 
     def on_error(self, worker: int, seq: int, busy: float, error: Any, bad: bytes) -> None:
         """See `Listener`."""
         if self._places is not None:
             self._places.failed(worker)
         self._handle(Completed(worker, seq, WorkerFailure(error, busy, bad)))
+        self._made_batch(worker)
 
     def on_nothing(self, worker: int, seq: int, busy: float, cursor: bytes, bad: bytes) -> None:
         """See `Listener`."""
         if self._places is not None:
             self._places.answered(worker, cursor)
         self._handle(Completed(worker, seq, LeftOut(busy, cursor, bad)))
+        self._made_batch(worker)
 
     def on_exhausted(self, worker: int, seq: int, cursor: bytes) -> None:
         """See `Listener`."""
         if cursor:
             self._ends[worker] = cursor
         self._handle(Exhausted(worker, seq))
+
+    def on_ask(self, worker: int, number: int, batch: int, left: Any) -> None:
+        """See `Listener`."""
+        if self._leases is None:
+            raise ValueError(f"broken stream: worker {worker} asks for a lease, and the dataset is not leased out")
+        self._answer_lanes(self._leases.ask(worker, number, batch, left))
+
+    def _made_batch(self, worker: int) -> None:
+        if self._leases is not None:
+            self._answer_lanes(self._leases.answered(worker))
+
+    def _answer_lanes(self, replies: Sequence[Reply]) -> None:
+        for reply in replies:
+            self._pool.lease(reply.lane, self._pool.epoch, reply.number, (reply.lease, reply.over, reply.last))
 
     def on_death(self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None) -> None:
         """See `Listener`."""
@@ -279,8 +304,7 @@ class Pipeline(Listener):
             elif isinstance(action, Assign):
                 task = action.task
                 self._pool.assign(action.worker, task.epoch, task.seq, task.index, suspect=action.suspect)
-                if self._runs_ahead:
-                    self._scheduler.run_ahead = self._pool.run_ahead  # rings may have become larger, and fewer slots
+                self._adapt()
             elif isinstance(action, Pull):
                 self._allowed += action.number
                 self._offer()
@@ -290,6 +314,11 @@ class Pipeline(Listener):
                 self._sink(Fail(self._source_error))
             else:
                 self._sink(action)
+
+    def _adapt(self) -> None:
+        """Rings may have become larger, and fewer slots."""
+        if self._adapts:
+            self._scheduler.run_ahead, self._scheduler.credits = self._pool.run_ahead, self._pool.credits
 
     def _offer(self) -> None:
         """Hand over what the scheduler wants, as far as it is there."""

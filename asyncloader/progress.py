@@ -15,6 +15,7 @@ from asyncloader.agreement import Agreement
 from asyncloader.epoch import EpochClock
 from asyncloader.index_stream import IndexStream, StateLog
 from asyncloader.rank_view import RankView
+from asyncloader.remote.epoch_leases import EpochLeases
 from asyncloader.state_layout import VERSION
 from asyncloader.workers.cursor import Cursor
 from asyncloader.workers.info import EpochStart
@@ -89,6 +90,8 @@ class Progress:
         self._turn = 0
         self.agreement: Agreement | None = None
         """With the other ranks, on when the epoch ends; None where there is nothing to agree on."""
+        self.leases: EpochLeases | None = None
+        """Of a dataset whose parts are leased to the workers."""
         self.base_seed: int | None = None
         self.shared_seed: int | None = None
         self._previous: tuple[Any, ...] = ()  # the position before the last delivery
@@ -120,6 +123,12 @@ class Progress:
     def saved_sampler(self) -> dict[str, Any] | None:
         """The sampler's state to begin with; None: from the beginning."""
         return None if self._resumed is None else self._resumed["sampler"]
+
+    @property
+    def saved_leases(self) -> Any:
+        """The leases' part of the state to begin with; None: from the beginning."""
+        workers = None if self._resumed is None else self._resumed["workers"]
+        return None if workers is None else workers.get("leases")
 
     @property
     def turn(self) -> int:
@@ -302,8 +311,10 @@ class Progress:
 
     def _worker_states(self, streams: dict[str, Any]) -> dict[str, Any]:
         cursors = [None if not data else Cursor(*pickle.loads(data))._asdict() for data in self._cursors]
+        leases = {} if self.leases is None else {"leases": self.leases.state(cursors, self._given)}
         return {
             **streams,
+            **leases,
             "next": self._turn,
             "base_seed": self.base_seed,
             "shared_seed": self.shared_seed,

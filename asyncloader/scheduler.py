@@ -6,8 +6,9 @@ Data path: sampler -> [scheduler] -> pool -> worker -> ring -> [scheduler: reord
 event. The rules:
 
 * A task is outstanding from `Assign` until the consumer took its outcome (`Delivered`). At most ``credits * workers``
-  are (`credits` is torch's `prefetch_factor`), so no more batches exist ahead of the consumer; a worker has as many
-  unanswered ones as `credits` at a time.
+  are (`credits` is torch's `prefetch_factor`, or what keeps enough samples in flight, see `flight_options.py`), so no
+  more batches exist ahead of the consumer; a worker has as many unanswered ones as `credits` at a time. The shell lowers
+  `credits` when batches turn out to be too large for so many: nothing is pulled then until enough were delivered.
 * ``assignment="round_robin"`` is torch's: the next worker in turn that still has data. With ``in_order=False`` it takes
   only a worker with fewer than its share outstanding. The same batches then come from the same workers as in torch,
   which decides what a worker's random numbers are used for.
@@ -62,7 +63,7 @@ class Scheduler:
 
     Args:
         workers: number of workers, at least 1.
-        credits: tasks outstanding a worker, at least 1.
+        credits: tasks outstanding a worker, at least 1; may be lowered, and raised again up to this, at any time.
         in_order: deliver in task order (True) or as they complete.
         iterable: the workers iterate their own copies; there is no sampler.
         assignment: see the module's text.
@@ -98,6 +99,8 @@ class Scheduler:
         self.epoch = epoch
         self._asked = 0  # indices that were pulled and not yet offered
         self._most = credits * workers + run_ahead
+        self._most_credits = credits
+        self._share = credits + run_ahead  # of them one worker may have
         self._active = [True] * workers
         self._load = [0] * workers  # tasks assigned and not yet delivered (or void)
         self._unanswered = [0] * workers  # tasks assigned and not yet completed (or void)
@@ -195,7 +198,8 @@ class Scheduler:
         if len(self._owner) >= self._most:
             raise ValueError(
                 f"a task was offered beyond the credits: {len(self._owner)} undelivered, "
-                f"{self.credits} credits x {self.workers} workers, {self._most - self.credits * self.workers} ahead"
+                f"{self._most_credits} credits x {self.workers} workers, "
+                f"{self._most - self._most_credits * self.workers} ahead"
             )
         self._asked -= 1
         worker = self._choose()
@@ -215,8 +219,7 @@ class Scheduler:
 
     def _choose(self) -> int | None:
         if self.assignment == "least_loaded":
-            most = self._most - self.credits * (self.workers - 1)
-            candidates = [w for w in range(self.workers) if self._active[w] and self._load[w] < most]
+            candidates = [w for w in range(self.workers) if self._active[w] and self._load[w] < self._share]
             if self._recovery.active:
                 candidates = [w for w in candidates if self._recovery.free(w)] or candidates
             return min(candidates, key=self._unanswered.__getitem__, default=None)
@@ -226,7 +229,10 @@ class Scheduler:
             self._turn = (worker + 1) % self.workers
             if self._active[worker] and (self.in_order or self._load[worker] < share):
                 return worker
-        return None
+        if self.iterable:
+            return None
+        # What was pulled before `credits` was lowered: to whoever has the least.
+        return min(filter(self._active.__getitem__, range(self.workers)), key=self._load.__getitem__, default=None)
 
     def _completed(self, event: Completed) -> list[Action]:
         if event.seq not in self._unanswered_tasks:
@@ -258,7 +264,10 @@ class Scheduler:
             return self._offered(None) + self._finish_if_done()
         if self._offers_ended:
             return self._finish_if_done()
-        return self._pull(1) if self.assignment == "round_robin" else self._pull_ahead()
+        if self.assignment == "least_loaded":
+            return self._pull_ahead()
+        number = self.credits * self.workers - len(self._owner) - self._asked
+        return self._pull(number) if number > 0 else []
 
     def _pull(self, number: int) -> list[Action]:
         self._asked += number

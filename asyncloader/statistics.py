@@ -27,6 +27,7 @@ class Statistics:
         "busy_s",
         "bytes",
         "copy_outs",
+        "credits",
         "elapsed_s",
         "first_batch_s",
         "log",
@@ -49,6 +50,7 @@ class Statistics:
         self.busy_s = 0.0  # seconds that workers spent on tasks
         self.worker_s = 0.0  # seconds that they existed in iterators' time
         self.copy_outs = 0
+        self.credits = 0  # batches that a worker of the newest iterator may have in hand
         self.restarts = 0  # workers that died and were replaced
         self.retirements = 0  # workers that had grown and were replaced
         self.bad_samples = 0
@@ -94,7 +96,8 @@ class Statistics:
         """A flat dictionary of floats, a fresh one each time.
 
         ``data/wait_frac`` is the share of the iterators' time that the consumer waited; ``data/worker_busy_frac`` that
-        of the workers' time in which they had work; rates are per second of the iterators' time.
+        of the workers' time in which they had work; rates are per second of the iterators' time. ``data/credits`` is
+        how many batches one worker (without workers: this process) may have in hand now, as large as they are.
         """
         elapsed = self.elapsed_s or float("inf")
         return {
@@ -110,6 +113,7 @@ class Statistics:
             "data/copy_outs": float(self.copy_outs),
             "data/time_to_first_batch_s": self.first_batch_s,
             "data/worker_busy_frac": min(1.0, self.busy_s / self.worker_s) if self.worker_s else 0.0,
+            "data/credits": float(self.credits),
             "data/worker_restarts": float(self.restarts),
             "data/worker_retirements": float(self.retirements),
             "data/bad_samples": float(self.bad_samples),

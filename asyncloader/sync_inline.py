@@ -3,7 +3,8 @@
 Data path: sampler -> [sync_inline: fetch -> collate] -> the user.
 
 A blocking dataset is read in the caller's thread, by `next()` alone, as torch does; async datasets and samplers on the
-bridge's loop, while the caller waits.
+bridge's loop, while the caller waits. There samples of async map datasets, and with `fetch_threads`, are read ahead
+while it does not (`read_ahead.py`); the sampler is advanced, and batches are collated, in `next()` alone.
 """
 
 from __future__ import annotations
@@ -20,13 +21,22 @@ from asyncloader.bridge import Bridge
 from asyncloader.checkpoint import StateKeeper
 from asyncloader.draws import draw_source, warn_over_length
 from asyncloader.errors import LoaderClosed, TooManyBadSamples
-from asyncloader.inline import batch_nbytes, count_samples, inline_stream, make_inline_reader
+from asyncloader.inline import (
+    batch_nbytes,
+    count_samples,
+    inline_stream,
+    make_inline_reader,
+    make_read_ahead,
+    warn_of_exit,
+)
 from asyncloader.options import LoaderSpec, async_index_source, is_iterable
 from asyncloader.pin_memory import torch_pin
 from asyncloader.progress import Progress
+from asyncloader.read_ahead import ReadAhead
 from asyncloader.seeded_mode import even_ranks, without_batch
 from asyncloader.statistics import Statistics
 from asyncloader.workers.bad_samples import BadSample, NoSamples
+from asyncloader.workers.dataset_context import DatasetContext
 
 __all__ = ["CountedNext", "InlineIterator"]
 
@@ -78,8 +88,12 @@ class InlineIterator(CountedNext):
         self._progress = progress
         self._agreement = progress.agreement
         self._tasks = 0
+        self._given = 0  # indices that were given to what reads ahead
+        self._sampler_ended = False
         self._fresh = True
         self._reader = make_inline_reader(self._spec, self, progress)
+        self._context = DatasetContext(self._reader.dataset if self._reader.asynchronous else None)
+        self._ahead = make_read_ahead(self._spec, self._reader, self._context)
         self._stream = inline_stream(self._spec, self, progress)
 
     def _next_data(self) -> Any:
@@ -127,10 +141,14 @@ class InlineIterator(CountedNext):
                 self._record(bad)
             self._progress.delivered(self._tasks, 0, cursor)
             self._tasks += 1
+            nbytes = batch_nbytes(data)
+            if self._ahead is not None:
+                self._ahead.learn(nbytes)
+                self._statistics.credits = self._ahead.credits
             passed = perf_counter() - begin
             if not self._num_yielded:
                 self._statistics.first_batch(self._begun)
-            self._statistics.batch(count_samples(self._spec, index, bad), batch_nbytes(data), 0, passed, passed, 1)
+            self._statistics.batch(count_samples(self._spec, index, bad), nbytes, 0, passed, passed, 1)
             return data
         raise StopIteration
 
@@ -150,6 +168,8 @@ class InlineIterator(CountedNext):
         if self._bridge is None:
             raise StopIteration
         try:
+            if self._ahead is not None:
+                return self._bridge.run(self._take(self._ahead, self._more(self._ahead), bad))
             return self._bridge.run(self._fetch(bad))
         except StopAsyncIteration:
             self._release()
@@ -158,8 +178,38 @@ class InlineIterator(CountedNext):
     async def _fetch(self, bad: list[BadSample]) -> tuple[Any, Any]:
         index = await self._next_index_async()
         if self._reader.asynchronous:
+            await self._context.open()
             return index, await self._reader.fetch_async(index, bad)
         return index, self._reader.fetch(index, bad)
+
+    def _more(self, ahead: ReadAhead) -> list[Any]:
+        """Indices to be given out, from a plain sampler, which is advanced here, in the caller's thread. An exception
+        in place of the last: what the sampler raised.
+        """
+        more: list[Any] = []
+        while self._stream is not None and not self._sampler_ended and len(more) < ahead.room:
+            task, self._given = self._given, self._given + 1
+            try:
+                step, index = self._stream.pull()
+            except StopIteration:
+                self._sampler_ended = True
+            except Exception as error:
+                more.append(_Broken(error))
+                break
+            else:
+                self._progress.pulled(task, step)
+                more.append(index)
+        return more
+
+    async def _take(self, ahead: ReadAhead, more: list[Any], bad: list[BadSample]) -> tuple[Any, Any]:
+        for index in more:
+            if isinstance(index, _Broken):
+                ahead.fail(index.error)
+            else:
+                ahead.start(index)
+        while self._stream is None and ahead.room > 0:
+            ahead.start_next(self._next_index_async)
+        return await ahead.take(bad)
 
     def _next_index_plain(self) -> Any:
         if self._stream is None:  # an iterable dataset's indices say no more than how many samples
@@ -180,8 +230,30 @@ class InlineIterator(CountedNext):
 
     def _release(self) -> None:
         bridge, self._bridge = self._bridge, None
-        if bridge is not None:
+        if bridge is None:
+            self._reader.close()
+            return
+        try:
+            if bridge.inside or not bridge.running:  # collected by the loop's own thread, or in a forked child
+                self._leave_soon()
+            else:
+                warn_of_exit(bridge.run(self._leave()))
+        except LoaderClosed:
+            pass
+        finally:
             bridge.release()
+
+    async def _leave(self) -> BaseException | None:
+        if self._ahead is not None:
+            return await self._ahead.aclose()
+        self._reader.close()
+        return await self._context.close()
+
+    def _leave_soon(self) -> None:
+        if self._ahead is not None:
+            self._ahead.cancel_soon()
+        self._context.close_soon()
+        self._reader.close()
 
     def _shutdown_workers(self) -> None:
         """End the epoch. The name is torch's."""
@@ -193,3 +265,10 @@ class InlineIterator(CountedNext):
     def __del__(self) -> None:
         if getattr(self, "_owner", None) == os.getpid():
             self._shutdown_workers()
+
+
+class _Broken:
+    """In place of an index: what the sampler raised."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error

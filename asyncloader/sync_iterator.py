@@ -28,12 +28,15 @@ from asyncloader.draws import draw_source, shared_seed
 from asyncloader.epoch_plan import epoch_plan, make_pool, quarantine, worker_setup
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManyBadSamples
 from asyncloader.events import Action, Deliver, Fail, Finish
+from asyncloader.leased_epoch import open_leases
 from asyncloader.options import LoaderSpec
 from asyncloader.pipeline import Pipeline
+from asyncloader.remote.blocking import run_in_thread
 from asyncloader.replacing import Replacer, Request, weakly
 from asyncloader.statistics import Statistics
 from asyncloader.sync_inline import CountedNext
 from asyncloader.workers.info import EpochStart, WorkerSetup
+from asyncloader.workers.leasing import is_leased
 
 __all__ = ["WorkerIterator"]
 
@@ -56,6 +59,7 @@ class WorkerIterator(CountedNext):
         self._owner = os.getpid()
         self._pipeline: Pipeline | None = None
         self._consumer: Consumer | None = None
+        self._acquired: Sequence[EpochStart] | None = None  # what workers that were just started begin with
         self._ended: str | None = None  # as in async_iterator.py
         self._queue: queue.SimpleQueue[Action | None] = queue.SimpleQueue()  # None: look for other work
         self._acquire(loader)
@@ -70,12 +74,21 @@ class WorkerIterator(CountedNext):
     def _acquire(self, loader: LoaderSpec[Any]) -> None:
         """Start workers and the loop's thread; `_shutdown_workers` gives both back."""
         plan = self._plan = epoch_plan(loader)
-        base_seed, starts = self._progress.starts(plan.workers, int(self._base_seed), shared_seed(self))
+        base_seed, starts = self._begin_workers(loader)
+        self._acquired = starts
         self._setup = worker_setup(loader, plan.workers, self, base_seed, starts)
         # Forked here, in the caller's thread and before the loop's thread exists.
         self._pool = make_pool(loader, self._setup, plan)
         self._bridge.acquire()
         self._shutdown = False
+
+    def _begin_workers(self, loader: LoaderSpec[Any]) -> tuple[int, Sequence[EpochStart]]:
+        """The base seed, and what each worker begins with."""
+        base_seed, starts = self._progress.starts(self._plan.workers, int(self._base_seed), shared_seed(self))
+        if not is_leased(loader.dataset):
+            return base_seed, starts
+        # In a loop of its own, in a thread that has ended before a worker is forked.
+        return base_seed, run_in_thread(open_leases(loader, self._progress, base_seed, starts))[1]
 
     @property
     def _workers(self) -> list[Any]:
@@ -116,7 +129,9 @@ class WorkerIterator(CountedNext):
         self._fresh = True
         self._queue = queue.SimpleQueue()
         put = self._queue.put
-        _, starts = self._progress.starts(self._plan.workers, int(self._base_seed), shared_seed(self))
+        starts, self._acquired = self._acquired, None
+        if starts is None:
+            _, starts = self._begin_workers(loader)
         self._statistics.log = BadSampleLog(loader.max_bad_samples)
         self._consumer = Consumer(self._plan, self, self._statistics, self._progress, quarantine(loader, self))
         self._replacer = Replacer(self._pool, weakly(self._setup_for), partial(put, None))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from asyncloader.transports.base import Transport
+from asyncloader.transports.base import ObjectInfo, Transport
 from asyncloader.transports.errors import (
     AccessDenied,
     InvalidPath,
@@ -30,18 +30,23 @@ from asyncloader.transports.registry import known_schemes, open_transport
 from asyncloader.transports.retry import RetryCounts, RetryPolicy
 
 if TYPE_CHECKING:
+    from asyncloader.transports.cached import CachedTransport
     from asyncloader.transports.http import HttpTransport
     from asyncloader.transports.local import LocalTransport
     from asyncloader.transports.memory import MemoryTransport
+    from asyncloader.transports.object_store import ObjectStoreTransport
 
 __all__ = [
     "AccessDenied",
     "ByteRange",
+    "CachedTransport",
     "HttpTransport",
     "InvalidPath",
     "LocalTransport",
     "MemoryTransport",
+    "ObjectInfo",
     "ObjectNotFound",
+    "ObjectStoreTransport",
     "ObjectTooLarge",
     "RangeOutOfBounds",
     "ReadFailed",
@@ -59,6 +64,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "CachedTransport":
+        from asyncloader.transports.cached import CachedTransport
+
+        return CachedTransport
     if name == "HttpTransport":
         from asyncloader.transports.http import HttpTransport
 
@@ -71,4 +80,8 @@ def __getattr__(name: str) -> Any:
         from asyncloader.transports.memory import MemoryTransport
 
         return MemoryTransport
+    if name == "ObjectStoreTransport":
+        from asyncloader.transports.object_store import ObjectStoreTransport
+
+        return ObjectStoreTransport
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -37,11 +37,24 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from asyncloader.transports.ranges import ByteRange, ReadPlan, plan_ranges
 
-__all__ = ["Transport"]
+__all__ = ["ObjectInfo", "Transport"]
+
+
+class ObjectInfo(NamedTuple):
+    """What a store says about an object without giving it.
+
+    Attributes:
+        size: bytes.
+        etag: an opaque text that stands for these very bytes: while it stays the same at a path, so do they.
+            None where the store gives nothing that proves as much.
+    """
+
+    size: int
+    etag: str | None
 
 
 class Transport(ABC):
@@ -121,15 +134,20 @@ class Transport(ABC):
         return plan.cut([task.result() for task in tasks])
 
     @abstractmethod
-    def stream(self, path: str, *, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
-        """Read an object from its beginning to its end in chunks, holding one chunk in memory at a time.
+    def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
+        """Read an object from byte `start` to its end in chunks, holding one chunk in memory at a time.
+
+        All chunks are of one version of the object: one that changes meanwhile gives the bytes of one version,
+        or an error. The bytes before `start` are not read if the store can do without.
 
         Args:
             path: the object.
+            start: the first byte to give. At the object's end there is nothing to give, which is no error.
             chunk_size: bytes of a chunk at most. Chunks may be shorter, and are never empty.
 
         Raises:
-            ValueError: `chunk_size` is below 1.
+            ValueError: `start` is negative, or `chunk_size` is below 1.
+            RangeOutOfBounds: the object ends before `start`.
             ObjectNotFound, AccessDenied, InvalidPath, ReadFailed, TransportClosed: see `errors`. All of them
                 are raised by the iteration, none by the call.
         """
@@ -154,6 +172,34 @@ class Transport(ABC):
         Raises:
             ObjectNotFound, AccessDenied, InvalidPath, ReadFailed, TransportClosed: see `errors`.
         """
+
+    async def info(self, path: str) -> ObjectInfo:
+        """Give an object's size and, where the store knows one, its version.
+
+        The default asks for the size and knows no version. A transport whose store keeps versions overrides it.
+
+        Raises:
+            As `size`.
+        """
+        return ObjectInfo(await self.size(path), None)
+
+    async def read_with_info(self, path: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
+        """Read a whole object, and say which version the bytes are.
+
+        The default asks before and after the read, and names a version only if it is the same both times. A
+        transport that learns the version with the bytes overrides it, and saves the two requests.
+
+        Args:
+            path: the object.
+            max_bytes: as in `read`.
+
+        Raises:
+            As `read`.
+        """
+        before = await self.info(path)
+        data = await self.read(path, max_bytes=max_bytes)
+        same = before.etag is not None and before.size == len(data) and before == await self.info(path)
+        return data, ObjectInfo(len(data), before.etag if same else None)
 
     @abstractmethod
     async def aclose(self) -> None:

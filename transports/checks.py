@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncloader.transports.errors import InvalidPath, ObjectTooLarge, RangeOutOfBounds
 
-__all__ = ["check_chunk_size", "check_path", "check_prefix", "check_range", "check_size"]
+__all__ = ["check_chunk_size", "check_path", "check_prefix", "check_range", "check_size", "check_start"]
 
 
 def check_path(path: str) -> None:
@@ -83,6 +83,24 @@ def check_range(path: str, size: int, start: int, length: int) -> None:
         raise RangeOutOfBounds(
             f"bytes {start:,} to {start + length:,} of {path!r} were asked for, but it has {size:,} bytes; "
             "the index that named the range may belong to another version of the object",
+            path=path,
+            size=size,
+        )
+
+
+def check_start(path: str, size: int | None, start: int) -> None:
+    """Refuse the first byte of a stream that an object of `size` bytes (None: not known yet) does not reach.
+
+    Raises:
+        RangeOutOfBounds: the object ends before `start`. One that ends there gives an empty stream.
+        ValueError: `start` is negative.
+    """
+    if start < 0:
+        raise ValueError(f"start must be 0 or more bytes, got {start}")
+    if size is not None and start > size:
+        raise RangeOutOfBounds(
+            f"a stream from byte {start:,} of {path!r} was asked for, but it has {size:,} bytes; "
+            "the position may belong to another version of the object",
             path=path,
             size=size,
         )

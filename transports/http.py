@@ -15,8 +15,8 @@ from math import isfinite
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from asyncloader.transports.base import Transport
-from asyncloader.transports.checks import check_chunk_size, check_path, check_prefix, check_size
+from asyncloader.transports.base import ObjectInfo, Transport
+from asyncloader.transports.checks import check_chunk_size, check_path, check_prefix, check_size, check_start
 from asyncloader.transports.errors import InvalidPath, ReadFailed, TransportError
 from asyncloader.transports.http_answers import safe_url
 from asyncloader.transports.http_client import HeaderSource, HttpClient
@@ -156,15 +156,18 @@ class HttpTransport(Transport):
             )
         return plan.cut([task.result() for task in tasks])
 
-    async def stream(self, path: str, *, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
+    async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
         """Read an object in chunks as they arrive; a download that breaks is resumed. As `Transport.stream`.
+
+        A server without byte ranges sends the bytes before `start` as well; they are passed over.
 
         Raises:
             ReadFailed: also when it breaks, and the server sends no strong ETag by which to resume.
         """
         check_path(path)
         check_chunk_size(chunk_size)
-        download = Download(self._client, path)
+        check_start(path, None, start)
+        download = Download(self._client, path, start)
         try:
             while chunk := await download.part(chunk_size):
                 yield chunk
@@ -199,7 +202,23 @@ class HttpTransport(Transport):
     async def size(self, path: str) -> int:
         """Give an object's size, by HEAD, or by a GET of one byte where that fails. As `Transport.size`."""
         check_path(path)
-        return await Download(self._client, path).size()
+        return (await Download(self._client, path).info()).size
+
+    async def info(self, path: str) -> ObjectInfo:
+        """Give an object's size and version, with the request that `size` makes. As `Transport.info`.
+
+        The version is a strong ETag, or where there is none a ``Last-Modified`` that is a minute old or more.
+        """
+        check_path(path)
+        return await Download(self._client, path).info()
+
+    async def read_with_info(self, path: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
+        """Read a whole object and its version in one request. As `Transport.read_with_info`."""
+        check_path(path)
+        check_size(path, 0, max_bytes)
+        download = Download(self._client, path, max_bytes=max_bytes)
+        data = await download.rest()
+        return data, ObjectInfo(len(data), download.version and download.version.validator)
 
     async def aclose(self) -> None:
         """End calls in progress with TransportClosed, and close the connections. As `Transport.aclose`."""

@@ -12,7 +12,8 @@ import hashlib
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from asyncloader.transports.checks import check_size
+from asyncloader.transports.base import ObjectInfo
+from asyncloader.transports.checks import check_size, check_start
 from asyncloader.transports.errors import RangeOutOfBounds, ReadFailed
 from asyncloader.transports.http_answers import (
     Version,
@@ -88,8 +89,8 @@ class Download:
         self._paused_at = asyncio.get_running_loop().time()
         return data
 
-    async def size(self) -> int:
-        """Give the object's size in bytes; reads none of them, or one."""
+    async def info(self) -> ObjectInfo:
+        """Give the object's size and version; reads none of its bytes, or one."""
         return await self._run(self._measure)
 
     def close(self) -> None:
@@ -148,7 +149,7 @@ class Download:
         while data := await self._next(scope, 0):
             self._parts.append(data)
 
-    async def _measure(self, scope: Scope) -> int:
+    async def _measure(self, scope: Scope) -> ObjectInfo:
         response = await self._request(scope, "HEAD")
         self._response = response
         size = self._stated_size(response)
@@ -158,7 +159,9 @@ class Download:
             size = self._stated_size(response)
         if size is not None:
             self.close()
-            return size
+            # What describes an answer of 416 is not the object.
+            known = response.status != 416
+            return ObjectInfo(size, Version.of(response.headers, size).validator if known else None)
         if response.status not in {200, 206}:
             raise self._client.bad_status(self._path, response)
         raise self._client.refused(self._path, response, "it does not state the object's size")
@@ -176,7 +179,11 @@ class Download:
         while not self._done:
             if self._response is None:
                 self._response = await self._request(scope)
-                if not self._accept(self._response):
+                if not (
+                    await self._accept_nothing(scope, self._response)
+                    if self._response.status == 416
+                    else self._accept(self._response)
+                ):
                     break
             content = self._response.content
             if not content.is_eof():  # else all has arrived, and nothing below waits
@@ -185,6 +192,8 @@ class Download:
             if not data:
                 if self._end is not None and self._position < self._end:
                     raise Broken.short(self._position, self._end)
+                if self._skip:
+                    self._refuse_end(self._position - self._skip, self._response)
                 break
             if data := self._take(data):
                 return data
@@ -244,8 +253,6 @@ class Download:
     def _accept(self, response: aiohttp.ClientResponse) -> bool:
         """Check the head of an answer; False when it says that nothing is left to read."""
         headers, status = response.headers, response.status
-        if status == 416:
-            return self._accept_nothing(response)
         if status not in {200, 206}:
             raise self._client.bad_status(self._path, response)
         self._refuse_encoding(response)
@@ -273,7 +280,13 @@ class Download:
                 )
         elif total is not None:
             check_size(self._path, total, self._max_bytes)
+            check_start(self._path, total, self._start)
             self._end = total
+        elif status == 206 and self._position == self._start:
+            raise self._client.refused(
+                self._path, response, "it gives a part and does not state the object's size, so that nobody knows "
+                "whether the part reaches to its end"
+            )  # fmt: skip
         elif status == 200 and headers.get("Transfer-Encoding", "").lower() != "chunked":
             raise self._client.refused(
                 self._path, response, "it states neither Content-Length nor chunks, so that a broken connection would "
@@ -284,6 +297,11 @@ class Download:
             self._digest = declared and (hashlib.new(declared[0], usedforsecurity=False), declared[1])
         return self._end is None or self._position < self._end
 
+    def _refuse_end(self, size: int, response: aiohttp.ClientResponse) -> None:
+        """Refuse an object that was over before the position was reached."""
+        check_start(self._path, size, self._start)
+        raise self._changed(response)
+
     def _refuse_encoding(self, response: aiohttp.ClientResponse) -> None:
         if (encoding := foreign_encoding(response.headers)) and not self._client.encoded:
             raise self._client.refused(
@@ -291,13 +309,24 @@ class Download:
                 "are; turn the encoding off in the server, or pass encoded=True to take them as the object's"
             )  # fmt: skip
 
-    def _accept_nothing(self, response: aiohttp.ClientResponse) -> bool:
+    async def _accept_nothing(self, scope: Scope, response: aiohttp.ClientResponse) -> bool:
+        """See what it means that the server has no bytes from the position on; as `_accept`."""
         answered = parse_content_range(response.headers.get("Content-Range"))
         size = None if answered is None else answered.total
         if self._position == self._start:
-            if self._length is None:
+            if self._length is not None:
+                raise self._out_of_bounds(size)
+            if not self._start:
                 raise self._client.bad_status(self._path, response)
-            raise self._out_of_bounds(size)
+            if size is None:
+                self.close()
+                size = (await self._measure(scope)).size
+            if size > self._start:
+                raise self._client.refused(
+                    self._path, response, f"bytes from {self._start:,} on were asked for, and it has {size:,}"
+                )
+            check_start(self._path, size, self._start)
+            return False  # the stream begins where the object ends
         if size == self._position and self._end is None:
             return False  # it broke behind the last byte
         raise self._changed(response)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -18,9 +19,16 @@ from urllib.parse import unquote, urlsplit
 
 from aiofiles.threadpool import wrap
 
-from asyncloader.transports.base import Transport
+from asyncloader.transports.base import ObjectInfo, Transport
 from asyncloader.transports.blocking import BlockingPool
-from asyncloader.transports.checks import check_chunk_size, check_path, check_prefix, check_range, check_size
+from asyncloader.transports.checks import (
+    check_chunk_size,
+    check_path,
+    check_prefix,
+    check_range,
+    check_size,
+    check_start,
+)
 from asyncloader.transports.confine import Entry, Root, os_errors
 from asyncloader.transports.errors import RangeOutOfBounds
 from asyncloader.transports.ranges import ReadPlan
@@ -31,6 +39,9 @@ if TYPE_CHECKING:
 __all__ = ["LocalTransport"]
 
 _R = TypeVar("_R")
+
+# A file that is written again so soon may keep its time: clocks of file systems tick every 4 ms to 2 s.
+_SETTLED_NS = 3_000_000_000
 
 
 class LocalTransport(Transport):
@@ -75,7 +86,7 @@ class LocalTransport(Transport):
 
     async def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
         """Read a whole file in one trip to a thread. As `Transport.read`."""
-        return await self._pool.run(partial(self._read, path, max_bytes))
+        return await self._pool.run(partial(self._with_file, path, partial(self._read, path, max_bytes)))
 
     async def read_range(self, path: str, start: int, length: int) -> bytes:
         """Read a range in one trip to a thread. As `Transport.read_range`."""
@@ -86,10 +97,11 @@ class LocalTransport(Transport):
         """Read all ranges in one trip to a thread, the file opened once. As `Transport.read_ranges`."""
         return await self._pool.run(partial(self._read_planned, path, self._plan(ranges)))
 
-    async def stream(self, path: str, *, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
+    async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
         """Read a file in chunks of exactly `chunk_size`, the last one shorter. As `Transport.stream`."""
         check_chunk_size(chunk_size)
-        async with self.open(path) as file:
+        check_start(path, None, start)
+        async with self._open(path, start) as file:
             while True:
                 with os_errors(path, self.root):
                     chunk = await file.read(chunk_size)
@@ -113,6 +125,17 @@ class LocalTransport(Transport):
         """Give a file's size in bytes. As `Transport.size`."""
         return await self._pool.run(partial(self._with_file, path, lambda _, size: size))
 
+    async def info(self, path: str) -> ObjectInfo:
+        """Give a file's size, and its time of modification, size and inode as its version. As `Transport.info`.
+
+        There is no version in the first 3 seconds after a change, in which another one could leave no trace.
+        """
+        return await self._pool.run(partial(self._with_file, path, lambda descriptor, _: _describe(descriptor)))
+
+    async def read_with_info(self, path: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
+        """Read a whole file in one trip to a thread, its version too. As `Transport.read_with_info`."""
+        return await self._pool.run(partial(self._with_file, path, partial(self._read_described, path, max_bytes)))
+
     def open(self, path: str) -> AbstractAsyncContextManager[AsyncBufferedReader]:
         """Open a file for reading, as aiofiles does, in this transport's threads and below its root.
 
@@ -133,11 +156,11 @@ class LocalTransport(Transport):
         await self._pool.aclose()
 
     @asynccontextmanager
-    async def _open(self, path: str) -> AsyncGenerator[AsyncBufferedReader, None]:
+    async def _open(self, path: str, start: int = 0) -> AsyncGenerator[AsyncBufferedReader, None]:
         check_path(path)
         # Buffered on purpose: its lock makes the close below wait for a read that a cancelled caller left
         # behind.
-        file = await self._pool.acquire(partial(self._open_buffered, path), BufferedReader.close)
+        file = await self._pool.acquire(partial(self._open_buffered, path, start), BufferedReader.close)
         try:
             wrapped = wrap(file, loop=asyncio.get_running_loop(), executor=self._pool)
             yield cast("AsyncBufferedReader", wrapped)
@@ -146,9 +169,17 @@ class LocalTransport(Transport):
 
     # Below: what runs in the threads.
 
-    def _open_buffered(self, path: str) -> BufferedReader:
-        descriptor, _ = self._files.open(path)
-        return open(descriptor, "rb")  # noqa: PTH123 - a descriptor has no path
+    def _open_buffered(self, path: str, start: int) -> BufferedReader:
+        descriptor, size = self._files.open(path)
+        try:
+            check_start(path, size, start)
+            with os_errors(path, self.root):
+                if start:
+                    os.lseek(descriptor, start, os.SEEK_SET)
+                return open(descriptor, "rb")  # noqa: PTH123 - a descriptor has no path
+        except BaseException:
+            os.close(descriptor)
+            raise
 
     def _with_file(self, path: str, use: Callable[[int, int], _R]) -> _R:
         """Open, give descriptor and size to `use`, close."""
@@ -159,22 +190,25 @@ class LocalTransport(Transport):
         finally:
             os.close(descriptor)
 
-    def _read(self, path: str, max_bytes: int | None) -> bytes:
-        def use(descriptor: int, size: int) -> bytes:
-            check_size(path, size, max_bytes)
-            # One byte more than the size: a read that comes back with the size has met the end of the file.
-            data = os.read(descriptor, size + 1)
-            if len(data) == size:
-                return data
-            # The file is changing, or is larger than one system call gives (2 GiB on Linux).
-            parts, total = [data], len(data)
-            while data := os.read(descriptor, max(size - total, 0) + 4096):
-                total += len(data)
-                check_size(path, total, max_bytes)
-                parts.append(data)
-            return b"".join(parts)
+    def _read(self, path: str, max_bytes: int | None, descriptor: int, size: int) -> bytes:
+        check_size(path, size, max_bytes)
+        # One byte more than the size: a read that comes back with the size has met the end of the file.
+        data = os.read(descriptor, size + 1)
+        if len(data) == size:
+            return data
+        # The file is changing, or is larger than one system call gives (2 GiB on Linux).
+        parts, total = [data], len(data)
+        while data := os.read(descriptor, max(size - total, 0) + 4096):
+            total += len(data)
+            check_size(path, total, max_bytes)
+            parts.append(data)
+        return b"".join(parts)
 
-        return self._with_file(path, use)
+    def _read_described(self, path: str, max_bytes: int | None, descriptor: int, size: int) -> tuple[bytes, ObjectInfo]:
+        before = _describe(descriptor)
+        data = self._read(path, max_bytes, descriptor, size)
+        same = before.size == len(data) and before == _describe(descriptor)
+        return data, ObjectInfo(len(data), before.etag if same else None)
 
     def _read_planned(self, path: str, plan: ReadPlan) -> Sequence[bytes]:
         def use(descriptor: int, size: int) -> Sequence[bytes]:
@@ -183,6 +217,12 @@ class LocalTransport(Transport):
             return plan.cut([_pread(descriptor, path, block.start, block.length) for block in plan.blocks])
 
         return self._with_file(path, use)
+
+
+def _describe(descriptor: int) -> ObjectInfo:
+    status = os.fstat(descriptor)
+    settled = time.time_ns() - status.st_mtime_ns > _SETTLED_NS
+    return ObjectInfo(status.st_size, f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}" if settled else None)
 
 
 def _pread(descriptor: int, path: str, start: int, length: int) -> bytes:

@@ -8,11 +8,19 @@ as a real one would.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, Self
 
-from asyncloader.transports.base import Transport
-from asyncloader.transports.checks import check_chunk_size, check_path, check_prefix, check_range, check_size
+from asyncloader.transports.base import ObjectInfo, Transport
+from asyncloader.transports.checks import (
+    check_chunk_size,
+    check_path,
+    check_prefix,
+    check_range,
+    check_size,
+    check_start,
+)
 from asyncloader.transports.errors import ObjectNotFound, TransportClosed
 
 __all__ = ["MemoryTransport"]
@@ -31,6 +39,7 @@ class MemoryTransport(Transport):
 
     def __init__(self, objects: Mapping[str, bytes] | None = None) -> None:
         self._objects: dict[str, bytes] = {}
+        self._tags: dict[str, tuple[bytes, str]] = {}  # the bytes hashed last, and their hash
         self._closed = False
         for path, data in (objects or {}).items():
             self.put(path, data)
@@ -67,12 +76,14 @@ class MemoryTransport(Transport):
         check_range(path, len(data), start, length)
         return data[start : start + length]
 
-    async def stream(self, path: str, *, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
+    async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
         """Give an object, as it was at the first chunk, in chunks. As `Transport.stream`."""
         check_chunk_size(chunk_size)
+        check_start(path, None, start)
         data = await self._find(path)
-        for start in range(0, len(data), chunk_size):
-            yield data[start : start + chunk_size]
+        check_start(path, len(data), start)
+        for position in range(start, len(data), chunk_size):
+            yield data[position : position + chunk_size]
             await self._checkpoint()
 
     async def list(self, prefix: str = "") -> AsyncGenerator[str, None]:
@@ -88,6 +99,15 @@ class MemoryTransport(Transport):
         """Give an object's size in bytes. As `Transport.size`."""
         return len(await self._find(path))
 
+    async def info(self, path: str) -> ObjectInfo:
+        """Give an object's size and the hash of its bytes. As `Transport.info`."""
+        return self._describe(path, await self._find(path))
+
+    async def read_with_info(self, path: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
+        """Give an object with the hash of its bytes. As `Transport.read_with_info`."""
+        data = await self.read(path, max_bytes=max_bytes)
+        return data, self._describe(path, data)
+
     async def aclose(self) -> None:
         """Refuse further calls. The objects stay until the transport goes. As `Transport.aclose`."""
         self._closed = True
@@ -101,6 +121,14 @@ class MemoryTransport(Transport):
             raise ObjectNotFound(
                 f"{path!r} does not exist among the {len(self._objects)} objects in memory", path=path
             ) from None
+
+    def _describe(self, path: str, data: bytes) -> ObjectInfo:
+        # A hash, not a count of puts: copies in other processes, and other stores, agree on it.
+        hashed, tag = self._tags.get(path, (None, ""))
+        if hashed is not data:
+            tag = hashlib.blake2b(data, digest_size=16).hexdigest()
+            self._tags[path] = data, tag
+        return ObjectInfo(len(data), tag)
 
     async def _checkpoint(self) -> None:
         """Let the loop run, so that callers can interleave and be cancelled as with real reads."""

@@ -25,8 +25,11 @@ __all__ = ["ENTRY_POINT_GROUP", "find_transport", "known_schemes", "open_transpo
 
 ENTRY_POINT_GROUP = "asyncloader.transports"
 
+_OBJECT_STORE = ("asyncloader.transports.object_store", "ObjectStoreTransport")
+
 # By name, so that a scheme's dependencies are imported when it is first used.
 _BUILT_IN = {
+    **dict.fromkeys(("abfs", "abfss", "adl", "az", "azure", "gs", "s3", "s3a"), _OBJECT_STORE),
     "file": ("asyncloader.transports.local", "LocalTransport"),
     "http": ("asyncloader.transports.http", "HttpTransport"),
     "https": ("asyncloader.transports.http", "HttpTransport"),

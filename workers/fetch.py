@@ -4,8 +4,8 @@ Data path: scheduler -> worker: [fetch] -> collate -> codec -> ring.
 
 The blocking fetchers keep torch's rules to the letter: `__getitems__`, short last batches, `drop_last`, the end of an
 iterable dataset, the order in which the dataset is asked. They add to errors which sample was theirs, and, with a
-`Guard`, go on past samples that raise. Those of seeded mode are in `seeded_fetch.py`, the asynchronous ones in
-`async_fetch.py`.
+`Guard`, go on past samples that raise. Those of seeded mode are in `seeded_fetch.py`; those that have many samples in
+flight in `async_fetch.py` and, by threads, in `thread_fetch.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
-from asyncloader.workers.async_fetch import AsyncMapFetcher, AsyncSeeding, AsyncStreamFetcher
+from asyncloader.workers.async_fetch import AsyncMapFetcher, AsyncSeeding
+from asyncloader.workers.async_stream import AsyncStreamFetcher
 from asyncloader.workers.bad_samples import LOST, BadSample, Guard, NoSamples, StreamGuard
 from asyncloader.workers.error_notes import (
     add_note,
@@ -27,8 +28,12 @@ from asyncloader.workers.error_notes import (
     stream_collation_place,
     stream_place,
 )
+from asyncloader.workers.decoding import DecodedMap, Decoder
 from asyncloader.workers.guarded_fetch import GuardedMap
+from asyncloader.workers.lane_fetch import LaneFetcher, LaneLike
+from asyncloader.workers.lanes import Lanes
 from asyncloader.workers.seeded_fetch import SeededIterator, fetches_batches
+from asyncloader.workers.thread_fetch import ThreadMapFetcher
 
 __all__ = [
     "AsyncFetcher",
@@ -36,6 +41,7 @@ __all__ = [
     "BlockingFetcher",
     "is_async_dataset",
     "is_async_stream",
+    "is_concurrent",
     "make_async_fetcher",
     "make_blocking_fetcher",
 ]
@@ -53,7 +59,10 @@ class BlockingFetcher(Protocol):
 
 
 class AsyncFetcher(Protocol):
-    """The same, awaited. The end of a stream is StopAsyncIteration."""
+    """The same, awaited. The end of a stream is StopAsyncIteration.
+
+    Those of map datasets have it in two parts, `samples` and `collated`, for who collates at another time.
+    """
 
     async def fetch(self, index: Any, bad: list[BadSample] | None = None) -> Any:
         """The batch."""
@@ -63,19 +72,40 @@ class AsyncFetcher(Protocol):
 def is_async_dataset(dataset: Any) -> bool:
     """Whether samples must be awaited: the dataset's own methods, or those of what it is a view of.
 
-    A dataset with both `__aiter__` and `__iter__` is asynchronous: torch's IterableDataset demands an `__iter__`.
+    A dataset with both `__aiter__` and `__iter__` is asynchronous: torch's IterableDataset demands an `__iter__`. So is
+    one with `__aenter__`, and one whose plain methods are annotated to return awaitables, or wrap coroutine functions
+    (`functools.wraps`): whether a plain method returns awaitables cannot be seen before it is called.
     """
     kind = type(dataset)
-    if hasattr(kind, "__aiter__"):
+    if hasattr(kind, "__aiter__") or hasattr(kind, "__aenter__"):
         return True
     for name in ("__getitem__", "__getitems__"):
-        if inspect.iscoroutinefunction(getattr(kind, name, None)):
+        if _is_awaited(getattr(kind, name, None)):
             return True
     if isinstance(dataset, Subset):
         return is_async_dataset(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
         return any(is_async_dataset(part) for part in dataset.datasets)
     return False
+
+
+_AWAITABLES = ("Awaitable", "Coroutine", "Future", "Task")
+
+
+def _is_awaited(method: Any) -> bool:
+    if not callable(method):
+        return False
+    if inspect.iscoroutinefunction(inspect.unwrap(method)):
+        return True
+    returned = getattr(method, "__annotations__", {}).get("return")
+    # A text where annotations are postponed, else a type, or its generic alias.
+    text = returned if isinstance(returned, str) else getattr(returned, "__name__", None) or repr(returned)
+    return text.partition("[")[0].rpartition(".")[2] in _AWAITABLES
+
+
+def is_concurrent(dataset: Any, fetch_threads: int) -> bool:
+    """Whether a worker has several tasks in hand at a time: samples are awaited, or fetched by threads."""
+    return fetch_threads > 0 or is_async_dataset(dataset)
 
 
 def is_async_stream(dataset: Any) -> bool:
@@ -94,6 +124,7 @@ def make_blocking_fetcher(
     guard: Guard | None = None,
     worker: int = 0,
     read: int = 0,
+    decode: Callable[[Any], Any] | None = None,
 ) -> BlockingFetcher:
     """The fetcher for this kind of dataset. An iterable dataset's `__iter__` is called here.
 
@@ -106,9 +137,12 @@ def make_blocking_fetcher(
         guard: what becomes of samples that raise; None: they fail their batch.
         worker: number of the worker, for the text of errors.
         read: samples that were read from the stream before, for the text of errors and for records.
+        decode: the user's, from a sample as it was read to a sample as it is collated.
     """
     if iterable:
-        return _StreamFetcher(dataset, auto_collation, collate, drop_last, guard, worker, read)
+        return _StreamFetcher(dataset, auto_collation, collate, drop_last, guard, worker, read, decode)
+    if decode is not None:
+        dataset = DecodedMap(dataset, decode, one_by_one=guard is not None)
     return _MapFetcher(dataset, auto_collation, collate, guard)
 
 
@@ -124,13 +158,21 @@ def make_async_fetcher(
     guard: Guard | None = None,
     worker: int = 0,
     read: int = 0,
+    lanes: Lanes | None = None,
+    decoder: Decoder | None = None,
+    leased: LaneLike | None = None,
 ) -> AsyncFetcher:
-    """The fetcher of an asynchronous dataset; at most `concurrency` samples are awaited at a time. With `seeding`, the
-    index of a map dataset is ``(position, index)``. The other arguments are those of `make_blocking_fetcher`.
+    """The fetcher of an asynchronous dataset; at most `concurrency` samples are awaited at a time. With `lanes`, that
+    of a blocking map dataset, whose samples these threads fetch. With `seeding`, the index of a map dataset is
+    ``(position, index)``. The other arguments are those of `make_blocking_fetcher`.
     """
+    if leased is not None:
+        return LaneFetcher(leased, auto_collation, collate, drop_last, seeding, guard, worker, read, decoder)
     if iterable:
-        return AsyncStreamFetcher(dataset, auto_collation, collate, drop_last, seeding, guard, worker, read)
-    return AsyncMapFetcher(dataset, auto_collation, collate, concurrency, seeding, guard)
+        return AsyncStreamFetcher(dataset, auto_collation, collate, drop_last, seeding, guard, worker, read, decoder)
+    if lanes is not None:
+        return ThreadMapFetcher(dataset, auto_collation, collate, lanes, seeding, guard, decoder)
+    return AsyncMapFetcher(dataset, auto_collation, collate, concurrency, seeding, guard, decoder)
 
 
 class _MapFetcher:
@@ -195,6 +237,7 @@ class _StreamFetcher:
         guard: Guard | None,
         worker: int,
         read: int,
+        decode: Callable[[Any], Any] | None,
     ) -> None:
         # Names as in torch's fetcher.
         self.dataset_iter: Iterator[Any] = iter(dataset)
@@ -205,6 +248,7 @@ class _StreamFetcher:
         self._guard = guard
         self._worker = worker
         self._read = read
+        self._decode = decode
         self._progress = StreamGuard()
 
     def fetch(self, possibly_batched_index: Any, bad: list[BadSample] | None = None) -> Any:
@@ -226,13 +270,27 @@ class _StreamFetcher:
                 add_note(error, stream_place(first, self._worker))
                 raise
             self._read += 1
+            if self._decode is not None:
+                data = self._decoded(self._decode, data)
         try:
             return self.collate_fn(data)
         except Exception as error:
             add_note(error, stream_collation_place(first, self._read, self._worker))
             raise
 
+    def _decoded(self, decode: Callable[[Any], Any], sample: Any) -> Any:
+        """The sample that was read last. An error leaves the stream behind it."""
+        try:
+            return decode(sample)
+        except Exception as error:
+            add_note(error, stream_place(self._read - 1, self._worker))
+            if isinstance(error, StopIteration):
+                raise RuntimeError("decode raised StopIteration") from error
+            raise
+
     def _batch(self, places: Any) -> list[Any]:
+        if self._decode is not None:
+            return self._decoded_batch(self._decode, places)
         iterator = self.dataset_iter
         data: list[Any] = []
         try:
@@ -245,6 +303,23 @@ class _StreamFetcher:
             add_note(error, stream_place(self._read, self._worker))
             raise
         self._read += len(data)
+        if not data or (self._drop_last and len(data) < len(places)):
+            raise StopIteration
+        return data
+
+    def _decoded_batch(self, decode: Callable[[Any], Any], places: Any) -> list[Any]:
+        data: list[Any] = []
+        for _ in places:
+            try:
+                sample = next(self.dataset_iter)
+            except StopIteration:
+                self.ended = True
+                break
+            except Exception as error:
+                add_note(error, stream_place(self._read, self._worker))
+                raise
+            self._read += 1
+            data.append(self._decoded(decode, sample))
         if not data or (self._drop_last and len(data) < len(places)):
             raise StopIteration
         return data
@@ -269,6 +344,8 @@ class _StreamFetcher:
                 sample = self._lost(guard, place, error, bad)
             else:
                 self._read += 1
+                if self._decode is not None:
+                    sample = self._guarded_decoded(guard, self._decode, sample, bad)
             if sample is not LOST:
                 data.append(sample)
         else:
@@ -288,9 +365,21 @@ class _StreamFetcher:
             raise NoSamples
         raise StopIteration
 
-    def _lost(self, guard: Guard, place: int, error: Exception, bad: list[BadSample]) -> Any:
+    def _guarded_decoded(
+        self, guard: Guard, decode: Callable[[Any], Any], sample: Any, bad: list[BadSample]
+    ) -> Any:
+        try:
+            return decode(sample)
+        except Exception as error:
+            return self._lost(guard, self._read - 1, error, bad, read=True)
+
+    def _lost(self, guard: Guard, place: int, error: Exception, bad: list[BadSample], *, read: bool = False) -> Any:
+        """`read`: it had its number in the stream already."""
         if isinstance(self.dataset_iter, SeededIterator):
-            self.dataset_iter.lose()
+            if read:
+                self.dataset_iter.again()
+            else:
+                self.dataset_iter.lose()
         try:
             return guard.lost(None, place, error, bad)
         except Exception as raised:

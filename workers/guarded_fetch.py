@@ -26,6 +26,9 @@ __all__ = ["GuardedMap", "fetches_single"]
 
 def fetches_single(dataset: Any) -> bool:
     """Whether the dataset has a `__getitem__` of its own, beyond those of torch's views and `Dataset`."""
+    decoded = getattr(dataset, "_asyncloader_decoded", None)
+    if decoded is not None:
+        return fetches_single(decoded)
     if type(dataset) is Subset:
         return fetches_single(dataset.dataset)
     if type(dataset) is StackDataset:

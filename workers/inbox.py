@@ -60,6 +60,10 @@ class Inbox:
                     watch.started(self._worker)
         elif kind == wire.RETIRING:
             process.retired = body
+        elif kind == wire.ASK:
+            said, number, batch, left = wire.unpack_ask(body)
+            if said == epoch and listener is not None:
+                listener.on_ask(self._worker, number, batch, pickle.loads(left))
         elif kind == wire.BAD:
             self._bad = wire.unpack_answer(body)[3]
         elif kind in _ANSWERS:

@@ -30,6 +30,7 @@ class EpochStart(NamedTuple):
         skip: batches to be read and dropped after that.
         made: batches that were made until then, where `skip` counts those that raised, too: they raise again, and are
             dropped again. None: none raised.
+        stream_key: chooses the order of the worker's stream, where the main process leases out its parts.
     """
 
     shared_seed: int | None = None
@@ -38,6 +39,7 @@ class EpochStart(NamedTuple):
     cursor: Cursor | None = None
     skip: int = 0
     made: int | None = None
+    stream_key: int = 0
 
 
 class WorkerSetup(NamedTuple):
@@ -69,6 +71,12 @@ class WorkerSetup(NamedTuple):
     """A stream without a state may be read again from its beginning."""
     policy: ErrorPolicy | None = None
     """What becomes of samples that raise; None: they fail their batch."""
+    fetch_threads: int = 0
+    """Threads that fetch the samples of a blocking map dataset; 0: one sample after the other."""
+    decode: Any = None
+    """From a sample as it was read to one as it is collated; None: they are the same."""
+    decode_threads: int = 0
+    """Threads for that, where samples are awaited or fetched by threads; 0: inline."""
 
 
 class SeededSetup(NamedTuple):

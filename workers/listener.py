@@ -59,6 +59,10 @@ class Listener(ABC):
         """A task was carried out, and all of its samples were left out; the cursor is that after it."""
 
     @abstractmethod
+    def on_ask(self, worker: int, number: int, batch: int, left: Any) -> None:
+        """The worker wants its lease `number`; answer by `WorkerPool.lease`. See `LeaseBook.ask`."""
+
+    @abstractmethod
     def on_death(self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None) -> None:
         """The worker ended unasked; everything that it had sent was reported before.
 

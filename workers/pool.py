@@ -25,7 +25,7 @@ from typing import Any
 
 from asyncloader.errors import LoaderClosed, WorkerDied
 from asyncloader.workers import shutdown, wire
-from asyncloader.workers.fetch import is_async_dataset
+from asyncloader.workers.fetch import is_concurrent
 from asyncloader.workers.inbox import Inbox
 from asyncloader.workers.info import EpochStart, WorkerSetup
 from asyncloader.workers.lifeline import Lifeline
@@ -49,10 +49,11 @@ class WorkerPool:
     Args:
         context: a multiprocessing context (or `torch.multiprocessing`).
         setup: what the workers have in common.
-        credits: tasks outstanding a worker.
+        credits: tasks outstanding a worker, as long as batches are small.
         ring_bytes: bound on each ring, None for none.
         run_ahead: batches that may wait for an earlier one, beside the credits.
         worker_timeout: seconds that a worker may take over one task; None: as long as it likes.
+        least_credits: tasks outstanding a worker, however large batches are; default: `credits`.
 
     Raises:
         RingMemoryError: the rings asked for can never fit.
@@ -67,9 +68,10 @@ class WorkerPool:
         ring_bytes: int | None,
         run_ahead: int = 0,
         worker_timeout: float | None = None,
+        least_credits: int | None = None,
     ) -> None:
         self.start_method: str = context.get_start_method()
-        self.concurrent = is_async_dataset(setup.dataset)
+        self.concurrent = is_concurrent(setup.dataset, setup.fetch_threads)
         """Whether a worker has several tasks in hand at a time."""
         self.epoch = 0
         self._context = context
@@ -81,7 +83,10 @@ class WorkerPool:
         self._making = threading.Lock()
         self._vacant: set[int] = set()  # places of workers that died
         self.processes: list[WorkerProcess] = []
-        self.rings = [RingKeeper(credits, ring_bytes, run_ahead, setup.num_workers) for _ in range(setup.num_workers)]
+        self.rings = [
+            RingKeeper(credits, ring_bytes, run_ahead, setup.num_workers, least_credits)
+            for _ in range(setup.num_workers)
+        ]
         self._inboxes: list[Inbox] = []
         self._listener: Listener | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -239,6 +244,11 @@ class WorkerPool:
         """Batches that any worker may have ready before an earlier one, by the memory that its ring has for them."""
         return min(keeper.run_ahead for keeper in self.rings)
 
+    @property
+    def credits(self) -> int:
+        """Tasks that any worker may have outstanding, by the memory that its ring has for them."""
+        return min(keeper.credits for keeper in self.rings)
+
     def assign(self, worker: int, epoch: int, seq: int, index: Any, *, suspect: bool = False) -> None:
         """Send a task, with a slot if one is free. `suspect`: what it writes to standard error is kept."""
         process, keeper = self.processes[worker], self.rings[worker]
@@ -253,6 +263,10 @@ class WorkerPool:
         if self._watch is not None:
             self._watch.assigned(worker, seq)
         self._send(process, wire.pack_task(epoch, seq, slot, number, pickle.dumps(index, 5)))
+
+    def lease(self, worker: int, epoch: int, number: int, answer: Any) -> None:
+        """Answer the worker's request for lease `number`."""
+        self._send(self.processes[worker], wire.pack_lease(epoch, number, pickle.dumps(answer, 5)))
 
     def _send(self, process: WorkerProcess, frame: bytes, fds: list[int] | None = None) -> None:
         try:

@@ -19,8 +19,12 @@ from typing import Any
 from asyncloader.errors import StateError
 from asyncloader.workers.bad_samples import BadSample, Guard, NoSamples
 from asyncloader.workers.cursor import Bookmark, Cursor
-from asyncloader.workers.fetch import AsyncSeeding, is_async_dataset, make_async_fetcher, make_blocking_fetcher
+from asyncloader.workers.decoding import DecodedMap, Decoder
+from asyncloader.workers.fetch import AsyncSeeding, is_concurrent, make_async_fetcher, make_blocking_fetcher
 from asyncloader.workers.info import EpochStart, WorkerSetup
+from asyncloader.workers.lane_fetch import LaneFetcher
+from asyncloader.workers.leasing import Leasing, is_leased
+from asyncloader.workers.lanes import Lanes
 from asyncloader.workers.seeded_fetch import SeededAsyncIterator, SeededIterator, SeededMapFetcher
 from asyncloader.workers.seeding import GlobalWatch, SampleSeeder, global_generators_kept
 
@@ -36,23 +40,38 @@ class Reader:
         collate: from samples to a batch, `setup`'s or one that encodes, too.
         worker_id: number of this copy among those of this process's loader; 0 without workers.
         in_worker: whether this process does nothing else, so that its global generators are ours to seed.
+        leases: gives what this copy shall read of a dataset that the main process leases out.
     """
 
     def __init__(
-        self, setup: WorkerSetup, dataset: Any, collate: Callable[[Any], Any], *, worker_id: int = 0, in_worker: bool
+        self,
+        setup: WorkerSetup,
+        dataset: Any,
+        collate: Callable[[Any], Any],
+        *,
+        worker_id: int = 0,
+        in_worker: bool,
+        leases: Leasing | None = None,
     ) -> None:
         self._setup = setup
         self.dataset = dataset
         self._collate = collate
         self._worker_id = worker_id
         self._in_worker = in_worker
-        self.asynchronous = is_async_dataset(dataset)
+        self._leases = leases
+        self.asynchronous = is_concurrent(dataset, setup.fetch_threads)
+        self._lanes = Lanes(setup.fetch_threads, "asyncloader-read") if setup.fetch_threads else None
+        decodes = setup.decode is not None and self.asynchronous
+        self._decode_lanes = (
+            Lanes(setup.decode_threads, "asyncloader-decode") if decodes and setup.decode_threads else None
+        )
+        self._decoder = Decoder(setup.decode, self._decode_lanes) if decodes else None
         # A map dataset's batches cannot be read again without their indices: its state is of use after each batch only.
         self._every = setup.snapshot_every if setup.iterable else min(1, setup.snapshot_every)
         self._keeps_state = setup.iterable or setup.seeded is None
         self._bookmark = Bookmark(dataset, self._every)
         self._fetcher: Any = None
-        self._stream: SeededIterator | SeededAsyncIterator | None = None
+        self._stream: SeededIterator | SeededAsyncIterator | LaneFetcher | None = None
         self._start: EpochStart | None = None
         self._watch = GlobalWatch() if in_worker and self.asynchronous and setup.seeded is not None else None
         self._turn = asyncio.Lock()
@@ -82,6 +101,10 @@ class Reader:
             self._bookmark.batches = self._bookmark.batches if start.made is None else start.made
 
     async def _begin_async(self, start: EpochStart) -> None:
+        if isinstance(self._fetcher, LaneFetcher):
+            await self._fetcher.dataset_iter.aclose()
+        if self._leases is not None:
+            await self._leases.prepare()
         self._open(start)
         with self._skipping(start) as batches:
             for _ in batches:
@@ -112,11 +135,20 @@ class Reader:
         self._bookmark.iterates(fetcher.dataset_iter, cursor)
         if cursor is not None and cursor.ended:
             fetcher.ended = True
-        if seeder is not None:
+        if isinstance(fetcher, LaneFetcher):
+            self._stream = fetcher
+        elif seeder is not None:
             wrap: Any = SeededAsyncIterator if self.asynchronous else SeededIterator
             self._stream = fetcher.dataset_iter = wrap(
                 fetcher.dataset_iter, seeder, 0 if cursor is None else cursor.samples
             )
+
+    def _open_lane(self, start: EpochStart) -> Any:
+        """The stream of what is leased to this copy; None where the dataset is no such one."""
+        if not is_leased(self.dataset):
+            return None
+        assert self._leases is not None
+        return self.dataset.open_lane(self._leases.source(start))
 
     def _seeder(self, epoch: int, *, concurrent: bool) -> SampleSeeder | None:
         seeded = self._setup.seeded
@@ -129,7 +161,8 @@ class Reader:
         setup, seeded, epoch = self._setup, self._setup.seeded, start.epoch
         guard = None
         if setup.policy is not None:
-            guard = Guard(setup.policy, self._worker_id, epoch, asynchronous=self.asynchronous)
+            awaited = self.asynchronous and self._lanes is None
+            guard = Guard(setup.policy, self._worker_id, epoch, asynchronous=awaited)
         read = 0
         if start.cursor is not None:  # in torch mode samples are not counted, but each has a place in its batch
             read = start.cursor.samples or start.cursor.batches * (setup.batch_size or 1)
@@ -153,10 +186,18 @@ class Reader:
                 guard=guard,
                 worker=self._worker_id,
                 read=read,
+                lanes=self._lanes,
+                decoder=self._decoder,
+                leased=self._open_lane(start),
             )
         if seeder is not None and seeded is not None and not setup.iterable:
+            dataset: Any = self.dataset
+            if setup.decode is not None:
+                dataset = DecodedMap(
+                    dataset, setup.decode, one_by_one=True, seeder=seeder, replicas=seeded.replicas
+                )
             return SeededMapFetcher(
-                self.dataset, setup.auto_collation, self._collate, seeder, seeded.replicas, seeded.seed_collate, guard
+                dataset, setup.auto_collation, self._collate, seeder, seeded.replicas, seeded.seed_collate, guard
             )
         return make_blocking_fetcher(
             self.dataset,
@@ -167,6 +208,7 @@ class Reader:
             guard=guard,
             worker=self._worker_id,
             read=read,
+            decode=setup.decode,
         )
 
     @contextlib.contextmanager
@@ -219,6 +261,23 @@ class Reader:
         async with self._turn:
             await self._ensure_begun()
             return await self._fetcher.fetch(self._stream_index, bad)
+
+    async def samples(self, index: Any, bad: list[BadSample] | None = None) -> Any:
+        """What `collated` makes the batch of, for a map dataset with `asynchronous`: for who collates at another time."""
+        if not self._ready:
+            async with self._turn:
+                await self._ensure_begun()
+        return await self._fetcher.samples(index, bad)
+
+    def collated(self, index: Any, samples: Any) -> Any:
+        """The batch of what `samples` gave for this index."""
+        return self._fetcher.collated(index, samples)
+
+    def close(self) -> None:
+        """Let the threads end. Does not wait; nothing may be fetched any more."""
+        for lanes in (self._lanes, self._decode_lanes):
+            if lanes is not None:
+                lanes.close()
 
     async def _ensure_begun(self) -> None:
         if self._failure is not None:

@@ -6,17 +6,25 @@ A worker starts with a small ring. When a batch does not fit, it comes in a one-
 the worker is sent a larger ring. The old one goes when its last task is answered and its last lease ends: nobody has to
 close it, the memory goes with the last reference.
 
+How many batches may be outstanding and still find a slot depends on how large they turn out to be: the keeper says how
+many (`credits`, `run_ahead`), and whoever gives out tasks keeps to that.
+
 The keeper knows which slot each unanswered task holds, so that slots of tasks that will never be answered (the dataset
 ended, the epoch was abandoned) come back.
 """
 
 from __future__ import annotations
 
+from asyncloader.errors import RingMemoryError
 from asyncloader.workers import segment, wire
 from asyncloader.workers.layout import FIRST_SLOT_BYTES, HEADROOM, PAGE, fit_slot_bytes, grown_slot_bytes, slot_count
 from asyncloader.workers.ring import Ring
 
-__all__ = ["RUN_AHEAD_BYTES", "RingKeeper"]
+__all__ = ["CREDIT_BYTES", "RUN_AHEAD_BYTES", "RingKeeper"]
+
+CREDIT_BYTES = 256 << 20
+"""Memory a worker's ring may take for outstanding batches beyond the least credits, where the user set no `ring_bytes`:
+256 samples in flight of a megabyte each."""
 
 RUN_AHEAD_BYTES = 64 << 20
 """Memory a worker's ring may take for batches that wait for an earlier one, where the user set no `ring_bytes`."""
@@ -26,23 +34,34 @@ class RingKeeper:
     """The rings of one worker.
 
     Args:
-        credits: tasks that the worker may have outstanding.
+        credits: tasks that the worker may have outstanding, as long as they get slots: within `ring_bytes`, without a
+            bound within `CREDIT_BYTES`.
         ring_bytes: bound on the ring's size, None for none.
         run_ahead: batches that may wait for an earlier one beside those. They get slots as long as these fit into
             `ring_bytes`; without a bound, into `RUN_AHEAD_BYTES`.
         workers: how many workers have a ring like this, for the question whether all of them can have theirs.
+        least_credits: tasks that it may have outstanding however large batches are; default: `credits`.
 
     Raises:
         RingMemoryError: `workers` rings of `ring_bytes` are more than the machine, or the control group, can hold.
     """
 
-    def __init__(self, credits: int, ring_bytes: int | None, run_ahead: int = 0, workers: int = 1) -> None:
+    def __init__(
+        self,
+        credits: int,
+        ring_bytes: int | None,
+        run_ahead: int = 0,
+        workers: int = 1,
+        least_credits: int | None = None,
+    ) -> None:
         self._workers = workers
         self._most_ahead = run_ahead
-        self._least_slots = slot_count(credits)
-        room = run_ahead if ring_bytes is None else max(0, ring_bytes // PAGE - self._least_slots)
-        self._slots = self._least_slots + min(run_ahead, room)
+        self._least_credits = credits if least_credits is None else least_credits
+        self._most_extra = credits - self._least_credits
+        self._least_slots = slot_count(self._least_credits)
         self._ring_bytes = ring_bytes
+        self._extra, self._ahead = self._affordable(FIRST_SLOT_BYTES if ring_bytes is None else PAGE)
+        self._slots = self._least_slots + self._extra + self._ahead
         if ring_bytes is not None:
             segment.check_room(workers * ring_bytes, f"{workers} rings of ring_bytes={ring_bytes}")
         self.ring: Ring | None = None
@@ -57,7 +76,12 @@ class RingKeeper:
     @property
     def run_ahead(self) -> int:
         """Batches that may be held back by an earlier one, beside the credits."""
-        return self._slots - self._least_slots
+        return self._ahead
+
+    @property
+    def credits(self) -> int:
+        """Tasks that the worker may have outstanding, by the batches seen."""
+        return self._least_credits + self._extra
 
     def _fixed_slot_bytes(self, ring_bytes: int) -> int:
         return max(PAGE, ring_bytes // self._slots // PAGE * PAGE)
@@ -70,16 +94,26 @@ class RingKeeper:
         """
         if not self._grown and not (self.ring is not None and self.ring.worn):
             return None
-        credits = self._slots - HEADROOM
         if self._ring_bytes is None and self._slot_bytes > FIRST_SLOT_BYTES:
             # Asked before the kernel is: a control group over its limit kills somebody.
-            need = self._workers * credits * self._slot_bytes
-            segment.check_room(need, f"{self._workers} rings for {credits} batches of {self._slot_bytes:,} bytes each")
+            try:
+                self._check_room()
+            except RingMemoryError:
+                if not (self._extra or self._ahead):
+                    raise
+                self._extra = self._ahead = 0  # these are only for speed
+                self._slots = self._least_slots
+                self._check_room()
         self._number += 1
-        self.ring = Ring(self._slots, self._slot_bytes, credits, self._number)
+        self.ring = Ring(self._slots, self._slot_bytes, self._slots - HEADROOM, self._number)
         self.nbytes = self.ring.nbytes
         self._grown = False
         return self.ring
+
+    def _check_room(self) -> None:
+        credits = self._slots - HEADROOM
+        need = self._workers * credits * self._slot_bytes
+        segment.check_room(need, f"{self._workers} rings for {credits} batches of {self._slot_bytes:,} bytes each")
 
     def assign(self, epoch: int, seq: int) -> tuple[int, int]:
         """Ring number and slot for a task; `wire.NO_SLOT` when none is free."""
@@ -106,10 +140,12 @@ class RingKeeper:
         self._held.pop((epoch, seq), None)
         self._slotless.discard((epoch, seq))
         if slot == wire.ONEOFF and nbytes > self._slot_bytes:
-            slots = self._least_slots + self._affordable(grown_slot_bytes(nbytes))
+            extra, ahead = self._affordable(grown_slot_bytes(nbytes))
+            slots = self._least_slots + extra + ahead
             wanted = fit_slot_bytes(nbytes, slots, self._ring_bytes)
             if wanted > self._slot_bytes:
                 self._slot_bytes, self._slots = wanted, slots
+                self._extra, self._ahead = extra, ahead
                 self._grown = True
         if held is None:
             return None
@@ -122,10 +158,14 @@ class RingKeeper:
         """Whether the worker has this task, and has not answered it."""
         return (epoch, seq) in self._held or (epoch, seq) in self._slotless
 
-    def _affordable(self, slot_bytes: int) -> int:
-        """Slots for batches that run ahead."""
-        room = RUN_AHEAD_BYTES if self._ring_bytes is None else self._ring_bytes - self._least_slots * slot_bytes
-        return min(self._most_ahead, max(0, room // slot_bytes))
+    def _affordable(self, slot_bytes: int) -> tuple[int, int]:
+        """Slots of this size for credits beyond the least, and for batches that run ahead."""
+        if self._ring_bytes is None:
+            room = CREDIT_BYTES // slot_bytes - self._least_credits
+            return min(self._most_extra, max(0, room)), min(self._most_ahead, RUN_AHEAD_BYTES // slot_bytes)
+        room = max(0, self._ring_bytes // slot_bytes - self._least_slots)
+        extra = min(self._most_extra, room)
+        return extra, min(self._most_ahead, room - extra)
 
     def void(self) -> None:
         """The worker will answer none of its tasks: their slots come back."""

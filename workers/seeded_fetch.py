@@ -1,6 +1,6 @@
 """Fetchers of seeded mode: each sample is made under random numbers of its own.
 
-Data path: scheduler -> worker: [seeded_fetch] -> collate -> codec -> ring. The asynchronous ones are in `fetch.py`.
+Data path: scheduler -> worker: [seeded_fetch] -> collate -> codec -> ring. The asynchronous ones are in `async_fetch.py`.
 
 A dataset's own `__getitems__`, and the user's `collate_fn`, make a batch at once: they are seeded once a batch, by the
 position of its first sample. torch's `Subset` and `StackDataset` have a `__getitems__` that only passes indices on;
@@ -150,6 +150,10 @@ class SeededIterator:
         self._seeder.sample(self.samples)
         self.samples += 1
 
+    def again(self) -> None:
+        """Code that makes a substitute for the sample that was read last runs from here on."""
+        self._seeder.sample(self.samples - 1)
+
 
 class SeededAsyncIterator:
     """`SeededIterator` for ``async for``."""
@@ -172,3 +176,7 @@ class SeededAsyncIterator:
         """`SeededIterator.lose`."""
         self._seeder.sample(self.samples)
         self.samples += 1
+
+    def again(self, back: int) -> None:
+        """Code that makes a substitute for the sample read `back` samples ago runs from here on."""
+        self._seeder.sample(self.samples - back)

@@ -114,13 +114,15 @@ class SampleSeeder:
         concurrent: samples are made concurrently; the process-global generators are left alone.
     """
 
-    __slots__ = ("_base", "_batch_base", "_collation_base", "_concurrent")
+    __slots__ = ("_base", "_batch_base", "_collation_base", "_concurrent", "first")
 
     def __init__(self, seed: int, epoch: int, *words: int | str, concurrent: bool = False) -> None:
         self._base = derive(seed, "sample", epoch, *words)
         self._batch_base = derive(seed, "batch", epoch, *words)
         self._collation_base = derive(seed, "collation", epoch, *words)
         self._concurrent = concurrent
+        self.first = 0
+        """Position of the batch that was begun last."""
 
     def sample(self, position: int) -> None:
         """The sample at `position` is made from here on, in this context."""
@@ -128,6 +130,7 @@ class SampleSeeder:
 
     def batch(self, position: int) -> None:
         """Code that fetches a whole batch runs from here on; its first sample has this position."""
+        self.first = position
         self._begin((self._batch_base + position * _GOLDEN) & _MASK)
 
     def collation(self, position: int) -> None:
@@ -189,7 +192,7 @@ class GlobalWatch:
         if names:
             self._before = None
             warnings.warn(
-                f"An async dataset drew from the process-global generators ({', '.join(names)}) in seeded mode. Its "
+                f"A dataset drew from the process-global generators ({', '.join(names)}) in seeded mode, but its "
                 "samples are made concurrently, so these draws depend on timing. Use asyncloader.sample_rng().torch, "
                 ".numpy or .random in the dataset.",
                 stacklevel=2,

@@ -9,9 +9,11 @@ for; that is `worker.py`'s.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import pickle
 import select
+import warnings
 from collections.abc import Callable
 from time import perf_counter, process_time
 from typing import Any
@@ -29,11 +31,13 @@ from asyncloader.workers.bad_samples import BadSample, NoSamples
 from asyncloader.workers.channel import Channel
 from asyncloader.workers.codec import Encoded, Encoder
 from asyncloader.workers.collate import Collator, use_private_memory
+from asyncloader.workers.dataset_context import DatasetContext
 from asyncloader.workers.error_notes import add_note, collation_place, take_notes
 from asyncloader.workers.footprint import Footprint
 from asyncloader.workers.handover import restore_generators, save_generators
 from asyncloader.workers.info import EpochStart, WorkerSetup, install_worker_info, seed_worker
 from asyncloader.workers.last_words import kept_stderr
+from asyncloader.workers.leasing import WorkerLeasing
 from asyncloader.workers.payload import Payload
 from asyncloader.workers.reader import Reader
 from asyncloader.workers.ring import WorkerRing
@@ -47,8 +51,9 @@ _ASKED_FOR = 64 << 20
 class TaskRunner:
     """Carries tasks out and answers them.
 
-    An error at start-up (a dataset that does not unpickle, `worker_init_fn`, `__iter__`) is kept and answers the first
-    task, as torch does, and the others of the epoch, too. The next epoch of persistent workers tries `__iter__` again.
+    An error at start-up (a dataset that does not unpickle, `worker_init_fn`, `__aenter__`, `__iter__`) is kept and
+    answers the first task, as torch does, and the others of the epoch, too. The next epoch of persistent workers tries
+    `__aenter__` and `__iter__` again.
     """
 
     def __init__(self, worker_id: int, channel: Channel, setup: WorkerSetup | Payload) -> None:
@@ -58,6 +63,7 @@ class TaskRunner:
         self.asynchronous = False
         self._ring: WorkerRing | None = None
         self._ring_number = -1
+        self._leasing = WorkerLeasing(self.channel_send)
         self._encoder = Encoder()
         self._last_template = b""
         self._samples = 0
@@ -66,6 +72,7 @@ class TaskRunner:
         self._ended = False  # this worker's copy of an iterable dataset has ended in this epoch
         self._start_error: bytes | None = None
         self._reader: Reader | None = None
+        self._context: DatasetContext | None = None  # what is entered in the loop before the first task
         self._suspect: int | None = None  # where the next task's standard error is to be kept
         self._footprint: Footprint | None = None
         self._memory_limit = 0
@@ -78,28 +85,73 @@ class TaskRunner:
             self._start(self._setup)
         except Exception as error:
             self._start_error = _pickle_error(error, self.worker_id)
+        if not self.opens:
+            self._started()
+
+    @property
+    def opens(self) -> bool:
+        """Whether `open` must be awaited before the worker has started."""
+        return self._context is not None and self._start_error is None
+
+    async def open(self) -> None:
+        """Await what `worker_init_fn` gave, and enter the dataset's context."""
+        await self._entered()
         self._started()
+
+    async def _entered(self) -> None:
+        if self._context is None or self._start_error is not None:
+            return
+        try:
+            await self._context.open()
+        except Exception as error:
+            if self._start_error is None:
+                self._start_error = _pickle_error(error, self.worker_id)
+
+    async def close(self) -> None:
+        """Leave the dataset's context, within bounded time."""
+        if self._context is None:
+            return
+        error = await self._context.close()
+        if error is not None:
+            warnings.warn(f"the dataset's __aexit__ raised {type(error).__name__}: {error}", RuntimeWarning, stacklevel=1)
 
     def _started(self) -> None:
         self.channel_send(wire.pack_reset(wire.STARTED, self._epoch))
 
     def _start(self, setup: WorkerSetup) -> None:
-        self._epoch = setup.attachment
+        self._epoch = self._leasing.epoch = setup.attachment
         seed = seed_worker(setup.base_seed, self.worker_id)
         start = setup.starts[self.worker_id]
         dataset = self._reseed_datapipe(setup.dataset, start.shared_seed)
         reader = self._reader = Reader(
-            setup, dataset, self._make_collate(setup), worker_id=self.worker_id, in_worker=True
+            setup,
+            dataset,
+            self._make_collate(setup),
+            worker_id=self.worker_id,
+            in_worker=True,
+            leases=self._leasing,
         )
         install_worker_info(self.worker_id, setup.num_workers, seed, dataset)
         self.asynchronous = reader.asynchronous
-        if setup.worker_init_fn is not None:
-            setup.worker_init_fn(self.worker_id)
+        before = None if setup.worker_init_fn is None else setup.worker_init_fn(self.worker_id)
+        self._context = self._make_context(dataset, before)
         reader.begin(start)
         if setup.handover:
             restore_generators(setup.handover)
         if setup.memory_limit is not None:
             self._memory_limit, self._footprint = setup.memory_limit, Footprint()
+
+    def _make_context(self, dataset: Any, before: Any) -> DatasetContext | None:
+        awaitable = before is not None and inspect.isawaitable(before)
+        if awaitable and not self.asynchronous:
+            if inspect.iscoroutine(before):
+                before.close()
+            raise TypeError(
+                "worker_init_fn returned an awaitable, but the dataset is a blocking one, so its workers have no event "
+                "loop to await it in: give a plain function, or a dataset with async methods"
+            )
+        context = DatasetContext(dataset, before if awaitable else None)
+        return context if self.asynchronous and context.needed else None
 
     def _reseed_datapipe(self, dataset: Any, shared_seed: int | None) -> Any:
         if isinstance(dataset, IterDataPipe):
@@ -129,6 +181,8 @@ class TaskRunner:
             self._ring_number = number
         elif kind == wire.RESET:
             self._reset(body)
+        elif kind == wire.LEASE:
+            self._leasing.answered(body)
         elif kind == wire.SUSPECT:
             self._suspect = self.channel.take_fd()
         elif kind == wire.STOP:
@@ -154,7 +208,7 @@ class TaskRunner:
 
     def _reset(self, body: bytes) -> None:
         epoch, payload = wire.unpack_reset(body)
-        self._epoch = epoch
+        self._epoch = self._leasing.epoch = epoch
         self._ended = False
         self.channel_send(wire.pack_reset(wire.RESET_DONE, epoch))
         reader = self._reader
@@ -198,6 +252,8 @@ class TaskRunner:
         ring = self._ring if ring_number == self._ring_number else None
         bad: list[BadSample] = []
         try:
+            if self._context is not None:
+                await self._entered()
             reader = self._reader_or_error()
             with self._watched():
                 encoded = await reader.fetch_async(pickle.loads(index), bad)

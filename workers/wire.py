@@ -15,9 +15,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 __all__ = [
+    "ASK",
     "BAD",
     "ERROR",
     "EXHAUSTED",
+    "LEASE",
     "NOTHING",
     "NO_SLOT",
     "ONEOFF",
@@ -35,11 +37,15 @@ __all__ = [
     "Result",
     "pack",
     "pack_answer",
+    "pack_ask",
+    "pack_lease",
     "pack_reset",
     "pack_result",
     "pack_ring",
     "pack_task",
     "unpack_answer",
+    "unpack_ask",
+    "unpack_lease",
     "unpack_reset",
     "unpack_result",
     "unpack_ring",
@@ -51,6 +57,8 @@ TASK, RING, RESET, STOP = 1, 2, 3, 4
 SUSPECT = 5
 """The next task killed a worker: what is written to standard error meanwhile is kept, too, in the descriptor that comes
 with the frame."""
+LEASE = 6
+"""What the worker shall read next of a dataset that the main process leases out."""
 # worker -> main
 RESULT, ERROR, EXHAUSTED, RESET_DONE, READY = 11, 12, 13, 14, 15
 STARTED = 16
@@ -62,6 +70,8 @@ BAD = 18
 RETIRING = 19
 """The worker has grown too large and leaves now; its unanswered tasks are for its replacement. With the state of its
 random numbers, pickled, in torch mode."""
+ASK = 20
+"""The worker wants its next lease."""
 
 NO_SLOT = -1
 """In a task: no slot was free. In a result: the batch has no bytes in shared memory."""
@@ -74,6 +84,8 @@ _TASK_HEAD = struct.Struct("=IQiI")
 _RING_HEAD = struct.Struct("=IIQ")  # number, slots, slot_bytes
 _RESET_HEAD = struct.Struct("=I")  # epoch
 _ANSWER_HEAD = struct.Struct("=IQd")  # epoch, seq, busy
+_ASK_HEAD = struct.Struct("=IQQ")  # epoch, number, batch
+_LEASE_HEAD = struct.Struct("=IQ")  # epoch, number
 _RESULT = struct.Struct("=IBIQiQQIdBI")
 _RESULT_HEAD = struct.Struct("=IQiQQIdBI")
 
@@ -145,6 +157,28 @@ def unpack_answer(body: bytes) -> tuple[int, int, float, bytes]:
     """Epoch, sequence number, busy seconds, payload."""
     epoch, seq, busy = _unpack(_ANSWER_HEAD, body)
     return epoch, seq, busy, body[_ANSWER_HEAD.size :]
+
+
+def pack_ask(epoch: int, number: int, batch: int, left: bytes) -> bytes:
+    """A request for lease `number`, made for the worker's batch `batch`; `left` is pickled: see `LeaseBook.ask`."""
+    return pack(ASK, _ASK_HEAD.pack(epoch, number, batch) + left)
+
+
+def unpack_ask(body: bytes) -> tuple[int, int, int, bytes]:
+    """Epoch, number, batch, pickled rest."""
+    epoch, number, batch = _unpack(_ASK_HEAD, body)
+    return epoch, number, batch, body[_ASK_HEAD.size :]
+
+
+def pack_lease(epoch: int, number: int, answer: bytes) -> bytes:
+    """The (pickled) answer to the request for lease `number`."""
+    return pack(LEASE, _LEASE_HEAD.pack(epoch, number) + answer)
+
+
+def unpack_lease(body: bytes) -> tuple[int, int, bytes]:
+    """Epoch, number, pickled answer."""
+    epoch, number = _unpack(_LEASE_HEAD, body)
+    return epoch, number, body[_LEASE_HEAD.size :]
 
 
 def pack_result(result: Result, template: bytes, cursor: bytes = b"") -> bytes:

@@ -149,13 +149,17 @@ class _AsyncShell:
     async def run(self) -> None:
         fd = self._runner.channel.fileno()
         self._loop.add_reader(fd, self._readable)
+        opening = self._loop.create_task(self._runner.open()) if self._runner.opens else None
         try:
             await self._done
         finally:
             self._loop.remove_reader(fd)
+            if opening is not None:
+                self._tasks.add(opening)
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._runner.close()
 
     def _readable(self) -> None:
         channel = self._runner.channel

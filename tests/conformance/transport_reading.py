@@ -141,6 +141,41 @@ class ReadingConformance(TransportSubject):
             with pytest.raises(ValueError, match="chunk_size must be at least 1 byte, got 0"):
                 await drain(transport.stream("a", chunk_size=0))
 
+    @pytest.mark.parametrize("start", [1, 100, 8191, 16383])
+    @pytest.mark.parametrize("chunk_size", [1000, 1 << 20])
+    async def test_stream_from_the_middle(self, start: int, chunk_size: int) -> None:
+        """A stream that begins at a byte gives that one first, and all that follow."""
+        async with self.make() as transport:
+            self.put(transport, "a", CONTENT)
+            chunks = await drain(transport.stream("a", start=start, chunk_size=chunk_size))
+            assert b"".join(chunks) == CONTENT[start:]
+            assert all(0 < len(chunk) <= chunk_size for chunk in chunks)
+
+    async def test_stream_from_the_end(self) -> None:
+        """Behind the last byte there is nothing, which is no error; so it is with an object of no bytes."""
+        async with self.make() as transport:
+            self.put(transport, "a", CONTENT)
+            self.put(transport, "empty", b"")
+            assert await drain(transport.stream("a", start=len(CONTENT))) == []
+            assert await drain(transport.stream("empty", start=0)) == []
+
+    @pytest.mark.parametrize("start", [16385, 1 << 40])
+    async def test_stream_from_past_the_end_is_an_error(self, start: int) -> None:
+        """A position that the object does not have is refused, as it belongs to another object or version."""
+        async with self.make() as transport:
+            self.put(transport, "a", CONTENT)
+            with pytest.raises(RangeOutOfBounds, match="'a'") as caught:
+                await drain(transport.stream("a", start=start))
+            assert (caught.value.path, caught.value.size) in {("a", len(CONTENT)), ("a", None)}
+            assert await transport.read("a") == CONTENT
+
+    async def test_stream_from_before_the_beginning_is_an_error(self) -> None:
+        """A position is never counted from the end."""
+        async with self.make() as transport:
+            self.put(transport, "a", CONTENT)
+            with pytest.raises(ValueError, match="start must be 0 or more bytes, got -1"):
+                await drain(transport.stream("a", start=-1))
+
     async def test_stream_left_early_leaves_the_transport_usable(self) -> None:
         """A consumer that stops in the middle costs nothing but the chunks it took."""
         async with self.make() as transport:
@@ -155,6 +190,39 @@ class ReadingConformance(TransportSubject):
             self.put(transport, "a", CONTENT)
             first, second = await asyncio.gather(*(drain(transport.stream("a", chunk_size=n)) for n in (1000, 999)))
             assert b"".join(first) == b"".join(second) == CONTENT
+
+    # --- versions
+
+    @pytest.mark.parametrize("size", [0, 5, 16384])
+    async def test_info_gives_the_size(self, size: int) -> None:
+        """An object is described without being read; its version is a text, or nothing is known of it."""
+        async with self.make() as transport:
+            self.put(transport, "a", CONTENT[:size])
+            info = await transport.info("a")
+            assert info.size == size
+            assert info.etag is None or (isinstance(info.etag, str) and info.etag)
+
+    async def test_info_stands_for_the_bytes(self) -> None:
+        """Other bytes under the same path never have the same version, not even at once and at the same size."""
+        async with self.make() as transport:
+            seen: dict[str, bytes] = {}
+            for data in [b"one", b"two", b"three", b"ten"]:
+                self.put(transport, "a", data)
+                for _ in range(2):
+                    etag = (await transport.info("a")).etag
+                    assert etag is None or seen.setdefault(etag, data) == data
+
+    async def test_read_with_info_describes_what_it_gives(self) -> None:
+        """The version that comes with the bytes is theirs, or nothing is known of it; the limit holds."""
+        async with self.make() as transport:
+            for data in [CONTENT, CONTENT[::-1], b""]:
+                self.put(transport, "a", data)
+                found, info = await transport.read_with_info("a", max_bytes=len(CONTENT))
+                assert (found, info.size) == (data, len(data))
+                assert info.etag in {(await transport.info("a")).etag, None}
+            self.put(transport, "a", CONTENT)
+            with pytest.raises(ObjectTooLarge, match="'a'"):
+                await transport.read_with_info("a", max_bytes=len(CONTENT) - 1)
 
     # --- listing
 

@@ -25,7 +25,10 @@ CALLS: dict[str, Call] = {
     "read_range": lambda transport, path: transport.read_range(path, 0, 1),
     "read_ranges": lambda transport, path: transport.read_ranges(path, [(0, 1), (3, 2)]),
     "stream": lambda transport, path: drain(transport.stream(path)),
+    "stream_from": lambda transport, path: drain(transport.stream(path, start=2)),
     "size": lambda transport, path: transport.size(path),
+    "info": lambda transport, path: transport.info(path),
+    "read_with_info": lambda transport, path: transport.read_with_info(path),
 }
 call_each = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 

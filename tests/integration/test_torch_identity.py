@@ -80,6 +80,9 @@ def test_attributes_that_may_not_be_set() -> None:
 OURS = {
     "ring_bytes",
     "concurrency",
+    "fetch_threads",
+    "decode",
+    "decode_threads",
     "seed",
     "rank",
     "world_size",

@@ -1,0 +1,250 @@
+"""`RemoteIterableDataset`: shards in a store, as a dataset. Data path: [dataset] -> plan -> leases -> lanes -> batches.
+
+The main process finds the shards and plans an epoch (`plan`); each worker reads what it is leased (`open_lane`). Nothing
+is read before the first iteration, or before somebody asks for a length.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from torch.utils.data import IterableDataset
+
+from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardFormat
+from asyncloader.permutation import Permutation
+from asyncloader.remote.blocking import run_in_thread
+from asyncloader.remote.catalogue import Piece, Shard, can_cut, cut
+from asyncloader.remote.lane import Lane
+from asyncloader.remote.leases import LaneStart, LeaseBook, Ledger
+from asyncloader.remote.local_leases import LocalLeases
+from asyncloader.remote.measuring import bytes_per_sample, with_counts, with_edges, with_sizes
+from asyncloader.remote.reading import READ_AHEAD, MakeReader, read_piece
+from asyncloader.remote.sources import find_shards
+from asyncloader.remote.stores import Stores
+from asyncloader.transports import Transport, TransportError
+from asyncloader.workers.leasing import LeaseSource
+
+__all__ = ["RemoteIterableDataset"]
+
+PIECES_EACH = 4
+"""Pieces for each lane that shards are cut into where there are fewer of them: enough to even out the end."""
+
+CUSTOM = ShardFormat("custom", None)
+
+
+class RemoteIterableDataset(IterableDataset[Any]):
+    """Samples from shards that lie in a store: tar (WebDataset's naming), JSON lines, Parquet, MDS, TFRecord.
+
+    A sample is a dictionary: ``__key__`` (str), ``__url__`` (str) and its fields, raw bytes unless the format says
+    more or `decode` does. Each is read once an epoch, whatever the number of workers and of ranks; every batch is full,
+    but for the last one of the epoch. Order, states and what happens when a worker dies: see
+    ``docs/explanation/order-and-resume-in-streams.md``.
+
+    Use it with asyncloader's loaders, or iterate it alone: ``async for sample in dataset``. It is read by one process
+    for each worker, which is started by "forkserver" unless `multiprocessing_context` says otherwise.
+
+    Args:
+        urls: one or several of: the URL of a shard, or a local path; a brace pattern
+            (``"s3://bucket/train-{000..127}.tar"``); a prefix, ending with ``/``, whose shards are listed; a folder or
+            an ``index.json`` of an MDS dataset. Without a `transport`, schemes are those of `open_transport`.
+        format: of all shards, as an extension without its dot (``"tar"``, ``"jsonl.gz"``, ``"parquet"``); or a function
+            of a URL and a `ShardRange` that makes a `ShardReader`. None: by the extension.
+        decode: a function of a sample, for its collated form. It runs in `decode_threads` threads of the loader.
+        shuffle_buffer: samples that are shuffled together in each worker (see ``asyncloader/remote/shuffle.py``);
+            0: they stay in their order.
+        shuffle_shards: read the shards in another order each epoch. None: if there is a `shuffle_buffer`.
+        transport: reads everything; URLs are then paths below its root.
+        cache_dir: directory in which whole objects are kept for the next epoch. None: nothing is.
+        cache_bytes: bound on the size of that directory; None: no bound.
+        max_sample_bytes: refuse a sample of more (decompressed) bytes; default 1 GiB.
+        read_ahead: bytes of a shard that each worker fetches ahead; default 8 MiB.
+        columns: of Parquet, the columns to read; None: all.
+        storage_options: keyword arguments for the transports that are opened (credentials, endpoint, retry).
+
+    Raises:
+        ValueError: an argument is out of range, or excludes another one.
+    """
+
+    def __init__(
+        self,
+        urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        *,
+        format: str | ShardFormat | MakeReader | None = None,
+        decode: Callable[[Sample], Any] | None = None,
+        shuffle_buffer: int = 0,
+        shuffle_shards: bool | None = None,
+        transport: Transport | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
+        max_sample_bytes: int = MAX_SAMPLE_BYTES,
+        read_ahead: int = READ_AHEAD,
+        columns: Sequence[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        for name, value, least in (
+            ("shuffle_buffer", shuffle_buffer, 0),
+            ("max_sample_bytes", max_sample_bytes, 1),
+            ("read_ahead", read_ahead, 1),
+        ):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} should be an integer of at least {least}, but got {name}={value!r}")
+        if decode is not None and not callable(decode):
+            raise ValueError(f"decode should be a function of a sample or None, but got decode={decode!r}")
+        self.urls = urls if isinstance(urls, str | os.PathLike) else list(urls)
+        self.format = format
+        self.decode = decode
+        self.shuffle_buffer = shuffle_buffer
+        self.shuffle_shards = bool(shuffle_buffer) if shuffle_shards is None else bool(shuffle_shards)
+        self.max_sample_bytes = max_sample_bytes
+        self.read_ahead = read_ahead
+        self.columns = columns
+        self._stores = Stores(storage_options, transport=transport, cache_dir=cache_dir, cache_bytes=cache_bytes)
+        self._shards: list[Shard] | None = None
+
+    def __repr__(self) -> str:
+        found = "" if self._shards is None else f", {len(self._shards)} shards"
+        return f"<RemoteIterableDataset {self.urls!r}{found}>"
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(
+            "a RemoteIterableDataset is read by asyncloader's DataLoader or AsyncDataLoader, or with 'async for'"
+        )
+
+    async def __aiter__(self) -> AsyncGenerator[Sample, None]:
+        """All samples, in the order of the shards; not decoded."""
+        plan = await self.plan(1, 0, 1, None)
+        lane = self.open_lane(LocalLeases(LeaseBook(Ledger(plan), [LaneStart()]), 0))
+        try:
+            while True:
+                lane.next_batch()
+                try:
+                    samples = await lane.take(1)
+                except StopAsyncIteration:
+                    return
+                yield samples[0]
+        finally:
+            await lane.aclose()
+            await self._stores.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stores.aclose()
+
+    def __len__(self) -> int:
+        """Samples of all shards, if indexes say so: MDS, Parquet. Blocks: it reads these indexes once.
+
+        Raises:
+            TypeError: they do not. `estimated_len` may help.
+        """
+        shards = run_in_thread(self._counted())
+        counts = [shard.samples for shard in shards if shard.samples is not None]
+        if len(counts) < len(shards):
+            raise TypeError(
+                f"{self!r} has no len(): only MDS and Parquet say how many samples a shard holds. estimated_len() guesses"
+            )
+        return sum(counts)
+
+    def estimated_len(self) -> int:
+        """About how many samples there are: the bytes of all shards over those of the first one's first samples.
+
+        Blocks: it asks the store for the size of each shard, and reads up to 1 MiB of one.
+        """
+        return run_in_thread(self._estimate())
+
+    # ---------------------------------------------------------------------------------------- for the loaders
+
+    async def plan(self, lanes: int, rank: int, ranks: int, key: int | None, *, common: bool = True) -> list[Piece]:
+        """The pieces that this rank reads in an epoch, in the order in which they are leased.
+
+        Args:
+            lanes: workers of a rank, at least 1.
+            rank: of this process.
+            ranks: their number; each has every `ranks`-th piece.
+            key: chooses the order, if `shuffle_shards`; None: as they are.
+            common: all ranks have the same key. If not, each shuffles its own part.
+
+        Raises:
+            As `find_shards`.
+        """
+        shards = await self._measured(PIECES_EACH * lanes * ranks)
+        pieces = cut(shards, PIECES_EACH * lanes * ranks)
+        if common:
+            return self._shuffled(pieces, key)[rank::ranks]
+        return self._shuffled(pieces[rank::ranks], key)
+
+    @property
+    def shard_urls(self) -> list[str]:
+        """The shards that were found; empty before `plan`."""
+        return [shard.url for shard in self._shards or []]
+
+    def open_lane(self, source: LeaseSource) -> Lane:
+        """One worker's stream. `plan` was called, here or in the process that this dataset came from."""
+        assert self._shards is not None
+        return Lane(self._shards, self._open, source, self.shuffle_buffer)
+
+    def _open(self, shard: Shard, piece: Piece, on_bad: OnBad) -> AsyncGenerator[list[Located], None]:
+        return read_piece(
+            self._stores,
+            shard,
+            piece,
+            max_sample_bytes=self.max_sample_bytes,
+            on_bad=on_bad,
+            reader=self.format if shard.format == CUSTOM and callable(self.format) else None,
+            read_ahead=self.read_ahead,
+            columns=self.columns,
+        )
+
+    def _shuffled(self, pieces: list[Piece], key: int | None) -> list[Piece]:
+        if key is None or not self.shuffle_shards:
+            return pieces
+        return [pieces[at] for at in Permutation(len(pieces), key, 0)(np.arange(len(pieces)))]
+
+    # ------------------------------------------------------------------------------------- what is known of shards
+
+    async def _found(self, stores: Stores) -> list[Shard]:
+        if self._shards is None:
+            custom = callable(self.format) and not isinstance(self.format, ShardFormat)
+            self._shards = await find_shards(self.urls, stores, CUSTOM if custom else self.format)  # type: ignore[arg-type]
+        return self._shards
+
+    async def _measured(self, parts: int) -> list[Shard]:
+        async with aclosing(self._own_stores()) as stores:
+            shards = await self._found(stores)
+            if len(shards) < parts:  # few: it pays to know them
+                if any(map(can_cut, shards)):
+                    shards = await with_edges(shards, stores, parts)
+                try:
+                    shards = await with_sizes(shards, stores)
+                except TransportError:
+                    pass  # who reads that shard will say so
+                self._shards = shards
+            return shards
+
+    async def _counted(self) -> list[Shard]:
+        async with aclosing(self._own_stores()) as stores:
+            self._shards = await with_counts(await self._found(stores), stores)
+            return self._shards
+
+    async def _estimate(self) -> int:
+        async with aclosing(self._own_stores()) as stores:
+            shards = self._shards = await with_sizes(await self._found(stores), stores)
+            if all(shard.samples is not None for shard in shards):
+                return sum(shard.samples or 0 for shard in shards)
+            reader = self.format if callable(self.format) and not isinstance(self.format, ShardFormat) else None
+            each = await bytes_per_sample(shards[0], stores, max_sample_bytes=self.max_sample_bytes, reader=reader)
+            return round(sum(shard.size or 0 for shard in shards) / each) if each else 0
+
+    def _own_stores(self) -> Stores:
+        """For another loop than the one that reads: a transport belongs to one loop at a time."""
+        copy: Stores = pickle.loads(pickle.dumps(self._stores))
+        return copy

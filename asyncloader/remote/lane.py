@@ -1,0 +1,334 @@
+"""One worker's stream: from its leases to the samples of its batches. Data path: lease -> reading -> [lane] -> batch.
+
+A lane makes one batch at a time. What it reads ahead of that are bytes only (`read_ahead.py`): samples are taken when
+a batch needs them, so that where the lane stands follows from its batches alone, on every run.
+
+Its state is that of its last batch: the pieces that it has still to read, with offsets; of the shuffle buffer, the
+pieces that fill it again; what it asks the main process for. None of it grows with the epoch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from asyncloader.errors import StateError
+from asyncloader.formats import Located, OnBad, Sample, ShardError
+from asyncloader.remote.catalogue import Piece, Shard
+from asyncloader.remote.shuffle import ShuffleBlocks
+from asyncloader.workers.leasing import LeaseSource
+
+__all__ = ["Lane", "Open", "merged"]
+
+Open = Callable[[Shard, Piece, OnBad], AsyncGenerator[list[Located], None]]
+"""Reads a piece; tells of bad samples that were stepped over."""
+
+ASK_AHEAD = 4 << 20
+"""Bytes before a lease's end at which the next one is asked for, where the end is known; else at its beginning."""
+
+
+class Entry(NamedTuple):
+    """A sample, and the piece that holds it alone."""
+
+    sample: Sample
+    piece: Piece
+
+
+def merged(pieces: Iterable[Piece]) -> list[Piece]:
+    """The same pieces, neighbours made one."""
+    found: list[Piece] = []
+    _extend(found, pieces)
+    return found
+
+
+def _extend(found: list[Piece], pieces: Iterable[Piece]) -> None:
+    for piece in pieces:
+        if found and found[-1].shard == piece.shard and found[-1].stop == piece.start:
+            found[-1] = found[-1]._replace(stop=piece.stop)
+        else:
+            found.append(piece)
+
+
+class Lane:
+    """Reads what is leased to it. Not for concurrent use: one `take` after the other.
+
+    Args:
+        shards: the catalogue that pieces refer to.
+        open: reads a piece.
+        source: gives leases.
+        shuffle: items of a block of the shuffle buffer; 0 for none.
+    """
+
+    def __init__(self, shards: Sequence[Shard], open: Open, source: LeaseSource, shuffle: int) -> None:
+        self._shards = shards
+        self._open = open
+        self._source = source
+        self._blocks: ShuffleBlocks[Entry] | None = None if not shuffle else ShuffleBlocks(shuffle, source.key)
+        self._batch = -1
+        self._taken = 0  # leases that were begun
+        self._asked: int | None = None  # the batch in which the next one was asked for
+        self._dry = False  # there was none
+        self._over = False
+        self._todo: deque[Piece] = deque()  # of the present lease; the first begins where reading goes on
+        self._passed = 0  # bad samples that were stepped over since the first piece's beginning
+        self._stream: AsyncGenerator[list[Located], None] | None = None
+        self._found: deque[Located] = deque()  # read, and not taken
+        self._bad: deque[ShardError] = deque()  # bad samples before or among them
+        self._skip = 0  # bad samples that will be told of again
+        self._fault: Exception | None = None  # after those: the piece cannot be read on
+        self._block: list[Piece] = []  # what the shuffle buffer's blocks were filled from
+        self._filling: list[Piece] = []
+        self._carry: list[Entry] = []  # taken for a batch that failed; the next one has them
+        self._saved: dict[str, Any] | None = None
+
+    # ------------------------------------------------------------------------------------------------ batches
+
+    def next_batch(self) -> None:
+        """The next batch begins."""
+        self._batch += 1
+
+    async def take(self, size: int) -> list[Sample]:
+        """Samples for the present batch: `size` of them, fewer only where the epoch ends.
+
+        May be called again for the same batch when it has raised: what was taken until then is not lost.
+
+        Raises:
+            StopAsyncIteration: there are no more.
+            ShardError, TransportError: a sample, or the rest of a piece, cannot be read. The next call goes on behind.
+        """
+        if self._saved is not None:
+            await self._refill(self._saved)
+            self._saved = None
+        if self._over:
+            raise StopAsyncIteration
+        if not self._taken and self._asked is None and not self._dry:
+            self._ask()
+        out, self._carry = self._carry, []
+        try:
+            while len(out) < size:
+                got = await self._some(size - len(out))
+                out += got
+                if got:
+                    continue
+                answer = await self._source.ask(self._taken, self._batch, merged(entry.piece for entry in out))
+                if answer.lease is not None:
+                    self._begin(answer.lease)
+                    continue
+                self._over = True
+                if not answer.last:
+                    out = []  # another lane has them
+                break
+        except BaseException:
+            self._carry = out
+            raise
+        if not out:
+            raise StopAsyncIteration
+        return [entry.sample for entry in out]
+
+    async def _some(self, most: int) -> list[Entry]:
+        """Between 1 and `most` samples; none: there is nothing to read now."""
+        blocks = self._blocks
+        if blocks is None:
+            return await self._pull(most)
+        blocks.begin(most)
+        if not blocks.left:
+            await self._fill(blocks, 0)
+            self._block, self._filling = self._filling, []
+            if not blocks.turn():
+                return []
+        number = min(most, blocks.left)
+        await self._fill(blocks, number)
+        return blocks.take(number)
+
+    async def _fill(self, blocks: ShuffleBlocks[Entry], giving: int) -> None:
+        while (missing := blocks.missing(giving)) and (got := await self._pull(missing)):
+            blocks.filling += got
+            _extend(self._filling, (entry.piece for entry in got))
+
+    # ------------------------------------------------------------------------------------------------ reading
+
+    async def _pull(self, most: int) -> list[Entry]:
+        """Between 1 and `most` samples in the order of the pieces; none: the leases are read, and there is no other."""
+        while not self._dry:
+            if got := self._pull_found(most):
+                return got
+            if not self._todo:
+                await self._next_lease()
+                continue
+            if self._stream is None:
+                first = self._todo[0]
+                self._skip = self._passed
+                self._stream = self._open(self._shards[first.shard], first, self._note_bad)
+            if self._fault is not None:
+                fault, self._fault = self._fault, None
+                await self._end_piece()
+                try:
+                    raise fault
+                finally:
+                    del fault  # it refers to this frame
+            try:
+                self._found.extend(await anext(self._stream))
+            except StopAsyncIteration:
+                if not self._bad:
+                    await self._end_piece()
+            except Exception as error:
+                self._fault = error
+            except BaseException:  # cancelled, and the stream with it: it is opened again where reading stands
+                self._stream = None
+                raise
+        return []
+
+    def _pull_found(self, most: int) -> list[Entry]:
+        got: list[Entry] = []
+        found, bad = self._found, self._bad
+        if not found and not bad:
+            return got
+        piece = self._todo[0]
+        limit = bad[0].offset if bad else None
+        shard, start, stop, sync = piece
+        while found and len(got) < most and (limit is None or found[0].resume <= limit):
+            sample, resume = found.popleft()
+            got.append(Entry(sample, Piece(shard, start, resume, sync)))
+            start, sync = resume, False
+        if got:
+            self._todo[0] = Piece(shard, start, stop, sync)
+            self._passed = 0
+            self._ask_near_end()
+        elif bad:
+            self._passed += 1
+            raise bad.popleft()
+        return got
+
+    def _note_bad(self, error: ShardError) -> None:
+        if self._skip:
+            self._skip -= 1  # it was told of before the state was saved
+        else:
+            self._bad.append(error)
+
+    async def _end_piece(self) -> None:
+        stream, self._stream = self._stream, None
+        self._todo.popleft()
+        self._passed = 0
+        self._ask_near_end()
+        if stream is not None:
+            await stream.aclose()
+
+    # ------------------------------------------------------------------------------------------------- leases
+
+    def _ask(self) -> None:
+        self._asked = self._batch
+        self._source.prepare(self._taken, self._batch)
+
+    async def _next_lease(self) -> None:
+        if self._asked is None:
+            self._ask()
+        asked = self._asked
+        assert asked is not None
+        answer = await self._source.ask(self._taken, asked, None)
+        self._asked = None
+        if answer.lease is None:
+            self._dry = True
+        else:
+            self._begin(answer.lease)
+
+    def _begin(self, pieces: Iterable[Sequence[Any]]) -> None:
+        self._todo.extend(Piece(*piece) for piece in pieces)
+        self._taken += 1
+        self._dry = False
+        self._asked = None
+        self._ask_near_end()
+
+    def _ask_near_end(self) -> None:
+        if self._asked is None and not self._dry and self._left() <= ASK_AHEAD:
+            self._ask()
+
+    def _left(self) -> int:
+        """Bytes until the lease's end; 0 if nobody knows."""
+        if not self._todo:
+            return 0
+        last = self._todo[-1]
+        shard = self._shards[last.shard]
+        if shard.format.name == "parquet" or shard.format.compression or (shard.mds and shard.mds.compression):
+            return 0  # places are not bytes of the object
+        stop = last.stop if last.stop is not None else shard.size
+        return 0 if stop is None else max(0, stop - last.start)
+
+    async def aclose(self) -> None:
+        """Stop reading."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            await stream.aclose()
+
+    # -------------------------------------------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the lane stands after its last batch. Plain values."""
+        if self._saved is not None:
+            return self._saved
+        blocks = self._blocks
+        state: dict[str, Any] = {
+            "batch": self._batch,
+            "taken": self._taken,
+            "asked": self._asked,
+            "dry": self._dry,
+            "over": self._over,
+            "todo": [list(piece) for piece in self._todo],
+            "passed": self._passed,
+            "carry": _plain(merged(entry.piece for entry in self._carry)),
+            "blocks": None,
+        }
+        if blocks is not None:
+            state["blocks"] = {
+                "number": blocks.number,
+                "aim": blocks.aim,
+                "given": blocks.given,
+                "size": len(blocks.block),
+                "block": _plain(self._block),
+                "filling": _plain(self._filling),
+            }
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; the buffer is filled again by the first `take`."""
+        self._batch, self._taken, self._asked = state["batch"], state["taken"], state["asked"]
+        self._dry, self._over, self._passed = state["dry"], state["over"], state["passed"]
+        self._todo.extend(Piece(*piece) for piece in state["todo"])
+        self._saved = state
+        if self._asked is not None and not self._over:
+            self._source.prepare(self._taken, self._asked)
+
+    async def _refill(self, state: dict[str, Any]) -> None:
+        """Read again what was taken and not given out."""
+        self._carry = await self._read_again(state["carry"])
+        saved = state["blocks"]
+        if self._blocks is None or saved is None:
+            return
+        self._block = [Piece(*piece) for piece in saved["block"]]
+        self._filling = [Piece(*piece) for piece in saved["filling"]]
+        block = await self._read_again(saved["block"])
+        if len(block) != saved["size"]:
+            raise StateError(
+                f"the shuffle buffer held {saved['size']} samples when the state was saved, and their places hold "
+                f"{len(block)} now: the shards are not the same"
+            )
+        filling = await self._read_again(saved["filling"])
+        self._blocks.restore(saved["number"], saved["aim"], saved["given"], block, filling)
+
+    async def _read_again(self, pieces: Iterable[Sequence[Any]]) -> list[Entry]:
+        entries: list[Entry] = []
+        for each in pieces:
+            piece = Piece(*each)
+            stream = self._open(self._shards[piece.shard], piece, lambda _: None)
+            try:
+                async for found in stream:
+                    for sample, resume in found:
+                        entries.append(Entry(sample, piece._replace(stop=resume)))
+                        piece = piece._replace(start=resume, sync=False)
+            finally:
+                await stream.aclose()
+        return entries
+
+
+def _plain(pieces: Iterable[Piece]) -> list[list[Any]]:
+    return [list(piece) for piece in pieces]

@@ -1,0 +1,192 @@
+"""A piece of a Parquet shard, from its transport to its samples. Data path: [ranges -> thread -> rows] -> samples.
+
+pyarrow decodes in a thread of its own, which waits for bytes that the loop fetches: `Ranges` stands between the two.
+One batch of rows is decoded ahead of whoever takes them. (The loop's own executor will not do: a host's name may be
+looked up there, and would wait for the threads that wait for it.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import aclosing
+from functools import partial
+from queue import SimpleQueue
+
+from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, ShardError
+from asyncloader.formats.parquet import read_rows
+from asyncloader.formats.parquet_meta import TAIL_BYTES, Footer, footer_size, parse_footer
+from asyncloader.transports import ObjectInfo, Transport, TransportClosed
+
+__all__ = ["Ranges", "read_footer", "read_parquet"]
+
+
+async def read_footer(transport: Transport, path: str, url: str) -> tuple[Footer, ObjectInfo]:
+    """Read a file's footer, in one or two requests, and what the store says of the file.
+
+    Raises:
+        ShardError: it is no Parquet file, or its footer is damaged.
+        TransportError: it cannot be read.
+        ImportError: pyarrow is not installed.
+    """
+    info = await transport.info(path)
+    length = min(TAIL_BYTES, info.size)
+    tail = await transport.read_range(path, info.size - length, length)
+    wanted = footer_size(tail, info.size, url)
+    if wanted > length:
+        tail = await transport.read_range(path, info.size - wanted, wanted - length) + tail
+    return await asyncio.to_thread(parse_footer, tail[-wanted:], info.size, url), info
+
+
+async def read_parquet(
+    transport: Transport,
+    path: str,
+    url: str,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    max_sample_bytes: int = MAX_SAMPLE_BYTES,
+    on_bad: OnBad | None = None,
+    read_ahead: int = 8 << 20,
+    columns: Sequence[str] | None = None,
+) -> AsyncGenerator[list[Located], None]:
+    """Read rows ``[start, stop)`` of a file. `on_bad` is called in a thread. Else as `formats.parquet.read_rows`.
+
+    Raises:
+        ShardError: also when the file was replaced while it was read, as far as the store can tell.
+        TransportError: the bytes cannot be read.
+    """
+    footer, info = await read_footer(transport, path, url)
+    ranges = Ranges(transport, path)
+    rows = read_rows(
+        footer,
+        ranges.fetch,
+        start=start,
+        stop=stop,
+        columns=columns,
+        max_sample_bytes=max_sample_bytes,
+        on_bad=on_bad,
+        window_bytes=read_ahead,
+    )
+
+    def step() -> list[Located] | None:
+        return next(rows, None)
+
+    async with aclosing(_Steps(ranges, step)) as steps:
+        steps.begin()
+        while (batch := await steps.result()) is not None:
+            steps.begin()
+            yield batch
+    now = await transport.info(path)
+    if now.size != info.size or (None not in (info.etag, now.etag) and now.etag != info.etag):
+        raise ShardError("the file was replaced while it was read; write files under new names instead", url=url)
+
+
+class Ranges:
+    """Has ranges of one object read by the running loop, for a thread that waits for them."""
+
+    def __init__(self, transport: Transport, path: str) -> None:
+        self._transport = transport
+        self._path = path
+        self._loop = asyncio.get_running_loop()
+        self._tasks: dict[asyncio.Task[None], Future[Sequence[bytes]]] = {}
+        self._closed = False
+
+    def fetch(self, ranges: Sequence[tuple[int, int]]) -> Future[Sequence[bytes]]:
+        """Begin to read; called in the thread. The future fails with TransportClosed after `aclose`.
+
+        Raises:
+            RuntimeError: the loop is closed.
+        """
+        answer: Future[Sequence[bytes]] = Future()
+        self._loop.call_soon_threadsafe(self._begin, list(ranges), answer)
+        return answer
+
+    async def aclose(self) -> None:
+        """End all reads and wait for their end. Every future is done then, also those that are asked for later."""
+        self._closed = True
+        interrupted: asyncio.CancelledError | None = None
+        for task in self._tasks:
+            task.cancel()
+        while self._tasks:
+            try:
+                await asyncio.wait(self._tasks)
+            except asyncio.CancelledError as error:
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted
+
+    def _begin(self, ranges: list[tuple[int, int]], answer: Future[Sequence[bytes]]) -> None:
+        if self._closed:
+            answer.set_exception(_left())
+            return
+        task = self._loop.create_task(self._read(ranges, answer), name="asyncloader-parquet-ranges")
+        self._tasks[task] = answer
+        task.add_done_callback(self._ended)
+
+    async def _read(self, ranges: list[tuple[int, int]], answer: Future[Sequence[bytes]]) -> None:
+        try:
+            answer.set_result(await self._transport.read_ranges(self._path, ranges))
+        except Exception as error:
+            answer.set_exception(error)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        answer = self._tasks.pop(task)
+        if not answer.done():  # the task was cancelled
+            answer.set_exception(_left())
+
+
+def _left() -> TransportClosed:
+    return TransportClosed("the shard is no longer read: its reader was closed")
+
+
+class _Steps:
+    """Calls a blocking function in a thread of its own, a call at a time.
+
+    The thread is a daemon: should the loop die before `aclose`, the interpreter's end does not wait for it.
+    """
+
+    def __init__(self, ranges: Ranges, step: Callable[[], list[Located] | None]) -> None:
+        self._ranges = ranges
+        self._asked: SimpleQueue[Future[list[Located] | None] | None] = SimpleQueue()
+        self._present: Future[list[Located] | None] | None = None
+        serve = partial(_serve, self._asked, step)
+        self._thread = threading.Thread(target=serve, name="asyncloader-parquet", daemon=True)
+        self._thread.start()
+
+    def begin(self) -> None:
+        """Have the next call made."""
+        self._present = Future()
+        self._asked.put(self._present)
+
+    async def result(self) -> list[Located] | None:
+        """Wait for the call that was begun last."""
+        assert self._present is not None
+        return await asyncio.shield(asyncio.wrap_future(self._present))
+
+    async def aclose(self) -> None:
+        """End the reads, the call that waits for them, and the thread."""
+        self._asked.put(None)
+        interrupted: asyncio.CancelledError | None = None
+        try:
+            await self._ranges.aclose()
+        except asyncio.CancelledError as error:
+            interrupted = error
+        while self._present is not None and not self._present.done():
+            try:
+                await asyncio.wait([asyncio.wrap_future(self._present)])
+            except asyncio.CancelledError as error:
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted
+
+
+def _serve(asked: SimpleQueue[Future[list[Located] | None] | None], step: Callable[[], list[Located] | None]) -> None:
+    while (answer := asked.get()) is not None:
+        try:
+            answer.set_result(step())
+        except BaseException as error:
+            answer.set_exception(error)
+        del answer

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from asyncloader.transports import CachedTransport, HttpTransport, LocalTransport, MemoryTransport, Transport
+from tests.conformance.transport import TransportConformance
+from tests.conformance.transport_subject import CONTENT, drain
+from tests.integration.http_store import LISTING, HttpStore, serving
+
+
+class CachedConformance(TransportConformance):
+    """The contract, with everything read once before it is read for the test."""
+
+    @pytest.fixture(autouse=True)
+    def directory(self, tmp_path: Path) -> None:
+        self.cache_dir = tmp_path / "cache"
+
+    async def test_a_second_read_is_a_hit(self) -> None:
+        """The tests of this class do meet the cache: what was read whole comes from there."""
+        async with self.make() as transport:
+            assert isinstance(transport, CachedTransport)
+            self.put(transport, "a", CONTENT)
+            self.put(transport, "b", CONTENT)
+            await transport.read("a")
+            await drain(transport.stream("b", chunk_size=1000))
+            assert transport.cache_counts.snapshot() == {"hits": 0, "misses": 2, "bytes_saved": 0, "evictions": 0}
+            assert await transport.read("a") == await transport.read("b") == CONTENT
+            assert await transport.read_range("a", 5, 3) == CONTENT[5:8]
+            assert await transport.read_ranges("a", [(5, 3), (0, 1)]) == [CONTENT[5:8], CONTENT[:1]]
+            assert b"".join(await drain(transport.stream("a", start=5))) == CONTENT[5:]
+            async with aclosing(transport.stream("a", chunk_size=10)) as chunks:
+                assert await anext(chunks) == CONTENT[:10]
+            saved = 2 * len(CONTENT) + 3 + 4 + len(CONTENT) - 5 + 10
+            assert transport.cache_counts.snapshot() == {"hits": 6, "misses": 2, "bytes_saved": saved, "evictions": 0}
+
+
+class TestCachedMemory(CachedConformance):
+    def make(self) -> Transport:
+        return CachedTransport(MemoryTransport(), "memory://", self.cache_dir, threads=4)
+
+    def put(self, transport: Transport, path: str, data: bytes) -> None:
+        assert isinstance(transport, CachedTransport)
+        assert isinstance(transport.inner, MemoryTransport)
+        transport.inner._objects[path] = data
+
+
+class TestCachedSmall(TestCachedMemory):
+    """With room for a few objects only, so that fills evict and are refused."""
+
+    def make(self) -> Transport:
+        return CachedTransport(MemoryTransport(), "memory://", self.cache_dir, 60_000, threads=4)
+
+
+@pytest.mark.network
+class TestCachedHttp(CachedConformance):
+    @pytest_asyncio.fixture(autouse=True)
+    async def server(self) -> AsyncIterator[None]:
+        async with serving() as store:
+            self.store = store
+            yield
+
+    store: HttpStore
+
+    def make(self) -> Transport:
+        return CachedTransport(HttpTransport(self.store.url, listing=LISTING), self.store.url, self.cache_dir, 1 << 30)
+
+    def put(self, transport: Transport, path: str, data: bytes) -> None:
+        assert isinstance(transport, CachedTransport)
+        self.store.put(path, data)
+
+
+class TestCachedLocal(TransportConformance):
+    """Files so young that they have no version yet: nothing is cached, and everything holds."""
+
+    @pytest.fixture(autouse=True)
+    def directory(self, tmp_path: Path) -> None:
+        self.root, self.cache_dir = tmp_path / "data", tmp_path / "cache"
+        self.root.mkdir()
+
+    def make(self) -> Transport:
+        return CachedTransport(LocalTransport(self.root, threads=4), f"file://{self.root}", self.cache_dir, threads=4)
+
+    def put(self, transport: Transport, path: str, data: bytes) -> None:
+        assert isinstance(transport, CachedTransport)
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)

@@ -1,0 +1,177 @@
+"""Pieces of shards from any transport: all samples once, from any place on, and no task left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from asyncloader.formats import JsonlReader, ShardError, ShardFormat, ShardRange, ShardReader
+from asyncloader.remote.catalogue import Piece, Shard, cut, format_of
+from asyncloader.remote.measuring import with_edges
+from asyncloader.remote.reading import read_piece
+from asyncloader.remote.stores import Stores
+from asyncloader.transports import MemoryTransport, ReadFailed
+from tests.unit.remote_shards import MAKERS, drain, number_of, parquet, read_all, shard_of, tar
+
+COUNT = 40
+
+
+class Small(MemoryTransport):
+    """Gives streams in chunks of a few bytes, whatever was asked for, and breaks them where it is told to."""
+
+    breaks_at: int | None = None
+
+    async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
+        left = None if self.breaks_at is None else self.breaks_at - start
+        async with aclosing(super().stream(path, start=start, chunk_size=97)) as chunks:
+            async for chunk in chunks:
+                if left is not None and left <= 0:
+                    raise ReadFailed("the network is gone", path=path)
+                yield chunk
+                left = None if left is None else left - len(chunk)
+
+
+@pytest.mark.parametrize("url", MAKERS)
+async def test_every_format_is_read_whole_and_from_everywhere(url: str) -> None:
+    """After each sample there is a place from which a piece gives exactly what follows."""
+    async with Small({url: MAKERS[url](range(COUNT))}) as transport:
+        stores, shard = Stores(transport=transport), shard_of(url, range(COUNT))
+        found = await read_all(stores, shard)
+        assert [number_of(sample) for sample, _ in found] == list(range(COUNT))
+        assert {sample["__url__"] for sample, _ in found} == {url}
+        for number in (0, 1, COUNT // 2, COUNT - 1):
+            rest = await read_all(stores, shard, Piece(0, found[number].resume))
+            assert rest == found[number + 1 :]
+
+
+@pytest.mark.parametrize("url", ["a.jsonl", "a.mds", "a.parquet"])
+@pytest.mark.parametrize("parts", [2, 5, 100])
+async def test_pieces_have_each_sample_once(url: str, parts: int) -> None:
+    """In order, in formats that can be cut; by what the store says of the shard."""
+    async with Small({url: MAKERS[url](range(COUNT))}) as transport:
+        stores = Stores(transport=transport)
+        shards = await with_edges([shard_of(url, range(COUNT))], stores, parts)
+        pieces = cut(shards, parts)
+        assert len(pieces) >= min(parts, 6 if url == "a.parquet" else COUNT)
+        read = [number_of(found.sample) for piece in pieces for found in await read_all(stores, shards[0], piece)]
+    assert read == list(range(COUNT))
+
+
+@pytest.mark.parametrize("url", [url for url in MAKERS if url != "a.parquet"])
+async def test_a_broken_transport_comes_after_the_samples_before_it(url: str) -> None:
+    """All samples that were complete are given; then the transport's own error."""
+    async with Small({url: MAKERS[url](range(COUNT))}) as transport:
+        transport.breaks_at = len(MAKERS[url](range(COUNT))) // 2
+        got: list[Any] = []
+        with pytest.raises(ReadFailed, match="the network is gone"):
+            await drain(read_piece(Stores(transport=transport), shard_of(url, range(COUNT)), Piece(0)), got)
+    read = [number_of(found.sample) for found in got]
+    assert read == list(range(len(read)))
+    assert 0 < len(read) < COUNT or ".tar.gz" in url or ".zst" in url or url == "a.jsonl.gz"
+
+
+@pytest.mark.parametrize("url", MAKERS)
+async def test_a_truncated_shard_says_so(url: str) -> None:
+    """Cut anywhere: samples that are whole, then a ShardError with the URL. (A line's end may be cut off.)"""
+    data = MAKERS[url](range(COUNT))
+    for part in (0.1, 0.5, 0.9):
+        async with Small({url: data[: int(len(data) * part) - 1]}) as transport:
+            got: list[Any] = []
+            with pytest.raises(ShardError) as caught:
+                await drain(read_piece(Stores(transport=transport), shard_of(url, range(COUNT)), Piece(0)), got)
+            assert caught.value.url == url
+            read = [number_of(found.sample) for found in got]
+            assert read == list(range(len(read)))
+
+
+@pytest.mark.parametrize("url", ["a.tar", "a.jsonl", "a.mds", "a.parquet"])
+async def test_a_shard_that_shrank_since_it_was_cut(url: str) -> None:
+    """A piece that begins behind the end is not taken for an empty one."""
+    data = MAKERS[url](range(COUNT))
+    async with Small({url: data[: len(data) // 4]}) as transport:
+        with pytest.raises(ShardError, match="truncated|no Parquet"):
+            await read_all(Stores(transport=transport), shard_of(url, range(COUNT)), Piece(0, len(data) // 2))
+
+
+@pytest.mark.parametrize("url", MAKERS)
+async def test_leaving_early_leaves_nothing_behind(url: str) -> None:
+    """Closed after one list, or cancelled while it waits: no task, no thread, and the transport can be closed."""
+    async with Small({url: MAKERS[url](range(COUNT))}) as transport:
+        stores, shard = Stores(transport=transport), shard_of(url, range(COUNT))
+        batches = read_piece(stores, shard, Piece(0), read_ahead=1)
+        assert await anext(batches)
+        await batches.aclose()
+        assert len(asyncio.all_tasks()) == 1
+        for steps in range(0, 60, 7):
+            task = asyncio.create_task(read_all(stores, shard))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled() or task.result()
+            assert len(asyncio.all_tasks()) == 1
+
+
+async def test_bad_samples_are_told_of_in_the_loop() -> None:
+    """Also those of a compressed shard, which is read in a thread."""
+    lines = b'{"n": 0}\nnonsense\n{"n": 1}\n[]\n{"n": 2}\n'
+    loop = asyncio.get_running_loop()
+    for url, data in (("a.jsonl", lines), ("a.jsonl.gz", __import__("gzip").compress(lines))):
+        async with MemoryTransport({url: data}) as transport:
+            told: list[ShardError] = []
+
+            def on_bad(error: ShardError, told: list[ShardError] = told) -> None:
+                assert asyncio.get_running_loop() is loop
+                told.append(error)
+
+            found = await read_all(Stores(transport=transport), Shard(url, format_of(url)), on_bad=on_bad)
+            assert [sample["n"] for sample, _ in found] == [0, 1, 2]
+            assert [error.offset for error in told] == [9, 27]
+
+
+async def test_an_error_of_on_bad_ends_the_piece() -> None:
+    """Whoever counts bad samples can give up."""
+    async with MemoryTransport({"a.jsonl": b"bad\n"}) as transport:
+
+        def on_bad(error: ShardError) -> None:
+            raise LookupError("too many")
+
+        with pytest.raises(LookupError, match="too many"):
+            await read_all(Stores(transport=transport), Shard("a.jsonl", format_of("a.jsonl")), on_bad=on_bad)
+
+
+async def test_a_reader_of_the_users_own() -> None:
+    """It is made for the URL and the part, and driven as ours are."""
+    made: list[tuple[str, ShardRange]] = []
+
+    def make(url: str, part: ShardRange) -> ShardReader:
+        made.append((url, part))
+        return JsonlReader(url, start=part.start, stop=part.stop, sync=part.sync)
+
+    async with MemoryTransport({"a.mine": b'{"n": 0}\n{"n": 1}\n'}) as transport:
+        shard = Shard("a.mine", ShardFormat("mine", None))
+        found = await read_all(Stores(transport=transport), shard, Piece(0, 3, None, True), reader=make)
+    assert [sample["n"] for sample, _ in found] == [1]
+    assert made == [("a.mine", ShardRange(3, None, sync=True))]
+
+
+async def test_a_sample_is_bounded() -> None:
+    """`max_sample_bytes` holds for every format."""
+    for url, data in {"a.tar": tar([0], size=10_000), "a.parquet": parquet([1], size=10_000)}.items():
+        async with MemoryTransport({url: data}) as transport:
+            with pytest.raises(ShardError, match="max_sample_bytes=5,000"):
+                await read_all(Stores(transport=transport), Shard(url, format_of(url)), max_sample_bytes=5000)
+
+
+async def test_pieces_that_cannot_be() -> None:
+    """A tar cannot be entered in the middle of a sample, and nothing can be read ahead of by no bytes."""
+    async with MemoryTransport({"a.tar": tar(range(3))}) as transport:
+        stores, shard = Stores(transport=transport), Shard("a.tar", format_of("a.tar"))
+        with pytest.raises(ValueError, match="only from where a sample begins"):
+            await read_all(stores, shard, Piece(0, 1, None, True))
+        with pytest.raises(ValueError, match="read_ahead"):
+            await read_all(stores, shard, read_ahead=0)

@@ -1,0 +1,122 @@
+"""Which transport reads which URL, and who closes it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from asyncloader.remote.stores import Place, Stores, scheme_of
+from asyncloader.transports import MemoryTransport, TransportClosed, UnknownScheme
+from asyncloader.transports.cached import CachedTransport
+
+
+@pytest.mark.parametrize(
+    ("url", "root", "path"),
+    [
+        ("/data/a.tar", "/", "data/a.tar"),
+        ("/data//x/../a b.tar", "/", "data/a b.tar"),
+        ("/data/", "/", "data/"),
+        ("file:///data/a%20b.tar", "/", "data/a b.tar"),
+        ("http://host/a%20b/c.tar", "http://host", "a b/c.tar"),
+        ("https://user:key@host:81/c.tar?sig=%2F", "https://user:key@host:81?sig=%2F", "c.tar"),
+        ("https://host/train/", "https://host", "train/"),
+        ("https://host//twice/c.tar", "https://host//twice/", "c.tar"),
+        ("https://host/a%2Fb/c.tar", "https://host/a%2Fb/", "c.tar"),
+        ("s3://bucket/a/b?c#d%20.tar", "s3://bucket", "a/b?c#d%20.tar"),
+        ("gs://bucket/train/", "gs://bucket", "train/"),
+        ("gopher://host/a/b.tar", "gopher://host/a/", "b.tar"),
+    ],
+)
+def test_places(url: str, root: str, path: str) -> None:
+    """As many URLs as possible share a root: all files, all objects of a server or bucket."""
+    assert Stores().place(url) == Place(root, path)
+
+
+def test_relative_paths_belong_to_the_directory_of_construction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a worker that runs elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    stores = Stores()
+    monkeypatch.chdir("/")
+    copy: Stores = pickle.loads(pickle.dumps(stores))
+    for each in (stores, copy):
+        assert each.place("a.tar").path == os.fspath(tmp_path)[1:] + "/a.tar"
+
+
+@pytest.mark.parametrize("url", ["file://elsewhere/a.tar", "file:///a.tar?b"])
+def test_file_urls_name_local_files(url: str) -> None:
+    """As the local transport says it."""
+    with pytest.raises(ValueError, match="file"):
+        Stores().find(url)
+
+
+async def test_transports_are_shared_and_opened_anew_after_closing() -> None:
+    """One a root; closing closes them, and the stores can be used again."""
+    stores = Stores()
+    first, _ = stores.find("http://host/a.tar")
+    assert stores.find("http://host/b/c.tar")[0] is first
+    assert stores.find("http://other/a.tar")[0] is not first
+    await stores.aclose()
+    with pytest.raises(TransportClosed):
+        await first.size("a.tar")
+    assert stores.find("http://host/a.tar")[0] is not first
+    await stores.aclose()
+
+
+def test_options_reach_the_transports() -> None:
+    """They are the keyword arguments of whatever is opened."""
+    transport, _ = Stores({"requests": 3}).find("http://host/a.tar")
+    assert "requests=3" in repr(transport)
+    with pytest.raises(UnknownScheme):
+        Stores().find("gopher://host/a.tar")
+
+
+def test_a_listing_is_relative_to_its_folder() -> None:
+    """With `listing` each folder of a server has a transport of its own."""
+    stores = Stores({"listing": "files.txt"})
+    assert stores.place("http://host/a/b/") == Place("http://host/a/b/", "")
+    assert stores.place("http://host/a/b/c.tar") == Place("http://host/a/b/", "c.tar")
+
+
+async def test_a_transport_of_the_users_own_stays_open() -> None:
+    """Whoever made it closes it; the copy that a worker gets is closed with its stores."""
+    transport = MemoryTransport({"a/b.tar": b"1"})
+    stores = Stores(transport=transport)
+    assert stores.find("a/b.tar") == (transport, "a/b.tar")
+    assert stores.find("/") == (transport, "")
+    await stores.aclose()
+    assert await transport.read("a/b.tar") == b"1"
+    copy: Stores = pickle.loads(pickle.dumps(stores))
+    own, path = copy.find("a/b.tar")
+    assert await own.read(path) == b"1"
+    await copy.aclose()
+    with pytest.raises(TransportClosed):
+        await own.read(path)
+    await transport.aclose()
+
+
+async def test_remote_objects_are_cached_and_local_ones_are_not(tmp_path: Path) -> None:
+    """The directory of the cache is made absolute; a signature is no part of a cached object's name."""
+    stores = Stores(cache_dir=tmp_path, cache_bytes=1000)
+    transport, path = stores.find("http://host/a.tar?sig=1")
+    assert isinstance(transport, CachedTransport)
+    assert (transport.url, path) == ("http://host", "a.tar")
+    assert not isinstance(stores.find("/data/a.tar")[0], CachedTransport)
+    await stores.aclose()
+
+
+def test_what_cannot_go_together() -> None:
+    """A transport has no URL to cache by, and takes no options after it was made."""
+    with pytest.raises(ValueError, match="CachedTransport"):
+        Stores(transport=MemoryTransport(), cache_dir="x")
+    with pytest.raises(ValueError, match="options requests"):
+        Stores({"requests": 1}, transport=MemoryTransport())
+
+
+def test_schemes() -> None:
+    """A plain path is a file, also with colons in it."""
+    assert [scheme_of(url) for url in ("S3://b/k", "a:b/c", "/x", "http://h")] == ["s3", "file", "file", "http"]

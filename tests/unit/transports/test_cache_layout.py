@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncloader.transports.cache_layout import (
+    BOOT_SIZE,
+    MOST_ETAG,
+    TAIL_SIZE,
+    Footer,
+    Stored,
+    charge,
+    choose_victims,
+    entry_name,
+    entry_url_key,
+    fill_charge,
+    fill_name,
+    hash_key,
+    object_url,
+    pack_changes,
+    storable_etag,
+    sum_changes,
+)
+
+SIZES = st.integers(0, 2**60)
+ETAGS = st.text(max_size=300).filter(storable_etag)
+FOOTERS = st.builds(
+    Footer,
+    url_key=st.text().map(hash_key),
+    etag=ETAGS,
+    size=SIZES,
+    crc=st.integers(0, 2**32 - 1),
+    created=SIZES,
+    boot=st.binary(min_size=BOOT_SIZE, max_size=BOOT_SIZE),
+)
+
+
+@pytest.mark.parametrize(
+    ("root", "url"),
+    [
+        ("http://host", "http://host/a/b c"),
+        ("http://host/", "http://host/a/b c"),
+        ("http://host/dir?sig=x/y", "http://host/dir/a/b c?sig=x/y"),
+        ("memory://", "memory:/a/b c"),
+        ("/data", "/data/a/b c"),
+    ],
+)
+def test_object_url(root: str, url: str) -> None:
+    """An object's name is its root's URL and its path, however the root ends; a query stays at the end."""
+    assert object_url(root, "a/b c") == url
+
+
+@given(st.text(), st.text())
+def test_names_are_hashes(url: str, etag: str) -> None:
+    """Whatever the URL and the ETag hold, a name is of harmless characters, and names of other versions differ."""
+    key = hash_key(url)
+    name = entry_name(key, etag)
+    assert entry_url_key(name) == key
+    assert set(name) <= set("0123456789abcdef.")
+    assert entry_name(key, f"{etag}'") != name
+    assert fill_charge(fill_name(key, etag, 4096)) == 4096
+
+
+@given(st.text())
+def test_other_names_are_not_ours(name: str) -> None:
+    """A file is taken for an object, or for one that is being written, by its whole name or not at all."""
+    ours = entry_name(hash_key("u"), "e")
+    for foreign in [name, f"{ours}{name or 'x'}", f"{name or 'x'}{ours}", ours.replace(".", "G"), ours[:-1]]:
+        assert entry_url_key(foreign) is None
+    assert fill_charge(ours) is None
+    assert fill_charge(f"{ours}.-5") is None
+
+
+@given(FOOTERS, st.binary(max_size=100))
+def test_footer_comes_back(footer: Footer, data: bytes) -> None:
+    """A footer is read from its file's end, whatever bytes come before it; the boot is the very end."""
+    packed = footer.pack()
+    tail = (data + packed)[-TAIL_SIZE:]
+    assert Footer.parse(tail, footer.size + len(packed)) == footer
+    assert packed[-BOOT_SIZE:] == footer.boot
+    assert len(packed) <= TAIL_SIZE
+
+
+@given(FOOTERS, st.data())
+def test_damaged_footer_is_none(footer: Footer, data: st.DataObject) -> None:
+    """A file that is shorter or longer than it says, or whose footer lost or changed a byte, has no footer."""
+    packed = footer.pack()
+    size = footer.size + len(packed)
+    assert Footer.parse(packed, size + data.draw(st.integers(1, 9))) is None
+    assert Footer.parse(packed, size - 1) is None
+    cut = data.draw(st.integers(1, len(packed)))
+    assert Footer.parse(packed[:-cut], size - cut) is None
+    place = data.draw(st.integers(0, len(packed) - BOOT_SIZE - 1))
+    changed = bytearray(packed)
+    changed[place] ^= data.draw(st.integers(1, 255))
+    assert Footer.parse(bytes(changed), size) is None
+    assert Footer.parse(bytes(len(packed)), size) is None
+
+
+@pytest.mark.parametrize(
+    ("etag", "storable"),
+    [('"x"', True), ("é" * (MOST_ETAG // 2), True), ("é" * (MOST_ETAG // 2) + "x", False), ("\udcff", False)],
+)
+def test_storable_etag(etag: str, storable: bool) -> None:
+    """What a header can hold and a footer cannot, is not cached."""
+    assert storable_etag(etag) is storable
+
+
+@pytest.mark.parametrize(("size", "charged"), [(0, 0), (1, 4096), (4096, 4096), (4097, 8192)])
+def test_charge_is_whole_blocks(size: int, charged: int) -> None:
+    """A file takes whole blocks of the disk."""
+    assert charge(size) == charged
+
+
+@given(st.lists(st.builds(Stored, st.integers(0, 9), st.text(max_size=3), st.integers(1, 50))), st.integers(-5, 400))
+def test_victims_are_the_oldest_and_enough(files: list[Stored], excess: int) -> None:
+    """No file goes before one that was used earlier, no more go than are needed, and all if they are too few."""
+    victims = choose_victims(files, excess)
+    assert list(victims) == sorted(files)[: len(victims)]
+    freed = sum(file.charged for file in victims)
+    assert freed >= excess or len(victims) == len(files)
+    assert not victims or freed - victims[-1].charged < excess
+
+
+@given(st.lists(st.integers(-(2**40), 2**40)))
+def test_changes_add_up(changes: list[int]) -> None:
+    """The account is the sum of its records; a record that is cut makes it unreadable, not wrong."""
+    records = pack_changes(*changes)
+    assert sum_changes(records) == sum(changes)
+    assert sum_changes(records + b"\0") is None

@@ -1,0 +1,480 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import threading
+import warnings
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncloader.transports import (
+    CachedTransport,
+    LocalTransport,
+    MemoryTransport,
+    ObjectInfo,
+    ObjectNotFound,
+    ObjectTooLarge,
+    RangeOutOfBounds,
+    ReadFailed,
+    Transport,
+    TransportClosed,
+)
+from asyncloader.transports.cache_layout import MARKER_NAME, ROOT_NAME
+from tests.conformance.transport_subject import CONTENT, drain
+
+OTHER = CONTENT[::-1]
+CHUNKS = [CONTENT[start : start + 1000] for start in range(0, len(CONTENT), 1000)]
+
+
+class Asked(MemoryTransport):
+    """A store that writes down what it is asked, and calls `during` before each request is answered."""
+
+    def __init__(self, objects: dict[str, bytes] | None = None) -> None:
+        super().__init__(objects)
+        self.asked: list[str] = []
+        self.during: dict[str, Any] = {}
+
+    def _note(self, what: str) -> None:
+        self.asked.append(what)
+        if action := self.during.pop(what, None):
+            action()
+
+    async def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
+        self._note("read")
+        return await super().read(path, max_bytes=max_bytes)
+
+    async def read_range(self, path: str, start: int, length: int) -> bytes:
+        self._note("read_range")
+        return await super().read_range(path, start, length)
+
+    async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
+        self._note(f"stream {start}")
+        async with aclosing(super().stream(path, start=start, chunk_size=chunk_size)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def size(self, path: str) -> int:
+        self._note("size")
+        return await super().size(path)
+
+    async def info(self, path: str) -> ObjectInfo:
+        self._note("info")
+        return await super().info(path)
+
+    def taken(self) -> list[str]:
+        asked, self.asked = self.asked, []
+        return asked
+
+
+def around(inner: Transport, folder: Path, cache_bytes: int | None = None, **options: Any) -> CachedTransport:
+    return CachedTransport(inner, "memory://", folder, cache_bytes, threads=4, **options)
+
+
+def copied(store: MemoryTransport) -> MemoryTransport:
+    """A store of the same objects, as the first closes with its transport."""
+    return MemoryTransport(store._objects)
+
+
+def files(folder: Path) -> list[Path]:
+    """All objects in the cache, and all that are being written."""
+    return [file for part in ["objects", "fills"] for file in (folder / ROOT_NAME / part).rglob("*") if file.is_file()]
+
+
+# ------------------------------------------------------------------------------------------------ what it asks for
+
+
+async def test_requests_of_reads(tmp_path: Path) -> None:
+    """A read that misses is one request, one that hits asks for the version, one of other bytes for both."""
+    store = Asked({"a": CONTENT})
+    async with around(store, tmp_path) as transport:
+        assert await transport.read("a") == CONTENT
+        assert store.taken() == ["read"]
+        assert await transport.read("a") == CONTENT
+        assert store.taken() == ["info"]
+        store.put("a", OTHER)
+        assert await transport.read("a") == OTHER
+        assert store.taken() == ["info", "read"]
+        assert await transport.read("a") == OTHER
+        assert store.taken() == ["info"]
+
+
+async def test_requests_without_revalidation(tmp_path: Path) -> None:
+    """What is cached is given without a word to the store, the newest version of it, size and version too."""
+    store = Asked({"a": CONTENT})
+    async with around(store, tmp_path, revalidate=False) as transport:
+        assert await transport.size("a") == len(CONTENT)
+        assert store.taken() == ["info"]
+        info = await store.info("a")
+        await transport.read("a")
+        store.taken()
+        store.put("a", OTHER[:-1])
+        assert await transport.read("a") == CONTENT
+        assert await transport.read_range("a", 3, 5) == CONTENT[3:8]
+        assert b"".join(await drain(transport.stream("a", start=7))) == CONTENT[7:]
+        assert await transport.info("a") == info
+        assert await transport.size("a") == len(CONTENT)
+        assert store.taken() == []
+    async with around(copied(store), tmp_path) as asking:
+        assert await asking.read("a") == OTHER[:-1]
+    async with around(MemoryTransport(), tmp_path, revalidate=False) as transport:
+        assert await transport.read("a") == OTHER[:-1]
+        with pytest.raises(ObjectNotFound):
+            await transport.read("b")
+
+
+async def test_ranges_and_sizes_are_not_cached(tmp_path: Path) -> None:
+    """Parts of an object go to the store until somebody reads it whole; nothing is written for them."""
+    store = Asked({"a": CONTENT})
+    async with around(store, tmp_path) as transport:
+        assert await transport.read_range("a", 1, 2) == CONTENT[1:3]
+        assert await transport.read_ranges("a", [(1, 2), (0, 1)]) == [CONTENT[1:3], CONTENT[:1]]
+        assert b"".join(await drain(transport.stream("a", start=1))) == CONTENT[1:]
+        await transport.size("a")
+        await transport.info("a")
+        assert store.taken() == ["read_range", "read_range", "stream 1", "size", "info"]
+        assert files(tmp_path) == []
+        assert transport.cache_counts.misses == 3
+
+
+async def test_objects_without_a_version_are_not_cached(tmp_path: Path) -> None:
+    """A store that knows no versions is asked as if there were no cache; no directory is made for it."""
+
+    class Plain(Asked):
+        info = Transport.info
+        read_with_info = Transport.read_with_info
+
+    store = Plain({"a": CONTENT})
+    async with around(store, tmp_path / "cache") as transport:
+        for _ in range(2):
+            assert await transport.read("a") == CONTENT
+            assert await drain(transport.stream("a")) == [CONTENT]
+            assert await transport.info("a") == (len(CONTENT), None)
+        assert store.taken() == ["read", "stream 0", "size"] * 2
+        assert transport.cache_counts.snapshot() == {"hits": 0, "misses": 0, "bytes_saved": 0, "evictions": 0}
+    assert not (tmp_path / "cache").exists()
+
+
+async def test_young_files_are_not_cached(tmp_path: Path) -> None:
+    """A file has a version when it has not been changed for some seconds, and then it is cached."""
+    root = tmp_path / "data"
+    root.mkdir()
+    (root / "a").write_bytes(CONTENT)
+    async with around(LocalTransport(root, threads=2), tmp_path) as transport:
+        await transport.read("a")
+        await transport.read("a")
+        assert transport.cache_counts.hits == 0
+        os.utime(root / "a", (1000, 1000))
+        await transport.read("a")
+        assert await transport.read("a") == CONTENT
+        assert transport.cache_counts.hits == 1
+
+
+async def test_an_object_belongs_to_its_url(tmp_path: Path) -> None:
+    """The same path below another root is another object, also when its version is called the same."""
+    async with (
+        CachedTransport(MemoryTransport({"a": CONTENT}), "memory://one", tmp_path, revalidate=False) as one,
+        CachedTransport(MemoryTransport({"a": OTHER}), "memory://two", tmp_path, revalidate=False) as two,
+    ):
+        for _ in range(2):
+            assert (await one.read("a"), await two.read("a")) == (CONTENT, OTHER)
+        assert (one.cache_counts.hits, two.cache_counts.hits) == (1, 1)
+
+
+async def test_limits_hold_for_hits(tmp_path: Path) -> None:
+    """What the store would refuse is refused from the cache as well, and the object stays cached."""
+    async with around(MemoryTransport({"a": CONTENT}), tmp_path, revalidate=False) as transport:
+        await transport.read("a")
+        with pytest.raises(ObjectTooLarge, match="'a' has 16,384 bytes"):
+            await transport.read("a", max_bytes=100)
+        with pytest.raises(RangeOutOfBounds):
+            await transport.read_range("a", 16384, 1)
+        with pytest.raises(RangeOutOfBounds):
+            await drain(transport.stream("a", start=16385))
+        assert await transport.read("a", max_bytes=16384) == CONTENT
+
+
+async def test_a_copy_shares_the_directory(tmp_path: Path) -> None:
+    """A worker's copy finds what its parent cached, and counts for itself."""
+    async with around(MemoryTransport({"a": CONTENT}), tmp_path, 1 << 20, revalidate=False) as transport:
+        await transport.read("a")
+        async with pickle.loads(pickle.dumps(transport)) as copy:
+            assert await copy.read("a") == CONTENT
+            assert copy.cache_counts.snapshot() == {"hits": 1, "misses": 0, "bytes_saved": 16384, "evictions": 0}
+            assert (copy.cache_bytes, copy.revalidate, copy.url) == (1 << 20, False, "memory://")
+        assert (transport.cache_counts.hits, transport.cache_counts.misses) == (0, 1)
+
+
+async def test_from_url(tmp_path: Path) -> None:
+    """A URL and the cache's options give the transport for the URL with a cache around it."""
+    root = tmp_path / "data"
+    root.mkdir()
+    (root / "a").write_bytes(CONTENT)
+    os.utime(root / "a", (1000, 1000))
+    transport = CachedTransport.from_url(f"file://{root}", cache_dir=tmp_path / "c", cache_bytes=1 << 20, threads=3)
+    async with transport:
+        assert await transport.read("a") == await transport.read("a") == CONTENT
+        assert (transport.cache_counts.hits, transport.threads, transport.cache_bytes) == (1, 3, 1 << 20)
+        assert isinstance(transport.inner, LocalTransport)
+
+
+@pytest.mark.parametrize(("name", "value"), [("cache_bytes", 0), ("cache_bytes", -1), ("threads", 0)])
+def test_impossible_options(tmp_path: Path, name: str, value: int) -> None:
+    """A cache without room or without threads is refused when it is made."""
+    with pytest.raises(ValueError, match=f"{name} must be at least 1"):
+        CachedTransport(MemoryTransport(), "memory://", tmp_path, **{name: value})  # type: ignore[arg-type]
+
+
+# ----------------------------------------------------------------------------------------------------- streams
+
+
+async def test_a_stream_is_cached_in_passing(tmp_path: Path) -> None:
+    """One that ran to its end was downloaded once, and is a hit from then on, from any byte."""
+    store = Asked({"a": CONTENT})
+    async with around(store, tmp_path) as transport:
+        assert await drain(transport.stream("a", chunk_size=1000)) == CHUNKS
+        assert store.taken() == ["info", "stream 0", "info"]
+        assert await drain(transport.stream("a", chunk_size=1000)) == CHUNKS
+        assert b"".join(await drain(transport.stream("a", start=16000, chunk_size=100))) == CONTENT[16000:]
+        assert store.taken() == ["info"] * 2
+        assert transport.cache_counts.bytes_saved == len(CONTENT) + 384
+
+
+async def test_a_large_stream_is_cached(tmp_path: Path) -> None:
+    """Many megabytes in odd chunks come out as they went in, both times."""
+    data = os.urandom(5 << 20)
+    async with around(MemoryTransport({"a": data}), tmp_path) as transport:
+        for size in [100_003, 3 << 20, 65_536]:
+            assert b"".join(await drain(transport.stream("a", chunk_size=size))) == data
+        assert transport.cache_counts.hits == 2
+
+
+async def test_a_reader_that_stops_at_the_last_byte(tmp_path: Path) -> None:
+    """Who knows where the object ends need not ask for more: the object is cached when its last chunk is given."""
+    async with around(MemoryTransport({"a": CONTENT}), tmp_path) as transport:
+        async with aclosing(transport.stream("a", chunk_size=1000)) as chunks:
+            for _ in CHUNKS:
+                await anext(chunks)
+        assert await transport.read("a") == CONTENT
+        assert transport.cache_counts.hits == 1
+
+
+@pytest.mark.parametrize("taken", [0, 1, len(CHUNKS) - 1])
+async def test_a_stream_left_early_leaves_nothing(tmp_path: Path, taken: int) -> None:
+    """Neither a part of the object nor a temporary file stays."""
+    async with around(MemoryTransport({"a": CONTENT}), tmp_path) as transport:
+        async with aclosing(transport.stream("a", chunk_size=1000)) as chunks:
+            for _ in range(taken):
+                await anext(chunks)
+        assert files(tmp_path) == []
+        assert await drain(transport.stream("a", chunk_size=1000)) == CHUNKS
+
+
+async def test_a_cancelled_stream_leaves_nothing(tmp_path: Path) -> None:
+    """A task that is cancelled anywhere in its stream leaves no file behind, and the object can be cached yet."""
+    data = bytes(3 << 20)
+    for turns in range(0, 60, 3):
+        async with around(MemoryTransport({"a": data}), tmp_path / str(turns)) as transport:
+            task = asyncio.create_task(drain(transport.stream("a", chunk_size=200_000)))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            ended = not task.cancel()
+            (outcome,) = await asyncio.gather(task, return_exceptions=True)
+            assert isinstance(outcome, asyncio.CancelledError) or ended
+            assert ended or files(tmp_path / str(turns)) == []
+            assert b"".join(await drain(transport.stream("a"))) == data
+            assert len(files(tmp_path / str(turns))) == 1
+
+
+@pytest.mark.parametrize("moment", ["stream 0", "info"])
+@pytest.mark.parametrize("data", [OTHER, OTHER[:-1], OTHER + b"x"], ids=["same size", "shorter", "longer"])
+async def test_an_object_that_changes_is_not_cached(tmp_path: Path, moment: str, data: bytes) -> None:
+    """Bytes get into the cache under the version that they are of, or not at all."""
+    store = Asked({"a": CONTENT})
+    async with around(store, tmp_path) as transport:
+        chunks = transport.stream("a", chunk_size=1000)
+        async with aclosing(chunks):
+            if moment == "stream 0":  # between the request for the version and the stream
+                store.during["stream 0"] = lambda: store.put("a", data)
+                got = await drain(chunks)
+                assert b"".join(got) == data
+            else:  # while it runs
+                got = [await anext(chunks)]
+                store.put("a", data)
+                got += await drain(chunks)
+                assert b"".join(got) == CONTENT
+        assert files(tmp_path) == []
+        assert await transport.read("a") == data
+        assert await transport.read("a") == data
+
+
+async def test_a_stream_whose_version_cannot_be_confirmed(tmp_path: Path) -> None:
+    """The object may be gone by the end of its stream: its reader gets all of it, and it is not cached."""
+    store = Asked({"a": CONTENT})
+    async with around(store, tmp_path) as transport, aclosing(transport.stream("a", chunk_size=1000)) as chunks:
+        got = [await anext(chunks)]
+        del store._objects["a"]
+        got += await drain(chunks)
+        assert got == CHUNKS
+        assert files(tmp_path) == []
+
+
+async def test_many_at_once(tmp_path: Path) -> None:
+    """Readers and streams of one object that begin together all get it, and one file comes of it."""
+    async with around(MemoryTransport({"a": CONTENT}), tmp_path) as transport:
+
+        async def streamed() -> bytes:
+            return b"".join(await drain(transport.stream("a", chunk_size=1000)))
+
+        outcomes = await asyncio.gather(*(transport.read("a") if n % 2 else streamed() for n in range(60)))
+        assert set(outcomes) == {CONTENT}
+        assert len(files(tmp_path)) == 1
+
+
+# ------------------------------------------------------------------------------------------------- a bad disk
+
+
+async def test_a_file_cut_under_a_stream(tmp_path: Path) -> None:
+    """The store gives the rest; the next reader caches the object anew."""
+    store = Asked({"a": CONTENT})
+    async with around(store, tmp_path) as transport:
+        await transport.read("a")
+        store.taken()
+        async with aclosing(transport.stream("a", chunk_size=1000)) as chunks:
+            got = [await anext(chunks) for _ in range(3)]
+            os.truncate(files(tmp_path)[0], 3500)
+            got += await drain(chunks)
+        assert b"".join(got) == CONTENT
+        assert store.taken() == ["info", "info", "stream 3000", "info"]
+        assert files(tmp_path) == []
+        assert await transport.read("a") == await transport.read("a") == CONTENT
+        assert store.taken() == ["read", "info"]
+
+
+async def test_a_file_cut_under_a_stream_of_an_object_that_changed(tmp_path: Path) -> None:
+    """The bytes of two versions are never joined: it is an error."""
+    store = Asked({"a": CONTENT})
+    async with around(store, tmp_path) as transport:
+        await transport.read("a")
+        async with aclosing(transport.stream("a", chunk_size=1000)) as chunks:
+            await anext(chunks)
+            os.truncate(files(tmp_path)[0], 1500)
+            store.put("a", OTHER)
+            with pytest.raises(ReadFailed, match="'a' could not be read to its end.*never mixed"):
+                await drain(chunks)
+
+
+@pytest.mark.parametrize("size", [0, 100, 16384])
+async def test_a_cut_file_is_read_again(tmp_path: Path, size: int) -> None:
+    """A file that lost its end is removed, and the object comes from the store, without a warning."""
+    store = Asked({"a": CONTENT})
+    async with around(store, tmp_path) as transport:
+        await transport.read("a")
+        os.truncate(files(tmp_path)[0], size)
+        store.taken()
+        assert await transport.read("a") == CONTENT
+        assert store.taken() == ["info", "read"]
+        assert await transport.read("a") == CONTENT
+        assert store.taken() == ["info"]
+
+
+def blocked(folder: Path) -> None:
+    """Make a file where the cache's directory should be, which stops the superuser too."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.write_text("not a directory")
+
+
+async def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    """Caching ends with one warning that names the directory; every read is served, in this transport and others."""
+    folder = tmp_path / "cache"
+    blocked(folder)
+    store = Asked({"a": CONTENT, "b": OTHER})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            async with around(copied(store), folder) as transport:
+                assert await asyncio.gather(*(transport.read("a") for _ in range(20))) == [CONTENT] * 20
+                assert await drain(transport.stream("a", chunk_size=1000)) == CHUNKS
+                assert await transport.read_range("b", 0, 5) == OTHER[:5]
+    assert [each.category for each in caught] == [RuntimeWarning]
+    assert "caching in" in str(caught[0].message)
+    assert str(folder) in str(caught[0].message)
+
+
+async def test_a_directory_of_somebody_else(tmp_path: Path) -> None:
+    """A directory of the cache's name without its mark is not used: a warning, and reads as before."""
+    root = tmp_path / ROOT_NAME
+    root.mkdir()
+    (root / "mine").write_text("x")
+    async with around(MemoryTransport({"a": CONTENT}), tmp_path) as transport:
+        with pytest.warns(RuntimeWarning, match=MARKER_NAME):
+            assert await transport.read("a") == CONTENT
+        assert await drain(transport.stream("a", chunk_size=1000)) == CHUNKS
+    assert [each.name for each in root.iterdir()] == ["mine"]
+
+
+async def test_hits_go_on_when_writing_fails(tmp_path: Path) -> None:
+    """What is cached is given although nothing more can be written."""
+    store = Asked({"a": CONTENT, "b": OTHER})
+    async with around(store, tmp_path) as transport:
+        await transport.read("a")
+        fills = tmp_path / ROOT_NAME / "fills"
+        fills.rmdir()
+        blocked(fills)
+        with pytest.warns(RuntimeWarning, match="reads go on without it"):
+            assert await transport.read("b") == OTHER
+        store.taken()
+        assert await transport.read("a") == CONTENT
+        assert await transport.read("b") == OTHER
+        assert store.taken() == ["info", "read"]
+
+
+async def test_a_disk_that_fails_under_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that fails in the middle costs the copy and nothing else."""
+    data = os.urandom(4 << 20)
+    async with around(MemoryTransport({"a": data, "b": data}), tmp_path) as transport:
+        chunks = transport.stream("a", chunk_size=1 << 20)
+        async with aclosing(chunks):
+            got = [await anext(chunks)]
+            write = os.write
+
+            def full(descriptor: int, part: Any) -> int:
+                if threading.current_thread().name.startswith("asyncloader-cache"):
+                    raise OSError(28, "No space left on device")
+                return write(descriptor, part)
+
+            monkeypatch.setattr(os, "write", full)
+            with pytest.warns(RuntimeWarning, match="No space left"):
+                got += await drain(chunks)
+        assert b"".join(got) == data
+        assert files(tmp_path) == []
+        assert await transport.read("b") == data
+
+
+# --------------------------------------------------------------------------------------------------- closing
+
+
+async def test_closing_under_a_hit(tmp_path: Path) -> None:
+    """A stream from the cache ends with TransportClosed, and its file is closed."""
+    async with around(MemoryTransport({"a": CONTENT}), tmp_path) as transport:
+        await transport.read("a")
+        async with aclosing(transport.stream("a", chunk_size=10)) as chunks:
+            await anext(chunks)
+            await transport.aclose()
+            with pytest.raises(TransportClosed):
+                await drain(chunks)
+
+
+async def test_closing_under_a_fill(tmp_path: Path) -> None:
+    """A stream that was being cached leaves nothing in the directory."""
+    async with around(MemoryTransport({"a": CONTENT}), tmp_path) as transport:
+        async with aclosing(transport.stream("a", chunk_size=10)) as chunks:
+            await anext(chunks)
+            await transport.aclose()
+            with pytest.raises(TransportClosed):
+                await drain(chunks)
+        assert files(tmp_path) == []

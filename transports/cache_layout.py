@@ -1,0 +1,195 @@
+"""Names, footers and arithmetic of the local cache's files (pure). Data path: under `cache_store`.
+
+    cache_dir/asyncloader-cache-1/
+        CACHEDIR.TAG            says whose directory this is, and tells backup programs to leave it out
+        usage                   bytes in use, as a sum of changes; see `cache_usage`
+        lock                    held by the one process that evicts
+        fills/U.V.CHARGE        an object that is being written; locked while its writer lives
+        objects/UUU/U.V         an object: its bytes, then its footer. U and V are hashes of URL and ETag
+
+A file gets its name under ``objects`` when its last byte is written, and is never written again, but for the
+boot in its footer. The footer is the file's end, so a file that lost its end has none.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+__all__ = [
+    "BOOT_SIZE",
+    "MARKER",
+    "MARKER_NAME",
+    "MOST_ETAG",
+    "ROOT_NAME",
+    "SYNCED",
+    "TAIL_SIZE",
+    "Footer",
+    "Stored",
+    "charge",
+    "choose_victims",
+    "entry_name",
+    "entry_url_key",
+    "fill_charge",
+    "fill_name",
+    "hash_key",
+    "object_url",
+    "pack_changes",
+    "storable_etag",
+    "sum_changes",
+]
+
+ROOT_NAME = "asyncloader-cache-1"
+MARKER_NAME = "CACHEDIR.TAG"
+
+# The first line is that of the Cache Directory Tagging Specification, https://bford.info/cachedir/.
+MARKER = (
+    b"Signature: 8a477f597d28d172789f06886806bc55\n"
+    b"# Objects that asyncloader keeps for training runs. They can be deleted at any time.\n"
+)
+
+MOST_ETAG = 1024
+"""Bytes of an ETag in UTF-8 at most; an object with a longer one is not cached."""
+
+BOOT_SIZE = 16
+SYNCED = b"\xff" * BOOT_SIZE
+"""In place of a boot: the file was on the disk before it got its name, so no loss of power can have torn it."""
+
+_MAGIC = b"ALcache1"
+_BODY = struct.Struct(">8sQQIH16s")  # magic, created, size, crc of the object, length of the etag, hash of the URL
+_END = struct.Struct(f">I{BOOT_SIZE}s")  # crc of etag and body, boot
+_FIXED = _BODY.size + _END.size
+_CHANGE = struct.Struct(">q")
+
+TAIL_SIZE = MOST_ETAG + _FIXED
+"""Bytes from a file's end in which its whole footer lies."""
+
+_BLOCK = 4096
+
+_ENTRY_NAME = re.compile(r"([0-9a-f]{32})\.[0-9a-f]{32}")
+_FILL_NAME = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{32}\.([0-9]{1,18})")
+
+
+def object_url(root: str, path: str) -> str:
+    """Give the full URL of the object at `path` below the URL `root`, a query of the root at its end."""
+    base, mark, query = root.partition("?")
+    return f"{base.rstrip('/')}/{path}{mark}{query}"
+
+
+def hash_key(text: str) -> str:
+    """Give the 32 hexadecimal digits that stand for a URL or an ETag in names: 128 bits of BLAKE2b."""
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def entry_name(url_key: str, etag: str) -> str:
+    """Give the name of an object's file."""
+    return f"{url_key}.{hash_key(etag)}"
+
+
+def entry_url_key(name: str) -> str | None:
+    """Give the hash of the URL in an object's file name; None for a name that is none of ours."""
+    match = _ENTRY_NAME.fullmatch(name)
+    return match and match[1]
+
+
+def fill_name(url_key: str, etag: str, charged: int) -> str:
+    """Give the name of an object's file while it is written; all who write the same object use the same."""
+    return f"{entry_name(url_key, etag)}.{charged}"
+
+
+def fill_charge(name: str) -> int | None:
+    """Give the bytes that the file of `fill_name` will take; None for a name that is none of ours."""
+    match = _FILL_NAME.fullmatch(name)
+    return match and int(match[1])
+
+
+def storable_etag(etag: str) -> bool:
+    """Whether an ETag fits into a footer: not too long, and text; a header may hold any bytes."""
+    try:
+        return len(etag.encode()) <= MOST_ETAG
+    except UnicodeEncodeError:
+        return False
+
+
+def charge(size: int) -> int:
+    """Give the bytes that a file of `size` bytes takes of the limit: whole blocks of 4 KiB, as on most disks."""
+    return -(-size // _BLOCK) * _BLOCK
+
+
+class Footer(NamedTuple):
+    """What follows an object's bytes in its file.
+
+    Attributes:
+        url_key: `hash_key` of the object's URL.
+        etag: the object's version, as its store names it.
+        size: bytes of the object.
+        crc: CRC-32 of these bytes.
+        created: when the file was written, nanoseconds since the epoch.
+        boot: which start of the system wrote, or has since verified, the bytes; or `SYNCED`.
+    """
+
+    url_key: str
+    etag: str
+    size: int
+    crc: int
+    created: int
+    boot: bytes
+
+    def pack(self) -> bytes:
+        """Give the footer as bytes; the boot is the last `BOOT_SIZE` of them."""
+        etag = self.etag.encode()
+        body = _BODY.pack(_MAGIC, self.created, self.size, self.crc, len(etag), bytes.fromhex(self.url_key))
+        return etag + body + _END.pack(zlib.crc32(etag + body), self.boot)
+
+    @classmethod
+    def parse(cls, tail: bytes, file_size: int) -> Footer | None:
+        """Read the footer of a file of `file_size` bytes from its last `TAIL_SIZE` bytes (or all, if fewer).
+
+        None when there is none, it is damaged, or the file's length is not the one that it tells.
+        """
+        if len(tail) < _FIXED:
+            return None
+        check, boot = _END.unpack_from(tail, len(tail) - _END.size)
+        magic, created, size, crc, length, url_key = _BODY.unpack_from(tail, len(tail) - _FIXED)
+        start = len(tail) - _FIXED - length
+        if magic != _MAGIC or start < 0 or file_size != size + length + _FIXED:
+            return None
+        if zlib.crc32(tail[start : len(tail) - _END.size]) != check:
+            return None
+        return cls(url_key.hex(), tail[start : start + length].decode(errors="replace"), size, crc, created, boot)
+
+
+class Stored(NamedTuple):
+    """A file in the cache: `used` is the time of its last use in nanoseconds, `charged` its share of the limit."""
+
+    used: int
+    path: str
+    charged: int
+
+
+def choose_victims(files: Iterable[Stored], excess: int) -> Sequence[Stored]:
+    """Choose the files used longest ago, as many as give `excess` bytes, or all. Equal times go by path."""
+    victims: list[Stored] = []
+    for file in sorted(files):
+        if excess <= 0:
+            break
+        victims.append(file)
+        excess -= file.charged
+    return victims
+
+
+def pack_changes(*changes: int) -> bytes:
+    """Give changes of the bytes in use as records, 8 bytes each."""
+    return b"".join(map(_CHANGE.pack, changes))
+
+
+def sum_changes(records: bytes) -> int | None:
+    """Add up records; None when they are cut."""
+    if len(records) % _CHANGE.size:
+        return None
+    changes: Iterable[tuple[int]] = _CHANGE.iter_unpack(records)
+    return sum(change for (change,) in changes)

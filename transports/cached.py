@@ -1,0 +1,375 @@
+"""Objects kept on a local disk, around another transport. Data path: store -> [cache directory] -> dataset.
+
+    transport = CachedTransport(open_transport(url), url, "/scratch/cache", cache_bytes=200 << 30)
+
+What it asks of the store: the version of an object that is in the cache, one small request each time; what is not
+there, as before. A read that misses is one request, as without a cache. `cache_layout` shows the directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import warnings
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any, Self, TypeVar
+
+from asyncloader.transports.base import ObjectInfo, Transport
+from asyncloader.transports.blocking import BlockingPool
+from asyncloader.transports.cache_layout import hash_key, object_url
+from asyncloader.transports.cache_store import CacheEntry, CacheFill, CacheStore, EntryLost
+from asyncloader.transports.cache_tee import Tee
+from asyncloader.transports.cache_usage import CacheCounts
+from asyncloader.transports.checks import check_chunk_size, check_path, check_range, check_size, check_start
+from asyncloader.transports.errors import ReadFailed, TransportError
+
+__all__ = ["CachedTransport"]
+
+_R = TypeVar("_R")
+
+# How long the end of a stream may wait to learn that the object is still the same. After it, it is not cached.
+_CONFIRM_S = 10.0
+
+# A shortage of the process, which passes; it says nothing about the directory.
+_PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.ENOMEM})
+
+# Directories of which this process has said that they cannot be used: it says so once.
+_warned: set[str] = set()
+
+
+class CachedTransport(Transport):
+    """Gives objects of `inner` from a directory, as long as the store says that they are unchanged.
+
+    Whole objects are cached: those that `read` reads, and those that a `stream` gave from byte 0 to the end, in
+    passing. Reads, ranges and streams from any byte on are then given from the directory. What has no version
+    (`info(path).etag` is None) is not cached.
+
+    Any number of workers, processes and runs on a node share a directory, each with transports of its own. Which
+    objects stay is decided by their last use, known to the minute. A run that goes through more bytes than
+    `cache_bytes` again and again, in the same order, finds the least recently used ones gone just when it needs
+    them; give it room for all, or a shuffled order. Put the directory on a local disk.
+
+    A disk that is full or fails, and a directory that cannot be written to, end the caching in this process, with
+    one RuntimeWarning. Reads go on; what is cached is still given as long as it can be read.
+
+    Args:
+        inner: the transport to read from. It is closed with this one.
+        url: the root that `inner` was opened at; names the objects in the cache. A signature in it that is another
+            one each time hides what is cached: leave it out here.
+        cache_dir: where the cache's own sub-directory is made. Missing directories are made, for this user alone.
+        cache_bytes: what the cache may take on the disk, by all processes together, in whole blocks of 4 KiB.
+            None: no limit. Processes that give different limits each keep to their own.
+        revalidate: ask the store whether an object is still what is cached, each time. False trusts the version
+            that was cached last and asks nothing: right for data that is never changed in place.
+        threads: files that are read and written at the same time at most. Default as `LocalTransport`.
+
+    Raises:
+        ValueError: `cache_bytes` or `threads` is below 1.
+    """
+
+    def __init__(
+        self,
+        inner: Transport,
+        url: str,
+        cache_dir: str | os.PathLike[str],
+        cache_bytes: int | None = None,
+        *,
+        revalidate: bool = True,
+        threads: int | None = None,
+    ) -> None:
+        if cache_bytes is not None and cache_bytes < 1:
+            raise ValueError(f"cache_bytes must be at least 1, or None for no limit; got {cache_bytes}")
+        self.inner = inner
+        self.url = url
+        self.cache_dir = os.path.abspath(os.fspath(cache_dir))  # noqa: PTH100 - Path.resolve would be I/O
+        self.cache_bytes = cache_bytes
+        self.revalidate = revalidate
+        self.threads = min(32, (os.cpu_count() or 1) + 4) if threads is None else threads
+        self._counts = CacheCounts()
+        self._pool = BlockingPool("cache", self.threads)
+        self._store = CacheStore(self.cache_dir, cache_bytes, self._counts)
+        # A transport that knows no versions would be asked for them in vain.
+        self._serves = self._fills = type(inner).info is not Transport.info
+
+    @classmethod
+    def from_url(cls, url: str, **options: Any) -> Self:
+        """Open the transport for `url`, and put a cache around it.
+
+        Args:
+            url: as in `open_transport`.
+            options: `cache_dir`, `cache_bytes`, `revalidate`; others are the inner transport's. `threads` is this
+                one's.
+        """
+        from asyncloader.transports.registry import open_transport
+
+        own = {name: options.pop(name) for name in ["cache_bytes", "revalidate", "threads"] if name in options}
+        cache_dir = options.pop("cache_dir")
+        return cls(open_transport(url, **options), url, cache_dir, **own)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._pool.closed else "open"
+        return f"<CachedTransport {self.inner!r} cache_dir={self.cache_dir!r} cache_bytes={self.cache_bytes} {state}>"
+
+    def __reduce__(self) -> tuple[Callable[..., Self], tuple[Transport, str, str, int | None]]:
+        make = partial(type(self), revalidate=self.revalidate, threads=self.threads)
+        return make, (self.inner, self.url, self.cache_dir, self.cache_bytes)
+
+    @property
+    def cache_counts(self) -> CacheCounts:
+        """What the cache did so far, for this transport in this process."""
+        return self._counts
+
+    async def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
+        """Read a whole object, and cache it. As `Transport.read`."""
+        hit = await self._read_hit(path, max_bytes)
+        if hit is not None:
+            return hit[0]
+        if not self._fills:
+            return await self.inner.read(path, max_bytes=max_bytes)
+        return (await self._read_filling(path, max_bytes))[0]
+
+    async def read_with_info(self, path: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
+        """Read a whole object and its version, and cache it. As `Transport.read_with_info`."""
+        hit = await self._read_hit(path, max_bytes)
+        return await self._read_filling(path, max_bytes) if hit is None else hit
+
+    async def read_range(self, path: str, start: int, length: int) -> bytes:
+        """Read a range, from the cache if the object is there. As `Transport.read_range`."""
+
+        def use(entry: CacheEntry) -> bytes:
+            check_range(path, entry.size, start, length)
+            return entry.read(start, length)
+
+        check_path(path)
+        hit = await self._hit(path, use)
+        if hit is None:
+            return await self.inner.read_range(path, start, length)
+        self._count(len(hit))
+        return hit
+
+    async def read_ranges(self, path: str, ranges: Iterable[tuple[int, int]]) -> Sequence[bytes]:
+        """Read ranges, from the cache if the object is there. As `Transport.read_ranges`."""
+        wanted = list(ranges)
+
+        def use(entry: CacheEntry) -> Sequence[bytes]:
+            for start, length in wanted:
+                check_range(path, entry.size, start, length)
+            return [entry.read(start, length) for start, length in wanted]
+
+        check_path(path)
+        hit = await self._hit(path, use)
+        if hit is None:
+            return await self.inner.read_ranges(path, wanted)
+        self._count(sum(map(len, hit)))
+        return hit
+
+    async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
+        """Read an object in chunks; one that is read from byte 0 to its end is cached. As `Transport.stream`.
+
+        A stream that is left early caches nothing.
+        """
+        check_path(path)
+        check_chunk_size(chunk_size)
+        check_start(path, None, start)
+        opener, info = await self._find(path)
+        entry = None if opener is None else await self._attempt(opener, CacheEntry.close)
+        self._counts.misses += self._serves and entry is None
+        if entry is not None:
+            given = self._stream_entry(path, entry, start, chunk_size)
+        elif self._fills and start == 0:
+            given = self._stream_filling(path, chunk_size, info)
+        else:
+            given = self.inner.stream(path, start=start, chunk_size=chunk_size)
+        async with aclosing(given) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def list(self, prefix: str = "") -> AsyncGenerator[str, None]:
+        """List the store, whatever is cached. As `Transport.list`."""
+        return self.inner.list(prefix)
+
+    async def size(self, path: str) -> int:
+        """Give an object's size; as `info`, from the cache only without `revalidate`. As `Transport.size`."""
+        return (await self.info(path)).size if not self.revalidate else await self.inner.size(path)
+
+    async def info(self, path: str) -> ObjectInfo:
+        """Give an object's size and version, from the cache only without `revalidate`. As `Transport.info`."""
+        check_path(path)
+        if not self.revalidate and self._serves:
+            opener = partial(self._store.open_newest, self._key(path))
+            found = await self._attempt(partial(_use_entry, opener, lambda entry: ObjectInfo(entry.size, entry.etag)))
+            if found is not None:
+                return found
+        return await self.inner.info(path)
+
+    async def aclose(self) -> None:
+        """Close the inner transport, wait for what is in progress, and join the threads. As `Transport.aclose`."""
+        try:
+            await self.inner.aclose()
+        finally:
+            await self._pool.aclose()
+
+    # --- what is in the cache
+
+    async def _read_hit(self, path: str, max_bytes: int | None) -> tuple[bytes, ObjectInfo] | None:
+        def use(entry: CacheEntry) -> tuple[bytes, ObjectInfo]:
+            check_size(path, entry.size, max_bytes)
+            return entry.read(0, entry.size), ObjectInfo(entry.size, entry.etag)
+
+        check_path(path)
+        check_size(path, 0, max_bytes)
+        hit = await self._hit(path, use)
+        if hit is not None:
+            self._count(len(hit[0]))
+        return hit
+
+    async def _hit(self, path: str, use: Callable[[CacheEntry], _R]) -> _R | None:
+        """Give what `use` gives, in a thread, for an object that is cached and valid; None if it is not."""
+        opener, _ = await self._find(path)
+        hit = None if opener is None else await self._attempt(partial(_use_entry, opener, use))
+        self._counts.misses += self._serves and hit is None
+        return hit
+
+    async def _find(self, path: str) -> tuple[Callable[[], CacheEntry | None] | None, ObjectInfo | None]:
+        """Give what opens the object's valid version, if any is cached, and what the store said, if asked."""
+        if not self._serves:
+            return None, None
+        key = self._key(path)
+        if not self.revalidate:
+            return partial(self._store.open_newest, key), None
+        if not await self._attempt(partial(self._store.has, key)):
+            return None, None
+        info = await self.inner.info(path)
+        return None if info.etag is None else partial(self._store.open, key, info.etag), info
+
+    async def _stream_entry(
+        self, path: str, entry: CacheEntry, start: int, chunk_size: int
+    ) -> AsyncGenerator[bytes, None]:
+        self._counts.hits += 1
+        position = start
+        try:
+            check_start(path, entry.size, start)
+            while position < entry.size:
+                length = min(chunk_size, entry.size - position)
+                chunk = await self._attempt(partial(entry.read, position, length))
+                if chunk is None:
+                    break
+                self._counts.bytes_saved += length
+                position += length
+                yield chunk
+            else:
+                return
+        finally:
+            await self._pool.finish(entry.close)
+        # The disk failed in the middle. The store gives the rest, if it is still the rest of this object.
+        await self._require(path, entry.etag)
+        async with aclosing(self.inner.stream(path, start=position, chunk_size=chunk_size)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+        await self._require(path, entry.etag)
+
+    async def _require(self, path: str, etag: str) -> None:
+        if (await self.inner.info(path)).etag != etag:
+            raise ReadFailed(
+                f"{path!r} could not be read to its end from {self.cache_dir!r}, and is another object in the store by "
+                "now; the bytes of two versions are never mixed. Read it again",
+                path=path,
+            )
+
+    # --- what gets into the cache
+
+    async def _read_filling(self, path: str, max_bytes: int | None) -> tuple[bytes, ObjectInfo]:
+        data, info = await self.inner.read_with_info(path, max_bytes=max_bytes)
+        if self._fills and info.etag is not None and data:
+            await self._attempt(partial(self._store.put, self._key(path), info.etag, data), filling=True)
+        return data, info
+
+    async def _stream_filling(self, path: str, chunk_size: int, info: ObjectInfo | None) -> AsyncGenerator[bytes, None]:
+        if info is None:
+            info = await self.inner.info(path)
+        fill: CacheFill | None = None
+        if info.etag is not None and info.size:
+            begin = partial(self._store.begin, self._key(path), info.etag, info.size)
+            fill = await self._attempt(begin, CacheFill.abort, filling=True)
+        tee = Tee(fill, self._pool, partial(self._trouble, filling=True))
+        try:
+            async with aclosing(self.inner.stream(path, chunk_size=chunk_size)) as chunks:
+                received = 0
+                chunk = await anext(chunks, b"")
+                while chunk:
+                    received += len(chunk)
+                    await tee.add(chunk)
+                    after: bytes | None = None
+                    if received >= info.size:
+                        # Settled before the last chunk is given: its reader may know that it is the last, and stop.
+                        after = await anext(chunks, b"")
+                        if not after and tee.open and await self._still(path, info):
+                            await tee.keep()
+                    yield chunk
+                    chunk = await anext(chunks, b"") if after is None else after
+        finally:
+            await tee.drop()
+
+    async def _still(self, path: str, info: ObjectInfo) -> bool:
+        """Whether the object is the one that it was before the stream began."""
+        try:
+            async with asyncio.timeout(_CONFIRM_S):
+                return await self.inner.info(path) == info
+        except (TransportError, TimeoutError):
+            return False
+
+    # --- the directory
+
+    def _key(self, path: str) -> str:
+        return hash_key(object_url(self.url, path))
+
+    def _count(self, given: int) -> None:
+        self._counts.hits += 1
+        self._counts.bytes_saved += given
+
+    async def _attempt(
+        self, call: Callable[[], _R], release: Callable[[Any], object] | None = None, *, filling: bool = False
+    ) -> _R | None:
+        """Give what `call` gives in a thread, None if the disk fails. `release`: as `BlockingPool.acquire`."""
+
+        def drop(result: _R) -> None:
+            if release is not None and result is not None:
+                release(result)
+
+        try:
+            return await self._pool.acquire(call, drop)
+        except EntryLost:
+            return None  # that file alone
+        except TransportError:
+            raise
+        except OSError as error:
+            self._trouble(error, filling=filling)
+            return None
+
+    def _trouble(self, error: OSError, *, filling: bool) -> None:
+        if error.errno in _PASSING:
+            return
+        self._fills = False
+        if not filling:
+            self._serves = False
+        if self.cache_dir not in _warned:
+            _warned.add(self.cache_dir)
+            warnings.warn(
+                f"caching in {self.cache_dir!r} is off in this process, because {error}; reads go on without it. Make "
+                "room, lower cache_bytes, or choose another cache_dir, and start again",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _use_entry(opener: Callable[[], CacheEntry | None], use: Callable[[CacheEntry], _R]) -> _R | None:
+    entry = opener()
+    if entry is None:
+        return None
+    try:
+        return use(entry)
+    finally:
+        entry.close()

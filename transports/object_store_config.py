@@ -1,0 +1,309 @@
+"""Where an object store is and how to be let in. Data path: before it; makes obstore's client from URL and options.
+
+Credentials are looked for where each store's own tools look, first in `config`, then in the environment:
+
+    s3   AWS_ACCESS_KEY_ID ..., web identity, the profile's keys in ~/.aws/credentials and ~/.aws/config
+         (AWS_PROFILE, AWS_SHARED_CREDENTIALS_FILE, AWS_CONFIG_FILE), container and instance roles
+    gs   GOOGLE_SERVICE_ACCOUNT ..., GOOGLE_APPLICATION_CREDENTIALS, gcloud's application default, the instance
+    az   AZURE_STORAGE_ACCOUNT_NAME with _KEY, SAS or client secret, workload and managed identity
+
+obstore does all of it but the AWS profiles, of which `Profile` reads what is plain text: keys, region, endpoint.
+A profile that names another way in (SSO, a role to assume, a program) is refused with advice, as going on to the
+instance's role would read as somebody else.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from configparser import ConfigParser
+from configparser import Error as ConfigError
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from asyncloader.transports.checks import check_path
+from asyncloader.transports.errors import InvalidPath, TransportError
+from asyncloader.transports.retry import RetryPolicy
+
+if TYPE_CHECKING:
+    from obstore.store import AzureStore, ClientConfig, GCSStore, RetryConfig, S3Store
+
+    Store = AzureStore | GCSStore | S3Store
+
+__all__ = ["Place", "Profile", "Settings", "open_store", "parse_place", "retry_config"]
+
+_KINDS = {"s3": "s3", "s3a": "s3", "gs": "gs", **dict.fromkeys(("az", "azure", "abfs", "abfss", "adl"), "az")}
+_URL = re.compile(r"([A-Za-z0-9]+)://([^/]*)/?(.*)", re.DOTALL)
+
+_AZURE = ("dfs.core.windows.net", "blob.core.windows.net")
+_FABRIC = ("dfs.fabric.microsoft.com", "blob.fabric.microsoft.com")
+
+# obstore's names for what differs from store to store.
+_ENDPOINT = {"s3": "endpoint", "gs": "base_url", "az": "endpoint"}
+_ENDPOINT_VARIABLES = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+
+# What a profile can name instead of keys, for which AWS's own SDK is needed.
+_INDIRECT = ("sso_session", "sso_start_url", "role_arn", "credential_process", "login_session")
+
+# obstore bounds a whole request, body included, by 30 s unless told otherwise: that would cut every large object.
+_FOR_EVER = timedelta(days=30)
+
+
+class Place(NamedTuple):
+    """The root of a transport.
+
+    Attributes:
+        kind: ``"s3"``, ``"gs"`` or ``"az"``.
+        bucket: the bucket, or Azure's container.
+        prefix: what the paths are relative to, without slashes around it; empty for the whole bucket.
+        account: Azure's storage account if the URL names it.
+        fabric: whether the account is one of Microsoft Fabric.
+        url: the root for texts.
+    """
+
+    kind: str
+    bucket: str
+    prefix: str
+    account: str | None
+    fabric: bool
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The transport's options, as `ObjectStoreTransport` documents them."""
+
+    endpoint: str | None = None
+    region: str | None = None
+    skip_signature: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    client: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    credentials: Callable[[], Any] | None = None
+    connect_s: float = 10.0
+    stalled_s: float = 30.0
+
+
+class Profile(NamedTuple):
+    """What the files of the AWS tools say about one profile, as obstore's configuration.
+
+    Attributes:
+        name: the profile's name.
+        keys: ``access_key_id`` and so on; empty when the profile has none.
+        others: region and endpoint.
+        indirect: the setting by which the profile gets its keys from elsewhere, None when there is none.
+        found: whether a file has such a profile.
+    """
+
+    name: str
+    keys: dict[str, str]
+    others: dict[str, str]
+    indirect: str | None
+    found: bool
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> Profile:
+        """Read the profile that the environment names, or ``default``.
+
+        Raises:
+            TransportError: a file is there and cannot be read or understood.
+        """
+        name = environment.get("AWS_PROFILE") or environment.get("AWS_DEFAULT_PROFILE") or "default"
+        credentials = _section(environment.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials", name)
+        section = name if name == "default" else f"profile {name}"
+        settings = _section(environment.get("AWS_CONFIG_FILE") or "~/.aws/config", section)
+        both = {**settings, **credentials}
+        keys: dict[str, str] = {}
+        # The two halves of a key come from one file.
+        for source in (credentials, settings):
+            if "aws_access_key_id" in source and "aws_secret_access_key" in source:
+                keys = {
+                    "access_key_id": source["aws_access_key_id"],
+                    "secret_access_key": source["aws_secret_access_key"],
+                }
+                if token := source.get("aws_session_token"):
+                    keys["session_token"] = token
+                break
+        others = {
+            ours: both[theirs]
+            for theirs, ours in {"region": "region", "endpoint_url": "endpoint"}.items()
+            if both.get(theirs)
+        }
+        indirect = next((each for each in _INDIRECT if each in both), None)
+        return cls(name, keys, others, indirect, bool(both))
+
+
+def parse_place(url: str) -> Place:
+    """Read a URL: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``.
+
+    Also ``s3a://``, and for Azure ``azure://``, ``adl://``, ``abfs://`` and ``abfss://``, where the last two may
+    name the account: ``abfss://container@account.dfs.core.windows.net/prefix``. The prefix is taken as it is:
+    nothing in it is unescaped, as nothing is in the paths below it.
+
+    Raises:
+        ValueError: it is none of these.
+        InvalidPath: the prefix is not canonical (an empty, ``.`` or ``..`` part).
+    """
+    match = _URL.fullmatch(url)
+    kind = _KINDS.get(match[1].lower()) if match else None
+    if match is None or kind is None:
+        raise ValueError(
+            f"{url.partition('?')[0]!r} is no URL of an object store; write s3://, gs:// or az://bucket/prefix"
+        )
+    scheme, host, prefix = match[1].lower(), match[2], match[3].removesuffix("/")
+    account, domain = None, ""
+    if scheme in {"abfs", "abfss"} and "@" in host:
+        host, _, server = host.partition("@")
+        account, _, domain = server.lower().partition(".")
+        if not account or domain not in {*_AZURE, *_FABRIC}:
+            raise ValueError(
+                f"{server!r} is no account of {', '.join([*_AZURE, *_FABRIC])}; for another cloud write "
+                f"{scheme}://container/prefix and pass endpoint= and config={{'account_name': ...}}"
+            )
+    if not host or re.search(r"[@:?#\s]", host):
+        # Not shown: before an @ stands a password.
+        raise ValueError(f"the bucket of a {scheme}:// URL is missing or malformed; write {scheme}://bucket/prefix")
+    if prefix:
+        try:
+            check_path(prefix)
+        except InvalidPath as error:
+            raise InvalidPath(f"the prefix of {url!r} is not canonical: {error}", path=prefix) from None
+    server = f"@{account}.{domain}" if account else ""
+    shown = f"{scheme}://{host}{server}{'/' + prefix if prefix else ''}"
+    return Place(kind, host, prefix, account, domain in _FABRIC, shown)
+
+
+def retry_config(policy: RetryPolicy | None) -> RetryConfig:
+    """Give obstore's retries that come closest to `policy`; None: it tries once.
+
+    ``budget_s`` becomes obstore's ``retry_timeout``, which counts from a request's beginning instead of the last
+    progress; ``first_delay_s`` and ``cap_s`` bound its back-off. Not mapped: ``statuses`` (obstore retries 408, 429
+    and all 5xx) and ``Retry-After`` (obstore does not read it).
+    """
+    if policy is None or not policy.budget_s:
+        return {"max_retries": 0}
+    first, cap = timedelta(seconds=policy.first_delay_s), timedelta(seconds=policy.cap_s)
+    return {
+        "max_retries": 1 << 30,  # time is the bound
+        "retry_timeout": timedelta(seconds=policy.budget_s),
+        "backoff": {"init_backoff": first, "max_backoff": cap, "base": 2},
+    }
+
+
+def open_store(place: Place, settings: Settings, retry: RetryPolicy | None) -> Store:
+    """Make obstore's client. Reads the environment and credential files, and sends nothing.
+
+    Args:
+        place: the root.
+        settings: the options.
+        retry: for the retries that obstore makes by itself; None: none.
+
+    Raises:
+        TransportError: obstore is not installed, or refuses the configuration; or the AWS profile is unusable.
+    """
+    try:
+        from obstore import store as stores
+        from obstore.exceptions import BaseError
+    except ImportError as error:
+        raise TransportError(
+            "s3, gs and az need obstore, which is not installed; install it by: pip install 'asyncloader[s3]'"
+        ) from error
+    config: dict[str, Any] = {}
+    if place.kind == "s3":
+        config.update(_from_profile(settings, os.environ))
+    if settings.endpoint is not None:
+        config[_ENDPOINT[place.kind]] = settings.endpoint
+    if settings.region is not None:
+        config["region"] = settings.region
+    if settings.skip_signature:
+        config["skip_signature"] = True
+    if place.account is not None:
+        config["account_name"] = place.account
+    if place.fabric:
+        config["use_fabric_endpoint"] = True
+    config.update(settings.config)
+    client: ClientConfig = {
+        "connect_timeout": timedelta(seconds=settings.connect_s),
+        "read_timeout": timedelta(seconds=settings.stalled_s),
+        "timeout": _FOR_EVER,
+        "user_agent": "asyncloader",
+    }
+    endpoints = [config.get(_ENDPOINT[place.kind]), *map(os.environ.get, _ENDPOINT_VARIABLES[place.kind])]
+    endpoint = next((each for each in endpoints if each), "")
+    if str(endpoint).lower().startswith("http://"):
+        client["allow_http"] = True  # whoever writes http:// means it
+    given: dict[str, Any] = {
+        "prefix": place.prefix or None,
+        "config": config,
+        "client_options": {**client, **settings.client},
+        "retry_config": retry_config(retry),
+        "credential_provider": settings.credentials,
+    }
+    try:
+        if place.kind == "s3":
+            return stores.S3Store(place.bucket, **given)
+        if place.kind == "gs":
+            return stores.GCSStore(place.bucket, **given)
+        return stores.AzureStore(place.bucket, **given)
+    except (BaseError, ValueError, TypeError, OSError) as error:
+        raise TransportError(
+            f"{place.url} cannot be opened: {str(error).partition('Debug source')[0].strip()}"
+        ) from error
+
+
+def _from_profile(settings: Settings, environment: Mapping[str, str]) -> dict[str, str]:
+    """Give the configuration that comes from the AWS files: what neither options nor environment say."""
+    profile = Profile.read(environment)
+    if not profile.found and profile.name != "default":
+        raise TransportError(
+            f"the AWS profile {profile.name!r} (AWS_PROFILE) is in neither ~/.aws/credentials nor ~/.aws/config; "
+            "correct the name, or unset AWS_PROFILE"
+        )
+    found: dict[str, str] = {}
+    if "region" in profile.others and not {"AWS_REGION", "AWS_DEFAULT_REGION"} & environment.keys():
+        found["region"] = profile.others["region"]
+    if "endpoint" in profile.others and not set(_ENDPOINT_VARIABLES["s3"]) & environment.keys():
+        found["endpoint"] = profile.others["endpoint"]
+    anonymous = settings.skip_signature or environment.get("AWS_SKIP_SIGNATURE", "").lower() in {
+        "true",
+        "1",
+        "yes",
+        "on",
+    }
+    if (
+        anonymous
+        or settings.credentials is not None
+        or {"access_key_id", "aws_access_key_id", "skip_signature"} & {str(each).lower() for each in settings.config}
+        or {"AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"} & environment.keys()
+    ):
+        return found
+    if not profile.keys and profile.indirect is not None:
+        raise TransportError(
+            f"the AWS profile {profile.name!r} gets its keys by {profile.indirect}, which obstore cannot do; pass "
+            "credentials=obstore.auth.boto3.Boto3CredentialProvider() (it needs boto3), or export the keys by: "
+            f"eval $(aws configure export-credentials --profile {profile.name} --format env)"
+        )
+    return {**found, **profile.keys}
+
+
+def _section(file: str, name: str) -> dict[str, str]:
+    path = Path(file).expanduser()
+    # No interpolation: a secret may hold a percent sign. No defaults section: [default] is a profile here.
+    parser = ConfigParser(interpolation=None, default_section="\0", strict=False)
+    try:
+        with path.open(encoding="utf-8") as lines:
+            parser.read_file(lines)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        # Not chained and not quoted: the text of a parser's error has lines of the file in it.
+        raise TransportError(
+            f"{path} cannot be read: {type(error).__name__}; correct it, or pass credentials="
+        ) from None
+    return dict(parser[name]) if name in parser else {}
