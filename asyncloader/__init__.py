@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         NeverIteratedWarning,
         RanksDisagree,
         RingMemoryError,
+        ShardError,
         StateError,
         TaskQuarantined,
         TooManyBadSamples,
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from asyncloader.loader import DataLoader
     from asyncloader.mixture import MixtureSampler
     from asyncloader.patching import install
+    from asyncloader.remote.dataset import RemoteIterableDataset
     from asyncloader.sampler import AsyncSampler
     from asyncloader.seeded_sampler import SeededSampler
     from asyncloader.sharing import SharedDict, SharedList, share
@@ -86,8 +88,10 @@ _OWN = {
     "MixtureSampler": "asyncloader.mixture",
     "NeverIteratedWarning": "asyncloader.errors",
     "RanksDisagree": "asyncloader.errors",
+    "RemoteIterableDataset": "asyncloader.remote.dataset",
     "RingMemoryError": "asyncloader.errors",
     "SeededSampler": "asyncloader.seeded_sampler",
+    "ShardError": "asyncloader.errors",
     "SharedDict": "asyncloader.sharing",
     "SharedList": "asyncloader.sharing",
     "StateError": "asyncloader.errors",
@@ -128,10 +132,12 @@ __all__ = [
     "NeverIteratedWarning",
     "RandomSampler",
     "RanksDisagree",
+    "RemoteIterableDataset",
     "RingMemoryError",
     "Sampler",
     "SeededSampler",
     "SequentialSampler",
+    "ShardError",
     "SharedDict",
     "SharedList",
     "StackDataset",

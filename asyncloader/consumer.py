@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -59,7 +59,7 @@ class Consumer:
         self._statistics = statistics
         self._plan = plan
         self._quarantine = quarantine
-        self._notices: deque[Notice] = deque()
+        self._notices: deque[Notice | Mapping[str, float]] = deque()
         self._progress = progress
         self._tasks = 0  # indices given out
         self._begun = statistics.begin()
@@ -232,6 +232,9 @@ class Consumer:
         """
         while self._notices:
             notice = self._notices.popleft()
+            if not isinstance(notice, Notice):
+                self._statistics.count(notice)
+                continue
             if notice.retired:
                 self._statistics.retirements += 1
             else:

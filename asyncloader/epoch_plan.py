@@ -22,8 +22,8 @@ from asyncloader.sampler import AsyncIndexSource
 from asyncloader.scheduler import Scheduler
 from asyncloader.seeded_mode import even_ranks, topology
 from asyncloader.workers.bad_samples import ErrorPolicy
-from asyncloader.workers.fetch import is_concurrent
 from asyncloader.workers.decoding import Chain
+from asyncloader.workers.fetch import is_concurrent
 from asyncloader.workers.info import EpochStart, SeededSetup, WorkerSetup
 from asyncloader.workers.leasing import is_leased
 from asyncloader.workers.pool import WorkerPool

@@ -9,6 +9,7 @@
     +-- StateError                  a saved state cannot be loaded (also a ValueError)
     +-- RanksDisagree               the ranks' epochs end differently (also a RuntimeError)
     +-- RingMemoryError             not enough shared memory (also a MemoryError)
+    +-- ShardError                  a shard's bytes break the rules of its format, or are too many (also a ValueError)
     +-- UnsupportedPlatform         this system cannot run workers (also a RuntimeError)
 
 Errors that a user's own code raises in a worker keep their own type and are none of these.
@@ -29,6 +30,7 @@ __all__ = [
     "NeverIteratedWarning",
     "RanksDisagree",
     "RingMemoryError",
+    "ShardError",
     "StateError",
     "TaskQuarantined",
     "TooManyBadSamples",
@@ -190,6 +192,25 @@ class RingMemoryError(LoaderError, MemoryError):
             f"asyncloader wants {self.wanted:,} bytes of shared memory but is bounded by {limit} ({self.reason}). "
             f"{self.advice}"
         )
+
+
+class ShardError(LoaderError, ValueError):
+    """A shard's bytes break the rules of its format, or are larger than was allowed.
+
+    Attributes:
+        url: the shard.
+        offset: where the trouble is: bytes from the shard's beginning (decompressed bytes, in a compressed shard). None
+            when it is about no single place.
+    """
+
+    def __init__(self, message: str, *, url: str = "", offset: int | None = None) -> None:
+        super().__init__(message)
+        self.url = url
+        self.offset = offset
+
+    def __str__(self) -> str:
+        place = "" if self.offset is None else f" at byte {self.offset:,}"
+        return f"{super().__str__()} ({self.url}{place})" if self.url else super().__str__()
 
 
 class UnsupportedPlatform(LoaderError, RuntimeError):

@@ -51,7 +51,9 @@ def check_flight_options(
         )
 
 
-def most_credits(spec: torch.utils.data.DataLoader[Any], concurrency: int, fetch_threads: int, *, iterable: bool) -> int:
+def most_credits(
+    spec: torch.utils.data.DataLoader[Any], concurrency: int, fetch_threads: int, *, iterable: bool
+) -> int:
     """Batches that may be in hand at a time for one copy of the dataset, however small they are.
 
     `prefetch_factor` at least (1 without workers). Not more for streams, which are read one sample after the other; for

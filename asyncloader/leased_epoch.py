@@ -72,7 +72,7 @@ class InlineLeases:
         if leases is not None:
             self._source = LocalLeases(leases.book, start.stream_key)
 
-    def source(self, start: EpochStart) -> LeaseSource:
+    def source(self, _: EpochStart) -> LeaseSource:
         """The reader's leases."""
         assert self._source is not None, "prepare() was not awaited"
         return self._source

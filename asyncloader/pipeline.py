@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from asyncloader.errors import WorkerDied
@@ -148,8 +148,8 @@ class Pipeline(Listener):
         self._places: Places | None = None  # where the workers' datasets stand; None: nowhere in particular
         self._starts: Sequence[EpochStart] = ()
         self._handovers: dict[int, bytes | None] = {}  # what the workers that left did hand over; None: killed
-        self.notices: deque[Notice] = deque()
-        """For the consumer's thread."""
+        self.notices: deque[Notice | Mapping[str, float]] = deque()
+        """For the consumer's thread: what happened beside the batches; counts of transports."""
 
     # ------------------------------------------------------------------------------- from the consumer's side
 
@@ -231,6 +231,10 @@ class Pipeline(Listener):
         if cursor:
             self._ends[worker] = cursor
         self._handle(Exhausted(worker, seq))
+
+    def on_counts(self, counts: Mapping[str, float]) -> None:
+        """See `Listener`."""
+        self.notices.append(counts)
 
     def on_ask(self, worker: int, number: int, batch: int, left: Any) -> None:
         """See `Listener`."""

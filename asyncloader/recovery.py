@@ -4,7 +4,9 @@ Data path: beside the scheduler, which asks it at every death and at nothing els
 
 Which task killed a worker? One that works on its tasks in their order was at the first that it had not answered. One
 that works on several at a time may have died of any of them: so each is a suspect, and is tried again *alone*, that the
-next death leaves no doubt. A task over which two workers died is poisoned, and not tried a third time.
+next death leaves no doubt. A task over which two workers died is poisoned, and not tried a third time. A death in a
+crowd of suspects says little about each of them, and is not counted: with hundreds of tasks in hand, an innocent one
+would otherwise be given up for the first death of its own.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ from collections.abc import Sequence
 from asyncloader.errors import WorkerDied
 from asyncloader.events import Died
 
-__all__ = ["KILLS", "Recovery"]
+__all__ = ["CROWD", "KILLS", "Recovery"]
 
 KILLS = 2
 """Deaths after which a task is not tried again."""
+CROWD = 8
+"""Suspects of one death up to which it counts against each of them."""
 
 
 class Recovery:
@@ -35,6 +39,7 @@ class Recovery:
         self._concurrent = concurrent
         self._restarts = [0] * workers
         self._deaths: dict[int, list[WorkerDied]] = {}  # task -> the deaths over it
+        self._uncounted: dict[int, int] = {}  # how many of these do not count
         self._down = [False] * workers
         self._alone: list[int | None] = [None] * workers  # the suspect that a worker tries, and nothing else
         self._waiting: list[deque[int]] = [deque() for _ in range(workers)]
@@ -58,7 +63,9 @@ class Recovery:
         suspects = lost[: in_hand if self._concurrent else min(1, in_hand)]
         for seq in suspects:
             self._deaths.setdefault(seq, []).append(event.error)
-        return [seq for seq in suspects if len(self._deaths[seq]) >= KILLS]
+            if len(suspects) > CROWD:
+                self._uncounted[seq] = self._uncounted.get(seq, 0) + 1
+        return [seq for seq in suspects if len(self._deaths[seq]) - self._uncounted.get(seq, 0) >= KILLS]
 
     def may_replace(self, worker: int) -> bool:
         """Whether its last death leaves it a restart."""
@@ -103,6 +110,7 @@ class Recovery:
     def answered(self, worker: int, seq: int) -> None:
         """A task has its outcome."""
         self._deaths.pop(seq, None)
+        self._uncounted.pop(seq, None)
         if self._alone[worker] == seq:
             self._alone[worker] = None
 

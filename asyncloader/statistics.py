@@ -8,10 +8,11 @@ count. Updated by the consumer's thread alone; read from any.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 
 from asyncloader.bad_sample_log import BadSampleLog
+from asyncloader.transports.totals import KEYS
 from asyncloader.workers.bad_samples import BadSample
 
 __all__ = ["Statistics"]
@@ -36,6 +37,7 @@ class Statistics:
         "restarts",
         "retirements",
         "samples",
+        "store",
         "wait_s",
         "worker_s",
     )
@@ -55,6 +57,7 @@ class Statistics:
         self.retirements = 0  # workers that had grown and were replaced
         self.bad_samples = 0
         self.refilled = 0
+        self.store = dict.fromkeys(KEYS, 0.0)  # what the transports of the workers did
         self.log = BadSampleLog(None)  # of the newest iterator
         self.first_batch_s = 0.0
         self._mark = 0.0
@@ -77,6 +80,11 @@ class Statistics:
         self.bad_samples += len(records)
         self.refilled += sum(record.action == "refilled" for record in records)
         self.log.add(records)
+
+    def count(self, counts: Mapping[str, float]) -> None:
+        """The transports of a worker did this."""
+        for name in self.store.keys() & counts.keys():
+            self.store[name] += counts[name]
 
     def batch(self, samples: int, nbytes: int, pickled: int, waited: float, busy: float, workers: int) -> None:
         """A batch was delivered, for which the consumer waited `waited` seconds and a worker spent `busy`."""
@@ -118,4 +126,5 @@ class Statistics:
             "data/worker_retirements": float(self.retirements),
             "data/bad_samples": float(self.bad_samples),
             "data/refilled": float(self.refilled),
+            **{f"store/{name}": count for name, count in self.store.items()},
         }

@@ -78,6 +78,7 @@ PURE = [
     "asyncloader.transports.http_answers",
     "asyncloader.transports.ranges",
     "asyncloader.transports.retry",
+    "asyncloader.transports.totals",
     "asyncloader.transports.wire",
 ]
 IMPURE_IMPORTS = {"asyncio", "multiprocessing", "select", "selectors", "socket", "subprocess", "threading"}

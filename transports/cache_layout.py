@@ -38,8 +38,9 @@ __all__ = [
     "fill_name",
     "hash_key",
     "object_url",
-    "pack_changes",
+    "pack_change",
     "storable_etag",
+    "sum_added",
     "sum_changes",
 ]
 
@@ -182,14 +183,22 @@ def choose_victims(files: Iterable[Stored], excess: int) -> Sequence[Stored]:
     return victims
 
 
-def pack_changes(*changes: int) -> bytes:
-    """Give changes of the bytes in use as records, 8 bytes each."""
-    return b"".join(map(_CHANGE.pack, changes))
+def pack_change(change: int) -> bytes:
+    """Give a change of the bytes in use as a record, of 8 bytes."""
+    return _CHANGE.pack(change)
 
 
 def sum_changes(records: bytes) -> int | None:
     """Add up records; None when they are cut."""
-    if len(records) % _CHANGE.size:
-        return None
-    changes: Iterable[tuple[int]] = _CHANGE.iter_unpack(records)
-    return sum(change for (change,) in changes)
+    return None if len(records) % _CHANGE.size else sum(_changes(records))
+
+
+def sum_added(records: bytes) -> int:
+    """Add up the records that add something, but for one that is cut."""
+    return sum(change for change in _changes(records) if change > 0)
+
+
+def _changes(records: bytes) -> Iterable[int]:
+    whole = records[: len(records) // _CHANGE.size * _CHANGE.size]
+    changes: Iterable[tuple[int]] = _CHANGE.iter_unpack(whole)
+    return (change for (change,) in changes)

@@ -163,9 +163,9 @@ class CacheFill:
         try:
             if not keep:
                 with suppress(OSError):
-                    os.unlink(self._temporary)
-                with suppress(OSError):
                     self._usage.release(_charge(self._footer))
+                with suppress(OSError):
+                    os.unlink(self._temporary)
         finally:
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)
@@ -238,7 +238,7 @@ class CacheStore:
             raise
         fill = CacheFill(descriptor, temporary, final, footer, self.usage)
         try:
-            os.ftruncate(descriptor, 0)  # a dead writer's bytes, still in the account: too much, until it is rewritten
+            os.ftruncate(descriptor, 0)  # a dead writer's bytes
             if self.usage.reserve(charged) and not os.path.exists(final):
                 return fill
         except BaseException:
@@ -329,8 +329,8 @@ class CacheStore:
             if footer is None or footer.url_key != url_key or not _verify(descriptor, path, footer):
                 if same_file(descriptor, path):
                     with suppress(OSError):  # a directory that cannot be written to
-                        os.unlink(path)
                         self.usage.release(charge(status.st_size))
+                        os.unlink(path)
                 os.close(descriptor)
                 return None
             age = time.time_ns() - status.st_mtime_ns

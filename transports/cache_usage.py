@@ -6,8 +6,12 @@ sees both. Nobody waits for a lock.
 
 Whoever finds the limit passed takes the lock of the directory if it is free, counts what is there, deletes
 the files used longest ago, and writes the account anew. If the lock is taken, somebody else is at it, and the
-object in hand is not cached. What a killed process leaves in the account makes the sum too high until then.
-Changes that are appended while the account is rewritten may count twice, never not at all.
+object in hand is not cached.
+
+The account may be too high, until it is rewritten, and is never too low. What a killed process took stays in it.
+Of what happens while it is rewritten, what is taken may count twice and what is given back may not count; so a
+file is made before its bytes are taken, its bytes are given back before it is deleted, and files that are being
+written are counted before those that are finished.
 """
 
 # Everything here runs in threads. Names are strings, as in `confine`.
@@ -27,7 +31,8 @@ from asyncloader.transports.cache_layout import (
     choose_victims,
     entry_url_key,
     fill_charge,
-    pack_changes,
+    pack_change,
+    sum_added,
     sum_changes,
 )
 
@@ -94,14 +99,13 @@ class CacheUsage:
             long = os.stat(self._path).st_size > _LONG_ACCOUNT
         except FileNotFoundError:
             long = True
-        if not (long and self._tidy()) and (freed := self._clean()):
-            self.release(freed)
+        if not (long and self._tidy()):
+            self._clean()
 
     def reserve(self, charged: int) -> bool:
-        """Take `charged` bytes of the limit for a file that is about to be written under its name in ``fills``.
+        """Take `charged` bytes of the limit for a file that is there under its name in ``fills``, empty yet.
 
-        Evicts if need be. False when there is no room for it now; whatever it gives, the file's end is followed by
-        `release`.
+        Evicts if need be. False when there is no room for it now; they are taken all the same, until `release`.
         """
         total = self._append(charged)
         if total is None:
@@ -115,22 +119,22 @@ class CacheUsage:
         return total is not None and (self.limit is None or total <= self.limit)
 
     def release(self, charged: int) -> None:
-        """Give back what a file took."""
+        """Give back what a file takes that is about to be deleted."""
         self._append(-charged)
 
-    def _append(self, *changes: int) -> int | None:
-        """Write changes down, and give the sum of the account; None when there is no account to read."""
+    def _append(self, change: int = 0) -> int | None:
+        """Write a change down, and give the sum of the account; None when there is no account to read."""
         for _ in range(_REWRITES):
             try:
                 descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | OPEN_FLAGS)
             except FileNotFoundError:
                 return None
             try:
-                if changes:
-                    os.write(descriptor, pack_changes(*changes))
+                if change:
+                    os.write(descriptor, pack_change(change))
                 total = self._sum(descriptor)
-                # Rewritten meanwhile: the new account may lack this change.
-                if same_file(descriptor, self._path):
+                # Else it was rewritten meanwhile, and the new account may lack the change or have it.
+                if change < 0 or same_file(descriptor, self._path):
                     return total
             finally:
                 os.close(descriptor)
@@ -156,8 +160,9 @@ class CacheUsage:
                 return False
             before = self._length()
             self._clean()
+            total = sum(charged for charged, _ in self._fills())
             files = list(self._files())
-            total = sum(file.charged for file in files) + sum(charged for charged, _ in self._fills())
+            total += sum(file.charged for file in files)
             if self.limit is not None and total > self.limit:
                 for victim in choose_victims(files, total - self.limit + self.limit // _FREED):
                     with suppress(FileNotFoundError):
@@ -174,7 +179,7 @@ class CacheUsage:
             return 0
 
     def _rewrite(self, total: int, before: int) -> None:
-        """Begin a new account with `total`, and with what came to the old one after its first `before` bytes."""
+        """Begin a new account with `total`, and what was taken in the old one after its first `before` bytes."""
         new = f"{self._path}.new"
         old = None
         with suppress(FileNotFoundError):
@@ -183,12 +188,12 @@ class CacheUsage:
             # Only the holder of the lock writes here, so what is there is left from a dead one.
             descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | OPEN_FLAGS, 0o600)
             try:
-                os.write(descriptor, os.urandom(_NAME_SIZE) + pack_changes(total))
+                os.write(descriptor, os.urandom(_NAME_SIZE) + pack_change(total))
                 os.rename(new, self._path)
             finally:
                 os.close(descriptor)
-            if old is not None and (late := sum_changes(os.pread(old, os.fstat(old).st_size - before, before))):
-                self._append(late)
+            if old is not None and before and (size := os.fstat(old).st_size) > before:
+                self._append(sum_added(os.pread(old, size - before, before)))
         finally:
             if old is not None:
                 os.close(old)
@@ -219,10 +224,9 @@ class CacheUsage:
             if charged is not None and file.is_file(follow_symlinks=False):
                 yield charged, file.path
 
-    def _clean(self) -> int:
-        """Delete what dead writers left in ``fills``; give what it was charged."""
-        freed = 0
-        for charged, path in self._fills():
+    def _clean(self) -> None:
+        """Delete what dead writers left in ``fills``. Who began to write it took its bytes, or did not come to that."""
+        for _, path in self._fills():
             try:
                 descriptor = os.open(path, os.O_RDONLY | OPEN_FLAGS)
             except FileNotFoundError:
@@ -231,10 +235,8 @@ class CacheUsage:
                 # While the lock is ours nobody begins to write this file.
                 if try_lock(descriptor) and same_file(descriptor, path):
                     os.unlink(path)
-                    freed += charged
             finally:
                 os.close(descriptor)
-        return freed
 
 
 def try_lock(descriptor: int) -> bool:

@@ -195,9 +195,7 @@ class AsyncMapFetcher:
 
     async def _guarded(self, guard: Guard, first: int | None, index: Any, bad: list[BadSample]) -> Any:
         if not self._auto_collation:
-            (sample,) = await self._flights.fly(
-                lambda _, context: self._guarded_one(guard, index, first, None, bad), 1
-            )
+            (sample,) = await self._flights.fly(lambda _, context: self._guarded_one(guard, index, first, None, bad), 1)
             if sample is LOST:
                 raise NoSamples
             return sample

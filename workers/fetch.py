@@ -20,6 +20,7 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset
 from asyncloader.workers.async_fetch import AsyncMapFetcher, AsyncSeeding
 from asyncloader.workers.async_stream import AsyncStreamFetcher
 from asyncloader.workers.bad_samples import LOST, BadSample, Guard, NoSamples, StreamGuard
+from asyncloader.workers.decoding import DecodedMap, Decoder
 from asyncloader.workers.error_notes import (
     add_note,
     batch_place,
@@ -28,7 +29,6 @@ from asyncloader.workers.error_notes import (
     stream_collation_place,
     stream_place,
 )
-from asyncloader.workers.decoding import DecodedMap, Decoder
 from asyncloader.workers.guarded_fetch import GuardedMap
 from asyncloader.workers.lane_fetch import LaneFetcher, LaneLike
 from asyncloader.workers.lanes import Lanes
@@ -365,9 +365,7 @@ class _StreamFetcher:
             raise NoSamples
         raise StopIteration
 
-    def _guarded_decoded(
-        self, guard: Guard, decode: Callable[[Any], Any], sample: Any, bad: list[BadSample]
-    ) -> Any:
+    def _guarded_decoded(self, guard: Guard, decode: Callable[[Any], Any], sample: Any, bad: list[BadSample]) -> Any:
         try:
             return decode(sample)
         except Exception as error:

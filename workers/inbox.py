@@ -64,6 +64,9 @@ class Inbox:
             said, number, batch, left = wire.unpack_ask(body)
             if said == epoch and listener is not None:
                 listener.on_ask(self._worker, number, batch, pickle.loads(left))
+        elif kind == wire.COUNTS:
+            if listener is not None:
+                listener.on_counts(pickle.loads(body))
         elif kind == wire.BAD:
             self._bad = wire.unpack_answer(body)[3]
         elif kind in _ANSWERS:

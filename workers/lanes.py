@@ -90,7 +90,9 @@ class Lanes:
             function, args = told.popleft()
             function(*args)
 
-    def call(self, function: Callable[[Any], Any], argument: Any, context: Context | None = None) -> asyncio.Future[Any]:
+    def call(
+        self, function: Callable[[Any], Any], argument: Any, context: Context | None = None
+    ) -> asyncio.Future[Any]:
         """What `function` gives, called in a thread in a copy of this context (default: the present one).
 
         A future that is cancelled keeps a call that has not begun from beginning.

@@ -58,7 +58,7 @@ class Leasing(Protocol):
         """What must be awaited before."""
         ...
 
-    def source(self, start: EpochStart) -> LeaseSource:
+    def source(self, start: EpochStart, /) -> LeaseSource:
         """That of the epoch that begins."""
         ...
 

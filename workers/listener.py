@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from asyncloader.errors import WorkerDied
@@ -57,6 +58,10 @@ class Listener(ABC):
     @abstractmethod
     def on_nothing(self, worker: int, seq: int, busy: float, cursor: bytes, bad: bytes) -> None:
         """A task was carried out, and all of its samples were left out; the cursor is that after it."""
+
+    @abstractmethod
+    def on_counts(self, counts: Mapping[str, float]) -> None:
+        """What the transports of a worker did: to be added."""
 
     @abstractmethod
     def on_ask(self, worker: int, number: int, batch: int, left: Any) -> None:

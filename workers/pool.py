@@ -13,18 +13,15 @@ and may be called in any thread) and put there (`adopt`). How workers are ended 
 from __future__ import annotations
 
 import asyncio
-import atexit
-import contextlib
-import functools
 import os
 import pickle
 import threading
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from asyncloader.errors import LoaderClosed, WorkerDied
 from asyncloader.workers import shutdown, wire
+from asyncloader.workers.exit_hook import stop_at_exit
 from asyncloader.workers.fetch import is_concurrent
 from asyncloader.workers.inbox import Inbox
 from asyncloader.workers.info import EpochStart, WorkerSetup
@@ -96,8 +93,7 @@ class WorkerPool:
         self._lifeline = Lifeline()
         self._stopped = False  # from here on there is something to be stopped
         install_fork_hook()
-        _install_exit_hook()
-        _pools.add(self)
+        stop_at_exit(self)
         try:
             self.processes += self.make(range(setup.num_workers), setup)
             self._inboxes += map(Inbox, self.processes, self.rings)
@@ -384,22 +380,3 @@ class WorkerPool:
                 self._lifeline.close()
                 for keeper in self.rings:
                     keeper.close()
-
-
-# Pools that may still have workers. At exit they are stopped before multiprocessing ends its daemonic children itself.
-_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
-
-
-@functools.cache
-def _install_exit_hook() -> None:
-    atexit.register(_stop_all)
-
-
-def _stop_all() -> None:
-    pools = list(_pools)
-    for pool in pools:
-        with contextlib.suppress(Exception):
-            pool.detach()
-            pool.request_stop()
-    for pool in pools:
-        pool.stop()  # waits for one in progress, too

@@ -23,8 +23,8 @@ from asyncloader.workers.decoding import DecodedMap, Decoder
 from asyncloader.workers.fetch import AsyncSeeding, is_concurrent, make_async_fetcher, make_blocking_fetcher
 from asyncloader.workers.info import EpochStart, WorkerSetup
 from asyncloader.workers.lane_fetch import LaneFetcher
-from asyncloader.workers.leasing import Leasing, is_leased
 from asyncloader.workers.lanes import Lanes
+from asyncloader.workers.leasing import Leasing, is_leased
 from asyncloader.workers.seeded_fetch import SeededAsyncIterator, SeededIterator, SeededMapFetcher
 from asyncloader.workers.seeding import GlobalWatch, SampleSeeder, global_generators_kept
 
@@ -193,9 +193,7 @@ class Reader:
         if seeder is not None and seeded is not None and not setup.iterable:
             dataset: Any = self.dataset
             if setup.decode is not None:
-                dataset = DecodedMap(
-                    dataset, setup.decode, one_by_one=True, seeder=seeder, replicas=seeded.replicas
-                )
+                dataset = DecodedMap(dataset, setup.decode, one_by_one=True, seeder=seeder, replicas=seeded.replicas)
             return SeededMapFetcher(
                 dataset, setup.auto_collation, self._collate, seeder, seeded.replicas, seeded.seed_collate, guard
             )

@@ -19,20 +19,21 @@ from time import perf_counter, process_time
 from typing import Any
 
 import torch
-from torch._utils import ExceptionWrapper
 from torch.utils.data import IterDataPipe
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data.graph_settings import apply_random_seed
 
 from asyncloader.errors import LoaderError
 from asyncloader.events import bare_index
+from asyncloader.transports.totals import TOTALS
 from asyncloader.workers import segment, wire
 from asyncloader.workers.bad_samples import BadSample, NoSamples
 from asyncloader.workers.channel import Channel
 from asyncloader.workers.codec import Encoded, Encoder
 from asyncloader.workers.collate import Collator, use_private_memory
 from asyncloader.workers.dataset_context import DatasetContext
-from asyncloader.workers.error_notes import add_note, collation_place, take_notes
+from asyncloader.workers.error_notes import add_note, collation_place
+from asyncloader.workers.error_pickle import pickle_error
 from asyncloader.workers.footprint import Footprint
 from asyncloader.workers.handover import restore_generators, save_generators
 from asyncloader.workers.info import EpochStart, WorkerSetup, install_worker_info, seed_worker
@@ -64,6 +65,7 @@ class TaskRunner:
         self._ring: WorkerRing | None = None
         self._ring_number = -1
         self._leasing = WorkerLeasing(self.channel_send)
+        self._counted = TOTALS.sums.copy()  # what this process's parent did is not ours
         self._encoder = Encoder()
         self._last_template = b""
         self._samples = 0
@@ -84,7 +86,7 @@ class TaskRunner:
             self._setup = setup.load() if isinstance(setup, Payload) else setup
             self._start(self._setup)
         except Exception as error:
-            self._start_error = _pickle_error(error, self.worker_id)
+            self._start_error = pickle_error(error, self.worker_id)
         if not self.opens:
             self._started()
 
@@ -105,7 +107,7 @@ class TaskRunner:
             await self._context.open()
         except Exception as error:
             if self._start_error is None:
-                self._start_error = _pickle_error(error, self.worker_id)
+                self._start_error = pickle_error(error, self.worker_id)
 
     async def close(self) -> None:
         """Leave the dataset's context, within bounded time."""
@@ -113,7 +115,9 @@ class TaskRunner:
             return
         error = await self._context.close()
         if error is not None:
-            warnings.warn(f"the dataset's __aexit__ raised {type(error).__name__}: {error}", RuntimeWarning, stacklevel=1)
+            warnings.warn(
+                f"the dataset's __aexit__ raised {type(error).__name__}: {error}", RuntimeWarning, stacklevel=1
+            )
 
     def _started(self) -> None:
         self.channel_send(wire.pack_reset(wire.STARTED, self._epoch))
@@ -220,7 +224,7 @@ class TaskRunner:
             reader.dataset = self._reseed_datapipe(reader.dataset, start.shared_seed)
             reader.begin(start)
         except Exception as error:
-            self._start_error = _pickle_error(error, self.worker_id)
+            self._start_error = pickle_error(error, self.worker_id)
         self._started()
 
     def task(self, body: bytes) -> None:
@@ -304,6 +308,7 @@ class TaskRunner:
     def _answer(
         self, epoch: int, seq: int, place: tuple[int, list[int]], encoded: Encoded, cursor: bytes, busy: float
     ) -> None:
+        self._tell_counts()
         slot, fds = place
         same = encoded.template == self._last_template
         result = wire.Result(epoch, seq, slot, encoded.nbytes, encoded.pickled, self._samples, busy, same, len(cursor))
@@ -313,6 +318,10 @@ class TaskRunner:
             for fd in fds:
                 os.close(fd)
         self._last_template = encoded.template
+
+    def _tell_counts(self) -> None:
+        if counts := TOTALS.changes(self._counted):
+            self.channel_send(wire.pack(wire.COUNTS, pickle.dumps(dict(counts), 5)))
 
     def _tell_bad(self, epoch: int, seq: int, bad: list[BadSample]) -> None:
         """Before the answer that the records belong to."""
@@ -325,6 +334,7 @@ class TaskRunner:
     def _answer_error(
         self, epoch: int, seq: int, busy: Callable[[], float], error: Exception, bad: list[BadSample]
     ) -> None:
+        self._tell_counts()
         if bad:
             self._tell_bad(epoch, seq, bad)
         if isinstance(error, NoSamples):
@@ -336,7 +346,7 @@ class TaskRunner:
             cursor = self._reader.last_cursor() if self._reader is not None else b""
             self.channel_send(wire.pack_answer(wire.EXHAUSTED, epoch, seq, busy(), cursor))
             return
-        payload = error.payload if isinstance(error, _StartError) else _pickle_error(error, self.worker_id)
+        payload = error.payload if isinstance(error, _StartError) else pickle_error(error, self.worker_id)
         self.channel_send(wire.pack_answer(wire.ERROR, epoch, seq, busy(), payload))
 
     def _setup_iterable(self) -> bool:
@@ -370,32 +380,3 @@ def _write_oneoff(encoded: Encoded) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _pickle_error(error: Exception, worker_id: int) -> bytes:
-    """The error as the main process will raise it: ours as they are, others as torch wraps them."""
-    where = f"in DataLoader worker process {worker_id}"
-    notes = [] if isinstance(error, LoaderError) else take_notes(error)
-    wrapper: Any = ExceptionWrapper(exc_info=(type(error), error, error.__traceback__), where=where)
-    if isinstance(error, LoaderError):
-        error.add_note(f"Raised {where}.\nOriginal {wrapper.exc_msg}")
-        return pickle.dumps(error.with_traceback(None))
-    # Not in torch's text, whose last line is the exception's own: `raise_worker_error` adds them again.
-    wrapper.notes = [f"{note}, in worker {worker_id} (pid {os.getpid()})" for note in notes]
-    try:
-        data = pickle.dumps(wrapper)
-        pickle.loads(data)
-    except Exception:  # the type is local to a function, or does not unpickle: keep its name and text
-        wrapper.exc_type = _LostType(type(error).__name__)
-        data = pickle.dumps(wrapper)
-    return data
-
-
-class _LostType:
-    """Stands for an exception type that cannot travel. It makes no exceptions; torch then makes a RuntimeError."""
-
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
-
-    def __call__(self, *_: Any) -> Any:
-        raise TypeError(f"{self.__name__} could not be pickled")

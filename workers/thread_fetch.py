@@ -110,7 +110,9 @@ class ThreadMapFetcher:
             ((samples, context),) = await batch.results([partial(batch.run, 0, job)])
             if self._decode is None:
                 return samples
-            decoding = _Batch(self._lanes if self._decoder is None else self._decoder.lanes or self._lanes, len(samples))
+            decoding = _Batch(
+                self._lanes if self._decoder is None else self._decoder.lanes or self._lanes, len(samples)
+            )
             jobs = [
                 partial(decoding.run, item, partial(self._decode_one, sample, self._position(first, item)))
                 for item, sample in enumerate(samples)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 __all__ = [
     "ASK",
     "BAD",
+    "COUNTS",
     "ERROR",
     "EXHAUSTED",
     "LEASE",
@@ -70,6 +71,8 @@ BAD = 18
 RETIRING = 19
 """The worker has grown too large and leaves now; its unanswered tasks are for its replacement. With the state of its
 random numbers, pickled, in torch mode."""
+COUNTS = 21
+"""What the transports of the worker did since it said so last (a pickled dictionary)."""
 ASK = 20
 """The worker wants its next lease."""
 

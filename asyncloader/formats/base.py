@@ -38,7 +38,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
-from asyncloader.errors import LoaderError
+from asyncloader.errors import ShardError
 
 __all__ = ["MAX_SAMPLE_BYTES", "Located", "OnBad", "Sample", "ShardError", "ShardRange", "ShardReader", "base_name"]
 
@@ -47,25 +47,6 @@ MAX_SAMPLE_BYTES = 1 << 30
 
 Sample: TypeAlias = dict[str, Any]
 """``__key__`` (str), ``__url__`` (str), and the sample's fields: raw bytes, or what the format itself decodes to."""
-
-
-class ShardError(LoaderError, ValueError):
-    """A shard's bytes break the rules of its format, or are larger than was allowed.
-
-    Attributes:
-        url: the shard.
-        offset: where the trouble is: bytes from the shard's beginning (decompressed bytes, in a compressed shard). None
-            when it is about no single place.
-    """
-
-    def __init__(self, message: str, *, url: str = "", offset: int | None = None) -> None:
-        super().__init__(message)
-        self.url = url
-        self.offset = offset
-
-    def __str__(self) -> str:
-        place = "" if self.offset is None else f" at byte {self.offset:,}"
-        return f"{super().__str__()} ({self.url}{place})" if self.url else super().__str__()
 
 
 OnBad: TypeAlias = Callable[[ShardError], None]

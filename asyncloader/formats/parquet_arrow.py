@@ -37,10 +37,9 @@ def values(column: Any) -> list[Any]:
     arrow, _ = pyarrow()
     kind = column.type
     if isinstance(kind, arrow.FixedShapeTensorType):
-        if column.null_count == 0 and not kind.permutation:
-            shape = tuple(kind.shape)
-            return [row.reshape(shape) for row in values(column.storage)]
-        return list(column.to_pylist())
+        if column.null_count:
+            return list(column.to_pylist())
+        return [np.array(row, order="C") for row in column.to_numpy_ndarray()]
     if isinstance(kind, arrow.BaseExtensionType):
         return values(column.storage)
     if not (arrow.types.is_fixed_size_list(kind) and _is_number(arrow, kind.value_type)):

@@ -1,11 +1,12 @@
 """`RemoteIterableDataset`: shards in a store, as a dataset. Data path: [dataset] -> plan -> leases -> lanes -> batches.
 
-The main process finds the shards and plans an epoch (`plan`); each worker reads what it is leased (`open_lane`). Nothing
-is read before the first iteration, or before somebody asks for a length.
+The main process finds the shards and plans an epoch (`plan`); each worker reads what it is leased (`open_lane`).
+Nothing is read before the first iteration, or before somebody asks for a length.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -150,7 +151,8 @@ class RemoteIterableDataset(IterableDataset[Any]):
         counts = [shard.samples for shard in shards if shard.samples is not None]
         if len(counts) < len(shards):
             raise TypeError(
-                f"{self!r} has no len(): only MDS and Parquet say how many samples a shard holds. estimated_len() guesses"
+                f"{self!r} has no len(): only MDS and Parquet say how many samples a shard holds. estimated_len() "
+                "guesses"
             )
         return sum(counts)
 
@@ -223,10 +225,8 @@ class RemoteIterableDataset(IterableDataset[Any]):
             if len(shards) < parts:  # few: it pays to know them
                 if any(map(can_cut, shards)):
                     shards = await with_edges(shards, stores, parts)
-                try:
+                with contextlib.suppress(TransportError):  # who reads that shard will say so
                     shards = await with_sizes(shards, stores)
-                except TransportError:
-                    pass  # who reads that shard will say so
                 self._shards = shards
             return shards
 
@@ -241,7 +241,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
             if all(shard.samples is not None for shard in shards):
                 return sum(shard.samples or 0 for shard in shards)
             reader = self.format if callable(self.format) and not isinstance(self.format, ShardFormat) else None
-            each = await bytes_per_sample(shards[0], stores, max_sample_bytes=self.max_sample_bytes, reader=reader)
+            each = await bytes_per_sample(shards[0], stores, reader=reader)
             return round(sum(shard.size or 0 for shard in shards) / each) if each else 0
 
     def _own_stores(self) -> Stores:

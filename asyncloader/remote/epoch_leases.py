@@ -69,7 +69,9 @@ class EpochLeases:
                 "URLs, number of workers and of ranks, and shuffling, or begin anew without the state"
             )
         if not right:
-            raise StateError(f"the state is broken: {done} of {len(plan)} pieces were leased, and {len(back)} came back")
+            raise StateError(
+                f"the state is broken: {done} of {len(plan)} pieces were leased, and {len(back)} came back"
+            )
         return done, back
 
     def state(self, cursors: list[dict[str, Any] | None], given: Sequence[int]) -> dict[str, Any]:

@@ -60,6 +60,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.ahead = self.scheduler.run_ahead  # the scheduler's own may be lowered meanwhile
+        self.credits = self.scheduler.credits  # ditto
         self.turn = self.scheduler._turn
         self.queues = [deque() for _ in range(self.scheduler.workers)]
         self.made = [0] * self.scheduler.workers
@@ -70,7 +71,7 @@ class World:
             if isinstance(action, Pull):
                 self.pulls += action.number
                 assert action.number > 0
-                assert self.scheduler.undelivered + self.pulls <= self.limit()
+                assert self.scheduler.undelivered + self.pulls <= self.limit()  # also after it was lowered
             elif isinstance(action, Assign):
                 self.assign(action)
             elif isinstance(action, Deliver):
@@ -79,7 +80,7 @@ class World:
             else:
                 self.last.append(action)
         self.most = max(self.most, self.scheduler.undelivered)
-        assert self.scheduler.undelivered <= self.scheduler.credits * self.scheduler.workers + self.ahead
+        assert self.scheduler.undelivered <= self.credits * self.scheduler.workers + self.ahead
         assert sum(map(len, self.queues)) == len(self.scheduler.outstanding)
         if not (self.scheduler.iterable or self.ended_sampler or self.last or self.raised):
             assert self.scheduler.undelivered + self.pulls >= self.limit()  # no credit lies idle
@@ -102,7 +103,7 @@ class World:
         assert worker not in self.gone
         assert task.seq == len(self.assigned)
         if self.scheduler.assignment == "least_loaded":
-            share = self.scheduler.credits + self.ahead
+            share = self.credits + self.ahead
             free = [w for w, load in enumerate(self.loads()) if w not in self.gone and load < share]
             assert worker in free
             assert len(self.queues[worker]) == min(len(self.queues[w]) for w in free)

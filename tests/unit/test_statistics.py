@@ -21,6 +21,14 @@ KEYS = {
     "data/worker_retirements",
     "data/bad_samples",
     "data/refilled",
+    "store/retries",
+    "store/resumed",
+    "store/given_up",
+    "store/retry_wait_s",
+    "store/cache_hits",
+    "store/cache_misses",
+    "store/cache_bytes",
+    "store/cache_evictions",
 }
 
 

@@ -134,7 +134,7 @@ async def test_mds_without_its_index() -> None:
         for url in ("train/a.mds", "train/"):
             with pytest.raises(ValueError, match=r"give the folder that holds index\.json"):
                 await find_shards(url, stores)
-        with pytest.raises(ValueError, match="there is no MDS index at 'train/index.json'"):
+        with pytest.raises(ValueError, match=r"there is no MDS index at 'train/index\.json'"):
             await find_shards("train/index.json", stores)
 
 

@@ -18,8 +18,9 @@ from asyncloader.transports.cache_layout import (
     fill_name,
     hash_key,
     object_url,
-    pack_changes,
+    pack_change,
     storable_etag,
+    sum_added,
     sum_changes,
 )
 
@@ -126,6 +127,7 @@ def test_victims_are_the_oldest_and_enough(files: list[Stored], excess: int) -> 
 @given(st.lists(st.integers(-(2**40), 2**40)))
 def test_changes_add_up(changes: list[int]) -> None:
     """The account is the sum of its records; a record that is cut makes it unreadable, not wrong."""
-    records = pack_changes(*changes)
+    records = b"".join(map(pack_change, changes))
     assert sum_changes(records) == sum(changes)
     assert sum_changes(records + b"\0") is None
+    assert sum_added(records) == sum_added(records + b"\0") == sum(change for change in changes if change > 0)

@@ -1,0 +1,140 @@
+"""Credits that are lowered when batches turn out to be large, and raised again: nothing is lost, nobody waits for ever."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncloader.scheduler import Assignment, Scheduler
+from tests.property.healing_world import World as HealingWorld
+from tests.property.test_scheduler import World, assignments, check_end, randoms
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    workers=st.integers(1, 4),
+    credits=st.integers(1, 12),
+    count=st.integers(0, 60),
+    in_order=st.booleans(),
+    assignment=assignments,
+    ahead=st.integers(0, 6),
+    turn=st.integers(0, 3),
+    random=randoms,
+)
+def test_credits_may_change_at_any_time(
+    workers: int,
+    credits: int,
+    count: int,
+    in_order: bool,
+    assignment: Assignment,
+    ahead: int,
+    turn: int,
+    random: Random,
+) -> None:
+    """Each index is delivered once, in order when asked; nothing is pulled beyond what the credits are then."""
+    scheduler = Scheduler(
+        workers=workers,
+        credits=credits,
+        in_order=in_order,
+        assignment=assignment,
+        run_ahead=ahead if in_order and assignment == "least_loaded" else 0,
+        turn=turn % workers,
+    )
+    world = World(scheduler, random, list(range(100, 100 + count)), [], fifo=False)
+    world.start()
+    while moves := world.moves():
+        world.move(*random.choice(moves))
+        scheduler.credits = random.randint(1, credits)
+        world.raised = True
+    check_end(world)
+    given_indices = [item.outcome[1].index for item in world.delivered]
+    assert (given_indices if in_order else sorted(given_indices)) == world.indices
+
+
+@settings(deadline=None)
+@given(
+    workers=st.integers(1, 3),
+    credits=st.integers(2, 8),
+    low=st.integers(1, 3),
+    when=st.integers(1, 30),
+    assignment=assignments,
+    in_order=st.booleans(),
+    random=randoms,
+)
+def test_lowered_credits_are_kept_to(
+    workers: int, credits: int, low: int, when: int, assignment: Assignment, in_order: bool, random: Random
+) -> None:
+    """Once what was in hand is delivered, no more than the lowered credits allow is ever in hand again; and that is."""
+    scheduler = Scheduler(workers=workers, credits=credits, assignment=assignment, in_order=in_order)
+    low = min(low, credits)
+    world = World(scheduler, random, list(range(80)), [], fifo=False)
+    world.start()
+    steps, settled = 0, False
+    while moves := world.moves():
+        world.move(*random.choice(moves))
+        steps += 1
+        if steps == when:
+            scheduler.credits, world.raised = low, True
+        in_hand = scheduler.undelivered + (0 if world.ended_sampler else world.pulls)
+        settled = settled or (steps > when and in_hand <= low * workers)
+        if settled:
+            assert in_hand <= low * workers
+            assert world.ended_sampler or world.last or in_hand == low * workers
+    check_end(world)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    workers=st.integers(1, 3),
+    credits=st.integers(1, 14),
+    count=st.integers(0, 30),
+    in_order=st.booleans(),
+    assignment=assignments,
+    run_ahead=st.integers(0, 4),
+    poison=st.frozensets(st.integers(0, 29), max_size=2),
+    kills=st.integers(0, 5),
+    retirements=st.integers(0, 2),
+    varying=st.booleans(),
+    random=randoms,
+)
+def test_workers_with_many_tasks_in_hand_may_die(
+    workers: int,
+    credits: int,
+    count: int,
+    in_order: bool,
+    assignment: Assignment,
+    run_ahead: int,
+    poison: frozenset[int],
+    kills: int,
+    retirements: int,
+    varying: bool,
+    random: Random,
+) -> None:
+    """Each index comes once, as a batch or as poisoned; suspects are tried alone, and a death in a crowd is counted
+    against nobody, so no task is given up that did not kill twice when it was one of few.
+    """
+    scheduler = Scheduler(
+        workers=workers,
+        credits=credits,
+        in_order=in_order,
+        assignment=assignment,
+        run_ahead=run_ahead if in_order and assignment == "least_loaded" else 0,
+        max_restarts=1000,
+        concurrent=True,
+    )
+    world = HealingWorld(
+        scheduler,
+        random,
+        True,
+        1000,
+        indices=list(range(count)),
+        poison=poison,
+        kills=kills,
+        retirements=retirements,
+        varying=varying,
+    )
+    world.run()
+    world.check_delivered()
+    world.check_end()

@@ -1,0 +1,299 @@
+"""Parquet rows: values, windows of bytes instead of whole row groups, and files that lie."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+import io
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncloader.formats import Located, ShardError
+from asyncloader.formats.parquet import Windows, read_rows
+from tests.unit.formats.test_parquet_meta import URL, changed, column, footer_of
+from tests.unit.remote_shards import parquet
+from tests.unit.shard_readers import corrupted
+
+
+class Ranges:
+    """Gives ranges of `data` at once, and writes down what was asked for."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.asked: list[list[tuple[int, int]]] = []
+
+    def __call__(self, ranges: Sequence[tuple[int, int]]) -> Future[Sequence[bytes]]:
+        self.asked.append(list(ranges))
+        answer: Future[Sequence[bytes]] = Future()
+        answer.set_result([self.data[start : start + length] for start, length in ranges])
+        return answer
+
+
+def rows_of(data: bytes, ranges: Ranges | None = None, **options: Any) -> list[Located]:
+    return [found for batch in read_rows(footer_of(data), ranges or Ranges(data), **options) for found in batch]
+
+
+def written(table: pa.Table, **options: Any) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(table, file, **options)
+    return file.getvalue()
+
+
+def test_rows_are_samples() -> None:
+    """Key and URL, Python's own values, and where to go on."""
+    found = rows_of(parquet(range(20)), start=5, stop=16)
+    assert [(sample["n"], resume) for sample, resume in found] == [(number, number + 1) for number in range(5, 16)]
+    assert found[0].sample == {"n": 5, "text": "5" * 10, "__key__": "a.parquet:5", "__url__": URL}
+
+
+def test_values_of_every_kind() -> None:
+    """Bytes stay bytes; nulls are None; lists and structs are Python's; fixed-size lists of numbers are arrays."""
+    day = dt.datetime(2024, 2, 29, 12, tzinfo=dt.UTC)
+    table = pa.table(
+        {
+            "bytes": [b"\x00\xff", None],
+            "list": [[1, 2], []],
+            "struct": [{"a": None}, {"a": "x"}],
+            "map": pa.array([[("k", 1)], []], pa.map_(pa.string(), pa.int64())),
+            "time": [day, None],
+            "decimal": [decimal.Decimal("1.50"), decimal.Decimal("-2.00")],
+            "letters": pa.array(["a", "b"]).dictionary_encode(),
+            "fixed": pa.array([[1, 2, 3], [4, 5, 6]], pa.list_(pa.int16(), 3)),
+            "holes": pa.array([None, [0.5, 1.5]], pa.list_(pa.float32(), 2)),
+            "inner": pa.array([[1, None], [2, 3]], pa.list_(pa.int8(), 2)),
+            "words": pa.array([["a"], ["b"]], pa.list_(pa.string(), 1)),
+            "tensor": pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(12, dtype=np.uint8).reshape(2, 2, 3)),
+        }
+    )
+    first, second = (sample for sample, _ in rows_of(written(table)))
+    assert (first["bytes"], second["bytes"]) == (b"\x00\xff", None)
+    assert (first["list"], first["struct"], first["map"]) == ([1, 2], {"a": None}, [("k", 1)])
+    assert (first["time"], first["decimal"], second["letters"]) == (day, decimal.Decimal("1.50"), "b")
+    assert first["fixed"].dtype == np.int16
+    np.testing.assert_array_equal(second["fixed"], [4, 5, 6])
+    assert first["holes"] is None
+    np.testing.assert_array_equal(second["holes"], np.array([0.5, 1.5], np.float32))
+    assert (first["inner"], first["words"]) == ([1, None], ["a"])
+    np.testing.assert_array_equal(second["tensor"], np.arange(6, 12).reshape(2, 3))
+    for array in (first["fixed"], second["holes"], first["tensor"]):
+        assert array.flags.writeable
+        assert array.base is None or array.base.nbytes == array.nbytes  # a row holds no batch
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": "zstd", "data_page_version": "2.0"},
+        {"compression": "gzip", "use_dictionary": False},
+        {"compression": "lz4", "data_page_size": 64},
+        {"compression": "none", "write_page_index": True},
+        {"compression": "brotli", "store_schema": False},
+    ],
+    ids=lambda options: options["compression"],
+)
+def test_every_way_of_writing(options: dict[str, Any]) -> None:
+    """Compressions, page versions, encodings; the same rows as pyarrow's own reader gives."""
+    data = parquet(range(100), group=33, **options)
+    expected = pq.read_table(io.BytesIO(data)).to_pylist()
+    found = rows_of(data)
+    assert [{"n": sample["n"], "text": sample["text"]} for sample, _ in found] == expected
+
+
+def test_columns_are_chosen() -> None:
+    """Only their bytes are read; a name that is not there is an error that lists those that are."""
+    data = parquet(range(20), size=1000)
+    ranges = Ranges(data)
+    assert rows_of(data, ranges, columns=["n"])[3].sample.keys() == {"n", "__key__", "__url__"}
+    assert sum(length for asked in ranges.asked for _, length in asked) < len(data) / 5
+    with pytest.raises(ValueError, match=r"no column 'm'; it has 'n', 'text'"):
+        rows_of(data, columns=["n", "m"])
+    with pytest.raises(ValueError, match="names no column"):
+        rows_of(data, columns=[])
+
+
+def test_small_row_groups_are_read_one_ahead() -> None:
+    """One request each, and the next one's is made before the first row of the present one."""
+    data = parquet(range(40), group=10)
+    ranges = Ranges(data)
+    batches = read_rows(footer_of(data), ranges)
+    next(batches)
+    assert len(ranges.asked) == 2
+    assert sum(len(batch) for batch in batches) == 30
+    assert len(ranges.asked) == 4
+
+
+def test_a_large_row_group_is_read_in_windows() -> None:
+    """Never more of it is held than windows of each column, and those on their way."""
+    rng = np.random.default_rng(0)
+    count = 4000
+    table = pa.table({"n": np.arange(count), "a": [rng.bytes(500) for _ in range(count)], "b": rng.random(count)})
+    data = written(table, row_group_size=count, use_dictionary=False, data_page_size=1 << 14)
+    ranges = Ranges(data)
+    found = rows_of(data, ranges, window_bytes=1 << 18)
+    assert [sample["n"] for sample, _ in found] == list(range(count))
+    assert len(data) > 6 << 18
+    assert max(length for asked in ranges.asked for _, length in asked) <= 1 << 18
+    asked = sorted(each for asked in ranges.asked for each in asked)
+    ends = [start + length for start, length in asked]
+    assert all(start >= end for (start, _), end in zip(asked[1:], ends, strict=False))  # nothing is read twice
+
+
+@given(st.lists(st.integers(1, 300_000), min_size=1, max_size=4), st.integers(1, 400_000), st.data())
+@settings(max_examples=50)
+def test_windows_give_the_bytes_of_their_chunks(lengths: list[int], most: int, data: st.DataObject) -> None:
+    """Any reads that go on from where the last one ended, and jumps as well."""
+    content = np.random.default_rng(1).bytes(sum(lengths) + 10 * len(lengths))
+    chunks: list[tuple[int, int]] = []
+    at = 0
+    for length in lengths:
+        chunks.append((at, length))
+        at += length + 10
+    windows = Windows(chunks, most, Ranges(content))
+    windows.begin()
+    places = [start for start, _ in chunks]
+    for _ in range(data.draw(st.integers(1, 20))):
+        number = data.draw(st.integers(0, len(chunks) - 1))
+        start, length = chunks[number]
+        if data.draw(st.booleans()):
+            places[number] = data.draw(st.integers(start, start + length - 1))
+        if places[number] >= start + length:
+            continue
+        assert windows.find(places[number]) == number
+        want = data.draw(st.integers(1, 200_000))
+        got = windows.read(number, places[number], want)
+        assert got == content[places[number] : min(places[number] + want, start + length)]
+        places[number] += len(got)
+
+
+def test_values_without_a_python_form_can_be_stepped_over() -> None:
+    """The rows around them are given; without `on_bad` the first one is raised, after the rows before it."""
+    texts = pa.array([b"a", b"\xff", b"c", b"\xfe\xfe", b"e"])
+    table = pa.table({"s": pa.Array.from_buffers(pa.string(), 5, texts.buffers())})
+    data = written(table)
+    told: list[ShardError] = []
+    found = rows_of(data, on_bad=told.append)
+    assert [(sample["s"], resume) for sample, resume in found] == [("a", 1), ("c", 3), ("e", 5)]
+    assert ["row 1 " in str(error) or "row 3 " in str(error) for error in told] == [True, True]
+    batches = read_rows(footer_of(data), Ranges(data))
+    assert [sample["s"] for sample, _ in next(batches)] == ["a"]
+    with pytest.raises(ShardError, match="row 1 has a value with no Python form: 'utf-8'"):
+        next(batches)
+
+
+def test_rows_are_bounded() -> None:
+    """A row of more than `max_sample_bytes` is refused, after the rows before it."""
+    data = written(pa.table({"b": [bytes(10), bytes(10), bytes(5000), bytes(10)]}))
+    batches = read_rows(footer_of(data), Ranges(data), max_sample_bytes=1000)
+    assert len(next(batches)) == 2
+    with pytest.raises(ShardError, match=r"row 2 takes 5,.* more than max_sample_bytes=1,000"):
+        next(batches)
+
+
+def test_pages_are_bounded() -> None:
+    """A page header may claim gigabytes: more than the limit is not even asked for."""
+    data = parquet(range(20))
+    lying = changed(data, lambda values: None)
+    footer = footer_of(lying)
+    start, _ = footer.group(0).chunks[0]
+    # The first page header: its type, then its two sizes as zigzag numbers; replace them by nearly 2 GiB.
+    header = lying[start : start + 2]
+    huge = header + bytes([0x15, 0xFE, 0xFF, 0xFF, 0xFF, 0x0F, 0x15, 0xFE, 0xFF, 0xFF, 0xFF, 0x0F])
+    spoiled = lying[:start] + huge + lying[start + len(huge) :]
+    with pytest.raises(ShardError):
+        rows_of(spoiled)
+
+
+@pytest.mark.parametrize("lie", [lambda m: m.update({5: 3}), lambda m: m.update({5: 10**12})])
+def test_lying_counts_of_values(lie: Callable[[dict[int, Any]], None]) -> None:
+    """Fewer values than rows, or more than there are: an error, not rows that nobody wrote."""
+    data = changed(parquet(range(20), use_dictionary=False), lambda values: lie(column(values)))
+    got: list[Any] = []
+    with suppress(ShardError):
+        for batch in read_rows(footer_of(data), Ranges(data)):
+            got += [sample["n"] for sample, _ in batch]
+    assert got == list(range(len(got)))
+
+
+def test_lying_counts_of_rows() -> None:
+    """Row groups that claim more rows than they hold end in an error."""
+
+    def lie(values: dict[int, Any]) -> None:
+        values[3] += 5
+        values[4][1][3] += 5
+
+    data = changed(parquet(range(20)), lie)
+    got: list[Any] = []
+
+    def read() -> None:
+        for batch in read_rows(footer_of(data), Ranges(data)):
+            got.extend(sample["n"] for sample, _ in batch)
+
+    with pytest.raises(ShardError, match="row group 1"):
+        read()
+    assert got[:7] == list(range(7))
+
+
+def test_a_lying_range_comes_after_the_rows_before_it() -> None:
+    """The second row group claims to lie behind the file: the first one is read all the same."""
+    data = changed(parquet(range(20)), lambda values: column(values, 1).update({9: 1 << 40, 11: 0}))
+    batches = read_rows(footer_of(data), Ranges(data))
+    assert len(next(batches)) == 7
+    with pytest.raises(ShardError, match="do not lie in the file"):
+        next(batches)
+
+
+def test_errors_of_the_ranges_come_through() -> None:
+    """pyarrow wraps what its file raises; here it comes out as it was."""
+    data = parquet(range(20))
+    broken: Future[Sequence[bytes]] = Future()
+    error = ConnectionError("gone")
+    broken.set_exception(error)
+    with pytest.raises(ConnectionError) as caught:
+        next(read_rows(footer_of(data), lambda ranges: broken))
+    assert caught.value is error
+
+
+MANY = [
+    written(
+        pa.table({"n": np.arange(30), "b": [b"x" * (i % 5) for i in range(30)], "s": ["t"] * 30}), row_group_size=11
+    ),
+    written(
+        pa.table(
+            {
+                "f": pa.FixedSizeListArray.from_arrays(pa.array(np.arange(60, dtype=np.float32)), 2),
+                "l": [{"a": i, "b": [i] * (i % 3)} for i in range(30)],
+            }
+        ),
+        compression="zstd",
+        data_page_version="2.0",
+    ),
+]
+
+
+@given(st.sampled_from(MANY).flatmap(corrupted))
+@settings(max_examples=300)
+def test_damaged_files_are_rows_or_shard_errors(data: bytes) -> None:
+    """Whatever the bytes are. (A crash of pyarrow would end the test run.)"""
+    with suppress(ShardError):
+        rows_of(data, max_sample_bytes=1 << 20)
+
+
+@given(st.sampled_from(MANY), st.data())
+@settings(max_examples=300)
+def test_damaged_footers_are_rows_or_shard_errors(good: bytes, data: st.DataObject) -> None:
+    """Here every change hits the metadata, which steers the reading of everything else."""
+    spoiled = bytearray(good)
+    first = len(good) - int.from_bytes(good[-8:-4], "little") - 8
+    for _ in range(data.draw(st.integers(1, 4))):
+        spoiled[data.draw(st.integers(first, len(good) - 1))] = data.draw(st.integers(0, 255))
+    with suppress(ShardError):
+        rows_of(bytes(spoiled), max_sample_bytes=1 << 20)

@@ -1,0 +1,47 @@
+"""What the transports of this process did besides reading: tried again, gave from a cache. Pure.
+
+Data path: transport -> [totals] -> worker's answer -> statistics. A worker tells the main process what was added since
+it told last; `Totals.changes` is that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["KEYS", "TOTALS", "Totals"]
+
+KEYS = (
+    "retries",
+    "resumed",
+    "given_up",
+    "retry_wait_s",
+    "cache_hits",
+    "cache_misses",
+    "cache_bytes",
+    "cache_evictions",
+)
+"""What is counted, in the order in which `stats()` has it, behind ``store/``."""
+
+
+class Totals:
+    """Sums by name. They only grow. A sum of which two threads add at the same time may miss one of them."""
+
+    def __init__(self) -> None:
+        self.sums = dict.fromkeys(KEYS, 0.0)
+
+    def add(self, name: str, number: float = 1) -> None:
+        """Count."""
+        self.sums[name] += number
+
+    def changes(self, told: dict[str, float]) -> Mapping[str, float]:
+        """What was added since `told`, which is brought up to date."""
+        if told == self.sums:
+            return {}
+        now = self.sums.copy()
+        added = {name: now[name] - told.get(name, 0.0) for name in KEYS if now[name] != told.get(name, 0.0)}
+        told.update(now)
+        return added
+
+
+TOTALS = Totals()
+"""Of this process. A forked child goes on counting from its parent's: who reports takes differences."""
