@@ -55,6 +55,7 @@ class Chain:
         self.steps = steps
 
     def __call__(self, value: Any) -> Any:
+        """The value after the last step."""
         for step in self.steps:
             value = step(value)
         return value

@@ -1,9 +1,10 @@
 """One epoch of a dataset that is leased out: its plan, its book, and its part of the loader's state.
 
-Data path: dataset -> [epoch_leases: plan, book] -> pipeline -> lanes. Made when the iterator starts, before its workers.
+Data path: dataset -> [epoch_leases: plan, book] -> pipeline -> lanes. Made when an iterator starts, before its workers.
 
 The part of the state, beside the cursors of the lanes: ``{"plan": str, "done": int, "back": [[[shard, start, stop,
-sync], ...], ...]}``: a digest of the plan, how many of its pieces were leased, and the leases that come before the rest.
+sync], ...], ...]}``: a digest of the plan, how many of its pieces were leased, and the leases that come before the
+rest.
 """
 
 from __future__ import annotations

@@ -9,13 +9,14 @@ The order is that of a single process which fills batches from the lanes in turn
 the plan when it begins its last one. It depends on no clock, although many processes work at once: a request has a
 *stamp* (the lane's batch, the leases that it has had, its number), and requests are answered in the order of their
 stamps. So one waits until every other lane is known to be past it, or to have asked with a later stamp. A lane asks for
-a piece while it still reads another, and hardly ever has to wait. (With ``in_order=False`` nothing is promised about the
-order, and requests are answered as they come.)
+a piece while it still reads another, and hardly ever has to wait. (With ``in_order=False`` nothing is promised about
+the order, and requests are answered as they come.)
 
 A lane that can fill no more batch *gives back* what it has left, and is over; another one reads that again. Only the
 last lane ends with a short batch.
 
-*Healing.* A worker that takes another's place asks again for what it does not remember, and is answered as that one was.
+*Healing.* A worker that takes another's place asks again for what it does not remember, and is answered as that one
+was.
 
 *Resuming.* `Ledger` has what was leased to whom, in order. Together with the states of the lanes at their delivered
 batches it says what nobody has begun: leases that were taken later are as good as never given.

@@ -3,9 +3,9 @@
 Data path: shards -> pieces -> [shuffle] -> batch.
 
 The stream is cut into blocks of `most` samples; each block comes out as a uniformly random permutation of itself. So a
-sample moves by less than `most` places, and any order of a block is as likely as any other (as far as 64-bit keys tell).
-While one block is given out, the next one fills at the same pace: a batch takes as many samples in as it gives out, and
-never waits for a whole block, but for the first ones: these are smaller, each twice its predecessor, so that the first
+sample moves by less than `most` places, and any order of a block is as likely as any other (as far as 64-bit keys
+tell). While one block is given out, the next one fills at the same pace: a batch takes as many samples in as it gives
+out, and never waits for a whole block. The first blocks are smaller, each twice its predecessor, so that the first
 batch is there as soon as its own samples are. At most two blocks are in memory.
 
 A sliding buffer (webdataset's, TensorFlow's) lets some samples move farther, but its content depends on everything that
