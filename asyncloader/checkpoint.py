@@ -28,6 +28,7 @@ from asyncloader.sampler import AsyncIndexSource
 from asyncloader.seeded_mode import expectations, plain_sampler, topology
 from asyncloader.state_layout import check_exact, check_generators, check_length, check_state, check_workers, compare
 from asyncloader.workers.cursor import is_stateful
+from asyncloader.workers.leasing import is_leased
 
 __all__ = ["StateKeeper"]
 
@@ -107,11 +108,14 @@ class StateKeeper:
 
     def _agreement(self, spec: LoaderSpec[Any], first_step: int) -> Agreement | None:
         here = topology(spec)
-        if spec.seed is None or not is_iterable(spec) or here.world_size == 1:
+        leased = is_leased(spec.dataset)  # shared by all ranks in torch mode, too
+        if here.world_size == 1 or not is_iterable(spec) or (spec.seed is None and not leased):
             return None
         self._group = make_group(here, self._group)
-        # Several workers' copies may end with a short batch each, or drop it: the length says nothing exact then.
-        count = _length(spec) if spec.num_workers <= 1 and hasattr(spec.dataset, "__len__") else None
+        # Several workers' copies may end with a short batch each, or drop it, and shards differ in size: the length says
+        # nothing exact then.
+        exact = spec.num_workers <= 1 and hasattr(spec.dataset, "__len__") and not leased
+        count = _length(spec) if exact else None
         if count is not None:
             count = max(0, count - first_step)
         return Agreement(self._group, count, uneven_is_error=spec.on_uneven == "error")

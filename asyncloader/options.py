@@ -24,8 +24,9 @@ from asyncloader.fault_options import DEFAULT_MAX_BAD_SAMPLES, BadSamples, OnErr
 from asyncloader.flight_options import check_flight_options
 from asyncloader.rank_view import OnUneven
 from asyncloader.sampler import AsyncIndexSource, as_async_source
-from asyncloader.seeded_mode import check_options, default_sampler, rank_view
+from asyncloader.seeded_mode import check_options, default_sampler, rank_view, topology
 from asyncloader.workers.fetch import is_async_stream
+from asyncloader.workers.leasing import is_leased
 
 __all__ = [
     "DEFAULT_CONCURRENCY",
@@ -237,6 +238,19 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
             return rank_view(self, plain)
         source.share, source.seeded = rank_view(self, plain).share, True
         return source
+
+    def __len__(self) -> int:
+        """Batches in an epoch. On several ranks that share the shards of a stream, about: shards differ in size.
+
+        Raises:
+            TypeError: nobody knows how many.
+        """
+        ranks = topology(self).world_size
+        if ranks == 1 or not (is_iterable(self) and is_leased(self.dataset)):
+            return super().__len__()
+        share = len(self.dataset) // ranks  # type: ignore[arg-type]
+        size = self.batch_size or 1
+        return share // size if self.drop_last else -(-share // size)
 
     def _workers_begin(self) -> None:
         """Workers are about to start for an iterator of this loader."""

@@ -160,7 +160,7 @@ class LeaseBook:
         self._next = [lane.answers for lane in lanes]
         self._first = [lane.taken for lane in lanes]
         self._had: list[list[Lease]] = [[] for _ in lanes]
-        self._refused = [-1] * len(lanes)  # number of the lane's last request that there was nothing for
+        self._refused: list[set[int]] = [set() for _ in lanes]  # numbers of requests that there was nothing for
         self._over: list[Reply | None] = [
             Reply(at, 0, over=True) if lane.over else None for at, lane in enumerate(lanes)
         ]
@@ -186,16 +186,20 @@ class LeaseBook:
             ValueError: it cannot be this lane's next request.
         """
         had = self._first[lane] + len(self._had[lane])
-        if not self._first[lane] <= number <= had or batch < 0:
+        if not self._first[lane] <= number <= had:
             raise ValueError(f"lane {lane} asks for its lease number {number}, and has had {had}")
-        if number < had:  # it took the place of one that had this answer
+        if not 0 <= batch <= self._next[lane]:  # nobody would ever be past a batch that will not be made
+            raise ValueError(f"lane {lane} asks for batch {batch}, and makes its batch {self._next[lane]}")
+        rest = None if left is None else _pieces(left)
+        # The first three: it took the place of one that had this answer.
+        if rest is None and number in self._refused[lane]:
+            return [Reply(lane, number)]
+        if number < had:
             return [Reply(lane, number, self._had[lane][number - self._first[lane]])]
         over = self._over[lane]
-        if over is not None and left is not None:
+        if over is not None:
             return [over._replace(number=number)]
-        if left is None and self._refused[lane] == number:
-            return [Reply(lane, number)]
-        self._pending[lane] = (batch, number, lane, None if left is None else tuple(Piece(*each) for each in left))
+        self._pending[lane] = (batch, number, lane, rest)
         return self._decide()
 
     def answered(self, lane: int) -> list[Reply]:
@@ -230,7 +234,7 @@ class LeaseBook:
             self.ledger.note(lane, number, lease, source, giver)
             return Reply(lane, number, lease)
         if left is None:
-            self._refused[lane] = number
+            self._refused[lane].add(number)
             return Reply(lane, number)
         reply = self._over[lane] = Reply(lane, number, over=True, last=self._running() == [lane])
         if left and not reply.last:
@@ -245,3 +249,18 @@ class LeaseBook:
             lease, giver = self._returned.popleft()
             return lease, -1, giver
         return None, -1, -1
+
+
+def _pieces(plain: Iterable[Sequence[Any]]) -> Lease:
+    """The pieces that a lane named.
+
+    Raises:
+        ValueError: they are none.
+    """
+    try:
+        pieces = tuple(Piece(*each) for each in plain)
+    except TypeError as error:
+        raise ValueError(f"a lane gives back what is no list of pieces: {error}") from None
+    if not all(isinstance(n, int) and n >= 0 for piece in pieces for n in (piece.shard, piece.start, piece.stop or 0)):
+        raise ValueError(f"a lane gives back what is no list of pieces: {pieces!r}")
+    return pieces

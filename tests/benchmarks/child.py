@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import statistics
 import sys
 import time
@@ -223,8 +224,16 @@ def _seeded(name: str) -> Callable[[Job], dict[str, Any]]:
     return probe
 
 
+def remote(job: Job) -> dict[str, Any]:
+    """Samples per second from a store, and CPU seconds per sample."""
+    from .remote_child import measure
+
+    return dict(measure(job))
+
+
 PROBES: dict[str, Callable[[Job], dict[str, Any]]] = {
-    probe.__name__: probe for probe in (throughput, inline, first_batch, second_epoch, memory, reference, memcpy, peers)
+    probe.__name__: probe
+    for probe in (throughput, inline, first_batch, second_epoch, memory, reference, memcpy, peers, remote)
 } | {name: _seeded(name) for name in ("shuffle", "cost", "state", "line")}
 
 
@@ -242,6 +251,8 @@ def main() -> None:
         getattr(asyncloader, job.loader)  # imported where torch is, before any clock starts
     result = PROBES[job.probe](job)
     Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")
+    if job.probe == "remote":
+        os._exit(0)  # in the middle of an epoch: hundreds of threads of a peer may wait for the store
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ class Job:
         start: start method of the workers; empty for torch's default.
         seconds: least time measured for each way to consume.
         full: check the content of the whole warm-up epoch, not only the places of its samples.
+        store: URL of the store that it reads from, for the probe "remote".
     """
 
     probe: str
@@ -45,6 +46,7 @@ class Job:
     start: str = ""
     seconds: float = 1.0
     full: bool = False
+    store: str = ""
 
     def to_json(self) -> str:
         """The command-line argument that `child.py` reads."""

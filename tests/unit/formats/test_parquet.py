@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader.formats import Located, ShardError
-from asyncloader.formats.parquet import Windows, read_rows
+from asyncloader.formats.parquet import RangeFile, Windows, read_rows
 from tests.unit.formats.test_parquet_meta import URL, changed, column, footer_of
 from tests.unit.remote_shards import parquet
 from tests.unit.shard_readers import corrupted
@@ -199,16 +199,26 @@ def test_rows_are_bounded() -> None:
 
 
 def test_pages_are_bounded() -> None:
-    """A page header may claim gigabytes: more than the limit is not even asked for."""
+    """More than the limit is not even asked for; the error comes out as it was, whatever pyarrow makes of it."""
+    data = written(pa.table({"b": [bytes(range(256)) * 400]}), use_dictionary=False, compression="none")
+    ranges = Ranges(data)
+    file = RangeFile(len(data), 50_000, ranges, URL)
+    with pytest.raises(ShardError, match="a page takes 60,000 bytes; 50,000 are allowed: raise max_sample_bytes"):
+        file.read(60_000)
+    assert isinstance(file.failure, ShardError)
+    assert ranges.asked == []
+    file.seek(-4, io.SEEK_END)
+    assert (file.tell(), file.read(), file.read(5)) == (len(data) - 4, b"PAR1", b"")
+
+
+def test_page_headers_are_not_believed() -> None:
+    """One that claims 2 GiB ends in an error; the file does not have them."""
     data = parquet(range(20))
-    lying = changed(data, lambda values: None)
-    footer = footer_of(lying)
-    start, _ = footer.group(0).chunks[0]
-    # The first page header: its type, then its two sizes as zigzag numbers; replace them by nearly 2 GiB.
-    header = lying[start : start + 2]
-    huge = header + bytes([0x15, 0xFE, 0xFF, 0xFF, 0xFF, 0x0F, 0x15, 0xFE, 0xFF, 0xFF, 0xFF, 0x0F])
-    spoiled = lying[:start] + huge + lying[start + len(huge) :]
-    with pytest.raises(ShardError):
+    start, _ = footer_of(data).group(0).chunks[0]
+    # The header of the first page: its type, then its two sizes as zigzag numbers.
+    huge = data[start : start + 2] + bytes([0x15, 0xFE, 0xFF, 0xFF, 0xFF, 0x0F]) * 2
+    spoiled = data[:start] + huge + data[start + len(huge) :]
+    with pytest.raises(ShardError, match="row group 0 is damaged"):
         rows_of(spoiled)
 
 

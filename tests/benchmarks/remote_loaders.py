@@ -1,0 +1,124 @@
+"""The loaders that read from the store, each set up as its documentation advises for this kind of work."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+import asyncloader
+from asyncloader.remote.dataset import RemoteIterableDataset
+
+from .plan import ASYNC, FACADE
+from .remote_clients import AsyncioBatches, AsyncObjects, BlockingObjects, FetchAlone, ThreadedBatches, as_array
+from .remote_content import SHARDS
+from .remote_plan import (
+    BATCH,
+    GRAIN,
+    NODES,
+    OBJECTS_KIND,
+    OURS_TAR,
+    OURS_THREADS,
+    SPDL,
+    TORCH_ASYNCIO,
+    TORCH_BLOCKING,
+    TORCH_THREADS,
+    WEBDATASET,
+    WORKERS,
+)
+
+AHEAD = 4  # batches that the loaders without workers of torch's kind hold ready, as torch's prefetch_factor does
+
+Options = dict[str, Any]
+
+
+def shard_urls(store: str, folder: str, samples: int) -> list[str]:
+    """The tar files that hold so many samples, or a few more."""
+    shards = SHARDS[folder]
+    return [f"{store}/{folder}/{number:04}.tar" for number in range(-(-samples // shards.each))]
+
+
+def open_remote(name: str, kind: str, store: str, samples: int) -> Any:
+    """The loader called `name`, whose batches are uint8 of shape (`BATCH`, bytes of a sample).
+
+    Args:
+        name: from `remote_plan`; the bare loops are no loaders.
+        kind: "objects", or the folder of tar files.
+        store: URL of the store with its latency.
+        samples: in an epoch.
+    """
+    if name in TAR_LOADERS:
+        return TAR_LOADERS[name](shard_urls(store, "large" if kind == OBJECTS_KIND else kind, samples))
+    return LOADERS[name](store, samples)
+
+
+def _torch(dataset: Any) -> Any:
+    return torch.utils.data.DataLoader(dataset, batch_size=BATCH, num_workers=WORKERS)
+
+
+def _ours(name: str, dataset: Any, **more: Any) -> Any:
+    return getattr(asyncloader, name)(dataset, batch_size=BATCH, num_workers=WORKERS, **more)
+
+
+def _spdl(store: str, samples: int) -> Any:
+    spdl = importlib.import_module("spdl.pipeline")
+    builder = spdl.PipelineBuilder().add_source(range(samples))
+    builder = builder.pipe(FetchAlone(store), concurrency=256, output_order="completion")
+    pipeline = builder.aggregate(BATCH).pipe(default_collate).add_sink(AHEAD).build(num_threads=WORKERS)
+    return _spdl_batches(pipeline)
+
+
+def _spdl_batches(pipeline: Any) -> Iterator[Any]:
+    with pipeline.auto_stop():
+        yield from pipeline.get_iterator()
+
+
+def _nodes(store: str, samples: int) -> Any:
+    nodes = importlib.import_module("torchdata.nodes")
+    fetch = BlockingObjects(store, samples).__getitem__
+    source = nodes.IterableWrapper(range(samples))
+    fetched = nodes.ParallelMapper(source, fetch, num_workers=256, method="thread")
+    batches = nodes.Mapper(nodes.Batcher(fetched, BATCH, drop_last=False), default_collate)
+    return nodes.Loader(nodes.Prefetcher(batches, prefetch_factor=AHEAD))
+
+
+def _grain(store: str, samples: int) -> Any:
+    # Grain reads absl's flags, which a program that is no absl app must mark as parsed.
+    importlib.import_module("absl.flags").FLAGS(["benchmark"])
+    grain = importlib.import_module("grain")
+    source = grain.MapDataset.source(BlockingObjects(store, samples))
+    read = source.to_iter_dataset(grain.ReadOptions(num_threads=64, prefetch_buffer_size=256))
+    options = grain.MultiprocessingOptions(num_workers=WORKERS, per_worker_buffer_size=AHEAD // WORKERS)
+    return read.batch(BATCH).mp_prefetch(options)
+
+
+def _webdataset(urls: list[str]) -> Any:
+    webdataset = importlib.import_module("webdataset")
+    samples = webdataset.WebDataset(urls, shardshuffle=False).map(_member)
+    return webdataset.WebLoader(
+        samples.batched(BATCH, collation_fn=default_collate), batch_size=None, num_workers=WORKERS
+    )
+
+
+def _member(sample: dict[str, Any]) -> Any:
+    return as_array(sample["bin"])
+
+
+LOADERS: dict[str, Callable[[str, int], Any]] = {
+    TORCH_BLOCKING: lambda store, samples: _torch(BlockingObjects(store, samples)),
+    TORCH_THREADS: lambda store, samples: _torch(ThreadedBatches(store, samples, 32)),
+    TORCH_ASYNCIO: lambda store, samples: _torch(AsyncioBatches(store, samples)),
+    SPDL: _spdl,
+    NODES: _nodes,
+    GRAIN: _grain,
+    ASYNC: lambda store, samples: _ours(ASYNC, AsyncObjects(store, samples)),
+    FACADE: lambda store, samples: _ours(FACADE, AsyncObjects(store, samples)),
+    OURS_THREADS: lambda store, samples: _ours(FACADE, BlockingObjects(store, samples), fetch_threads=64),
+}
+TAR_LOADERS: dict[str, Callable[[list[str]], Any]] = {
+    WEBDATASET: _webdataset,
+    OURS_TAR: lambda urls: _ours(ASYNC, RemoteIterableDataset(urls, decode=_member)),
+}

@@ -1,0 +1,175 @@
+"""Shards from a web server: found, read in pieces, broken, replaced and cached."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from asyncloader.formats import Located, ShardError
+from asyncloader.remote.catalogue import Piece, Shard, cut, format_of
+from asyncloader.remote.measuring import with_counts, with_edges
+from asyncloader.remote.reading import read_piece
+from asyncloader.remote.sources import find_shards
+from asyncloader.remote.stores import Stores
+from asyncloader.transports import ReadFailed
+from asyncloader.transports.retry import RetryPolicy
+from tests.integration.http_store import LISTING, HttpStore, broken, change, serving, status
+from tests.unit.remote_shards import (
+    MAKERS,
+    drain,
+    jsonl,
+    mds,
+    mds_index,
+    number_of,
+    parquet,
+    read_all,
+    shard_of,
+    tar,
+)
+
+pytestmark = pytest.mark.network
+
+SOON = RetryPolicy(budget_s=60, first_delay_s=0.001, cap_s=0.01)
+
+
+@pytest_asyncio.fixture
+async def store() -> AsyncIterator[HttpStore]:
+    async with serving() as store:
+        yield store
+
+
+@pytest_asyncio.fixture
+async def stores() -> AsyncIterator[Stores]:
+    stores = Stores({"retry": SOON})
+    yield stores
+    await stores.aclose()
+
+
+@pytest.mark.parametrize("url", MAKERS)
+async def test_every_format_over_http(store: HttpStore, stores: Stores, url: str) -> None:
+    """All samples, and the same ones from the middle on."""
+    store.put(url, MAKERS[url](range(300)))
+    shard = shard_of(f"{store.url}/{url}", range(300))
+    found = await read_all(stores, shard)
+    assert [number_of(sample) for sample, _ in found] == list(range(300))
+    rest = await read_all(stores, shard, Piece(0, found[123].resume))
+    assert [number_of(sample) for sample, _ in rest] == list(range(124, 300))
+
+
+async def test_many_pieces_at_the_same_time(store: HttpStore, stores: Stores) -> None:
+    """One connection pool, many shards and pieces in flight, each sample once."""
+    wanted: set[int] = set()
+    for number in range(4):
+        numbers = range(number * 1000, number * 1000 + 500)
+        wanted.update(numbers)
+        store.put(f"{number}.jsonl", jsonl(numbers, size=300))
+    shards = await find_shards(store.url + "/{0..3}.jsonl", stores)
+    shards = await with_edges(shards, stores, 16)
+    pieces = cut(shards, 16)
+    assert len(pieces) == 16
+    store.latency_s = 0.01
+    lists = await asyncio.gather(*(read_all(stores, shards[piece.shard], piece) for piece in pieces))
+    numbers_read = [number_of(sample) for found in lists for sample, _ in found]
+    assert sorted(numbers_read) == sorted(wanted)
+    assert store.most_in_flight > 4
+
+
+async def test_signed_urls_keep_their_queries(store: HttpStore, stores: Stores) -> None:
+    """Each request has the query of its own shard, unchanged."""
+    for number in range(3):
+        store.put(f"a b/{number}.jsonl", jsonl([number]))
+    shards = await find_shards([f"{store.url}/a%20b/{n}.jsonl?sig={n}%2F%3D" for n in range(3)], stores)
+    found = [await read_all(stores, shard) for shard in shards]
+    assert [number_of(each[0].sample) for each in found] == [0, 1, 2]
+    assert {(asked.path, asked.query) for asked in store.asked} == {
+        (f"a b/{n}.jsonl", f"sig={n}%2F%3D") for n in range(3)
+    }
+    assert found[1][0].sample["__url__"] == f"{store.url}/a%20b/1.jsonl?sig=1%2F%3D"
+
+
+async def test_a_prefix_is_listed_by_a_listing(store: HttpStore) -> None:
+    """HTTP itself has none; an object with the names will do."""
+    for number in range(3):
+        store.put(f"part {number}.tar", tar([number]))
+    stores = Stores({"listing": LISTING})
+    shards = await find_shards(f"{store.url}/", stores)
+    assert [shard.url for shard in shards] == [f"{store.url}/part%20{number}.tar" for number in range(3)]
+    assert [number_of((await read_all(stores, shard))[0].sample) for shard in shards] == [0, 1, 2]
+    await stores.aclose()
+
+
+async def test_an_mds_data_set(store: HttpStore, stores: Stores) -> None:
+    """Counted by its index, cut by its headers."""
+    parts = [mds(range(50)), mds(range(50, 70))]
+    store.put("set/index.json", mds_index(*parts, counts=[50, 20]))
+    for number, data in enumerate(parts):
+        store.put(f"set/shard.{number:05d}.mds", data)
+    shards = await with_counts(await find_shards(f"{store.url}/set/", stores), stores)
+    assert [shard.samples for shard in shards] == [50, 20]
+    shards = await with_edges(shards, stores, 7)
+    read: list[int] = []
+    for piece in cut(shards, 7):
+        read += [number_of(found.sample) for found in await read_all(stores, shards[piece.shard], piece)]
+    assert read == list(range(70))
+
+
+@pytest.mark.parametrize("url", ["a.tar", "a.tar.gz", "a.jsonl", "a.tfrecord", "a.mds", "a.parquet"])
+async def test_broken_connections_lose_and_double_nothing(store: HttpStore, stores: Stores, url: str) -> None:
+    """Downloads go on where they broke; servers in trouble are asked again."""
+    store.put(url, MAKERS[url](range(3000)))
+    store.faults[url].extend([status(503), broken(1000), broken(5000), broken(0)])
+    found = await read_all(stores, shard_of(f"{store.url}/{url}", range(3000)))
+    assert [number_of(sample) for sample, _ in found] == list(range(3000))
+    assert not store.faults[url]
+
+
+async def test_a_shard_that_is_replaced_meanwhile(store: HttpStore, stores: Stores) -> None:
+    """Its samples so far are right, then an error: never a mixture of the two."""
+    store.put("a.tar", tar(range(2000), size=1000))
+    store.faults["a.tar"].extend([broken(500_000), change(tar(range(5000, 7000), size=1000))])
+    got: list[Located] = []
+    with pytest.raises(ReadFailed, match="changed"):
+        await drain(read_piece(stores, Shard(f"{store.url}/a.tar", format_of("a.tar")), Piece(0)), got)
+    assert got
+    assert [number_of(sample) for sample, _ in got] == list(range(len(got)))
+
+
+async def test_a_parquet_file_that_is_replaced_meanwhile(store: HttpStore, stores: Stores) -> None:
+    """Also one of the same size; at the latest its end tells."""
+    old, new = parquet(range(1000), group=100), parquet(range(2000, 3000), group=100)
+    store.put("a.parquet", old)
+    batches = read_piece(stores, Shard(f"{store.url}/a.parquet", format_of("a.parquet")), Piece(0))
+    got = list(await anext(batches))
+    store.put("a.parquet", new)
+    with pytest.raises(ShardError):
+        await drain(batches, got)
+
+
+async def test_leaving_early_ends_the_requests(store: HttpStore, stores: Stores) -> None:
+    """The rest of the shard is not downloaded, and nothing goes on in the background."""
+    store.put("a.tar", tar(range(5000), size=4000))
+    batches = read_piece(stores, Shard(f"{store.url}/a.tar", format_of("a.tar")), Piece(0), read_ahead=100_000)
+    before = asyncio.all_tasks()
+    assert await anext(batches)
+    await batches.aclose()
+    names = {task.get_name() for task in asyncio.all_tasks() - before}
+    assert "asyncloader-read-ahead" not in names
+
+
+async def test_what_was_read_is_cached(store: HttpStore, tmp_path: Path) -> None:
+    """The second epoch asks only whether the shard is still the same."""
+    store.put("a.tar", tar(range(100), size=1000))
+    shard = Shard(f"{store.url}/a.tar?sig=1", format_of("a.tar"))
+    expected: Any = None
+    for _ in range(2):
+        stores = Stores(cache_dir=tmp_path)
+        found = await read_all(stores, shard)
+        await stores.aclose()
+        assert expected is None or found == expected
+        expected = found
+    assert [asked.method for asked in store.asked].count("GET") == 1

@@ -1,0 +1,401 @@
+"""A whole epoch of leased shards without processes: real lanes, readers, book, scheduler and states; sockets are queues.
+
+What is simulated: the workers' sockets (each keeps its order, and is as slow as `random` says), their deaths, the
+consumer's pace, and the shards. Every other part is the one that is shipped. `run` ends with the epoch, or with a state,
+or fails where nothing can move any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from asyncloader.epoch import EpochClock
+from asyncloader.errors import WorkerDied
+from asyncloader.events import (
+    Action,
+    Assign,
+    Completed,
+    Deliver,
+    Delivered,
+    Died,
+    Event,
+    Exhausted,
+    Fail,
+    Finish,
+    Replace,
+    Replaced,
+    Started,
+)
+from asyncloader.formats import Located, OnBad, Sample, ShardError, ShardFormat
+from asyncloader.places import Places
+from asyncloader.progress import Progress, Tally
+from asyncloader.remote.catalogue import Piece, Shard
+from asyncloader.remote.epoch_leases import EpochLeases, stream_key
+from asyncloader.remote.lane import Lane
+from asyncloader.remote.leases import Reply
+from asyncloader.scheduler import Scheduler
+from asyncloader.state_layout import check_state
+from asyncloader.workers import wire
+from asyncloader.workers.bad_samples import BadSample, ErrorPolicy, NoSamples
+from asyncloader.workers.info import EpochStart, WorkerSetup
+from asyncloader.workers.leasing import LeaseSource, WorkerLeasing
+from asyncloader.workers.reader import Reader
+
+__all__ = ["Case", "Shards", "World", "passed", "plan_of"]
+
+HEAD = 5  # bytes of a frame before its body
+
+
+@dataclass(frozen=True)
+class Case:
+    """One epoch's options.
+
+    Attributes:
+        shards: of each shard its pieces, and of each piece how many samples it holds.
+        workers: lanes.
+        batch_size: samples; None: no batches.
+        credits: tasks a worker.
+        shuffle: samples of a block of the shuffle buffer; 0 for none.
+        unit: bytes of a sample: large ones make lanes ask for the next lease before the end of the one they read.
+        sized: whether the shards' sizes are known.
+        chunk: samples that come with one read.
+        bad: samples that cannot be read, stepped over by the reader.
+        broken: samples at which a shard cannot be read on.
+        skips: bad samples are left out; else they are raised.
+        drop_last: no short batch.
+        in_order: batches come in the order of tasks.
+        every: a lane's state is taken every so many batches.
+    """
+
+    shards: tuple[tuple[int, ...], ...] = ((3, 4), (5,))
+    workers: int = 2
+    batch_size: int | None = 2
+    credits: int = 2
+    shuffle: int = 0
+    unit: int = 1
+    sized: bool = True
+    chunk: int = 2
+    bad: frozenset[int] = frozenset()
+    broken: frozenset[int] = frozenset()
+    skips: bool = True
+    drop_last: bool = False
+    in_order: bool = True
+    every: int = 1
+
+    @property
+    def samples(self) -> int:
+        """Of the whole data set, the bad ones included."""
+        return sum(map(sum, self.shards))
+
+    def lost(self) -> set[int]:
+        """Samples that nobody can read."""
+        lost, first = set(self.bad), 0
+        for pieces in self.shards:
+            for size in pieces:
+                places = range(first, first + size)
+                for number in places:
+                    if number in self.broken:
+                        lost.update(range(number, first + size))
+                        break
+                first += size
+        return lost
+
+
+def plan_of(case: Case) -> list[Piece]:
+    """The pieces, in the order of the shards."""
+    plan: list[Piece] = []
+    for shard, pieces in enumerate(case.shards):
+        start = 0
+        for place, size in enumerate(pieces):
+            stop = start + size * case.unit
+            plan.append(Piece(shard, start, None if place == len(pieces) - 1 else stop, place > 0))
+            start = stop
+    return plan
+
+
+class Shards:
+    """The data set: sample `n` is ``{"n": n}``, and `unit` bytes long. Async iterable, as the workers' parts ask."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._first = [sum(map(sum, case.shards[:shard])) for shard in range(len(case.shards))]
+        self.shards = [
+            Shard(str(number), ShardFormat("jsonl", None), sum(pieces) * case.unit if case.sized else None)
+            for number, pieces in enumerate(case.shards)
+        ]
+
+    def __aiter__(self) -> AsyncIterator[Sample]:
+        raise NotImplementedError
+
+    def open_lane(self, source: LeaseSource) -> Lane:
+        """One worker's stream."""
+        return Lane(self.shards, self._open, source, self._case.shuffle)
+
+    async def _open(self, shard: Shard, piece: Piece, on_bad: OnBad) -> AsyncGenerator[list[Located], None]:
+        case = self._case
+        stop = sum(case.shards[piece.shard]) if piece.stop is None else piece.stop // case.unit
+        found: list[Located] = []
+        for place in range(piece.start // case.unit, stop):
+            number = self._first[piece.shard] + place
+            if number in case.broken:
+                if found:
+                    yield found
+                raise ShardError("broken", url=shard.url, offset=place * case.unit)
+            if number in case.bad:
+                on_bad(ShardError("bad", url=shard.url, offset=place * case.unit))
+            else:
+                found.append(Located({"n": number}, (place + 1) * case.unit))
+            if len(found) == case.chunk:
+                yield found
+                found = []
+        if found:
+            yield found
+
+
+class Worker:
+    """One process: what has been sent to it, what it sends, and what it is doing."""
+
+    def __init__(self, case: Case, number: int, start: EpochStart) -> None:
+        self.outbox: deque[tuple[Any, ...]] = deque()
+        self.inbox: deque[tuple[int, bytes]] = deque()
+        self.alive = True
+        self._ended = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._leasing = WorkerLeasing(self._ask)
+        self._leasing.epoch = 1
+        setup = WorkerSetup(
+            dataset=Shards(case),
+            iterable=True,
+            auto_collation=case.batch_size is not None,
+            batch_size=case.batch_size,
+            collate_fn=None,
+            drop_last=case.drop_last,
+            base_seed=0,
+            worker_init_fn=None,
+            num_workers=case.workers,
+            concurrency=8,
+            starts=[],
+            snapshot_every=case.every,
+            policy=ErrorPolicy() if case.skips else None,
+        )
+        self._reader = Reader(setup, setup.dataset, _collate, worker_id=number, in_worker=False, leases=self._leasing)
+        self._reader.begin(start)
+
+    def _ask(self, frame: bytes) -> None:
+        self.outbox.append(("ask", *wire.unpack_ask(frame[HEAD:])))
+
+    def receive(self) -> None:
+        """Take one frame."""
+        kind, body = self.inbox.popleft()
+        if kind == wire.LEASE:
+            self._leasing.answered(body)
+        else:
+            self._tasks.append(asyncio.ensure_future(self._task(int.from_bytes(body, "little"))))
+
+    async def _task(self, seq: int) -> None:
+        if self._ended:
+            return
+        bad: list[BadSample] = []
+        try:
+            batch = await self._reader.fetch_async(None, bad)
+            self.outbox.append(("batch", seq, batch, self._reader.cursor()))
+        except NoSamples:
+            self.outbox.append(("nothing", seq, None, self._reader.cursor()))
+        except StopAsyncIteration:
+            if not self._ended:
+                self._ended = True
+                self.outbox.append(("end", seq, self._reader.last_cursor()))
+        except Exception as error:
+            self.outbox.append(("error", seq, error, b""))
+
+    async def kill(self, sent: int) -> None:
+        """End it; so much of what it sent has left the process."""
+        self.alive = False
+        while len(self.outbox) > sent:
+            self.outbox.pop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _collate(samples: Any) -> list[int]:
+    return [sample["n"] for sample in samples] if isinstance(samples, list) else [samples["n"]]
+
+
+def passed(state: dict[str, Any]) -> dict[str, Any]:
+    """The state as another process gets it."""
+    again: dict[str, Any] = json.loads(json.dumps(state))
+    return again
+
+
+class World:
+    """Workers and consumer, each of which moves when `random` says so.
+
+    Args:
+        case: the options.
+        random: chooses what moves next. None: everything at once, in the order of the workers.
+        state: where to begin; None: at the beginning.
+        deaths: how many workers die.
+    """
+
+    def __init__(
+        self, case: Case, random: Random | None = None, state: dict[str, Any] | None = None, deaths: int = 0
+    ) -> None:
+        self.case = case
+        self.batches: list[list[int]] = []
+        """What the consumer got."""
+        self.errors = 0
+        self._random = random
+        self._deaths = deaths
+        self._ready: deque[Deliver] = deque()
+        self._finished = False
+        streams = {"num_workers": case.workers, "rank": 0, "world_size": 1}
+        expects = {
+            "mode": "seeded", "kind": "iterable", "seed": 0, "length": None, "batch_size": case.batch_size,
+            "drop_last": case.drop_last, "order": "stream",
+        }  # fmt: skip
+        resumed = None if state is None else check_state(state)
+        clock = EpochClock([], None, seeded=True)
+        self.progress = Progress(clock, expects, streams, resumed, None, case.every, Tally())
+        base_seed, starts = self.progress.starts(case.workers, 7, None)
+        names = [str(number) for number in range(len(case.shards))]
+        leases = EpochLeases(names, plan_of(case), starts, self.progress.saved_leases, ordered=case.in_order)
+        self.progress.leases = leases
+        self.book = leases.book
+        keyed = [
+            start._replace(stream_key=stream_key(base_seed, 0, case.workers, lane)) for lane, start in enumerate(starts)
+        ]
+        self._places = Places(keyed, iterable=True, replays=False)
+        self._workers = [Worker(case, number, start) for number, start in enumerate(keyed)]
+        self._scheduler = Scheduler(
+            workers=case.workers,
+            credits=case.credits,
+            in_order=case.in_order,
+            iterable=True,
+            turn=self.progress.turn,
+            max_restarts=1 << 30,
+            concurrent=True,
+        )
+        # Some move seldom, so that others get far ahead of them.
+        self._weights = [10 ** (-3 * random.random()) if random else 1.0 for _ in range(2 * case.workers + 1)]
+
+    async def run(self, stop_after: int | None = None) -> dict[str, Any] | None:
+        """Until the consumer has so many batches, or is told of the end. Returns the state then; None at the end."""
+        try:
+            await self._handle(Started())
+            while not self._finished:
+                if stop_after is not None and len(self.batches) >= stop_after:
+                    return self.progress.state()
+                await self._move()
+            return None
+        finally:
+            for worker in self._workers:
+                await worker.kill(0)
+
+    async def _move(self) -> None:
+        moves: list[tuple[float, Any, int]] = []
+        for number, worker in enumerate(self._workers):
+            if worker.inbox and worker.alive:
+                moves.append((self._weights[2 * number], self._receive, number))
+            if worker.outbox:
+                moves.append((self._weights[2 * number + 1], self._answer, number))
+            elif not worker.alive:
+                moves.append((self._weights[2 * number], self._bury, number))
+        if self._ready:
+            moves.append((self._weights[-1], self._take, 0))
+        assert moves, f"nothing can move: {self.book!r}, {self._scheduler!r}, {self.batches}"
+        if self._random is None:
+            _, move, number = moves[0]
+        else:
+            if self._deaths and self._random.random() < 0.05:
+                self._deaths -= 1
+                victim = self._workers[self._random.randrange(len(self._workers))]
+                await victim.kill(self._random.randint(0, len(victim.outbox)))
+                return
+            ((_, move, number),) = self._random.choices(moves, [weight for weight, _, _ in moves])
+        await move(number)
+
+    # ------------------------------------------------------------------------------------------------ moves
+
+    async def _receive(self, number: int) -> None:
+        self._workers[number].receive()
+        await _settled()
+
+    async def _answer(self, number: int) -> None:
+        kind, *values = self._workers[number].outbox.popleft()
+        if kind == "ask":
+            epoch, lease, batch, left = values
+            assert epoch == 1
+            self._lease(self.book.ask(number, lease, batch, pickle.loads(left)))
+            return
+        if kind == "end":
+            self.progress.ends[number] = values[1]
+            await self._handle(Exhausted(number, values[0]))
+            return
+        seq, outcome, cursor = values
+        if kind == "error":
+            self._places.failed(number)
+        else:
+            self._places.answered(number, cursor)
+        await self._handle(Completed(number, seq, (kind, outcome, cursor)))
+        self._lease(self.book.answered(number))
+
+    async def _bury(self, number: int) -> None:
+        obstacle = self._places.obstacle(number)
+        await self._handle(Died(number, WorkerDied(number, 1, -9), at_work=False, obstacle=obstacle))
+
+    async def _take(self, _: int) -> None:
+        item = self._ready.popleft()
+        kind, outcome, cursor = item.outcome
+        if kind == "error":
+            assert isinstance(outcome, ShardError)
+            self.errors += 1
+            self.progress.failed(item.seq)
+        else:
+            self.progress.delivered(item.seq, item.worker, cursor)
+            if kind == "batch":
+                self.batches.append(outcome)
+        await self._handle(Delivered(item.seq))
+
+    # ------------------------------------------------------------------------------------------- what follows
+
+    def _lease(self, replies: Sequence[Reply]) -> None:
+        for reply in replies:
+            worker = self._workers[reply.lane]
+            if worker.alive:
+                answer = pickle.dumps((reply.lease, reply.over, reply.last))
+                worker.inbox.append((wire.LEASE, wire.pack_lease(1, reply.number, answer)[HEAD:]))
+
+    async def _handle(self, event: Event) -> None:
+        actions: deque[Action] = deque(self._scheduler.handle(event))
+        while actions:
+            action = actions.popleft()
+            if isinstance(action, Deliver):
+                self._ready.append(action)
+            elif isinstance(action, Assign):
+                worker = self._workers[action.worker]
+                if worker.alive:
+                    worker.inbox.append((wire.TASK, action.task.seq.to_bytes(8, "little")))
+            elif isinstance(action, Finish):
+                self._finished = True
+                self.progress.finish()
+            elif isinstance(action, Fail):
+                raise action.error
+            else:
+                assert isinstance(action, Replace)
+                self._workers[action.worker] = Worker(self.case, action.worker, self._places.start(action.worker))
+                actions += self._scheduler.handle(Replaced(action.worker))
+
+
+async def _settled() -> None:
+    """Until nothing of what runs here can go on by itself."""
+    loop: Any = asyncio.get_running_loop()
+    while loop._ready:
+        await asyncio.sleep(0)
