@@ -184,7 +184,7 @@ class AsyncLoaderIterator:
 
     async def _start(self) -> None:
         spec = self._spec
-        leases, self._starts = await open_leases(spec, self._progress, self._base_seed, self._starts)
+        leases, self._starts = await open_leases(spec, self._progress, self._starts)
         if leases is not None:
             self._setup = self._setup._replace(starts=self._starts, dataset=self._draws._dataset)
         pool = self._shelf.take()

@@ -162,6 +162,28 @@ class Bridge:
         return loop
 
 
+def run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run it in a loop of its own, in a thread that has ended when this returns. Works under a running loop, too."""
+    result: list[T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(asyncio.run(coroutine))
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="asyncloader-measure")
+    thread.start()
+    thread.join()
+    if failure:
+        try:
+            raise failure[0]
+        finally:
+            del failure
+    return result[0]
+
+
 def _launch(
     loop: asyncio.AbstractEventLoop,
     coroutine: Coroutine[Any, Any, T],

@@ -75,7 +75,7 @@ def worker_setup(
         num_workers=workers,
         concurrency=spec.concurrency,
         starts=starts,
-        snapshot_every=spec.snapshot_every_n_steps or 0,
+        snapshot_every=_snapshot_every(spec),
         seeded=_seeded_setup(spec, workers, draws),
         memory_limit=spec.worker_memory_limit,
         replays=_replays(spec),
@@ -103,8 +103,15 @@ def _decode(spec: LoaderSpec[Any]) -> Any:
     return Chain(steps) if len(steps) > 1 else steps[0] if steps else None
 
 
+def _snapshot_every(spec: LoaderSpec[Any]) -> int:
+    if is_leased(spec.dataset) and not spec.in_order:
+        return 1  # who reads a stream again that was leased in another order finds other batches
+    return spec.snapshot_every_n_steps or 0
+
+
 def _replays(spec: LoaderSpec[Any]) -> bool:
-    return spec.resume == "replay" or spec._replays
+    # What a lane was leased it is leased again: its stream is the same.
+    return spec.resume == "replay" or spec._replays or is_leased(spec.dataset)
 
 
 def _policy(spec: LoaderSpec[Any]) -> ErrorPolicy | None:

@@ -40,14 +40,14 @@ def check_flight_options(
         return
     if iterable:
         raise ValueError(
-            f"fetch_threads={fetch_threads} needs a map dataset: an iterable one gives its samples one after the other, "
-            "and no second thread can be at the next one. Raise num_workers, or give it an async __aiter__ that reads "
-            "ahead"
+            f"fetch_threads={fetch_threads} needs a map dataset: an iterable one gives its samples one after the "
+            "other, and no second thread can be at the next one. Raise num_workers, or give it an async __aiter__ that "
+            "reads ahead"
         )
     if is_async_dataset(dataset):
         raise ValueError(
-            f"fetch_threads={fetch_threads} is for blocking datasets, but this one's samples are awaited: an event loop "
-            "keeps `concurrency` of them in flight without threads. Leave fetch_threads at 0"
+            f"fetch_threads={fetch_threads} is for blocking datasets, but this one's samples are awaited: an event "
+            "loop keeps `concurrency` of them in flight without threads. Leave fetch_threads at 0"
         )
 
 
@@ -59,8 +59,9 @@ def most_credits(
     `prefetch_factor` at least (1 without workers). Not more for streams, which are read one sample after the other; for
     datasets with a state of their own, which would be saved further ahead; and where batches have no known size.
     """
-    least = spec.prefetch_factor or 1
+    least: int = spec.prefetch_factor or 1
     dataset: Any = spec.dataset
+    in_flight: int = fetch_threads or concurrency
     if iterable or not is_concurrent(dataset, fetch_threads) or is_stateful(dataset):
         return least
     size: Any = spec.batch_size if spec.batch_sampler is None else getattr(spec.batch_sampler, "batch_size", None)
@@ -68,7 +69,7 @@ def most_credits(
         size = 1
     if not isinstance(size, int) or size < 1:
         return least
-    in_flight = fetch_threads or concurrency
     if fetch_threads and spec.batch_sampler is not None and fetches_batches(dataset):
         size = 1  # a thread makes a whole batch
-    return max(least, -(-in_flight // size) + 1)
+    batches: int = -(-in_flight // size)
+    return max(least, batches + 1)

@@ -71,7 +71,7 @@ def make_inline_reader(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter, progre
         generator.manual_seed(start.shared_seed or 0)
         dataset = apply_random_seed(dataset, generator)
     setup = worker_setup(spec, 0, draws, base_seed, [start])
-    leases = InlineLeases(spec, progress, base_seed, start) if is_leased(dataset) else None
+    leases = InlineLeases(spec, progress, start) if is_leased(dataset) else None
     reader = Reader(setup, dataset, collate, in_worker=False, leases=leases)
     reader.begin(start)
     progress.begun(0, reader.first_cursor())
@@ -151,7 +151,7 @@ class InlineIterator:
         self._fresh = True
         self._bad: list[BadSample] = []  # of the batch that is being fetched
         self._reader = make_inline_reader(self._spec, self._draws, progress)
-        self._context = DatasetContext(self._reader.dataset if self._reader.asynchronous else None)
+        self._context = self._reader.context()
         self._ahead = make_read_ahead(self._spec, self._reader, self._context)
         self._sampler_ended = False
         self._stream = inline_stream(self._spec, self._draws, progress)
@@ -222,6 +222,7 @@ class InlineIterator:
         if not self._draws._num_yielded:
             self._statistics.first_batch(self._begun)
         self._statistics.batch(samples, nbytes, 0, passed, passed, 1)
+        self._statistics.count_here()
         self._draws._num_yielded += 1
         warn_over_length(self._draws)
         return batch
@@ -307,7 +308,7 @@ class InlineIterator:
         if self._ahead is not None:
             warn_of_exit(await self._ahead.aclose())
         else:
-            self._reader.close()
+            await self._reader.aclose()
             warn_of_exit(await self._context.close())
 
     def _in_thread(self, function: Any, argument: Any) -> Awaitable[Any]:

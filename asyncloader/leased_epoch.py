@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from asyncloader.options import LoaderSpec
 from asyncloader.progress import Progress
-from asyncloader.remote.epoch_leases import EpochLeases, stream_key
+from asyncloader.remote.epoch_leases import EpochLeases, saved_key, stream_key
 from asyncloader.remote.local_leases import LocalLeases
 from asyncloader.seeded_mode import topology
 from asyncloader.workers.info import EpochStart
@@ -21,14 +23,13 @@ __all__ = ["InlineLeases", "open_leases"]
 
 
 async def open_leases(
-    spec: LoaderSpec[Any], progress: Progress, base_seed: int, starts: Sequence[EpochStart]
+    spec: LoaderSpec[Any], progress: Progress, starts: Sequence[EpochStart]
 ) -> tuple[EpochLeases | None, Sequence[EpochStart]]:
     """Plan an epoch.
 
     Args:
         spec: the loader.
         progress: of the epoch; saves the leases from now on.
-        base_seed: its random numbers.
         starts: what each worker begins with; one for the consumer's own process.
 
     Returns:
@@ -42,14 +43,31 @@ async def open_leases(
     if not is_leased(dataset):
         return None, starts
     here, lanes = topology(spec), len(starts)
-    plan = await dataset.plan(
-        lanes, here.rank, here.world_size, derive(base_seed, "shards"), common=spec.seed is not None
+    saved = progress.saved_leases
+    key = _new_key(spec, progress.epoch) if saved is None else saved_key(saved)
+    plan = await dataset.plan(lanes, here.rank, here.world_size, derive(key, "shards"), common=spec.seed is not None)
+    leases = EpochLeases(
+        dataset.shard_urls,
+        plan,
+        starts,
+        saved,
+        key=key,
+        ordered=spec.in_order,
+        shuffle=getattr(dataset, "shuffle_buffer", 0),
     )
-    leases = EpochLeases(dataset.shard_urls, plan, starts, progress.saved_leases, ordered=spec.in_order)
     progress.leases = leases
     return leases, [
-        start._replace(stream_key=stream_key(base_seed, here.rank, lanes, lane)) for lane, start in enumerate(starts)
+        start._replace(stream_key=stream_key(key, here.rank, lanes, lane)) for lane, start in enumerate(starts)
     ]
+
+
+def _new_key(spec: LoaderSpec[Any], epoch: int) -> int:
+    """Chooses the orders of an epoch that begins: by the seed, else drawn, as torch draws a base seed. Not drawn from
+    that: persistent workers have the same one in all their epochs.
+    """
+    if spec.seed is not None:
+        return derive(spec.seed, "leases", epoch) >> 1  # as large as a state's numbers may be
+    return int(torch.empty((), dtype=torch.int64).random_(generator=spec.generator))
 
 
 class InlineLeases:
@@ -58,12 +76,11 @@ class InlineLeases:
     Args:
         spec: the loader.
         progress: of the epoch.
-        base_seed: its random numbers.
         start: what the reader begins with.
     """
 
-    def __init__(self, spec: LoaderSpec[Any], progress: Progress, base_seed: int, start: EpochStart) -> None:
-        self._arguments = spec, progress, base_seed, [start]
+    def __init__(self, spec: LoaderSpec[Any], progress: Progress, start: EpochStart) -> None:
+        self._arguments = spec, progress, [start]
         self._source: LocalLeases | None = None
 
     async def prepare(self) -> None:

@@ -118,8 +118,8 @@ class DataLoader(LoaderSpec[T_co]):
         """Pass something that the trainer learned to the sampler: calls its method `feedback` with these arguments.
 
         The sampler is ahead of the trainer by what is in flight: with workers, at most
-        ``num_workers * prefetch_factor + 1`` batches, and `run_ahead` more in seeded mode. An async sampler is called
-        in the thread that reads it.
+        ``num_workers * prefetch_factor + 1`` batches, and `run_ahead` more in seeded mode; by more with async datasets
+        and `fetch_threads`, which need more batches in hand. An async sampler is called in the thread that reads it.
 
         Raises:
             TypeError: the sampler has no such method.

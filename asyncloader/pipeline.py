@@ -253,6 +253,8 @@ class Pipeline(Listener):
     def on_death(self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None) -> None:
         """See `Listener`."""
         self._handovers[worker] = retired
+        if self._leases is not None:
+            self._leases.died(worker)
         obstacle = "" if self._places is None else self._places.obstacle(worker)
         self._handle(Died(worker, death, at_work, retired is not None, obstacle))
 

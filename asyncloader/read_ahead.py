@@ -49,7 +49,6 @@ class ReadAhead:
     def __init__(self, reader: Reader, context: DatasetContext, credits: int) -> None:
         self._reader = reader
         self._context = context
-        self._most = credits
         self.credits = credits
         self._line: deque[_Entry] = deque()
         self._turn: asyncio.Lock | None = None
@@ -117,9 +116,9 @@ class ReadAhead:
             entry.samples = None
 
     def learn(self, nbytes: int) -> None:
-        """A batch had so many bytes: as many are in hand as fit into `CREDIT_BYTES`, but at least one."""
+        """A batch had so many bytes. As many of the largest are in hand as fit into `CREDIT_BYTES`; one at least."""
         if nbytes:
-            self.credits = min(self._most, max(1, CREDIT_BYTES // nbytes))
+            self.credits = min(self.credits, max(1, CREDIT_BYTES // nbytes))
 
     def cancel(self) -> None:
         """Nobody will take what is in hand. In the loop's thread."""
@@ -136,7 +135,11 @@ class ReadAhead:
         self._reader.close()
 
     async def aclose(self) -> BaseException | None:
-        """Cancel what is in hand, wait until it has ended, and leave the dataset's context; returns what that raised."""
+        """Cancel what is in hand, wait until it has ended, and leave the dataset's context.
+
+        Returns:
+            What leaving raised.
+        """
         self.cancel()
         pending = [entry.samples for entry in self._line if entry.samples is not None]
         self._line.clear()

@@ -7,8 +7,8 @@ event. The rules:
 
 * A task is outstanding from `Assign` until the consumer took its outcome (`Delivered`). At most ``credits * workers``
   are (`credits` is torch's `prefetch_factor`, or what keeps enough samples in flight, see `flight_options.py`), so no
-  more batches exist ahead of the consumer; a worker has as many unanswered ones as `credits` at a time. The shell lowers
-  `credits` when batches turn out to be too large for so many: nothing is pulled then until enough were delivered.
+  more batches exist ahead of the consumer; a worker has as many unanswered ones as `credits` at a time. The shell
+  lowers `credits` when batches turn out to be too large for so many; nothing is pulled then until enough were taken.
 * ``assignment="round_robin"`` is torch's: the next worker in turn that still has data. With ``in_order=False`` it takes
   only a worker with fewer than its share outstanding. The same batches then come from the same workers as in torch,
   which decides what a worker's random numbers are used for.

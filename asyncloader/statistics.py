@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 
 from asyncloader.bad_sample_log import BadSampleLog
-from asyncloader.transports.totals import KEYS
+from asyncloader.totals import KEYS, TOTALS
 from asyncloader.workers.bad_samples import BadSample
 
 __all__ = ["Statistics"]
@@ -23,6 +23,7 @@ class Statistics:
 
     __slots__ = (
         "_mark",
+        "_told",
         "bad_samples",
         "batches",
         "busy_s",
@@ -61,9 +62,11 @@ class Statistics:
         self.log = BadSampleLog(None)  # of the newest iterator
         self.first_batch_s = 0.0
         self._mark = 0.0
+        self._told: dict[str, float] = {}
 
     def begin(self) -> float:
         """An iterator starts now; returns the time, for `first_batch`."""
+        self._told = TOTALS.sums.copy()
         self._mark = perf_counter()
         return self._mark
 
@@ -85,6 +88,11 @@ class Statistics:
         """The transports of a worker did this."""
         for name in self.store.keys() & counts.keys():
             self.store[name] += counts[name]
+
+    def count_here(self) -> None:
+        """Without workers: the transports of this process did something since this was called last, or `begin` was."""
+        if counts := TOTALS.changes(self._told):
+            self.count(counts)
 
     def batch(self, samples: int, nbytes: int, pickled: int, waited: float, busy: float, workers: int) -> None:
         """A batch was delivered, for which the consumer waited `waited` seconds and a worker spent `busy`."""

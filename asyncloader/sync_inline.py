@@ -10,6 +10,8 @@ while it does not (`read_ahead.py`); the sampler is advanced, and batches are co
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -36,7 +38,6 @@ from asyncloader.read_ahead import ReadAhead
 from asyncloader.seeded_mode import even_ranks, without_batch
 from asyncloader.statistics import Statistics
 from asyncloader.workers.bad_samples import BadSample, NoSamples
-from asyncloader.workers.dataset_context import DatasetContext
 
 __all__ = ["CountedNext", "InlineIterator"]
 
@@ -92,7 +93,7 @@ class InlineIterator(CountedNext):
         self._sampler_ended = False
         self._fresh = True
         self._reader = make_inline_reader(self._spec, self, progress)
-        self._context = DatasetContext(self._reader.dataset if self._reader.asynchronous else None)
+        self._context = self._reader.context()
         self._ahead = make_read_ahead(self._spec, self._reader, self._context)
         self._stream = inline_stream(self._spec, self, progress)
 
@@ -149,6 +150,7 @@ class InlineIterator(CountedNext):
             if not self._num_yielded:
                 self._statistics.first_batch(self._begun)
             self._statistics.batch(count_samples(self._spec, index, bad), nbytes, 0, passed, passed, 1)
+            self._statistics.count_here()
             return data
         raise StopIteration
 
@@ -228,13 +230,16 @@ class InlineIterator(CountedNext):
             self._indices = self._source.reading(self._progress)
         return await anext(self._indices)
 
-    def _release(self) -> None:
+    def _release(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if os.getpid() != self._owner:
+            return  # nothing of it runs in a forked child
         bridge, self._bridge = self._bridge, None
         if bridge is None:
-            self._reader.close()
             return
         try:
-            if bridge.inside or not bridge.running:  # collected by the loop's own thread, or in a forked child
+            if exiting():
+                pass  # the loop's thread does not run any more
+            elif bridge.inside:  # collected by the loop's own thread, which cannot wait for itself
                 self._leave_soon()
             else:
                 warn_of_exit(bridge.run(self._leave()))
@@ -246,7 +251,7 @@ class InlineIterator(CountedNext):
     async def _leave(self) -> BaseException | None:
         if self._ahead is not None:
             return await self._ahead.aclose()
-        self._reader.close()
+        await self._reader.aclose()
         return await self._context.close()
 
     def _leave_soon(self) -> None:

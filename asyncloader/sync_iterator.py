@@ -21,7 +21,7 @@ from time import perf_counter
 from typing import Any
 
 from asyncloader.bad_sample_log import BadSampleLog
-from asyncloader.bridge import Bridge
+from asyncloader.bridge import Bridge, run_in_thread
 from asyncloader.checkpoint import StateKeeper
 from asyncloader.consumer import NO_BATCH, Consumer, discard
 from asyncloader.draws import draw_source, shared_seed
@@ -31,7 +31,6 @@ from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.leased_epoch import open_leases
 from asyncloader.options import LoaderSpec
 from asyncloader.pipeline import Pipeline
-from asyncloader.remote.blocking import run_in_thread
 from asyncloader.replacing import Replacer, Request, weakly
 from asyncloader.statistics import Statistics
 from asyncloader.sync_inline import CountedNext
@@ -88,7 +87,7 @@ class WorkerIterator(CountedNext):
         if not is_leased(loader.dataset):
             return base_seed, starts
         # In a loop of its own, in a thread that has ended before a worker is forked.
-        return base_seed, run_in_thread(open_leases(loader, self._progress, base_seed, starts))[1]
+        return base_seed, run_in_thread(open_leases(loader, self._progress, starts))[1]
 
     @property
     def _workers(self) -> list[Any]:

@@ -55,10 +55,21 @@ PURE = [
     "asyncloader.formats.mds_encodings",
     "asyncloader.formats.mds_index",
     "asyncloader.formats.members",
+    "asyncloader.formats.parquet",
+    "asyncloader.formats.parquet_arrow",
+    "asyncloader.formats.parquet_meta",
+    "asyncloader.formats.parquet_pages",
     "asyncloader.formats.push",
     "asyncloader.formats.registry",
     "asyncloader.formats.tar",
     "asyncloader.formats.tfrecord",
+    "asyncloader.formats.thrift",
+    "asyncloader.remote.braces",
+    "asyncloader.remote.catalogue",
+    "asyncloader.remote.epoch_leases",
+    "asyncloader.remote.lane_state",
+    "asyncloader.remote.leases",
+    "asyncloader.remote.shuffle",
     "asyncloader.places",
     "asyncloader.recovery",
     "asyncloader.scheduler",
@@ -74,18 +85,19 @@ PURE = [
     "asyncloader.workers.shared_layout",
     "asyncloader.workers.layout",
     "asyncloader.workers.wire",
+    "asyncloader.transports.cache_layout",
     "asyncloader.transports.errors",
     "asyncloader.transports.http_answers",
     "asyncloader.transports.ranges",
     "asyncloader.transports.retry",
-    "asyncloader.transports.totals",
+    "asyncloader.totals",
     "asyncloader.transports.wire",
 ]
 IMPURE_IMPORTS = {"asyncio", "multiprocessing", "select", "selectors", "socket", "subprocess", "threading"}
 
 # Who stands where: when it is imported, a module imports from its own layer or from those below it. What a
 # function imports late, when it runs, is not counted.
-BOTTOM = {"asyncloader.errors", "asyncloader.events"}
+BOTTOM = {"asyncloader.errors", "asyncloader.events", "asyncloader.totals"}
 TOP = {"asyncloader.loader", "asyncloader.stateful_loader", "asyncloader.patching", "asyncloader"}
 
 

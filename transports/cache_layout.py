@@ -18,6 +18,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 __all__ = [
@@ -173,14 +174,18 @@ class Stored(NamedTuple):
 
 
 def choose_victims(files: Iterable[Stored], excess: int) -> Sequence[Stored]:
-    """Choose the files used longest ago, as many as give `excess` bytes, or all. Equal times go by path."""
-    victims: list[Stored] = []
-    for file in sorted(files):
-        if excess <= 0:
-            break
-        victims.append(file)
-        excess -= file.charged
-    return victims
+    """Choose the files used longest ago, as many as give `excess` bytes, or all.
+
+    Holds no more files at a time than it gives, and one: a cache may have millions.
+    """
+    victims: list[tuple[int, str, int]] = []  # a heap, the most recently used on top
+    total = 0
+    for used, path, charged in files:
+        heappush(victims, (-used, path, charged))
+        total += charged
+        while victims and total - victims[0][2] >= excess:
+            total -= heappop(victims)[2]
+    return [Stored(-used, path, charged) for used, path, charged in victims]
 
 
 def pack_change(change: int) -> bytes:

@@ -126,14 +126,15 @@ class CacheFill:
                 self._crc = zlib.crc32(data, self._crc)
                 self._written += len(data)
 
-    def commit(self) -> bool:
-        """Give the file its name, if all bytes of the object were written; else abort."""
+    def commit(self, last: bytes = b"") -> bool:
+        """Append the last bytes, and give the file its name, if these were all bytes of the object; else abort."""
         with self._lock:
-            if self._descriptor < 0 or self._written != self._footer.size:
+            if self._descriptor < 0 or self._written + len(last) != self._footer.size:
                 self._end(keep=False)
                 return False
             try:
-                self._append(self._footer._replace(crc=self._crc, created=time.time_ns()).pack())
+                crc = zlib.crc32(last, self._crc)
+                self._append(last, self._footer._replace(crc=crc, created=time.time_ns()).pack())
                 if self._footer.boot == SYNCED:
                     os.fsync(self._descriptor)
                 try:
@@ -152,10 +153,12 @@ class CacheFill:
         with self._lock:
             self._end(keep=False)
 
-    def _append(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._descriptor, view) :]
+    def _append(self, *parts: bytes) -> None:
+        written = os.writev(self._descriptor, parts)
+        if written < sum(map(len, parts)):  # the disk is full, as the next call will say; or more than 2 GiB
+            view = memoryview(b"".join(parts))[written:]
+            while view:
+                view = view[os.write(self._descriptor, view) :]
 
     def _end(self, *, keep: bool) -> None:
         if self._descriptor < 0:
@@ -253,8 +256,7 @@ class CacheStore:
         if fill is None:
             return
         try:
-            fill.write(data)
-            fill.commit()
+            fill.commit(data)
         finally:
             fill.abort()
 

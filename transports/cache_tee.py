@@ -53,11 +53,10 @@ class Tee:
 
     async def keep(self) -> None:
         """Write what is left, and make the file part of the cache."""
-        await self._flush()
         await self._written()
         if (fill := self._fill) is not None:
             try:
-                await self._pool.run(fill.commit)
+                await self._pool.run(partial(fill.commit, b"".join(self._waiting)))
             except OSError as error:
                 self._fail(error)
             self._fill = None

@@ -25,6 +25,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
+from asyncloader.totals import TOTALS
 from asyncloader.transports.cache_layout import (
     Stored,
     charge,
@@ -69,6 +70,26 @@ class CacheCounts:
     misses: int = 0
     bytes_saved: int = 0
     evictions: int = 0
+
+    def hit(self) -> None:
+        """A read is given from the cache."""
+        self.hits += 1
+        TOTALS.add("cache_hits")
+
+    def save(self, nbytes: int) -> None:
+        """So many bytes were."""
+        self.bytes_saved += nbytes
+        TOTALS.add("cache_bytes", nbytes)
+
+    def miss(self) -> None:
+        """A read is asked of the store."""
+        self.misses += 1
+        TOTALS.add("cache_misses")
+
+    def evict(self) -> None:
+        """A file was deleted."""
+        self.evictions += 1
+        TOTALS.add("cache_evictions")
 
     def snapshot(self) -> dict[str, int]:
         """Give a copy as plain types: ``hits``, ``misses``, ``bytes_saved``, ``evictions``."""
@@ -161,13 +182,12 @@ class CacheUsage:
             before = self._length()
             self._clean()
             total = sum(charged for charged, _ in self._fills())
-            files = list(self._files())
-            total += sum(file.charged for file in files)
+            total += sum(file.charged for file in self._files())
             if self.limit is not None and total > self.limit:
-                for victim in choose_victims(files, total - self.limit + self.limit // _FREED):
+                for victim in choose_victims(self._files(), total - self.limit + self.limit // _FREED):
                     with suppress(FileNotFoundError):
                         os.unlink(victim.path)
-                        self._counts.evictions += 1
+                        self._counts.evict()
                     total -= victim.charged
             self._rewrite(total, before)
             return True

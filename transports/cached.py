@@ -176,7 +176,8 @@ class CachedTransport(Transport):
         check_start(path, None, start)
         opener, info = await self._find(path)
         entry = None if opener is None else await self._attempt(opener, CacheEntry.close)
-        self._counts.misses += self._serves and entry is None
+        if self._serves and entry is None:
+            self._counts.miss()
         if entry is not None:
             given = self._stream_entry(path, entry, start, chunk_size)
         elif self._fills and start == 0:
@@ -230,7 +231,8 @@ class CachedTransport(Transport):
         """Give what `use` gives, in a thread, for an object that is cached and valid; None if it is not."""
         opener, _ = await self._find(path)
         hit = None if opener is None else await self._attempt(partial(_use_entry, opener, use))
-        self._counts.misses += self._serves and hit is None
+        if self._serves and hit is None:
+            self._counts.miss()
         return hit
 
     async def _find(self, path: str) -> tuple[Callable[[], CacheEntry | None] | None, ObjectInfo | None]:
@@ -248,7 +250,7 @@ class CachedTransport(Transport):
     async def _stream_entry(
         self, path: str, entry: CacheEntry, start: int, chunk_size: int
     ) -> AsyncGenerator[bytes, None]:
-        self._counts.hits += 1
+        self._counts.hit()
         position = start
         try:
             check_start(path, entry.size, start)
@@ -257,7 +259,7 @@ class CachedTransport(Transport):
                 chunk = await self._attempt(partial(entry.read, position, length))
                 if chunk is None:
                     break
-                self._counts.bytes_saved += length
+                self._counts.save(length)
                 position += length
                 yield chunk
             else:
@@ -327,8 +329,8 @@ class CachedTransport(Transport):
         return hash_key(object_url(self.url, path))
 
     def _count(self, given: int) -> None:
-        self._counts.hits += 1
-        self._counts.bytes_saved += given
+        self._counts.hit()
+        self._counts.save(given)
 
     async def _attempt(
         self, call: Callable[[], _R], release: Callable[[Any], object] | None = None, *, filling: bool = False

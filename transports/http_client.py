@@ -31,6 +31,9 @@ HeaderSource = Mapping[str, str] | Callable[[], Mapping[str, str] | Awaitable[Ma
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MOST_REDIRECTS = 10
 
+# RFC 3986: what a path may hold unescaped. Signatures of some CDNs are over the URL as it is written.
+PATH_SAFE = "/!$&'()*+,;=:@~"
+
 _PLAIN = {"Accept-Encoding": "identity", "User-Agent": "asyncloader"}
 
 
@@ -72,7 +75,7 @@ class HttpClient:
 
     def url(self, path: str) -> str:
         """Give an object's URL, without userinfo."""
-        return f"{self._base}{quote(path, safe='/')}{self._query}"
+        return f"{self._base}{quote(path, safe=PATH_SAFE)}{self._query}"
 
     async def request(self, method: str, path: str, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
         """Send a request, follow redirects, and give the answer, whatever its status; the caller releases it."""
@@ -116,11 +119,10 @@ class HttpClient:
             raise broken.final or self.failure(path, broken) from broken.cause
         verdict = attempts.failed(now, broken.retry_after)
         if verdict.delay is None:
-            self.counts.given_up += 1
+            self.counts.give_up()
             times = "once" if attempts.failures == 1 else f"{attempts.failures} times"
             raise self.failure(path, broken, f"tried {times}: {verdict.reason}") from broken.cause
-        self.counts.kinds[broken.kind] += 1
-        self.counts.waited_s += verdict.delay
+        self.counts.retry(broken.kind, verdict.delay)
         return verdict.delay
 
     def failure(self, path: str, broken: Broken, note: str = "") -> TransportError:

@@ -136,7 +136,7 @@ class Download:
             if not proved:
                 self._restart()
             elif self._position > self._start:
-                self._client.counts.resumed += 1
+                self._client.counts.resume()
             await self._client.owner.sleep(delay)
 
     def _restart(self) -> None:

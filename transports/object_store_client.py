@@ -103,11 +103,10 @@ class StoreClient:
             raise broken.final or self.failure(path, broken) from broken.cause
         verdict = attempts.failed(now, broken.retry_after)
         if verdict.delay is None:
-            self.counts.given_up += 1
+            self.counts.give_up()
             times = "once" if attempts.failures == 1 else f"{attempts.failures} times"
             raise self.failure(path, broken, f"tried {times}: {verdict.reason}") from broken.cause
-        self.counts.kinds[broken.kind] += 1
-        self.counts.waited_s += verdict.delay
+        self.counts.retry(broken.kind, verdict.delay)
         return verdict.delay
 
     def failure(self, path: str | None, broken: Broken, note: str = "") -> TransportError:

@@ -131,7 +131,7 @@ class Download:
             if not proved:
                 self._restart()
             elif self._position > self._start:
-                self._client.counts.resumed += 1
+                self._client.counts.resume()
             await self._client.owner.sleep(delay)
 
     def _restart(self) -> None:
@@ -220,7 +220,9 @@ class Download:
             if self._accept(result.meta, result.range):
                 return result
         except BaseException:
-            del result  # whoever keeps the error would keep the connection
+            # Takes the body out and drops it. To drop `result` would not do: the error's traceback may keep it, and
+            # obstore's threads give back what they hold of it no sooner than at their next call.
+            result.stream()
             raise
         self._finish()
         return None

@@ -36,6 +36,8 @@ from datetime import UTC
 from math import isfinite
 from typing import NamedTuple
 
+from asyncloader.totals import TOTALS
+
 __all__ = ["HEALING_STATUSES", "Attempts", "RetryCounts", "RetryPolicy", "Verdict", "error_heals", "parse_retry_after"]
 
 HEALING_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 520, 521, 522, 523, 524, 529, 530})
@@ -185,6 +187,23 @@ class RetryCounts:
     resumed: int = 0
     given_up: int = 0
     waited_s: float = 0.0
+
+    def retry(self, kind: str, delay: float) -> None:
+        """One is made after `delay` seconds."""
+        self.kinds[kind] += 1
+        self.waited_s += delay
+        TOTALS.add("retries")
+        TOTALS.add("retry_wait_s", delay)
+
+    def resume(self) -> None:
+        """A download goes on."""
+        self.resumed += 1
+        TOTALS.add("resumed")
+
+    def give_up(self) -> None:
+        """An operation failed at last."""
+        self.given_up += 1
+        TOTALS.add("given_up")
 
     @property
     def total(self) -> int:

@@ -131,14 +131,14 @@ class AsyncMapFetcher:
     async def _at_once(self, first: int | None, index: Any) -> Any:
         """What `__getitems__` gives."""
         (samples,) = await self._flights.fly(
-            lambda _, context: self._make_batch(index, first), 1, lambda _, error: add_note(error, batch_place(index))
+            lambda _, __: self._make_batch(index, first), 1, lambda _, error: add_note(error, batch_place(index))
         )
         if self._decoder is None and not (self._seeding is None and any(map(inspect.isawaitable, samples))):
             return samples
         pending = list(samples)
         try:
             return await self._flights.fly(
-                lambda item, context: self._settle(pending[item], self._position(first, item)),
+                lambda item, _: self._settle(pending[item], self._position(first, item)),
                 len(pending),
                 lambda item, error: _note_item(error, index, item, self._position(first, item)),
             )
@@ -195,7 +195,7 @@ class AsyncMapFetcher:
 
     async def _guarded(self, guard: Guard, first: int | None, index: Any, bad: list[BadSample]) -> Any:
         if not self._auto_collation:
-            (sample,) = await self._flights.fly(lambda _, context: self._guarded_one(guard, index, first, None, bad), 1)
+            (sample,) = await self._flights.fly(lambda _, __: self._guarded_one(guard, index, first, None, bad), 1)
             if sample is LOST:
                 raise NoSamples
             return sample
@@ -209,7 +209,7 @@ class AsyncMapFetcher:
         places = index if isinstance(index, (list, tuple)) else list(index)
         found: list[list[BadSample]] = [[] for _ in places]
 
-        def one(item: int, context: Context) -> Coroutine[Any, Any, Any]:
+        def one(item: int, _: Context) -> Coroutine[Any, Any, Any]:
             position = self._position(first, item)
             if failure is not None:
                 return self._lost(guard, places[item], position, item, failure, found[item])

@@ -49,10 +49,13 @@ class DatasetContext:
     Args:
         dataset: the dataset.
         before: awaited first (what `worker_init_fn` returned), and once; None: nothing.
+        after: its `aclose` is awaited before the dataset's context is left; None: nothing is.
     """
 
-    def __init__(self, dataset: Any, before: Any = None) -> None:
+    def __init__(self, dataset: Any, before: Any = None, after: Any = None) -> None:
         self._managers = context_managers(dataset)
+        if after is not None:
+            self._managers.append(contextlib.aclosing(after))
         self._before = before
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -89,7 +89,7 @@ def is_async_dataset(dataset: Any) -> bool:
     return False
 
 
-_AWAITABLES = ("Awaitable", "Coroutine", "Future", "Task")
+_AWAITABLES = ("Awaitable", "Coroutine")  # others' names may be those of a sample's type
 
 
 def _is_awaited(method: Any) -> bool:
@@ -284,9 +284,9 @@ class _StreamFetcher:
             return decode(sample)
         except Exception as error:
             add_note(error, stream_place(self._read - 1, self._worker))
-            if isinstance(error, StopIteration):
-                raise RuntimeError("decode raised StopIteration") from error
-            raise
+            if not isinstance(error, StopIteration):  # that would pass for the stream's end
+                raise
+            raise RuntimeError("decode raised StopIteration") from error
 
     def _batch(self, places: Any) -> list[Any]:
         if self._decode is not None:

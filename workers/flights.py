@@ -157,7 +157,7 @@ class _Batch:
                 task.cancel()
 
 
-def _nothing(item: int, context: Context) -> Coroutine[Any, Any, Any]:
+def _nothing(item: int, _: Context) -> Coroutine[Any, Any, Any]:
     raise AssertionError(f"sample {item} of a batch that is over")
 
 

@@ -70,6 +70,8 @@ class WorkerPool:
         self.start_method: str = context.get_start_method()
         self.concurrent = is_concurrent(setup.dataset, setup.fetch_threads)
         """Whether a worker has several tasks in hand at a time."""
+        # Threads take samples in the order of the tasks: one that is late waits for those before it.
+        self._all_at_once = self.concurrent and not setup.fetch_threads
         self.epoch = 0
         self._context = context
         self._worker_timeout = worker_timeout
@@ -196,7 +198,7 @@ class WorkerPool:
                 loop,
                 self._worker_timeout,
                 len(self.processes),
-                concurrent=self.concurrent,
+                concurrent=self._all_at_once,
                 catch_up=lambda worker: self._on_readable(self.processes[worker]),
                 late=self._on_late,
             )

@@ -19,6 +19,7 @@ from typing import Any
 from asyncloader.errors import StateError
 from asyncloader.workers.bad_samples import BadSample, Guard, NoSamples
 from asyncloader.workers.cursor import Bookmark, Cursor
+from asyncloader.workers.dataset_context import DatasetContext
 from asyncloader.workers.decoding import DecodedMap, Decoder
 from asyncloader.workers.fetch import AsyncSeeding, is_concurrent, make_async_fetcher, make_blocking_fetcher
 from asyncloader.workers.info import EpochStart, WorkerSetup
@@ -61,11 +62,12 @@ class Reader:
         self._leases = leases
         self.asynchronous = is_concurrent(dataset, setup.fetch_threads)
         self._lanes = Lanes(setup.fetch_threads, "asyncloader-read") if setup.fetch_threads else None
-        decodes = setup.decode is not None and self.asynchronous
-        self._decode_lanes = (
-            Lanes(setup.decode_threads, "asyncloader-decode") if decodes and setup.decode_threads else None
-        )
-        self._decoder = Decoder(setup.decode, self._decode_lanes) if decodes else None
+        self._decode_lanes: Lanes | None = None
+        self._decoder: Decoder | None = None
+        if setup.decode is not None and self.asynchronous:
+            if setup.decode_threads:
+                self._decode_lanes = Lanes(setup.decode_threads, "asyncloader-decode")
+            self._decoder = Decoder(setup.decode, self._decode_lanes)
         # A map dataset's batches cannot be read again without their indices: its state is of use after each batch only.
         self._every = setup.snapshot_every if setup.iterable else min(1, setup.snapshot_every)
         self._keeps_state = setup.iterable or setup.seeded is None
@@ -100,9 +102,14 @@ class Reader:
                     self._bookmark.batches += 1
             self._bookmark.batches = self._bookmark.batches if start.made is None else start.made
 
+    def context(self, before: Any = None) -> DatasetContext:
+        """What is open while this reader reads; nothing for a blocking dataset. `before`: see `DatasetContext`."""
+        if not self.asynchronous:
+            return DatasetContext(None)
+        return DatasetContext(self.dataset, before, self if is_leased(self.dataset) else None)
+
     async def _begin_async(self, start: EpochStart) -> None:
-        if isinstance(self._fetcher, LaneFetcher):
-            await self._fetcher.dataset_iter.aclose()
+        await self._close_lane()
         if self._leases is not None:
             await self._leases.prepare()
         self._open(start)
@@ -261,7 +268,7 @@ class Reader:
             return await self._fetcher.fetch(self._stream_index, bad)
 
     async def samples(self, index: Any, bad: list[BadSample] | None = None) -> Any:
-        """What `collated` makes the batch of, for a map dataset with `asynchronous`: for who collates at another time."""
+        """What `collated` makes the batch of: for who collates at another time. Of an `asynchronous` map dataset."""
         if not self._ready:
             async with self._turn:
                 await self._ensure_begun()
@@ -270,6 +277,15 @@ class Reader:
     def collated(self, index: Any, samples: Any) -> Any:
         """The batch of what `samples` gave for this index."""
         return self._fetcher.collated(index, samples)
+
+    async def aclose(self) -> None:
+        """Stop reading, and `close`. Nothing may be in flight any more."""
+        await self._close_lane()
+        self.close()
+
+    async def _close_lane(self) -> None:
+        if isinstance(self._fetcher, LaneFetcher):
+            await self._fetcher.dataset_iter.aclose()
 
     def close(self) -> None:
         """Let the threads end. Does not wait; nothing may be fetched any more."""

@@ -1,6 +1,6 @@
 """Fetchers of seeded mode: each sample is made under random numbers of its own.
 
-Data path: scheduler -> worker: [seeded_fetch] -> collate -> codec -> ring. The asynchronous ones are in `async_fetch.py`.
+Data path: scheduler -> worker: [seeded_fetch] -> collate -> codec -> ring. Asynchronous ones are in `async_fetch.py`.
 
 A dataset's own `__getitems__`, and the user's `collate_fn`, make a batch at once: they are seeded once a batch, by the
 position of its first sample. torch's `Subset` and `StackDataset` have a `__getitems__` that only passes indices on;

@@ -25,7 +25,7 @@ from torch.utils.data.graph_settings import apply_random_seed
 
 from asyncloader.errors import LoaderError
 from asyncloader.events import bare_index
-from asyncloader.transports.totals import TOTALS
+from asyncloader.totals import TOTALS
 from asyncloader.workers import segment, wire
 from asyncloader.workers.bad_samples import BadSample, NoSamples
 from asyncloader.workers.channel import Channel
@@ -138,14 +138,14 @@ class TaskRunner:
         install_worker_info(self.worker_id, setup.num_workers, seed, dataset)
         self.asynchronous = reader.asynchronous
         before = None if setup.worker_init_fn is None else setup.worker_init_fn(self.worker_id)
-        self._context = self._make_context(dataset, before)
+        self._context = self._make_context(before)
         reader.begin(start)
         if setup.handover:
             restore_generators(setup.handover)
         if setup.memory_limit is not None:
             self._memory_limit, self._footprint = setup.memory_limit, Footprint()
 
-    def _make_context(self, dataset: Any, before: Any) -> DatasetContext | None:
+    def _make_context(self, before: Any) -> DatasetContext | None:
         awaitable = before is not None and inspect.isawaitable(before)
         if awaitable and not self.asynchronous:
             if inspect.iscoroutine(before):
@@ -154,8 +154,9 @@ class TaskRunner:
                 "worker_init_fn returned an awaitable, but the dataset is a blocking one, so its workers have no event "
                 "loop to await it in: give a plain function, or a dataset with async methods"
             )
-        context = DatasetContext(dataset, before if awaitable else None)
-        return context if self.asynchronous and context.needed else None
+        assert self._reader is not None
+        context = self._reader.context(before if awaitable else None)
+        return context if context.needed else None
 
     def _reseed_datapipe(self, dataset: Any, shared_seed: int | None) -> Any:
         if isinstance(dataset, IterDataPipe):

@@ -13,7 +13,7 @@ that have not begun are left out; those that have begun end by themselves, and n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import Context, copy_context
 from functools import partial
 from typing import Any
@@ -107,7 +107,7 @@ class ThreadMapFetcher:
         batch = _Batch(self._lanes, 1)
         job = partial(self._make_batch, index, first)
         try:
-            ((samples, context),) = await batch.results([partial(batch.run, 0, job)])
+            (samples,) = await batch.results([partial(batch.run, 0, job)])
             if self._decode is None:
                 return samples
             decoding = _Batch(
@@ -118,7 +118,7 @@ class ThreadMapFetcher:
                 for item, sample in enumerate(samples)
             ]
             try:
-                return [sample for sample, _ in await decoding.results(jobs)]
+                return await decoding.results(jobs)
             except Exception as error:
                 self._note(error, places, decoding.failed, first)
                 raise
@@ -160,7 +160,7 @@ class ThreadMapFetcher:
             decode = None if lanes is None or self._decode is None or failure else (lanes, self._decode)
             jobs.append(partial(batch.run, item, make, lost, decode))
         try:
-            return [sample for sample, _ in await batch.results(jobs)]
+            return await batch.results(jobs)
         except Exception as error:
             if guard is None:
                 self._note(error, places, batch.failed, first)
@@ -215,8 +215,8 @@ class _Batch:
         self.failed = -1
         """The item whose error was raised."""
 
-    async def results(self, jobs: list[Callable[[], None]]) -> list[tuple[Any, Context]]:
-        """The jobs' results, each with the context in which it was made."""
+    async def results(self, jobs: Sequence[Callable[[], None]]) -> list[Any]:
+        """The jobs' results, in their order."""
         if not jobs:
             return []
         loop = asyncio.get_running_loop()
@@ -271,15 +271,15 @@ class _Batch:
             del error
             return
         if decode is None:
-            self._lanes.tell(self._made, item, made, context)
+            self._lanes.tell(self._made, item, made)
         else:
             lanes, function = decode
             lanes.put(partial(self._carry_out, item, context, partial(function, made), lost))
 
-    def _made(self, item: int, sample: Any, context: Context) -> None:
+    def _made(self, item: int, sample: Any) -> None:
         if self._over or self._done is None:
             return
-        self._results[item] = sample, context
+        self._results[item] = sample
         self._left -= 1
         if not self._left and not self._done.done():
             self._done.set_result(None)

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 from asyncloader.formats.base import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardError, base_name
 from asyncloader.formats.parquet_arrow import pyarrow, values
 from asyncloader.formats.parquet_meta import Footer, RowGroup
+from asyncloader.formats.parquet_pages import PageCheck
 
 __all__ = ["Fetch", "RangeFile", "Windows", "read_rows"]
 
@@ -44,6 +45,10 @@ class Windows:
         chunks: ``(start, length)`` of each, ascending.
         most: bytes of all windows together, about; each has at least 64 KiB, and those on their way come on top.
         fetch: has ranges read.
+
+    Attributes:
+        whole: all of the row group fits into the windows.
+        pages: what is read of each chunk is checked by these, if they are set.
     """
 
     def __init__(self, chunks: Sequence[tuple[int, int]], most: int, fetch: Fetch) -> None:
@@ -55,6 +60,7 @@ class Windows:
         self._held: list[tuple[int, bytes]] = [(start, b"") for start in self._starts]
         self._coming: list[tuple[int, Future[Sequence[bytes]], int] | None] = [None] * len(chunks)
         self.whole = total <= most
+        self.pages: Sequence[PageCheck] = ()
 
     def begin(self) -> None:
         """Have the first window of each chunk fetched, all at once."""
@@ -81,7 +87,10 @@ class Windows:
             parts.append(part)
             at += len(part)
             length -= len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        if self.pages:
+            self.pages[number].feed(at - len(data), data)
+        return data
 
     def _window(self, number: int, at: int, length: int = 0) -> tuple[int, int]:
         return at, min(max(self._sizes[number], length), self._ends[number] - at)
@@ -224,26 +233,31 @@ def read_rows(
         for number in range(len(footer.edges) - 1)
         if footer.edges[number] < stop and max(start, footer.edges[number]) < footer.edges[number + 1]
     ]
-    file = RangeFile(footer.size, max(max_sample_bytes, LARGEST_PAGE), fetch, footer.url)
+    largest = max(max_sample_bytes, LARGEST_PAGE)
+    file = RangeFile(footer.size, largest, fetch, footer.url)
     found = _Rows(footer, max_sample_bytes, on_bad)
     source: Any = None
     following: tuple[RowGroup, Windows] | None = None
     for position, number in enumerate(numbers):
-        group, windows = following or _begin(footer, number, chosen, window_bytes, fetch)
+        group, windows = following or _begin(footer, number, chosen, window_bytes, largest, fetch)
         following = None
         file.windows = [windows]
         found.place = group.chunks[0][0] if group.chunks else footer.end
         if windows.whole and position + 1 < len(numbers):
             # Its error, if it has one, comes when it is its turn.
             with suppress(ShardError):
-                following = _begin(footer, numbers[position + 1], chosen, window_bytes, fetch)
+                following = _begin(footer, numbers[position + 1], chosen, window_bytes, largest, fetch)
         size = max(1, group.uncompressed // max(group.rows, 1))
         rows = max(1, min(MOST_ROWS, STEP_BYTES // size))
         at = group.first
         try:
             if source is None:
                 source = parquet.ParquetFile(
-                    arrow.PythonFile(file, mode="r"), metadata=footer.metadata, pre_buffer=False, buffer_size=BUFFER
+                    arrow.PythonFile(file, mode="r"),
+                    metadata=footer.metadata,
+                    pre_buffer=False,
+                    buffer_size=BUFFER,
+                    page_checksum_verification=True,
                 )
             names = None if columns is None else list(columns)
             for batch in source.iter_batches(rows, row_groups=[number], columns=names, use_threads=False):
@@ -267,10 +281,11 @@ def read_rows(
 
 
 def _begin(
-    footer: Footer, number: int, columns: frozenset[str] | None, window_bytes: int, fetch: Fetch
+    footer: Footer, number: int, columns: frozenset[str] | None, window_bytes: int, largest: int, fetch: Fetch
 ) -> tuple[RowGroup, Windows]:
     group = footer.group(number, columns)
     windows = Windows(group.chunks, window_bytes, fetch)
+    windows.pages = [PageCheck(start, start + length, largest, footer.url) for start, length in group.chunks]
     windows.begin()
     return group, windows
 

@@ -11,7 +11,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
-__all__ = ["BINARY", "BOOL", "I8", "I16", "I32", "I64", "Kind", "ListOf", "Struct", "decode", "encode"]
+__all__ = [
+    "BINARY",
+    "BOOL",
+    "I8",
+    "I16",
+    "I32",
+    "I64",
+    "Kind",
+    "ListOf",
+    "Struct",
+    "Truncated",
+    "decode",
+    "decode_at",
+    "encode",
+]
 
 BOOL: Final = 1  # false is 2
 I8: Final = 3
@@ -46,13 +60,27 @@ Kind: TypeAlias = int | ListOf | Struct
 """`BOOL`, `I8` to `I64`, `BINARY`, a list or a struct. Values: bool, int, bytes, list, and dict by field number."""
 
 
+class Truncated(ValueError):
+    """The bytes end before the struct does."""
+
+
 def decode(data: bytes, wanted: Struct) -> dict[int, Any]:
     """Read the struct at the beginning of `data`.
 
     Raises:
         ValueError: it is truncated, nested too deeply, or a wanted field is of another kind than it should be.
     """
-    return _Decoder(data).struct(wanted, 0)
+    return decode_at(data, wanted, 0)[0]
+
+
+def decode_at(data: bytes, wanted: Struct, at: int) -> tuple[dict[int, Any], int]:
+    """Read the struct that begins at byte `at`, and give the place after it too. Errors as `decode`.
+
+    Raises:
+        Truncated: with more bytes behind these it might be a struct.
+    """
+    decoder = _Decoder(data, at)
+    return decoder.struct(wanted, 0), decoder.at
 
 
 def encode(values: Mapping[int, Any], kinds: Struct) -> bytes:
@@ -63,9 +91,9 @@ def encode(values: Mapping[int, Any], kinds: Struct) -> bytes:
 
 
 class _Decoder:
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, at: int) -> None:
         self._data = data
-        self._at = 0
+        self.at = at
 
     def struct(self, wanted: Struct, depth: int) -> dict[int, Any]:
         found: dict[int, Any] = {}
@@ -100,7 +128,7 @@ class _Decoder:
 
     def _expect(self, wire: int, kind: int) -> None:
         if wire != kind:
-            raise ValueError(f"a value of type {wire} before byte {self._at:,}, where type {kind} belongs")
+            raise ValueError(f"a value of type {wire} before byte {self.at:,}, where type {kind} belongs")
 
     def _skip(self, wire: int, depth: int, *, item: bool = False) -> None:
         if depth > DEEPEST:
@@ -133,7 +161,7 @@ class _Decoder:
                     self._varint()
                 self._skip(head & 15, depth + 1)
         else:
-            raise ValueError(f"a value of the unknown type {wire} before byte {self._at:,}")
+            raise ValueError(f"a value of the unknown type {wire} before byte {self.at:,}")
 
     def _list_head(self) -> tuple[int, int]:
         head = self._byte()
@@ -145,20 +173,20 @@ class _Decoder:
 
     def _check_count(self, size: int) -> None:
         """Each item takes a byte at least."""
-        if size > len(self._data) - self._at:
-            raise ValueError(f"a list of {size:,} items at byte {self._at:,}, where {len(self._data):,} bytes end")
+        if size > len(self._data) - self.at:
+            raise Truncated(f"a list of {size:,} items at byte {self.at:,}, where {len(self._data):,} bytes end")
 
     def _byte(self) -> int:
-        if self._at >= len(self._data):
-            raise ValueError(f"truncated at byte {self._at:,}")
-        self._at += 1
-        return self._data[self._at - 1]
+        if self.at >= len(self._data):
+            raise Truncated(f"truncated at byte {self.at:,}")
+        self.at += 1
+        return self._data[self.at - 1]
 
     def _bytes(self, size: int) -> bytes:
-        if size > len(self._data) - self._at:
-            raise ValueError(f"{size:,} bytes are claimed at byte {self._at:,}, where {len(self._data):,} bytes end")
-        self._at += size
-        return self._data[self._at - size : self._at]
+        if size > len(self._data) - self.at:
+            raise Truncated(f"{size:,} bytes are claimed at byte {self.at:,}, where {len(self._data):,} bytes end")
+        self.at += size
+        return self._data[self.at - size : self.at]
 
     def _varint(self) -> int:
         value = shift = 0
@@ -169,7 +197,7 @@ class _Decoder:
                 return value
             shift += 7
             if shift > 63:
-                raise ValueError(f"a number of more than 64 bits before byte {self._at:,}")
+                raise ValueError(f"a number of more than 64 bits before byte {self.at:,}")
 
     def _integer(self, kind: int) -> int:
         if kind == I8:
@@ -178,7 +206,7 @@ class _Decoder:
         value = self._varint()
         value = (value >> 1) ^ -(value & 1)
         if not -(1 << BITS[kind] - 1) <= value < 1 << BITS[kind] - 1:
-            raise ValueError(f"the number {value:,} before byte {self._at:,} has more than {BITS[kind]} bits")
+            raise ValueError(f"the number {value:,} before byte {self.at:,} has more than {BITS[kind]} bits")
         return value
 
 

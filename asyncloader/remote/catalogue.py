@@ -10,15 +10,25 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from asyncloader.formats import MdsShard, ShardFormat, ShardRange, cut_shard, shard_format
 from asyncloader.formats.base import base_name
 
-__all__ = ["PARQUET", "Piece", "Shard", "can_cut", "cut", "format_of", "named_format"]
+__all__ = ["PARQUET", "Piece", "Shard", "bytes_left", "can_cut", "cut", "format_of", "grouped", "named_format"]
 
 PARQUET = ShardFormat("parquet", None)
 """The format that no push reader reads: see `formats.parquet`."""
+
+GROUP_BYTES = 32 << 20
+"""Pieces are leased together up to so many bytes: 0.3 s at 100 MB/s."""
+
+GROUP_PIECES = 8
+"""Pieces that are leased together at most."""
+
+GROUPS_EACH = 4
+"""Leases for each lane, at least, before pieces are grouped: enough to even out the end."""
 
 PARQUET_ENDINGS = (".parquet", ".pq")
 
@@ -75,6 +85,12 @@ def format_of(url: str) -> ShardFormat:
     Raises:
         ValueError: no known extension.
     """
+    if not url.lower().startswith(("http://", "https://")):
+        # Elsewhere "?" and "#" may be characters of a name: the end of it says more than what is before them.
+        name = url.rpartition("/")[2]
+        if name and name != base_name(url):
+            with suppress(ValueError):
+                return format_of(name)
     return PARQUET if base_name(url).lower().endswith(PARQUET_ENDINGS) else shard_format(url)
 
 
@@ -144,3 +160,31 @@ def _ranges(shard: Shard, parts: int) -> list[ShardRange]:
     # The first piece begins with the shard, what is before its first sample included; the last one ends with it.
     starts, stops = [0, *at[1:]], [*at[1:], None]
     return [ShardRange(start, stop, sync=False) for start, stop in zip(starts, stops, strict=True)]
+
+
+def bytes_left(shard: Shard, piece: Piece) -> int | None:
+    """Bytes of the object that a piece takes; None if nobody knows, or its places are not bytes of the object."""
+    packed = shard.format.compression or (shard.mds is not None and shard.mds.compression)
+    if packed or shard.format == PARQUET:
+        return None if piece.start or piece.stop is not None else shard.size
+    stop = shard.size if piece.stop is None else piece.stop
+    return None if stop is None else max(0, stop - piece.start)
+
+
+def grouped(pieces: Sequence[Piece], shards: Sequence[Shard], lanes: int) -> list[tuple[Piece, ...]]:
+    """Leases: small neighbours together, as long as there are enough leases for every lane to be kept even.
+
+    A lane opens the pieces of a lease before their time, so that small ones do not cost a round trip each.
+    """
+    most = min(GROUP_PIECES, len(pieces) // (GROUPS_EACH * lanes))
+    leases: list[tuple[Piece, ...]] = []
+    group: list[Piece] = []
+    room = GROUP_BYTES
+    for piece in pieces:
+        size = bytes_left(shards[piece.shard], piece)
+        if group and (len(group) >= most or size is None or size > room):
+            leases.append(tuple(group))
+            group, room = [], GROUP_BYTES
+        group.append(piece)
+        room -= room if size is None else size
+    return [*leases, tuple(group)] if group else leases

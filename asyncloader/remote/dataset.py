@@ -17,13 +17,14 @@ from typing import Any, Self
 import numpy as np
 from torch.utils.data import IterableDataset
 
+from asyncloader.bridge import run_in_thread
 from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardFormat
 from asyncloader.permutation import Permutation
-from asyncloader.remote.blocking import run_in_thread
-from asyncloader.remote.catalogue import Piece, Shard, can_cut, cut
+from asyncloader.remote.catalogue import Piece, Shard, can_cut, cut, grouped
 from asyncloader.remote.lane import Lane
-from asyncloader.remote.leases import LaneStart, LeaseBook, Ledger
+from asyncloader.remote.leases import LaneStart, Lease, LeaseBook, Ledger
 from asyncloader.remote.local_leases import LocalLeases
+from asyncloader.remote.loop_stores import LoopStores
 from asyncloader.remote.measuring import bytes_per_sample, with_counts, with_edges, with_sizes
 from asyncloader.remote.reading import READ_AHEAD, MakeReader, read_piece
 from asyncloader.remote.sources import find_shards
@@ -35,6 +36,9 @@ __all__ = ["RemoteIterableDataset"]
 
 PIECES_EACH = 4
 """Pieces for each lane that shards are cut into where there are fewer of them: enough to even out the end."""
+
+MEASURED = 1024
+"""Shards of which the store is asked for their sizes, so that small ones are leased, and opened, several at a time."""
 
 CUSTOM = ShardFormat("custom", None)
 
@@ -62,7 +66,9 @@ class RemoteIterableDataset(IterableDataset[Any]):
         shuffle_shards: read the shards in another order each epoch. None: if there is a `shuffle_buffer`.
         transport: reads everything; URLs are then paths below its root.
         cache_dir: directory in which whole objects are kept for the next epoch. None: nothing is.
+            (Shards that are cut, and Parquet, are read by ranges, and not kept.)
         cache_bytes: bound on the size of that directory; None: no bound.
+        cache_revalidate: ask the store each time whether an object is still the one that is kept; False trusts that.
         max_sample_bytes: refuse a sample of more (decompressed) bytes; default 1 GiB.
         read_ahead: bytes of a shard that each worker fetches ahead; default 8 MiB.
         columns: of Parquet, the columns to read; None: all.
@@ -83,6 +89,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
         transport: Transport | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         cache_bytes: int | None = None,
+        cache_revalidate: bool = True,
         max_sample_bytes: int = MAX_SAMPLE_BYTES,
         read_ahead: int = READ_AHEAD,
         columns: Sequence[str] | None = None,
@@ -105,7 +112,16 @@ class RemoteIterableDataset(IterableDataset[Any]):
         self.max_sample_bytes = max_sample_bytes
         self.read_ahead = read_ahead
         self.columns = columns
-        self._stores = Stores(storage_options, transport=transport, cache_dir=cache_dir, cache_bytes=cache_bytes)
+        self._stores = LoopStores(
+            Stores(
+                storage_options,
+                transport=transport,
+                cache_dir=cache_dir,
+                cache_bytes=cache_bytes,
+                cache_revalidate=cache_revalidate,
+            )
+        )
+        self._pieces_each = PIECES_EACH if cache_dir is None else 1  # cut shards are not kept
         self._shards: list[Shard] | None = None
 
     def __repr__(self) -> str:
@@ -120,6 +136,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
     async def __aiter__(self) -> AsyncGenerator[Sample, None]:
         """All samples, in the order of the shards; not decoded."""
         plan = await self.plan(1, 0, 1, None)
+        self._stores.enter()
         lane = self.open_lane(LocalLeases(LeaseBook(Ledger(plan), [LaneStart()]), 0))
         try:
             while True:
@@ -131,15 +148,16 @@ class RemoteIterableDataset(IterableDataset[Any]):
                 yield samples[0]
         finally:
             await lane.aclose()
-            await self._stores.aclose()
+            await self._stores.leave()
 
     async def __aenter__(self) -> Self:
+        self._stores.enter()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._stores.aclose()
+        await self._stores.leave()
 
     def __len__(self) -> int:
         """Samples of all shards, if indexes say so: MDS, Parquet. Blocks: it reads these indexes once.
@@ -165,8 +183,8 @@ class RemoteIterableDataset(IterableDataset[Any]):
 
     # ---------------------------------------------------------------------------------------- for the loaders
 
-    async def plan(self, lanes: int, rank: int, ranks: int, key: int | None, *, common: bool = True) -> list[Piece]:
-        """The pieces that this rank reads in an epoch, in the order in which they are leased.
+    async def plan(self, lanes: int, rank: int, ranks: int, key: int | None, *, common: bool = True) -> list[Lease]:
+        """What this rank reads in an epoch, in the order in which it is leased.
 
         Args:
             lanes: workers of a rank, at least 1.
@@ -178,11 +196,11 @@ class RemoteIterableDataset(IterableDataset[Any]):
         Raises:
             As `find_shards`.
         """
-        shards = await self._measured(PIECES_EACH * lanes * ranks)
-        pieces = cut(shards, PIECES_EACH * lanes * ranks)
-        if common:
-            return self._shuffled(pieces, key)[rank::ranks]
-        return self._shuffled(pieces[rank::ranks], key)
+        parts = self._pieces_each * lanes * ranks
+        shards = await self._measured(parts)
+        pieces = cut(shards, parts)
+        mine = self._shuffled(pieces, key)[rank::ranks] if common else self._shuffled(pieces[rank::ranks], key)
+        return grouped(mine, shards, lanes)
 
     @property
     def shard_urls(self) -> list[str]:
@@ -196,7 +214,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
 
     def _open(self, shard: Shard, piece: Piece, on_bad: OnBad) -> AsyncGenerator[list[Located], None]:
         return read_piece(
-            self._stores,
+            self._stores.here(),
             shard,
             piece,
             max_sample_bytes=self.max_sample_bytes,
@@ -222,9 +240,9 @@ class RemoteIterableDataset(IterableDataset[Any]):
     async def _measured(self, parts: int) -> list[Shard]:
         async with aclosing(self._own_stores()) as stores:
             shards = await self._found(stores)
-            if len(shards) < parts:  # few: it pays to know them
-                if any(map(can_cut, shards)):
-                    shards = await with_edges(shards, stores, parts)
+            if len(shards) < parts and any(map(can_cut, shards)):
+                shards = self._shards = await with_edges(shards, stores, parts)
+            if len(shards) <= MEASURED and any(shard.size is None for shard in shards):
                 with contextlib.suppress(TransportError):  # who reads that shard will say so
                     shards = await with_sizes(shards, stores)
                 self._shards = shards
@@ -238,13 +256,15 @@ class RemoteIterableDataset(IterableDataset[Any]):
     async def _estimate(self) -> int:
         async with aclosing(self._own_stores()) as stores:
             shards = self._shards = await with_sizes(await self._found(stores), stores)
-            if all(shard.samples is not None for shard in shards):
-                return sum(shard.samples or 0 for shard in shards)
+            counted = sum(shard.samples or 0 for shard in shards)
+            others = [shard for shard in shards if shard.samples is None]
+            if not others:
+                return counted
             reader = self.format if callable(self.format) and not isinstance(self.format, ShardFormat) else None
-            each = await bytes_per_sample(shards[0], stores, reader=reader)
-            return round(sum(shard.size or 0 for shard in shards) / each) if each else 0
+            each = await bytes_per_sample(others[0], stores, reader=reader)
+            return counted + (round(sum(shard.size or 0 for shard in others) / each) if each else 0)
 
     def _own_stores(self) -> Stores:
         """For another loop than the one that reads: a transport belongs to one loop at a time."""
-        copy: Stores = pickle.loads(pickle.dumps(self._stores))
+        copy: Stores = pickle.loads(pickle.dumps(self._stores.template))
         return copy

@@ -2,9 +2,9 @@
 
 Data path: dataset -> [epoch_leases: plan, book] -> pipeline -> lanes. Made when an iterator starts, before its workers.
 
-The part of the state, beside the cursors of the lanes: ``{"plan": str, "done": int, "back": [[[shard, start, stop,
-sync], ...], ...]}``: a digest of the plan, how many of its pieces were leased, and the leases that come before the
-rest.
+The part of the state, beside the cursors of the lanes: ``{"key": int, "plan": str, "done": int, "back": [[[shard,
+start, stop, sync], ...], ...]}``: what chose the epoch's orders, a digest of the plan, how many of its pieces were
+leased, and the leases that come before the rest.
 """
 
 from __future__ import annotations
@@ -15,17 +15,30 @@ from typing import Any
 
 from asyncloader.errors import StateError
 from asyncloader.remote.catalogue import Piece
+from asyncloader.remote.lane_state import check_lane, is_count, is_piece
 from asyncloader.remote.leases import LaneStart, Lease, LeaseBook, Ledger
 from asyncloader.workers.cursor import Cursor
 from asyncloader.workers.info import EpochStart
 from asyncloader.workers.seeding import derive
 
-__all__ = ["EpochLeases", "stream_key"]
+__all__ = ["EpochLeases", "saved_key", "stream_key"]
 
 
-def stream_key(base_seed: int, rank: int, lanes: int, lane: int) -> int:
-    """Chooses the orders of a lane's shuffle buffer."""
-    return derive(base_seed, "lane", rank * lanes + lane)
+def stream_key(key: int, rank: int, lanes: int, lane: int) -> int:
+    """Chooses the orders of a lane's shuffle buffer. `key`: that of the epoch."""
+    return derive(key, "lane", rank * lanes + lane)
+
+
+def saved_key(saved: Any) -> int:
+    """What chose the orders of an epoch that was saved.
+
+    Raises:
+        StateError: this part of the state is broken.
+    """
+    key: Any = saved.get("key") if isinstance(saved, dict) else None
+    if not is_count(key):
+        raise StateError(f"the state is broken: its part about shards lacks something: the key is {key!r:.200}")
+    return key  # type: ignore[no-any-return]
 
 
 class EpochLeases:
@@ -33,10 +46,12 @@ class EpochLeases:
 
     Args:
         names: of the shards, for the digest.
-        plan: the pieces, in the order in which they are leased.
+        plan: the leases, in their order.
         starts: what each lane begins with.
         saved: this part of a state that was saved; None: the epoch begins.
+        key: chose the plan; see `saved_key`.
         ordered: see `LeaseBook`.
+        shuffle: samples of a block of the lanes' shuffle buffers, for the digest.
 
     Raises:
         StateError: the state is broken, or that of other shards.
@@ -45,23 +60,33 @@ class EpochLeases:
     def __init__(
         self,
         names: Sequence[str],
-        plan: Sequence[Piece],
+        plan: Sequence[Lease],
         starts: Sequence[EpochStart],
         saved: Any,
         *,
+        key: int,
         ordered: bool,
+        shuffle: int = 0,
     ) -> None:
-        self._digest = _digest(names, plan)
+        self._key = key
+        if saved is None and any(start.cursor is not None or start.skip for start in starts):
+            raise StateError("the state is broken: workers have read shards, but nothing says which are left")
+        self._digest = _digest(names, plan, shuffle)
         done, back = (0, []) if saved is None else self._checked(saved, plan, len(names))
         self._ledger = Ledger(plan, done, back)
+        for start in starts:
+            if start.cursor is not None and start.cursor.iterator is not None:
+                check_lane(start.cursor.iterator, len(names))
         self._first = [_taken(start.cursor.iterator if start.cursor else None) for start in starts]
         self.book = LeaseBook(self._ledger, [_lane_start(start) for start in starts], ordered=ordered)
 
-    def _checked(self, saved: Any, plan: Sequence[Piece], shards: int) -> tuple[int, list[Lease]]:
+    def _checked(self, saved: Any, plan: Sequence[Lease], shards: int) -> tuple[int, list[Lease]]:
         try:
             digest, done = saved["plan"], saved["done"]
             back = [tuple(Piece(*piece) for piece in lease) for lease in saved["back"]]
-            right = 0 <= done <= len(plan) and all(_is_piece(piece, shards) for lease in back for piece in lease)
+            right = (
+                is_count(done) and done <= len(plan) and all(is_piece(each, shards) for lease in back for each in lease)
+            )
         except (TypeError, KeyError) as error:
             raise StateError(f"the state is broken: its part about shards lacks something: {error}") from error
         if digest != self._digest:
@@ -70,9 +95,7 @@ class EpochLeases:
                 "URLs, number of workers and of ranks, and shuffling, or begin anew without the state"
             )
         if not right:
-            raise StateError(
-                f"the state is broken: {done} of {len(plan)} pieces were leased, and {len(back)} came back"
-            )
+            raise StateError(f"the state is broken: {done} of {len(plan)} leases were given, and {len(back)} came back")
         return done, back
 
     def state(self, cursors: list[dict[str, Any] | None], given: Sequence[int]) -> dict[str, Any]:
@@ -84,11 +107,13 @@ class EpochLeases:
             first if cursor is None else max(first, _taken(cursor["iterator"]))
             for first, cursor in zip(self._first, cursors, strict=True)
         ]
-        done, back, over = self._ledger.state(taken)
+        ended = {lane for lane, cursor in enumerate(cursors) if cursor is not None and cursor["ended"]}
+        done, back, over = self._ledger.state(taken, ended)
         for lane in over:
             samples = (cursors[lane] or {"samples": 0})["samples"]
             cursors[lane] = Cursor(given[lane], samples, True, None, None)._asdict()
-        return {"plan": self._digest, "done": done, "back": [[list(piece) for piece in lease] for lease in back]}
+        plain = [[list(piece) for piece in lease] for lease in back]
+        return {"key": self._key, "plan": self._digest, "done": done, "back": plain}
 
 
 def _taken(state: Any) -> int:
@@ -107,16 +132,10 @@ def _lane_start(start: EpochStart) -> LaneStart:
     return LaneStart(asks, made + start.skip, int(state["taken"]), bool(state["over"]))
 
 
-def _is_piece(piece: Piece, shards: int) -> bool:
-    shard, start, stop, sync = piece
-    numbers = all(isinstance(each, int) and each >= 0 for each in (shard, start, 0 if stop is None else stop))
-    return numbers and shard < shards and isinstance(sync, bool)
-
-
-def _digest(names: Sequence[str], plan: Sequence[Piece]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+def _digest(names: Sequence[str], plan: Sequence[Lease], shuffle: int) -> str:
+    digest = hashlib.blake2b(b"%d" % shuffle, digest_size=16)
     for name in names:
         digest.update(name.encode() + b"\n")
-    for piece in plan:
-        digest.update(repr(tuple(piece)).encode())
+    for lease in plan:
+        digest.update(repr([tuple(piece) for piece in lease]).encode())
     return digest.hexdigest()

@@ -9,22 +9,22 @@ pieces that fill it again; what it asks the main process for. None of it grows w
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from asyncloader.errors import StateError
-from asyncloader.formats import Located, OnBad, Sample, ShardError
-from asyncloader.remote.catalogue import Piece, Shard
+from asyncloader.formats import Sample
+from asyncloader.remote.catalogue import Piece, Shard, bytes_left
+from asyncloader.remote.piece_reading import LookAhead, Open, PieceReading
 from asyncloader.remote.shuffle import ShuffleBlocks
-from asyncloader.workers.leasing import LeaseSource
+from asyncloader.workers.leasing import LeaseAnswer, LeaseSource
 
-__all__ = ["Lane", "Open", "merged"]
+__all__ = ["Lane", "merged"]
 
-Open = Callable[[Shard, Piece, OnBad], AsyncGenerator[list[Located], None]]
-"""Reads a piece; tells of bad samples that were stepped over."""
-
-ASK_AHEAD = 4 << 20
+ASK_AHEAD = 8 << 20
 """Bytes before a lease's end at which the next one is asked for, where the end is known; else at its beginning."""
 
 
@@ -72,11 +72,11 @@ class Lane:
         self._over = False
         self._todo: deque[Piece] = deque()  # of the present lease; the first begins where reading goes on
         self._passed = 0  # bad samples that were stepped over since the first piece's beginning
-        self._stream: AsyncGenerator[list[Located], None] | None = None
-        self._found: deque[Located] = deque()  # read, and not taken
-        self._bad: deque[ShardError] = deque()  # bad samples before or among them
-        self._skip = 0  # bad samples that will be told of again
-        self._fault: Exception | None = None  # after those: the piece cannot be read on
+        self._reading: PieceReading | None = None  # of that one
+        self._ahead = LookAhead(shards, open, ASK_AHEAD)
+        self._answer: asyncio.Future[LeaseAnswer] | None = None  # to the present request
+        self._leased: Sequence[Sequence[Any]] | None = None  # the next lease, if it is known
+        self._fault: Exception | None = None  # the piece cannot be read on
         self._block: list[Piece] = []  # what the shuffle buffer's blocks were filled from
         self._filling: list[Piece] = []
         self._carry: list[Entry] = []  # taken for a batch that failed; the next one has them
@@ -151,15 +151,15 @@ class Lane:
     async def _pull(self, most: int) -> list[Entry]:
         """Between 1 and `most` samples in the order of the pieces; none: the leases are read, and there is no other."""
         while not self._dry:
-            if got := self._pull_found(most):
-                return got
             if not self._todo:
                 await self._next_lease()
                 continue
-            if self._stream is None:
-                first = self._todo[0]
-                self._skip = self._passed
-                self._stream = self._open(self._shards[first.shard], first, self._note_bad)
+            reading = self._reading
+            if reading is None:
+                reading = self._reading = self._ahead.open(self._todo[0], self._passed)
+                self._look_ahead()
+            if got := self._pull_found(reading, most):
+                return got
             if self._fault is not None:
                 fault, self._fault = self._fault, None
                 await self._end_piece()
@@ -168,25 +168,22 @@ class Lane:
                 finally:
                     del fault  # it refers to this frame
             try:
-                self._found.extend(await anext(self._stream))
+                await reading.more()
             except StopAsyncIteration:
-                if not self._bad:
+                if not reading.bad:
                     await self._end_piece()
             except Exception as error:
                 self._fault = error
             except BaseException:  # cancelled, and the stream with it: it is opened again where reading stands
-                self._stream = None
+                self._reading = None
                 raise
         return []
 
-    def _pull_found(self, most: int) -> list[Entry]:
+    def _pull_found(self, reading: PieceReading, most: int) -> list[Entry]:
         got: list[Entry] = []
-        found, bad = self._found, self._bad
-        if not found and not bad:
-            return got
-        piece = self._todo[0]
+        found, bad = reading.found, reading.bad
         limit = bad[0].offset if bad else None
-        shard, start, stop, sync = piece
+        shard, start, stop, sync = self._todo[0]
         while found and len(got) < most and (limit is None or found[0].resume <= limit):
             sample, resume = found.popleft()
             got.append(Entry(sample, Piece(shard, start, resume, sync)))
@@ -195,48 +192,60 @@ class Lane:
             self._todo[0] = Piece(shard, start, stop, sync)
             self._passed = 0
             self._ask_near_end()
+            self._look_ahead()
         elif bad:
             self._passed += 1
             raise bad.popleft()
         return got
 
-    def _note_bad(self, error: ShardError) -> None:
-        if self._skip:
-            self._skip -= 1  # it was told of before the state was saved
-        else:
-            self._bad.append(error)
-
     async def _end_piece(self) -> None:
-        stream, self._stream = self._stream, None
+        reading, self._reading = self._reading, None
         self._todo.popleft()
         self._passed = 0
         self._ask_near_end()
-        if stream is not None:
-            await stream.aclose()
+        if reading is not None:
+            await reading.aclose()
+
+    def _look_ahead(self) -> None:
+        """Open pieces behind the present one, also those of the next lease, if its answer is there."""
+        if self._todo:
+            behind = [*islice(self._todo, 1, None), *map(_piece, self._leased or ())]
+            self._ahead.look(self._todo[0], behind)
 
     # ------------------------------------------------------------------------------------------------- leases
 
     def _ask(self) -> None:
+        """Ask for the next lease."""
         self._asked = self._batch
-        self._source.prepare(self._taken, self._batch)
+        self._ask_again(self._batch)
+
+    def _ask_again(self, batch: int) -> None:
+        # Sent now: the request's stamp says that this batch is not answered yet.
+        self._source.prepare(self._taken, batch)
+        self._answer = asyncio.ensure_future(self._source.ask(self._taken, batch, None))
+        self._answer.add_done_callback(self._note_answer)
+
+    def _note_answer(self, answer: asyncio.Future[LeaseAnswer]) -> None:
+        if answer is self._answer and not answer.cancelled() and answer.exception() is None:
+            self._leased = answer.result().lease
+            self._look_ahead()
 
     async def _next_lease(self) -> None:
-        if self._asked is None:
+        if self._answer is None:
             self._ask()
-        asked = self._asked
-        assert asked is not None
-        answer = await self._source.ask(self._taken, asked, None)
-        self._asked = None
+        assert self._answer is not None
+        answer = await asyncio.shield(self._answer)
+        self._answer = self._asked = None
         if answer.lease is None:
             self._dry = True
         else:
             self._begin(answer.lease)
 
-    def _begin(self, pieces: Iterable[Sequence[Any]]) -> None:
-        self._todo.extend(Piece(*piece) for piece in pieces)
+    def _begin(self, lease: Iterable[Sequence[Any]]) -> None:
+        self._todo.extend(map(_piece, lease))
+        self._leased = None
         self._taken += 1
         self._dry = False
-        self._asked = None
         self._ask_near_end()
 
     def _ask_near_end(self) -> None:
@@ -244,21 +253,21 @@ class Lane:
             self._ask()
 
     def _left(self) -> int:
-        """Bytes until the lease's end; 0 if nobody knows."""
-        if not self._todo:
-            return 0
-        last = self._todo[-1]
-        shard = self._shards[last.shard]
-        if shard.format.name == "parquet" or shard.format.compression or (shard.mds and shard.mds.compression):
-            return 0  # places are not bytes of the object
-        stop = last.stop if last.stop is not None else shard.size
-        return 0 if stop is None else max(0, stop - last.start)
+        """Bytes until the lease's end, as far as they are known."""
+        return sum(bytes_left(self._shards[piece.shard], piece) or 0 for piece in self._todo)
 
     async def aclose(self) -> None:
         """Stop reading."""
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            await stream.aclose()
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer.cancel()
+            await asyncio.wait([answer])
+        reading, self._reading = self._reading, None
+        try:
+            if reading is not None:
+                await reading.aclose()
+        finally:
+            await self._ahead.aclose()
 
     # -------------------------------------------------------------------------------------------------- state
 
@@ -296,7 +305,7 @@ class Lane:
         self._todo.extend(Piece(*piece) for piece in state["todo"])
         self._saved = state
         if self._asked is not None and not self._over:
-            self._source.prepare(self._taken, self._asked)
+            self._ask_again(self._asked)
 
     async def _refill(self, state: dict[str, Any]) -> None:
         """Read again what was taken and not given out."""
@@ -328,6 +337,10 @@ class Lane:
             finally:
                 await stream.aclose()
         return entries
+
+
+def _piece(fields: Sequence[Any]) -> Piece:
+    return Piece(*fields)
 
 
 def _plain(pieces: Iterable[Piece]) -> list[list[Any]]:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from asyncloader.remote.catalogue import Piece
@@ -84,16 +84,18 @@ class Ledger:
     """What was leased in one epoch, in order. Written by its `LeaseBook`; any thread may ask for the state.
 
     Args:
-        plan: the epoch's pieces, in their order.
-        done: how many of them were leased before the epoch was resumed.
+        plan: the epoch's leases, in their order.
+        done: how many of them were given before the epoch was resumed.
         back: leases that come before the rest of the plan: they were taken, but not used, when the state was saved.
     """
 
-    def __init__(self, plan: Sequence[Piece], done: int = 0, back: Sequence[Lease] = ()) -> None:
+    def __init__(self, plan: Sequence[Lease], done: int = 0, back: Sequence[Lease] = ()) -> None:
         self._plan = plan
         self._done = done
         self._back = list(back)
         self._entries: list[_Entry] = []
+        self._returned: list[tuple[int, Lease]] = []
+        self._takers: dict[int, _Entry] = {}  # giver -> who got what it gave back
 
     def __len__(self) -> int:
         """Leases of the source: those that came back, and the rest of the plan."""
@@ -103,42 +105,56 @@ class Ledger:
         """Lease `number` of the source."""
         if number < len(self._back):
             return self._back[number]
-        return (self._plan[self._done + number - len(self._back)],)
+        return self._plan[self._done + number - len(self._back)]
 
     def note(self, lane: int, number: int, lease: Lease, source: int, giver: int) -> None:
         """A lease was given."""
-        self._entries.append(_Entry(lane, number, lease, source, giver))
+        entry = _Entry(lane, number, lease, source, giver)
+        self._entries.append(entry)
+        if giver >= 0:
+            self._takers[giver] = entry
 
-    def state(self, taken: Sequence[int]) -> tuple[int, list[Lease], list[int]]:
+    def note_return(self, giver: int, lease: Lease) -> None:
+        """A lane that is over gave back what it had left."""
+        self._returned.append((giver, lease))
+
+    def state(self, taken: Sequence[int], ended: Collection[int] = ()) -> tuple[int, list[Lease], list[int]]:
         """Where the epoch stands when the lanes have had so many leases.
 
         Takes time for the leases since each lane's last one that counts.
 
+        Args:
+            taken: of each lane.
+            ended: lanes whose place is behind their end.
+
         Returns:
-            How many pieces of the plan were leased; leases that come before the rest of it, in their order; the lanes
+            How many leases of the plan were given; leases that come before the rest of it, in their order; the lanes
             that are over because another one has what they gave back. What was given back and is nobody's yet is its
-            lane's again: that lane is where it was before its end.
+            lane's again, if that lane is where it was before its end.
         """
-        had: list[float] = list(taken)
+        had = [math.inf if lane in ended else number for lane, number in enumerate(taken)]
+        over: list[int] = []
+        returned: list[Lease] = []
+        for giver, lease in reversed(self._returned[:]):
+            taker = self._takers.get(giver)
+            if taker is not None and taker.number < had[taker.lane]:
+                over.append(giver)
+                had[giver] = math.inf  # what it gave back may be what it had last
+            elif giver in ended:
+                returned.append(lease)
         unseen = set(range(len(taken)))
         later: list[Lease] = []
-        over: list[int] = []
         used = -1
         for entry in reversed(self._entries[:]):
-            if entry.source >= 0:
-                used = max(used, entry.source)
-            elif entry.number < had[entry.lane]:
-                over.append(entry.giver)
-                had[entry.giver] = math.inf  # what it gave back may be what it had last
-            if entry.number >= had[entry.lane]:
-                if entry.source >= 0:
-                    later.append(entry.lease)
-            else:
+            used = max(used, entry.source)
+            if entry.number < had[entry.lane]:
                 unseen.discard(entry.lane)
+            elif entry.source >= 0:
+                later.append(entry.lease)
             if not unseen and used >= 0 and entry.source >= 0:
                 break  # what was given back comes at the end, when the source is used up
         used += 1
-        back = [*reversed(later), *self._back[used:]]
+        back = [*reversed(later), *self._back[used:], *reversed(returned)]
         return self._done + max(0, used - len(self._back)), back, sorted(over)
 
 
@@ -165,6 +181,7 @@ class LeaseBook:
             Reply(at, 0, over=True) if lane.over else None for at, lane in enumerate(lanes)
         ]
         self._pending: dict[int, tuple[int, int, int, Lease | None]] = {}  # lane -> stamp, and what it would give back
+        self._gone: set[int] = set()  # lanes whose pending request is that of a process that is no more
 
     def __repr__(self) -> str:
         left = len(self.ledger) - self._used
@@ -188,10 +205,11 @@ class LeaseBook:
         had = self._first[lane] + len(self._had[lane])
         if not self._first[lane] <= number <= had:
             raise ValueError(f"lane {lane} asks for its lease number {number}, and has had {had}")
-        if not 0 <= batch <= self._next[lane]:  # nobody would ever be past a batch that will not be made
+        if batch < 0 or (batch > self._next[lane] and len(self._next) > 1):  # a lane alone tells nothing of its batches
+            # Its turn would come when the others are past a batch that nobody will make.
             raise ValueError(f"lane {lane} asks for batch {batch}, and makes its batch {self._next[lane]}")
         rest = None if left is None else _pieces(left)
-        # The first three: it took the place of one that had this answer.
+        # Where it took the place of one that had the answer, it gets the same.
         if rest is None and number in self._refused[lane]:
             return [Reply(lane, number)]
         if number < had:
@@ -200,7 +218,16 @@ class LeaseBook:
         if over is not None:
             return [over._replace(number=number)]
         self._pending[lane] = (batch, number, lane, rest)
+        self._gone.discard(lane)
         return self._decide()
+
+    def died(self, lane: int) -> None:
+        """The lane's process is no more. Its request keeps its turn; who takes its place asks again for the answer.
+
+        (An answer to that one's predecessor could be taken for one to a later request with the same number.)
+        """
+        if lane in self._pending:
+            self._gone.add(lane)
 
     def answered(self, lane: int) -> list[Reply]:
         """The lane has made its next batch, or failed to. Returns the answers that this makes possible."""
@@ -215,7 +242,11 @@ class LeaseBook:
             if self._ordered and any(self._may_come_before(other, (batch, number, lane)) for other in self._running()):
                 break
             del self._pending[lane]
-            replies.append(self._reply(lane, number, left))
+            reply = self._reply(lane, number, left)
+            if lane in self._gone:
+                self._gone.remove(lane)
+            else:
+                replies.append(reply)
         return replies
 
     def _running(self) -> list[int]:
@@ -239,6 +270,7 @@ class LeaseBook:
         reply = self._over[lane] = Reply(lane, number, over=True, last=self._running() == [lane])
         if left and not reply.last:
             self._returned.append((left, lane))
+            self.ledger.note_return(lane, left)
         return reply
 
     def _first_left(self) -> tuple[Lease | None, int, int]:

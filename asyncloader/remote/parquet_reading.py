@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import aclosing
 from functools import partial
 from queue import SimpleQueue
+from typing import NamedTuple
 
 from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, ShardError
 from asyncloader.formats.parquet import read_rows
@@ -52,7 +53,7 @@ async def read_parquet(
     read_ahead: int = 8 << 20,
     columns: Sequence[str] | None = None,
 ) -> AsyncGenerator[list[Located], None]:
-    """Read rows ``[start, stop)`` of a file. `on_bad` is called in a thread. Else as `formats.parquet.read_rows`.
+    """Read rows ``[start, stop)`` of a file. As `formats.parquet.read_rows`, with `on_bad` called in the loop.
 
     Raises:
         ShardError: also when the file was replaced while it was read, as far as the store can tell.
@@ -60,6 +61,7 @@ async def read_parquet(
     """
     footer, info = await read_footer(transport, path, url)
     ranges = Ranges(transport, path)
+    bad: list[ShardError] = []
     rows = read_rows(
         footer,
         ranges.fetch,
@@ -67,21 +69,45 @@ async def read_parquet(
         stop=stop,
         columns=columns,
         max_sample_bytes=max_sample_bytes,
-        on_bad=on_bad,
+        on_bad=None if on_bad is None else bad.append,
         window_bytes=read_ahead,
     )
 
-    def step() -> list[Located] | None:
-        return next(rows, None)
+    def step() -> Step:
+        batch: list[Located] | None = None
+        fault: Exception | None = None
+        try:
+            batch = next(rows, None)
+        except Exception as error:
+            fault = error
+        told = bad[:]
+        bad.clear()
+        return Step(batch, told, fault)
 
     async with aclosing(_Steps(ranges, step)) as steps:
         steps.begin()
-        while (batch := await steps.result()) is not None:
+        while True:
+            batch, told, fault = await steps.result()
+            if on_bad is not None:
+                for error in told:
+                    on_bad(error)
+            if fault is not None:
+                raise fault
+            if batch is None:
+                break
             steps.begin()
             yield batch
     now = await transport.info(path)
     if now.size != info.size or (None not in (info.etag, now.etag) and now.etag != info.etag):
         raise ShardError("the file was replaced while it was read; write files under new names instead", url=url)
+
+
+class Step(NamedTuple):
+    """What one step of the thread has found: rows (None: there are no more), bad rows, and the error that ends it."""
+
+    batch: list[Located] | None
+    told: list[ShardError]
+    fault: Exception | None
 
 
 class Ranges:
@@ -148,10 +174,10 @@ class _Steps:
     The thread is a daemon: should the loop die before `aclose`, the interpreter's end does not wait for it.
     """
 
-    def __init__(self, ranges: Ranges, step: Callable[[], list[Located] | None]) -> None:
+    def __init__(self, ranges: Ranges, step: Callable[[], Step]) -> None:
         self._ranges = ranges
-        self._asked: SimpleQueue[Future[list[Located] | None] | None] = SimpleQueue()
-        self._present: Future[list[Located] | None] | None = None
+        self._asked: SimpleQueue[Future[Step] | None] = SimpleQueue()
+        self._present: Future[Step] | None = None
         serve = partial(_serve, self._asked, step)
         self._thread = threading.Thread(target=serve, name="asyncloader-parquet", daemon=True)
         self._thread.start()
@@ -161,7 +187,7 @@ class _Steps:
         self._present = Future()
         self._asked.put(self._present)
 
-    async def result(self) -> list[Located] | None:
+    async def result(self) -> Step:
         """Wait for the call that was begun last."""
         assert self._present is not None
         return await asyncio.shield(asyncio.wrap_future(self._present))
@@ -183,7 +209,7 @@ class _Steps:
             raise interrupted
 
 
-def _serve(asked: SimpleQueue[Future[list[Located] | None] | None], step: Callable[[], list[Located] | None]) -> None:
+def _serve(asked: SimpleQueue[Future[Step] | None], step: Callable[[], Step]) -> None:
     while (answer := asked.get()) is not None:
         try:
             answer.set_result(step())

@@ -22,7 +22,7 @@ from asyncloader.formats import MdsShard, ShardError, ShardFormat, parse_mds_ind
 from asyncloader.remote.braces import MOST, expand
 from asyncloader.remote.catalogue import Shard, format_of, named_format
 from asyncloader.remote.stores import Stores, scheme_of
-from asyncloader.transports import ObjectNotFound, ObjectTooLarge
+from asyncloader.transports import AccessDenied, ObjectNotFound, ObjectTooLarge
 
 __all__ = ["MAX_INDEX_BYTES", "expand_urls", "find_shards"]
 
@@ -90,7 +90,7 @@ async def find_shards(
     for url in await _with_directories(expand_urls(urls), stores):
         folder = _folder_of(url)
         if folder is not None and (wanted is None or wanted.name == "mds"):
-            listed = await _read_index(folder, stores)
+            listed = await _read_index(folder, stores, must=url != folder)
             if listed is None and url != folder:
                 raise ValueError(f"there is no MDS index at {url!r}")
             if listed is not None:
@@ -130,7 +130,7 @@ def _join(folder: str, path: str) -> str:
     """The URL of what lies at `path` below a prefix's URL."""
     address, query = _split(folder)
     escaped = scheme_of(folder) in _ESCAPED or folder.lower().startswith("file://")
-    return address + (quote(path, safe="/") if escaped else path) + query
+    return address + (quote(path, safe="/!$&'()*+,;=:@~") if escaped else path) + query
 
 
 async def _with_directories(urls: Sequence[str], stores: Stores) -> list[str]:
@@ -157,13 +157,18 @@ def _is_known(url: str) -> bool:
     return True
 
 
-async def _read_index(folder: str, stores: Stores) -> list[Shard] | None:
-    """The shards of an MDS data set; None where there is no index."""
+async def _read_index(folder: str, stores: Stores, *, must: bool) -> list[Shard] | None:
+    """The shards of an MDS data set; None where there is no index. `must`: there should be one."""
     url = _join(folder, INDEX)
     transport, path = stores.find(url)
     try:
         data = await transport.read(path, max_bytes=MAX_INDEX_BYTES)
     except ObjectNotFound:
+        return None
+    except AccessDenied:
+        # What an S3 bucket says of a missing object to those who may not list it.
+        if must:
+            raise
         return None
     except ObjectTooLarge as error:
         raise ShardError(f"the MDS index has more than {MAX_INDEX_BYTES:,} bytes", url=url) from error

@@ -26,7 +26,7 @@ __all__ = ["Place", "Stores", "scheme_of"]
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 _WEB = frozenset({"http", "https"})
-_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss"})
+_BUCKETS = frozenset({"s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss"})
 
 _NOT_CACHED = frozenset({"file", "memory"})
 
@@ -55,6 +55,7 @@ class Stores:
             it closes it; the copy in a worker is closed with these stores.
         cache_dir: directory in which remote objects are kept. None: nothing is kept.
         cache_bytes: of all the objects that are kept there, at most. None: no limit.
+        cache_revalidate: ask the store each time whether an object is still the one that is kept.
 
     Raises:
         ValueError: `cache_dir` together with `transport`: wrap it in a `CachedTransport` yourself, because only you
@@ -68,6 +69,7 @@ class Stores:
         transport: Transport | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         cache_bytes: int | None = None,
+        cache_revalidate: bool = True,
     ) -> None:
         if transport is not None and cache_dir is not None:
             raise ValueError(
@@ -83,6 +85,7 @@ class Stores:
         self._transport = transport
         self._cache_dir = None if cache_dir is None else os.path.abspath(os.fspath(cache_dir))  # noqa: PTH100 - no I/O
         self._cache_bytes = cache_bytes
+        self._cache_revalidate = cache_revalidate
         self._folder = os.getcwd()  # noqa: PTH109 - what relative paths are relative to, also in a worker
         self._open: dict[str, Transport] = {}
         self._owned = False
@@ -95,6 +98,12 @@ class Stores:
     def __getstate__(self) -> dict[str, Any]:
         # A copy that was pickled has a transport that nobody else knows, and so closes it.
         return {**vars(self), "_open": {}, "_owned": True}
+
+    def fresh(self) -> Stores:
+        """The same, with nothing open; a transport of the user's own is shared, and closed by whoever closed it."""
+        same = Stores.__new__(Stores)
+        vars(same).update(vars(self), _open={})
+        return same
 
     @property
     def transport(self) -> Transport | None:
@@ -155,7 +164,7 @@ class Stores:
 
         # A signature says who reads, not what; it would hide what was cached under another one.
         url = root.partition("?")[0] if scheme_of(root) in _WEB else root
-        return CachedTransport(transport, url, self._cache_dir, self._cache_bytes)
+        return CachedTransport(transport, url, self._cache_dir, self._cache_bytes, revalidate=self._cache_revalidate)
 
     def _local_path(self, url: str) -> str:
         path = url

@@ -9,6 +9,8 @@
     loaders.py, peers.py  the loaders compared: torch, ours, the others
     workloads.py          the datasets, and the checks on every batch that arrives
     report.py, chart.py   the table, the page and its picture
+    shared.py             the memory of a large list, a section of the page
+    remote.py             reads from a store with a latency, another one; with the files remote_*.py
 """
 
 from __future__ import annotations

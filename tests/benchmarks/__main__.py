@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from . import chart, report, shared
+from . import chart, remote, report, shared
 from .harness import ROOT, JobFailed, Results, run_job, run_rounds
 from .plan import ROWS, THROUGHPUT, Job, jobs
 
@@ -89,8 +89,9 @@ def main(arguments: list[str]) -> int:
                 command,
                 options.rounds,
                 shared.section(shared.measure(quick=False, log=lambda row: log(str(row)))),
+                remote.section(options.quick, 1 if options.quick else 3, log, command),
             )
-        except JobFailed as failure:
+        except (JobFailed, RuntimeError) as failure:
             log(f"no page, because a measurement failed: {failure}")
             return 2
     missed = sum(not each.ok for each in report.verdicts(results))
@@ -99,10 +100,10 @@ def main(arguments: list[str]) -> int:
     return 1 if missed else 0
 
 
-def save(results: Results, command: str, rounds: int, memory: str = "", page: Path = PAGE) -> None:
-    """Write the page, with the section on memory, and its picture beside it."""
+def save(results: Results, command: str, rounds: int, memory: str = "", remotes: str = "", page: Path = PAGE) -> None:
+    """Write the page, with the sections on memory and on remote objects, and its picture beside it."""
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(report.page(results, command, rounds, memory), encoding="utf-8")
+    page.write_text(report.page(results, command, rounds, memory, remotes), encoding="utf-8")
     page.with_suffix(".svg").write_text(chart.draw(results), encoding="utf-8")
 
 

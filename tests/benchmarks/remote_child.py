@@ -1,4 +1,4 @@
-"""What runs in the process of one measurement over the store: a loader, read for some seconds in the middle of an epoch.
+"""What runs in the process of one measurement over the store: a loader, read for some seconds amid an epoch.
 
 The clock starts when the loader's buffers and connections are in their steady state. What is read before and after is
 checked alike: every sample is some object of the store, begins and ends as it, and comes once; the first sample of each
@@ -42,6 +42,7 @@ class Window:
         self._first: float | None = None
         self._began: tuple[float, float, int] | None = None  # clock, CPU seconds, samples
         self._last = 0.0
+        self._cpu: float | None = None
 
     def take(self, batch: Any) -> bool:
         """Check a batch, of shape (n, bytes of a sample); True at the end of the measured part."""
@@ -50,9 +51,9 @@ class Window:
 
     def take_one(self, index: int, data: bytes) -> bool:
         """Check an object that was asked for by its index; the same."""
-        wanted = self._content.object(index)
+        wanted, came = self._content.object(index), memoryview(data)
         full = self.samples % BATCH == 0
-        if data[:8] != wanted[:8] or data[-8:] != wanted[-8:] or (full and data != wanted):
+        if came[:8] != wanted[:8] or came[-8:] != wanted[-8:] or (full and came != wanted):
             raise WrongContent(f"object {index} came with other bytes")
         self._seen[index] = True
         return self._count(1)
@@ -70,7 +71,10 @@ class Window:
                 cpu = tree_cpu()
                 self._began = (time.perf_counter(), cpu, self.samples)
             return False
-        return now - self._began[0] >= self._seconds
+        if now - self._began[0] < self._seconds:
+            return False
+        self._cpu = tree_cpu()
+        return True
 
     def result(self) -> dict[str, float]:
         """Samples a second, CPU seconds a sample of this process and its descendants.
@@ -78,7 +82,7 @@ class Window:
         Raises:
             WrongContent: a sample came twice.
         """
-        cpu = tree_cpu()
+        cpu = tree_cpu() if self._cpu is None else self._cpu
         if (came := int(self._seen.sum())) != self.samples:
             raise WrongContent(f"{self.samples} samples came, and {came} different ones")
         if self._began is None or self._began[2] == self.samples:
@@ -102,7 +106,7 @@ def tree_cpu() -> float:
 
 def measure(job: Job) -> dict[str, float]:
     """Measure the loader `job.loader` over the store at `job.store`, which ends with the latency."""
-    # Samples are read-only views of what was read; torch warns of them when it makes them tensors, and copies them next.
+    # Samples are read-only views of what was read. torch warns of such when it makes them tensors, and then copies.
     warnings.filterwarnings("ignore", "The given NumPy array is not writ")
     content = Content()
     window = Window(content, job.seconds)

@@ -11,7 +11,7 @@ import http.client
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -132,7 +132,7 @@ class FetchAlone:
         return as_array(await get(await self.session, f"{self.store}/objects/{index}"))
 
 
-class AsyncObjects(Dataset[Bytes]):
+class AsyncObjects(Dataset[Any]):
     """Ours: the dataset's method is a coroutine, and the transport is the library's.
 
     Args:
@@ -150,7 +150,7 @@ class AsyncObjects(Dataset[Bytes]):
     async def __getitem__(self, index: int) -> Bytes:
         return as_array(await self.transport.read(f"objects/{index}"))
 
-    async def __aenter__(self) -> AsyncObjects:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -160,20 +160,16 @@ class AsyncObjects(Dataset[Bytes]):
 async def read_bare(store: str, samples: int, in_flight: int, took: Callable[[int, bytes], bool]) -> None:
     """Read objects 0, 1, ... on one event loop, so many at a time, until there are no more or `took` says so."""
     indices = iter(range(samples))
-    session = await open_session()
-    done = asyncio.Event()
+    over = False
 
-    async def read() -> None:
+    async def read(session: Any) -> None:
+        nonlocal over
         for index in indices:
-            if took(index, await get(session, f"{store}/objects/{index}")):
-                done.set()
+            data = await get(session, f"{store}/objects/{index}")
+            if over:
+                return
+            over = took(index, data)
 
-    async with session:
-        readers = [asyncio.create_task(read()) for _ in range(in_flight)]
-        over = asyncio.create_task(done.wait())
-        await asyncio.wait([over, asyncio.ensure_future(asyncio.gather(*readers))], return_when="FIRST_COMPLETED")
-        for task in (*readers, over):
-            task.cancel()
-        for result in await asyncio.gather(*readers, return_exceptions=True):
-            if isinstance(result, Exception):
-                raise result
+    async with await open_session() as session, asyncio.TaskGroup() as group:
+        for _ in range(in_flight):
+            group.create_task(read(session))

@@ -32,8 +32,6 @@ from .remote_plan import (
 
 AHEAD = 4  # batches that the loaders without workers of torch's kind hold ready, as torch's prefetch_factor does
 
-Options = dict[str, Any]
-
 
 def shard_urls(store: str, folder: str, samples: int) -> list[str]:
     """The tar files that hold so many samples, or a few more."""
@@ -41,7 +39,7 @@ def shard_urls(store: str, folder: str, samples: int) -> list[str]:
     return [f"{store}/{folder}/{number:04}.tar" for number in range(-(-samples // shards.each))]
 
 
-def open_remote(name: str, kind: str, store: str, samples: int) -> Any:
+def open_remote(name: str, kind: str, store: str, samples: int, start: str | None = None) -> Any:
     """The loader called `name`, whose batches are uint8 of shape (`BATCH`, bytes of a sample).
 
     Args:
@@ -49,9 +47,13 @@ def open_remote(name: str, kind: str, store: str, samples: int) -> Any:
         kind: "objects", or the folder of tar files.
         store: URL of the store with its latency.
         samples: in an epoch.
+        start: start method of the workers of RemoteIterableDataset; None is the library's choice.
     """
-    if name in TAR_LOADERS:
-        return TAR_LOADERS[name](shard_urls(store, "large" if kind == OBJECTS_KIND else kind, samples))
+    urls = shard_urls(store, "large" if kind == OBJECTS_KIND else kind, samples) if name in TAR else []
+    if name == OURS_TAR:
+        return _ours(ASYNC, RemoteIterableDataset(urls, decode=_member), multiprocessing_context=start)
+    if name == WEBDATASET:
+        return _webdataset(urls)
     return LOADERS[name](store, samples)
 
 
@@ -118,7 +120,4 @@ LOADERS: dict[str, Callable[[str, int], Any]] = {
     FACADE: lambda store, samples: _ours(FACADE, AsyncObjects(store, samples)),
     OURS_THREADS: lambda store, samples: _ours(FACADE, BlockingObjects(store, samples), fetch_threads=64),
 }
-TAR_LOADERS: dict[str, Callable[[list[str]], Any]] = {
-    WEBDATASET: _webdataset,
-    OURS_TAR: lambda urls: _ours(ASYNC, RemoteIterableDataset(urls, decode=_member)),
-}
+TAR = frozenset({WEBDATASET, OURS_TAR})

@@ -11,7 +11,7 @@ import asyncio
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,7 +106,7 @@ async def serve() -> None:
 
 
 @contextmanager
-def running_store() -> Iterator[str]:
+def running_store() -> Generator[str]:
     """Run a store in a process of its own, which ends with this one; gives its URL, without a ``/`` at the end.
 
     Raises:

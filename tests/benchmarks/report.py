@@ -29,7 +29,7 @@ from .plan import (
 )
 
 LARGE_BYTES = 64 * 3 * 224 * 224 * 4
-PACKAGES = ("torch", "numpy", "uvloop")
+PACKAGES = ("torch", "numpy", "uvloop", "aiohttp")
 COMPARED = ("large/touch", "large/sum", "small/touch", "ints/touch")
 """The metrics in which the peers are measured too."""
 SHORT_TITLES = {
@@ -217,7 +217,7 @@ def limits_part(results: Results) -> list[str]:
     return ["## Costs of seeded mode and of states", table] if table else []
 
 
-def page(results: Results, command: str, rounds: int, memory: str = "") -> str:
+def page(results: Results, command: str, rounds: int, memory: str = "", remotes: str = "") -> str:
     """The page `docs/reference/benchmarks.md`."""
     parts = [
         "# Benchmarks",
@@ -238,7 +238,7 @@ def page(results: Results, command: str, rounds: int, memory: str = "") -> str:
         "## Every loader, batches per second",
         peer_table(results),
         *failures(results),
-        *filter(None, [memory]),
+        *filter(None, [memory, remotes]),
         "## Memory bandwidth",
         memory_bandwidth(results).replace("\n", "\\\n"),
         "## The machine",

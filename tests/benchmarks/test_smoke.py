@@ -140,8 +140,9 @@ def test_limits_bound_the_measured_number() -> None:
 def test_page_and_picture(tmp_path: Path) -> None:
     """The page has a line for each floor and says which are short; the picture is well-formed XML."""
     results = fake_results(20.0)
-    save(results, "python -m tests.benchmarks", 2, "## Memory", tmp_path / "benchmarks.md")
+    save(results, "python -m tests.benchmarks", 2, "## Memory", "## Remote", tmp_path / "benchmarks.md")
     text = (tmp_path / "benchmarks.md").read_text()
+    assert "## Memory\n\n## Remote\n" in text
     bound = [verdict.ok for verdict in report.verdicts(results) if verdict.floor.bound is not None]
     bound += [verdict.ok for verdict in report.limit_verdicts(results)]
     assert text.count("| ok |") == sum(bound) > 0

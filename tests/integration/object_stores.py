@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,7 +131,7 @@ class Moto(NamedTuple):
 
 
 @contextmanager
-def moto_server() -> Iterator[Moto]:
+def moto_server() -> Generator[Moto]:
     """Run moto's S3 in threads of this process."""
     from moto.server import ThreadedMotoServer
 

@@ -254,7 +254,7 @@ async def test_nobody_listens() -> None:
         port = unused.getsockname()[1]
         store = BucketStore()
         store.url = f"http://127.0.0.1:{port}"
-        async with store.transport(retry=RetryPolicy(budget_s=0.1, first_delay_s=0.01)) as transport:
+        async with store.transport(retry=RetryPolicy(budget_s=1.5, first_delay_s=0.01)) as transport:
             with pytest.raises(ReadFailed, match=rf"no connection.*127.0.0.1:{port}.*tried \d+ times"):
                 await transport.read("a")
             assert set(transport.retries.kinds) == {"connection"}

@@ -26,6 +26,7 @@ KEYS = [
     "data/time_to_first_batch_s",
     "data/worker_busy_frac",
     "data/worker_restarts",
+    "data/credits",
     "data/worker_retirements",
     "data/bad_samples",
     "data/refilled",

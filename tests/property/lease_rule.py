@@ -13,8 +13,22 @@ from tests.property.lease_world import Case, plan_of
 
 __all__ = ["expected"]
 
-AHEAD = 4 << 20
+AHEAD = 8 << 20
 """Bytes before a lease's end at which the next one is asked for."""
+
+
+class Step(NamedTuple):
+    """A sample of a lease; `left`: bytes of the lease behind it, as far as they are known."""
+
+    sample: int
+    left: int
+
+
+class Given(NamedTuple):
+    """A lease, and its bytes, as far as they are known."""
+
+    steps: list[Step]
+    length: int
 
 
 class Wish(NamedTuple):
@@ -26,36 +40,24 @@ class Wish(NamedTuple):
     left: tuple[int, ...] | None
 
 
+Answer = Given | str | None
+
+
 def expected(case: Case) -> list[list[int]]:
     """The batches of an epoch without shuffle buffer and bad samples, in the order of delivery."""
-    unit, last_places = case.unit, []
-    pieces: list[list[int]] = []
-    places: dict[int, int] = {}  # sample -> bytes to the end of its piece, from behind it
-    first = 0
-    for piece in plan_of(case):
-        size = sum(case.shards[piece.shard]) * unit
-        stop = size if piece.stop is None else piece.stop
-        count = (stop - piece.start) // unit
-        known = case.sized or piece.stop is not None
-        for place in range(count):
-            places[first + place] = (count - 1 - place) * unit if known else 0
-        pieces.append(list(range(first, first + count)))
-        last_places.append(count * unit if known else 0)
-        first += count
-    supply: list[list[int]] = pieces[:]
+    supply = _leases(case)
     made: list[list[list[int]]] = [[] for _ in range(case.workers)]
-    lanes = [_lane(case, lane, made[lane], places, last_places, pieces) for lane in range(case.workers)]
+    lanes = [_lane(case, lane, made[lane]) for lane in range(case.workers)]
     waiting = {lane: next(lanes[lane]) for lane in range(case.workers)}
     while waiting:
         wish = min(waiting.values(), key=lambda each: each[:3])
-        answer: list[int] | str | None = None
+        answer: Answer = None
         if supply:
             answer = supply.pop(0)
         elif wish.left is not None:
-            last = len(waiting) == 1
-            answer = "last" if last else "over"
-            if wish.left and not last:
-                supply.append(list(wish.left))
+            answer = "last" if len(waiting) == 1 else "over"
+            if wish.left and answer == "over":
+                supply.append(_given_back(case, wish.left))
         try:
             waiting[wish.lane] = lanes[wish.lane].send(answer)
         except StopIteration:
@@ -67,31 +69,52 @@ def expected(case: Case) -> list[list[int]]:
     return [batch for batch in batches if len(batch) == size or not case.drop_last]
 
 
-def _lane(
-    case: Case,
-    lane: int,
-    made: list[list[int]],
-    places: dict[int, int],
-    lengths: list[int],
-    pieces: list[list[int]],
-) -> Generator[Wish, list[int] | str | None, None]:
+def _leases(case: Case) -> list[Given]:
+    leases: list[Given] = []
+    first = 0
+    for lease in plan_of(case):
+        steps: list[Step] = []
+        behind = 0
+        counts: list[tuple[int, bool]] = []
+        for piece in lease:
+            whole = sum(case.shards[piece.shard]) * case.unit
+            stop = whole if piece.stop is None else piece.stop
+            counts.append(((stop - piece.start) // case.unit, case.sized or piece.stop is not None))
+        last = first + sum(count for count, _ in counts)
+        number = last
+        for count, known in reversed(counts):
+            for _ in range(count):
+                number -= 1
+                steps.append(Step(number, behind))
+                behind += case.unit if known else 0
+        leases.append(Given(steps[::-1], behind))
+        first = last
+    return leases
+
+
+def _given_back(case: Case, samples: tuple[int, ...]) -> Given:
+    count = len(samples)
+    return Given([Step(n, (count - 1 - at) * case.unit) for at, n in enumerate(samples)], count * case.unit)
+
+
+def _lane(case: Case, lane: int, made: list[list[int]]) -> Generator[Wish, Answer, None]:
     """Reads until it must wait for the answer to its request, which it gives then."""
     size = case.batch_size or 1
-    todo: list[int] = []
+    todo: list[Step] = []
     taken, asked, dry = 0, 0, False
     wants = True  # it has asked, and the answer was not needed yet
     while True:
         batch: list[int] = []
         while len(batch) < size:
             if todo:
-                batch.append(todo.pop(0))
-                if not wants and not dry and (not todo or places[batch[-1]] <= AHEAD):
+                sample, left = todo.pop(0)
+                batch.append(sample)
+                if not wants and not dry and left <= AHEAD:
                     wants, asked = True, len(made)
                 continue
-            if dry:
-                answer = yield Wish(len(made), taken, lane, tuple(batch))
-            else:
-                answer = yield Wish(asked, taken, lane, None)
+            if not wants and not dry:
+                wants, asked = True, len(made)
+            answer = yield Wish(len(made), taken, lane, tuple(batch)) if dry else Wish(asked, taken, lane, None)
             wants = False
             if isinstance(answer, str):
                 if answer == "last" and batch:
@@ -100,9 +123,8 @@ def _lane(
             if answer is None:
                 dry = True
                 continue
-            todo, dry = list(answer), False
+            todo, dry = answer.steps, False
             taken += 1
-            length = next((lengths[n] for n, piece in enumerate(pieces) if piece == todo and todo), 0)
-            if length <= AHEAD:
+            if answer.length <= AHEAD:
                 wants, asked = True, len(made)
         made.append(batch)

@@ -1,8 +1,8 @@
-"""A whole epoch of leased shards without processes: real lanes, readers, book, scheduler and states; sockets are queues.
+"""An epoch of leased shards without processes: real lanes, readers, book, scheduler and states; sockets are queues.
 
 What is simulated: the workers' sockets (each keeps its order, and is as slow as `random` says), their deaths, the
-consumer's pace, and the shards. Every other part is the one that is shipped. `run` ends with the epoch, or with a state,
-or fails where nothing can move any more.
+consumer's pace, and the shards. Every other part is the one that is shipped. `run` ends with the epoch, or with a
+state, or fails where nothing can move any more.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from asyncloader.progress import Progress, Tally
 from asyncloader.remote.catalogue import Piece, Shard
 from asyncloader.remote.epoch_leases import EpochLeases, stream_key
 from asyncloader.remote.lane import Lane
-from asyncloader.remote.leases import Reply
+from asyncloader.remote.leases import Lease, Reply
 from asyncloader.scheduler import Scheduler
 from asyncloader.state_layout import check_state
 from asyncloader.workers import wire
@@ -48,7 +48,7 @@ from asyncloader.workers.info import EpochStart, WorkerSetup
 from asyncloader.workers.leasing import LeaseSource, WorkerLeasing
 from asyncloader.workers.reader import Reader
 
-__all__ = ["Case", "Shards", "World", "passed", "plan_of"]
+__all__ = ["Case", "Shards", "World", "passed", "pieces_of", "plan_of"]
 
 HEAD = 5  # bytes of a frame before its body
 
@@ -59,6 +59,7 @@ class Case:
 
     Attributes:
         shards: of each shard its pieces, and of each piece how many samples it holds.
+        group: pieces of a lease, at most.
         workers: lanes.
         batch_size: samples; None: no batches.
         credits: tasks a worker.
@@ -75,6 +76,7 @@ class Case:
     """
 
     shards: tuple[tuple[int, ...], ...] = ((3, 4), (5,))
+    group: int = 1
     workers: int = 2
     batch_size: int | None = 2
     credits: int = 2
@@ -108,7 +110,13 @@ class Case:
         return lost
 
 
-def plan_of(case: Case) -> list[Piece]:
+def plan_of(case: Case) -> list[Lease]:
+    """The leases, in the order of the shards."""
+    pieces = pieces_of(case)
+    return [tuple(pieces[first : first + case.group]) for first in range(0, len(pieces), case.group)]
+
+
+def pieces_of(case: Case) -> list[Piece]:
     """The pieces, in the order of the shards."""
     plan: list[Piece] = []
     for shard, pieces in enumerate(case.shards):
@@ -264,15 +272,13 @@ class World:
         resumed = None if state is None else check_state(state)
         clock = EpochClock([], None, seeded=True)
         self.progress = Progress(clock, expects, streams, resumed, None, case.every, Tally())
-        base_seed, starts = self.progress.starts(case.workers, 7, None)
+        _, starts = self.progress.starts(case.workers, 7, None)
         names = [str(number) for number in range(len(case.shards))]
-        leases = EpochLeases(names, plan_of(case), starts, self.progress.saved_leases, ordered=case.in_order)
+        leases = EpochLeases(names, plan_of(case), starts, self.progress.saved_leases, key=7, ordered=case.in_order)
         self.progress.leases = leases
         self.book = leases.book
-        keyed = [
-            start._replace(stream_key=stream_key(base_seed, 0, case.workers, lane)) for lane, start in enumerate(starts)
-        ]
-        self._places = Places(keyed, iterable=True, replays=False)
+        keyed = [start._replace(stream_key=stream_key(7, 0, case.workers, lane)) for lane, start in enumerate(starts)]
+        self._places = Places(keyed, iterable=True, replays=True)
         self._workers = [Worker(case, number, start) for number, start in enumerate(keyed)]
         self._scheduler = Scheduler(
             workers=case.workers,
@@ -348,6 +354,7 @@ class World:
         self._lease(self.book.answered(number))
 
     async def _bury(self, number: int) -> None:
+        self.book.died(number)
         obstacle = self._places.obstacle(number)
         await self._handle(Died(number, WorkerDied(number, 1, -9), at_work=False, obstacle=obstacle))
 
@@ -397,5 +404,5 @@ class World:
 async def _settled() -> None:
     """Until nothing of what runs here can go on by itself."""
     loop: Any = asyncio.get_running_loop()
-    while loop._ready:
+    while loop._ready:  # noqa: ASYNC110
         await asyncio.sleep(0)

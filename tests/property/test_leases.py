@@ -32,11 +32,12 @@ def cases(draw: st.DrawFn) -> Case:
     number = st.integers(0, max(0, samples - 1))
     return Case(
         shards=shards,
+        group=draw(st.sampled_from([1, 1, 3])),
         workers=draw(st.integers(1, 5)),
         batch_size=draw(st.one_of(st.none(), st.integers(1, 6))),
         credits=draw(st.integers(1, 4)),
         shuffle=draw(st.one_of(st.just(0), st.integers(1, 12))),
-        unit=draw(st.sampled_from([1, 1 << 20, 1 << 21])),
+        unit=draw(st.sampled_from([1, 1 << 20, 1 << 22])),
         sized=draw(st.booleans()),
         chunk=draw(st.integers(1, 5)),
         bad=draw(st.one_of(st.just(frozenset[int]()), st.frozensets(number, max_size=4))),

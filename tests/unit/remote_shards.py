@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import struct
+import sys
 import tarfile
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -13,7 +14,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import zstandard
 
 from asyncloader.formats import Located, MdsShard, ShardFormat, parse_mds_index
 from asyncloader.formats.crc32c import crc32c, masked
@@ -22,7 +22,17 @@ from asyncloader.remote.reading import read_piece
 from asyncloader.remote.stores import Stores
 from tests.unit.formats.mds_writer import shard_entry, write_index, write_shard
 
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    import zstandard as zstd
+
 COLUMNS = {"n": "int", "text": "str"}
+
+
+def zstd_compress(data: bytes) -> bytes:
+    packed: bytes = zstd.compress(data)
+    return packed
 
 
 def tar(numbers: Sequence[int], *, size: int = 10) -> bytes:
@@ -78,7 +88,7 @@ MAKERS: dict[str, Callable[[Sequence[int]], bytes]] = {
     "a.tar.gz": lambda numbers: gzip.compress(tar(numbers)),
     "a.jsonl": jsonl,
     "a.jsonl.gz": lambda numbers: gzip.compress(jsonl(numbers)),
-    "a.jsonl.zst": lambda numbers: zstandard.compress(jsonl(numbers)),
+    "a.jsonl.zst": lambda numbers: zstd_compress(jsonl(numbers)),
     "a.tfrecord": tfrecord,
     "a.parquet": parquet,
     "a.mds": mds,

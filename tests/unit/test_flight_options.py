@@ -113,9 +113,7 @@ def test_batches_in_hand(dataset: Any, options: dict[str, Any], expected: int) -
 @given(size=st.integers(1, 600), concurrency=st.integers(1, 2000), prefetch=st.integers(1, 12))
 def test_there_is_work_for_every_place_in_flight(size: int, concurrency: int, prefetch: int) -> None:
     """With one batch finished and waiting, the others still have `concurrency` samples; and no batch more than that."""
-    found = credits(
-        AsyncNumbers(9), batch_size=size, concurrency=concurrency, prefetch_factor=prefetch, num_workers=1
-    )
+    found = credits(AsyncNumbers(9), batch_size=size, concurrency=concurrency, prefetch_factor=prefetch, num_workers=1)
     assert found >= prefetch
     assert (found - 1) * size >= concurrency
     assert found == prefetch or (found - 2) * size < concurrency

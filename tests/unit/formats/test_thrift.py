@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader.formats.thrift import BINARY, BOOL, I8, I16, I32, I64, Kind, ListOf, Struct, decode, encode
@@ -47,20 +47,23 @@ def test_bytes_of_the_specification() -> None:
 
 
 @given(values_of(ALL))
+@settings(deadline=None)
 def test_what_is_written_is_read(values: dict[int, Any]) -> None:
     """Every value of every kind, with fields in any place."""
     assert decode(encode(values, ALL) + b"behind", ALL) == values
 
 
 @given(values_of(ALL))
+@settings(deadline=None)
 def test_what_is_not_wanted_is_skipped(values: dict[int, Any]) -> None:
     """Of whatever kind it is; the others come through."""
-    for wanted in ({20: I64, 303: INNER}, {305: ListOf(ListOf(I8))}, {}):
-        kinds: dict[int, Kind] = dict(wanted)
+    choices: list[dict[int, Kind]] = [{20: I64, 303: INNER}, {305: ListOf(ListOf(I8))}, {}]
+    for kinds in choices:
         assert decode(encode(values, ALL), Struct(kinds)) == {n: v for n, v in values.items() if n in kinds}
 
 
 @given(st.data())
+@settings(deadline=None)
 def test_any_bytes_are_a_struct_or_a_value_error(data: st.DataObject) -> None:
     """Damaged ones, and bytes that were never a struct."""
     good = encode(data.draw(values_of(ALL)), ALL)

@@ -6,7 +6,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader.formats import JsonlReader, ShardFormat, ShardRange
@@ -20,6 +20,9 @@ def test_formats_by_extension_and_by_name() -> None:
     """Parquet beside the formats of the push readers; a name is an extension without its dot."""
     assert format_of("https://host/a.PARQUET?sig=1") == PARQUET
     assert format_of("a.pq") == PARQUET
+    assert format_of("s3://bucket/a.tar#b?c.pq") == PARQUET
+    assert format_of("s3://bucket/a.tar?version=7") == TAR
+    assert format_of("https://host/a.tar?to=/b.pq") == TAR
     assert format_of("a.tgz") == ShardFormat("tar", "gzip")
     assert named_format("jsonl.zst") == ShardFormat("jsonl", "zstd")
     assert named_format("parquet") == PARQUET
@@ -66,6 +69,7 @@ def test_no_parts_are_refused() -> None:
     st.lists(st.one_of(st.none(), st.integers(0, 2000), st.lists(st.integers(1, 9), max_size=6)), max_size=6),
     st.integers(1, 40),
 )
+@settings(deadline=None)
 def test_pieces_cover_each_shard_once(kinds: list[int | list[int] | None], parts: int) -> None:
     """In order, without gap or overlap; as many as were asked for, unless no shard can be cut further."""
     shards: list[Shard] = []
@@ -90,6 +94,7 @@ def test_pieces_cover_each_shard_once(kinds: list[int | list[int] | None], parts
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=60), st.integers(1, 12))
+@settings(deadline=None)
 def test_lines_are_read_once(values: list[int], parts: int) -> None:
     """The pieces of a JSON lines shard give all lines, each once, in order."""
     data = b"".join(json.dumps({"value": value}).encode() + b"\n" for value in values)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import io
+from collections.abc import AsyncGenerator
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from asyncloader.formats import JsonlReader, ShardError
@@ -75,11 +78,6 @@ async def test_parquet_footers_and_mds_indexes_count() -> None:
 
 async def test_row_groups_without_rows_are_no_places_to_cut() -> None:
     """A piece that is empty helps nobody."""
-    import io
-
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     file = io.BytesIO()
     table = pa.table({"n": [1, 2]})
     with pq.ParquetWriter(file, table.schema) as writer:
@@ -125,7 +123,7 @@ async def test_the_estimate_reads_the_beginning_only() -> None:
     class Metered(MemoryTransport):
         given = 0
 
-        async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> Any:
+        async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
             async for chunk in super().stream(path, start=start, chunk_size=chunk_size):
                 self.given += len(chunk)
                 yield chunk

@@ -12,7 +12,7 @@ from asyncloader.formats import ShardError, ShardFormat
 from asyncloader.remote.catalogue import PARQUET
 from asyncloader.remote.sources import MAX_INDEX_BYTES, expand_urls, find_shards
 from asyncloader.remote.stores import Stores
-from asyncloader.transports import InvalidPath, MemoryTransport
+from asyncloader.transports import AccessDenied, InvalidPath, MemoryTransport
 from tests.unit.remote_shards import mds, mds_index
 
 
@@ -135,6 +135,20 @@ async def test_mds_without_its_index() -> None:
             with pytest.raises(ValueError, match=r"give the folder that holds index\.json"):
                 await find_shards(url, stores)
         with pytest.raises(ValueError, match=r"there is no MDS index at 'train/index\.json'"):
+            await find_shards("train/index.json", stores)
+
+
+async def test_an_index_that_may_not_be_read() -> None:
+    """Some stores say so of objects that are not there: a prefix is listed then; a named index is an error."""
+
+    class Guarded(MemoryTransport):
+        async def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
+            raise AccessDenied(f"no permission to read {path!r}", path=path)
+
+    async with Guarded({"train/a.tar": b""}) as transport:
+        stores = Stores(transport=transport)
+        assert [shard.url for shard in await find_shards("train/", stores)] == ["train/a.tar"]
+        with pytest.raises(AccessDenied):
             await find_shards("train/index.json", stores)
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,14 +116,35 @@ def test_charge_is_whole_blocks(size: int, charged: int) -> None:
     assert charge(size) == charged
 
 
-@given(st.lists(st.builds(Stored, st.integers(0, 9), st.text(max_size=3), st.integers(1, 50))), st.integers(-5, 400))
+@given(
+    st.lists(st.builds(Stored, st.integers(0, 9), st.text(max_size=3), st.integers(1, 50)), unique=True),
+    st.integers(-5, 400),
+)
 def test_victims_are_the_oldest_and_enough(files: list[Stored], excess: int) -> None:
     """No file goes before one that was used earlier, no more go than are needed, and all if they are too few."""
-    victims = choose_victims(files, excess)
-    assert list(victims) == sorted(files)[: len(victims)]
+    victims = choose_victims(iter(files), excess)
+    kept = set(files) - set(victims)
+    assert len(victims) + len(kept) == len(files)
     freed = sum(file.charged for file in victims)
-    assert freed >= excess or len(victims) == len(files)
-    assert not victims or freed - victims[-1].charged < excess
+    assert freed >= excess or not kept
+    if victims:
+        newest = max(file.used for file in victims)
+        assert all(file.used >= newest for file in kept)
+        assert any(freed - file.charged < excess for file in victims if file.used == newest)
+
+
+def test_choosing_holds_few_files() -> None:
+    """Of a hundred thousand files as many are held as go, in whatever order they come."""
+    stored = [Stored(used, str(used), 4096) for used in range(100_000)]
+    for files in [stored, stored[::-1]]:
+        tracemalloc.start()
+        try:
+            victims = choose_victims(iter(files), 100 * 4096)
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert {victim.used for victim in victims} == set(range(100))
+        assert most < 1_000_000
 
 
 @given(st.lists(st.integers(-(2**40), 2**40)))

@@ -7,59 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from asyncloader.transports.cache_layout import BOOT_SIZE, MARKER, MARKER_NAME, ROOT_NAME, entry_name, hash_key
-from asyncloader.transports.cache_store import CacheEntry, CacheFill, CacheStore, EntryLost
-from asyncloader.transports.cache_usage import CacheCounts
-
-DATA = bytes(range(256)) * 8
+from asyncloader.transports.cache_layout import BOOT_SIZE, MARKER, MARKER_NAME, ROOT_NAME, hash_key
+from asyncloader.transports.cache_store import EntryLost
+from tests.unit.transports.cache_subject import DATA, begun, content, everything, file_of, held, opened, put
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "deep" / "cache"
-
-
-def opened(folder: Path, limit: int | None = None) -> CacheStore:
-    return CacheStore(str(folder), limit, CacheCounts())
-
-
-def put(store: CacheStore, url: str, etag: str = "1", data: bytes = DATA) -> None:
-    store.put(hash_key(url), etag, data)
-
-
-def held(store: CacheStore, url: str, etag: str = "1") -> bytes | None:
-    """What the cache gives for an object, None if it is not cached."""
-    return content(store.open(hash_key(url), etag))
-
-
-def content(entry: CacheEntry | None) -> bytes | None:
-    if entry is None:
-        return None
-    try:
-        return entry.read(0, entry.size)
-    finally:
-        entry.close()
-
-
-def file_of(folder: Path, url: str, etag: str = "1") -> Path:
-    key = hash_key(url)
-    return folder / ROOT_NAME / "objects" / key[:3] / entry_name(key, etag)
-
-
-def everything(folder: Path) -> set[Path]:
-    """All objects' files, and all that are being written."""
-    root = folder / ROOT_NAME
-    return {file for part in ["objects", "fills"] for file in (root / part).rglob("*") if file.is_file()}
-
-
-def disk_use(folder: Path) -> int:
-    return sum(-(-file.stat().st_size // 4096) * 4096 for file in everything(folder))
-
-
-def begun(store: CacheStore, url: str, etag: str = "1", size: int = len(DATA)) -> CacheFill:
-    fill = store.begin(hash_key(url), etag, size)
-    assert fill is not None
-    return fill
 
 
 # -------------------------------------------------------------------------------------------- what goes in comes out
@@ -147,13 +102,25 @@ def test_a_fill_is_seen_when_it_is_whole(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("written", [b"", DATA[:-1], DATA + b"x"])
-def test_a_fill_of_another_length_is_dropped(folder: Path, written: bytes) -> None:
+@pytest.mark.parametrize("last", [0, 100])
+def test_a_fill_of_another_length_is_dropped(folder: Path, written: bytes, last: int) -> None:
     """Bytes that are not as many as the object has do not become the object."""
     store = opened(folder)
     fill = begun(store, "u")
-    fill.write(written)
-    assert not fill.commit()
+    fill.write(written[last:])
+    assert not fill.commit(written[:last])
     assert everything(folder) == set()
+
+
+def test_the_last_bytes_come_with_the_commit(folder: Path) -> None:
+    """They count and are checked as all others."""
+    store = opened(folder)
+    fill = begun(store, "u")
+    fill.write(DATA[:-50])
+    assert fill.commit(DATA[-50:])
+    file = file_of(folder, "u")
+    file.write_bytes(file.read_bytes()[:-BOOT_SIZE] + bytes(BOOT_SIZE))
+    assert held(store, "u") == DATA
 
 
 def test_an_aborted_fill_leaves_nothing(folder: Path) -> None:
@@ -182,10 +149,10 @@ def test_one_writer_at_a_time(folder: Path) -> None:
 
 
 def test_a_dead_writer_is_followed(folder: Path) -> None:
-    """A file whose writer was killed is taken over by the next writer of that object, from its beginning."""
+    """A file whose writer was killed is taken over by the next writer, whatever and however much is in it."""
     store = opened(folder)
     fill = begun(store, "u")
-    fill.write(b"left behind" * 10)
+    fill.write(b"left behind" * 1000)
     left = next(iter(everything(folder)))
     copy = left.read_bytes()
     fill.abort()
@@ -291,132 +258,6 @@ def test_a_renamed_file_is_not_believed(folder: Path) -> None:
         target.parent.mkdir(exist_ok=True)
         target.write_bytes(file_of(folder, "u", "1").read_bytes())
         assert held(store, url, etag) is None
-
-
-# ------------------------------------------------------------------------------------------------------ the limit
-
-
-def test_the_least_recently_used_goes(folder: Path) -> None:
-    """What was used longest ago is evicted first, and a read is a use; the limit holds at every moment."""
-    store = opened(folder, 5 * 4096)
-    for age, url in enumerate(["a", "b", "c", "d"]):
-        put(store, url)
-        os.utime(file_of(folder, url), (1000 + age, 1000 + age))
-    assert held(store, "a") == DATA
-    put(store, "e")
-    put(store, "f")
-    assert disk_use(folder) <= 5 * 4096
-    assert held(store, "b") is None
-    assert held(store, "a") == held(store, "e") == held(store, "f") == DATA
-
-
-def test_evictions_are_counted(folder: Path) -> None:
-    """The counter tells how many files went."""
-    counts = CacheCounts()
-    store = CacheStore(str(folder), 40 * 4096, counts)
-    for number in range(100):
-        put(store, str(number))
-        assert disk_use(folder) <= 40 * 4096
-    assert counts.evictions == 100 - len(everything(folder))
-    assert 30 <= len(everything(folder)) <= 40
-
-
-def test_the_time_of_use_is_known_to_the_minute(folder: Path) -> None:
-    """A hit renews a time that is older than a minute, or in the future, and leaves the others alone."""
-    store = opened(folder)
-    put(store, "u")
-    file = file_of(folder, "u")
-    now = file.stat().st_mtime
-    for age, renewed in [(30, False), (3600, True), (-3600, True)]:
-        os.utime(file, (now - age, now - age))
-        held(store, "u")
-        assert (file.stat().st_mtime >= now) is (renewed or age < 0), age
-        assert file.stat().st_mtime < now + 3000
-
-
-def test_an_object_that_is_too_large_is_not_cached(folder: Path) -> None:
-    """It evicts nothing."""
-    store = opened(folder, 8192)
-    put(store, "u")
-    put(store, "large", data=bytes(8193))
-    assert held(store, "large") is None
-    assert held(store, "u") == DATA
-
-
-def test_what_is_being_written_counts(folder: Path) -> None:
-    """Space is taken before the first byte is written, so that fills together cannot pass the limit."""
-    store = opened(folder, 8 * 4096)
-    first = begun(store, "1", size=4 * 4096)
-    assert store.begin(hash_key("2"), "1", 4 * 4096) is None
-    first.abort()
-    begun(store, "2", size=4 * 4096).abort()
-
-
-def test_foreign_files_stay(folder: Path) -> None:
-    """Eviction deletes what has the name of an object and nothing else, and follows no link."""
-    store = opened(folder, 4 * 4096)
-    put(store, "a")
-    shelf = file_of(folder, "a").parent
-    outside = folder.parent / "outside"
-    outside.mkdir()
-    precious = outside / file_of(folder, "b").name
-    precious.write_bytes(bytes(100_000))
-    foreign = [shelf / "notes.txt", shelf / f"{file_of(folder, 'a').name}.bak", folder / ROOT_NAME / "mine"]
-    for file in foreign:
-        file.write_bytes(bytes(100_000))
-    (shelf / file_of(folder, "c").name).symlink_to(precious)
-    (folder / ROOT_NAME / "objects" / "linked").symlink_to(outside)
-    for number in range(20):
-        put(store, str(number))
-    assert precious.exists()
-    assert all(file.exists() for file in foreign)
-    assert not file_of(folder, "a").exists()
-
-
-def test_a_link_in_place_of_an_object(folder: Path) -> None:
-    """It is not followed, neither to read nor to write."""
-    store = opened(folder)
-    put(store, "a")
-    target = folder.parent / "target"
-    target.write_bytes(file_of(folder, "a").read_bytes())
-    file_of(folder, "a").unlink()
-    file_of(folder, "a").symlink_to(target)
-    assert held(store, "a") is None
-    assert target.exists()
-
-
-def test_the_account_heals(folder: Path) -> None:
-    """An account that is lost, damaged or wrong is made again from what is there."""
-    store = opened(folder, 6 * 4096)
-    account = folder / ROOT_NAME / "usage"
-    put(store, "a")
-    for wrong in [None, b"", b"torn", account.read_bytes() + b"\0", account.read_bytes()[:8] + b"\x7f" + bytes(7)]:
-        account.unlink() if wrong is None else account.write_bytes(wrong)
-        put(store, f"after {wrong!r}")
-        assert held(store, f"after {wrong!r}") == DATA
-        assert disk_use(folder) <= 6 * 4096
-
-
-def test_a_long_account_is_made_short(folder: Path) -> None:
-    """An account that has grown is rewritten when a process begins to write."""
-    put(opened(folder), "a")
-    account = folder / ROOT_NAME / "usage"
-    account.write_bytes(account.read_bytes() + bytes(2 << 20))
-    put(opened(folder), "b")
-    assert account.stat().st_size < 100
-
-
-def test_who_evicts_keeps_others_from_waiting(folder: Path) -> None:
-    """While one process counts and deletes, another does not wait: its object is just not cached."""
-    store, other = opened(folder, 2 * 4096), opened(folder, 2 * 4096)
-    put(store, "a")
-    put(store, "b")
-    with store.usage._lock() as locked:
-        assert locked
-        put(other, "c")
-        assert held(other, "c") is None
-    put(other, "c")
-    assert held(other, "c") == DATA
 
 
 # ------------------------------------------------------------------------------------------------ what is not ours

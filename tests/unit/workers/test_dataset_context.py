@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
@@ -23,7 +23,7 @@ class Opens(Dataset[Any]):
     def __getitem__(self, index: int) -> int:
         return index
 
-    async def __aenter__(self) -> Opens:
+    async def __aenter__(self) -> Self:
         await asyncio.sleep(0)
         if self.broken:
             self.broken -= 1

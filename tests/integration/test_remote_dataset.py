@@ -1,0 +1,445 @@
+"""RemoteIterableDataset in both loaders: every sample once, full batches, one order; lengths, states, and what is refused.
+
+Workers are forked where shards are local files, which is fast; three tests have the other start methods.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncloader import AsyncDataLoader, DataLoader, StateError, Stateful
+from asyncloader.formats import ShardRange, open_reader
+from asyncloader.transports import MemoryTransport
+from tests.integration.remote_folders import dataset_of, epochs_of, flat, make_shards, number_of, with_method
+from tests.integration.running import BOTH, run_async
+from tests.integration.seeded_runs import Stepwise
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+SIZES = (7, 11, 5)
+ALL = list(range(sum(SIZES)))
+
+
+@pytest.fixture
+def tars(tmp_path: Path) -> str:
+    return make_shards(tmp_path, SIZES)
+
+
+def whole(batches: list[list[int]], size: int, count: int = len(ALL)) -> None:
+    """Each sample came once, in full batches but for the last."""
+    assert sorted(flat(batches)) == list(range(count))
+    assert [len(batch) for batch in batches[:-1]] == [size] * (len(batches) - 1)
+
+
+# ------------------------------------------------------------------------------------------- what comes
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 4])
+@pytest.mark.parametrize("kind", BOTH)
+def test_every_sample_comes_once_in_full_batches(kind: str, workers: int, tars: str) -> None:
+    """Also with more workers than shards, which cannot be cut; both loaders give the same, and a second run too."""
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "seed": 1}
+    (batches,) = epochs_of(kind, dataset_of(tars), **options)
+    whole(batches, 4)
+    assert [batches] == epochs_of("sync", dataset_of(tars), **options)
+    if workers <= 1:
+        assert flat(batches) == ALL
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "mds", "jsonl.zst", "tfrecord"])
+def test_formats(ending: str, tmp_path: Path) -> None:
+    """Two shards for three workers: they are cut where the format allows, and nothing is lost at the edges."""
+    dataset = dataset_of(make_shards(tmp_path, (30, 41), ending=ending), shuffle_buffer=8)
+    epochs = epochs_of("sync", dataset, 2, batch_size=5, num_workers=3, seed=1, persistent_workers=True)
+    for batches in epochs:
+        whole(batches, 5, 71)
+    assert epochs[0] != epochs[1]
+    plan = asyncio.run(dataset.plan(3, 0, 1, None))
+    assert len(plan) == (2 if ending in ("jsonl.zst", "tfrecord") else 12)
+
+
+def test_without_batches_and_without_the_last(tars: str) -> None:
+    """``batch_size=None`` gives samples; ``drop_last`` leaves out the short batch of the epoch, and no other."""
+    (samples,) = epochs_of("sync", dataset_of(tars), batch_size=None, num_workers=2, seed=1)
+    assert sorted(flat(samples)) == ALL
+    (batches,) = epochs_of("sync", dataset_of(tars), batch_size=4, num_workers=2, seed=1, drop_last=True)
+    assert [len(batch) for batch in batches] == [4] * (len(ALL) // 4)
+    (batches,) = epochs_of("asyncio", dataset_of(tars), batch_size=4, drop_last=True)
+    assert batches == [ALL[at : at + 4] for at in range(0, 20, 4)]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_out_of_order(kind: str, tars: str) -> None:
+    """``in_order=False``: every sample once, and at most one short batch."""
+    (batches,) = epochs_of(kind, dataset_of(tars), batch_size=4, num_workers=3, in_order=False)
+    assert sorted(flat(batches)) == ALL
+    assert sorted(map(len, batches))[1:] == [4] * (len(batches) - 1)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_epochs_are_shuffled_anew(kind: str, workers: int, tars: str) -> None:
+    """Persistent workers' epochs differ, and each is what a fresh loader gives after `set_epoch`."""
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "seed": 5}
+    dataset = dataset_of(tars, shuffle_buffer=6)
+    epochs = epochs_of(kind, dataset, 3, **options, persistent_workers=bool(workers))
+    assert len({str(batches) for batches in epochs}) == 3
+    for batches in epochs:
+        whole(batches, 4)
+    with Stepwise(kind, dataset, **with_method(options)) as run:
+        run.loader.set_epoch(2)
+        assert [batch.tolist() for batch in run.epoch()] == epochs[2]
+
+
+def test_torch_mode_draws_from_the_global_generator(tars: str) -> None:
+    """Without a seed the order is drawn as torch's base seed is: `torch.manual_seed` reproduces it."""
+
+    def once(seed: int) -> list[list[int]]:
+        torch.manual_seed(seed)
+        return epochs_of("sync", dataset_of(tars, shuffle_buffer=6), batch_size=4, num_workers=2)[0]
+
+    assert once(1) == once(1)
+    assert once(1) != once(2)
+    whole(once(3), 4)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_start_methods(method: str, tars: str) -> None:
+    """The other start methods give the same batches as fork."""
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "seed": 1}
+    dataset = dataset_of(tars, shuffle_buffer=6)
+    expected = epochs_of("sync", dataset, **options)
+    assert epochs_of("sync", dataset, **options, multiprocessing_context=method) == expected
+
+
+def test_workers_are_not_forked_by_themselves(tars: str) -> None:
+    """Where the user says nothing the start method is no fork: a store's client would not survive it."""
+    with DataLoader[Any](dataset_of(tars), num_workers=1, batch_size=4) as loader:
+        batches = iter(loader)
+        next(batches)
+        assert "forkserver" in str(type(batches._workers[0])).lower()
+
+
+def test_alone(tars: str) -> None:
+    """``async for`` over the data set itself gives raw samples in order; a plain ``for`` says what to do."""
+
+    async def run() -> list[int]:
+        async with dataset_of(tars) as dataset:
+            return [number_of(sample) async for sample in dataset]
+
+    assert run_async(run()) == ALL
+    with pytest.raises(TypeError, match="async for"):
+        iter(dataset_of(tars))
+
+
+def test_two_loaders_of_one_dataset(tars: str) -> None:
+    """They read at the same time, and each gets everything."""
+    dataset = dataset_of(tars, shuffle_buffer=6)
+    options = with_method({"batch_size": 4, "num_workers": 2, "seed": 1})
+    with DataLoader[Any](dataset, **options) as one, DataLoader[Any](dataset, **options) as other:
+        pairs = list(zip(one, other, strict=True))
+    assert all(torch.equal(a, b) for a, b in pairs)
+    whole([batch.tolist() for batch, _ in pairs], 4)
+
+
+def test_decode_in_threads_and_inline(tars: str) -> None:
+    """The data set's `decode` comes first, then the loader's; in threads or not, the batches are the same."""
+    expected = [[2 * n for n in batch] for batch in epochs_of("sync", dataset_of(tars), batch_size=4, seed=1)[0]]
+    for threads in (0, 3):
+        for workers in (0, 2):
+            options: dict[str, Any] = {"batch_size": 4, "seed": 1, "decode": _doubled, "decode_threads": threads}
+            (batches,) = epochs_of("sync", dataset_of(tars), num_workers=workers, **options)
+            assert sorted(flat(batches)) == sorted(flat(expected))
+
+
+def _doubled(number: int) -> int:
+    return 2 * number
+
+
+class Tens:
+    """A reader of the user's own: every ten bytes are a sample. As `asyncloader.formats.base` asks."""
+
+    pending = False
+    done = False
+
+    def __init__(self, url: str, part: ShardRange) -> None:
+        self.feed_from = self._at = part.start
+        self._held = b""
+
+    def feed(self, chunk: bytes) -> list[Any]:
+        from asyncloader.formats import Located
+
+        self._held += chunk
+        found: list[Any] = []
+        while len(self._held) >= 10:
+            self._at += 10
+            found.append(Located({"n": self._held[:10]}, self._at))
+            self._held = self._held[10:]
+        return found
+
+    def end(self) -> list[Any]:
+        return []
+
+
+def test_a_reader_of_the_user_s_own(tmp_path: Path) -> None:
+    """``format=`` may be a function that makes a reader; it resumes in the middle of a shard as the others do."""
+    (tmp_path / "a.tens").write_bytes(b"".join(b"%010d" % n for n in range(20)))
+    (tmp_path / "b.tens").write_bytes(b"".join(b"%010d" % n for n in range(20, 33)))
+    dataset = dataset_of([tmp_path / "a.tens", tmp_path / "b.tens"], format=Tens)
+    for workers in (0, 2):
+        options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "seed": 1}
+        (batches,) = epochs_of("sync", dataset, **options)
+        whole(batches, 4, 33)
+        assert resumed("sync", dataset, 2, **options) == batches
+
+
+def test_a_transport_of_the_user_s_own(tmp_path: Path) -> None:
+    """``transport=`` reads everything; here from memory, so without workers."""
+    from tests.unit.remote_shards import tar
+
+    store = MemoryTransport("memory://")
+
+    async def run() -> list[int]:
+        async with MemoryTransport() as transport:
+            transport.objects["x/a.tar"] = tar(range(9))
+            loader = AsyncDataLoader[Any](dataset_of("x/", transport=transport), batch_size=2)
+            return flat([batch.tolist() async for batch in loader])
+
+    _ = store
+    assert run_async(run()) == list(range(9))
+
+
+# ------------------------------------------------------------------------------------------- lengths
+
+
+def test_lengths(tmp_path: Path) -> None:
+    """`len` where indexes know it; else TypeError, and an estimate that is close."""
+    for ending in ("mds", "parquet"):
+        folder = tmp_path / ending
+        folder.mkdir()
+        dataset = dataset_of(make_shards(folder, (30, 41), ending=ending))
+        assert len(dataset) == dataset.estimated_len() == 71
+        assert len(DataLoader[Any](dataset, batch_size=10)) == 8
+    (tmp_path / "tar").mkdir()
+    dataset = dataset_of(make_shards(tmp_path / "tar", (30, 41)))
+    with pytest.raises(TypeError, match="only MDS and Parquet say"):
+        len(dataset)
+    assert 60 <= dataset.estimated_len() <= 80
+    assert "2 shards" in repr(dataset)
+
+
+def test_length_under_a_running_loop(tmp_path: Path) -> None:
+    """It blocks, but works."""
+
+    async def run() -> int:
+        return len(dataset_of(make_shards(tmp_path, (5, 4), ending="mds")))
+
+    assert run_async(run()) == 9
+
+
+# ------------------------------------------------------------------------------------------- states
+
+
+def resumed(kind: str, dataset: Any, steps: int, **options: Any) -> list[list[int]]:
+    """An epoch that another loader goes on with after so many batches; the state goes through JSON."""
+    with Stepwise(kind, dataset, **with_method(options)) as run:
+        run.begin()
+        head = [batch.reshape(-1).tolist() for batch in run.take(steps)]
+        state = json.loads(json.dumps(run.loader.state_dict()))
+    with Stepwise(kind, dataset, **with_method(options)) as run:
+        run.loader.load_state_dict(state)
+        assert run.loader.state_dict() == state
+        return head + [batch.reshape(-1).tolist() for batch in run.epoch()]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_states_in_the_middle(kind: str, workers: int, tars: str) -> None:
+    """From the first batch to the last: what follows is what would have followed."""
+    dataset = dataset_of(tars, shuffle_buffer=6)
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "seed": 5}
+    (batches,) = epochs_of(kind, dataset, **options)
+    for steps in (0, 1, 3, len(batches)):
+        assert resumed(kind, dataset, steps, **options) == batches
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_states_between_epochs(workers: int, tars: str) -> None:
+    """Saved when the end was told: the next epoch follows."""
+    dataset = dataset_of(tars, shuffle_buffer=6)
+    options = with_method({"batch_size": 4, "num_workers": workers, "seed": 5})
+    with Stepwise("sync", dataset, **options) as run:
+        run.epoch()
+        state = run.loader.state_dict()
+        second = [batch.tolist() for batch in run.epoch()]
+    with Stepwise("sync", dataset, **options) as run:
+        run.loader.load_state_dict(state)
+        assert [batch.tolist() for batch in run.epoch()] == second
+
+
+def test_torch_mode_resumes(tars: str) -> None:
+    """The state has the base seed that the order was drawn with."""
+    dataset = dataset_of(tars, shuffle_buffer=6)
+    torch.manual_seed(3)
+    (batches,) = epochs_of("sync", dataset, batch_size=4, num_workers=2)
+    torch.manual_seed(3)
+    assert resumed("sync", dataset, 2, batch_size=4, num_workers=2) == batches
+
+
+def test_out_of_order_resumes(tars: str) -> None:
+    """With ``in_order=False`` each sample comes once all the same, however seldom the user wants states taken."""
+    for every in (1, 4, 0):
+        options: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "in_order": False}
+        batches = resumed("sync", dataset_of(tars), 3, **options, snapshot_every_n_steps=every)
+        assert sorted(flat(batches)) == ALL
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_states_that_do_not_fit(workers: int, tars: str, tmp_path: Path) -> None:
+    """Other shards, another shuffle buffer, a part that is broken: StateError, from both loaders, before any batch."""
+    options = with_method({"batch_size": 4, "num_workers": workers, "seed": 5})
+    dataset = dataset_of(tars, shuffle_buffer=6)
+    with Stepwise("sync", dataset, **options) as run:
+        run.begin()
+        run.take(2)
+        state = run.loader.state_dict()
+    lane = state["workers"]["cursors"][0]["iterator"]
+    assert {"plan", "done", "back"} == set(state["workers"]["leases"])
+
+    def spoiled(**leases: Any) -> dict[str, Any]:
+        return state | {"workers": state["workers"] | {"leases": state["workers"]["leases"] | leases}}
+
+    def with_lane(**fields: Any) -> dict[str, Any]:
+        first = state["workers"]["cursors"][0] | {"iterator": lane | fields}
+        return state | {"workers": state["workers"] | {"cursors": [first, *state["workers"]["cursors"][1:]]}}
+
+    (tmp_path / "other").mkdir()
+    other = dataset_of(make_shards(tmp_path / "other", SIZES), shuffle_buffer=6)
+    cases = [
+        (other, state, "of other shards"),
+        (dataset_of(tars, shuffle_buffer=7), state, "shuffled differently"),
+        (dataset_of(tars), state, "shuffled differently"),
+        (dataset, spoiled(done=99), "the state is broken"),
+        (dataset, spoiled(back=[[[77, 0, None, False]]]), "the state is broken"),
+        (dataset, spoiled(plan=7), "of other shards"),
+        (dataset, state | {"workers": state["workers"] | {"leases": 5}}, "the state is broken"),
+        (dataset, with_lane(todo=[[0, "x", None, False]]), "the state is broken"),
+        (dataset, with_lane(batch="x"), "the state is broken"),
+    ]
+    for kind in BOTH:
+        for data, bad, words in cases:
+            with Stepwise(kind, data, **options) as run:
+                with pytest.raises(StateError, match=words):
+                    run.loader.load_state_dict(bad)
+                    run.epoch()
+
+
+def test_states_of_other_numbers_of_workers(tars: str) -> None:
+    """As for any stream."""
+    with Stepwise("sync", dataset_of(tars), batch_size=4, seed=5) as run:
+        run.begin()
+        run.take(2)
+        state = run.loader.state_dict()
+    with Stepwise("sync", dataset_of(tars), batch_size=4, seed=5, num_workers=2) as run:
+        with pytest.raises(StateError, match="num_workers"):
+            run.loader.load_state_dict(state)
+
+
+def test_a_lane_is_stateful(tars: str) -> None:
+    """A worker's stream keeps to the protocol by which every stream's state is taken."""
+    dataset = dataset_of(tars)
+
+    async def run() -> bool:
+        from asyncloader.remote.leases import LaneStart, LeaseBook, Ledger
+        from asyncloader.remote.local_leases import LocalLeases
+
+        plan = await dataset.plan(1, 0, 1, None)
+        return isinstance(dataset.open_lane(LocalLeases(LeaseBook(Ledger(plan), [LaneStart()]), 0)), Stateful)
+
+    assert run_async(run())
+
+
+# ------------------------------------------------------------------------------------------- leaving early
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_leaving_early(kind: str, workers: int, tars: str) -> None:
+    """An iterator that is dropped, and a loader that is closed, in the middle leave nothing; the next epoch is whole."""
+    options = with_method({"batch_size": 2, "num_workers": workers, "seed": 5})
+    with Stepwise(kind, dataset_of(tars), **options, persistent_workers=bool(workers)) as run:
+        run.begin()
+        run.take(2)
+        run.iterator = None
+        whole([batch.tolist() for batch in run.epoch()], 2)
+        run.begin()
+        run.take(1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_cancelled_waits_lose_nothing(workers: int, tars: str) -> None:
+    """`__anext__` is cancelled again and again, from the first call on: every sample comes once."""
+
+    async def run() -> list[list[int]]:
+        got: list[list[int]] = []
+        async with AsyncDataLoader[Any](
+            dataset_of(tars), **with_method({"batch_size": 2, "num_workers": workers, "seed": 5})
+        ) as loader:
+            batches = aiter(loader)
+            while True:
+                waiting = asyncio.ensure_future(_next(batches))
+                await asyncio.sleep(0)
+                waiting.cancel()
+                await asyncio.wait([waiting])
+                if not waiting.cancelled():
+                    got.append(waiting.result())
+                    continue
+                try:
+                    got.append((await anext(batches)).tolist())
+                except StopAsyncIteration:
+                    return got
+
+    whole(run_async(run()), 2)
+
+
+async def _next(batches: Any) -> list[int]:
+    found: list[int] = (await anext(batches)).tolist()
+    return found
+
+
+# ------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"shuffle_buffer": -1}, "shuffle_buffer should be an integer of at least 0"),
+        ({"shuffle_buffer": 1.5}, "shuffle_buffer should be"),
+        ({"read_ahead": 0}, "read_ahead should be an integer of at least 1"),
+        ({"max_sample_bytes": 0}, "max_sample_bytes should be"),
+        ({"decode": 5}, "decode should be a function"),
+    ],
+)
+def test_arguments(arguments: dict[str, Any], words: str) -> None:
+    """What is out of range is refused by the constructor."""
+    with pytest.raises(ValueError, match=words):
+        dataset_of("x.tar", **arguments)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_shards(kind: str, workers: int, tmp_path: Path) -> None:
+    """A prefix without a shard, or an extension that nobody knows, is an error with its name; no worker is started."""
+    for url, words in ((f"{tmp_path}/", str(tmp_path)), (f"{tmp_path}/a.what", "a.what")):
+        with Stepwise(kind, dataset_of(url), **with_method({"num_workers": workers})) as run:
+            with pytest.raises(ValueError, match=words):
+                run.epoch()
+
+
+_ = open_reader

@@ -1,0 +1,51 @@
+"""What transports tried again, or gave from a cache, is in `stats()`: of workers, and of the consumer's own process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncloader import AsyncDataLoader, RemoteIterableDataset
+from tests.integration.http_store import serving, status
+
+LINES = b"".join(b'{"n": %d}\n' % n for n in range(40))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_retries(workers: int) -> None:
+    """A shard that is refused twice is read at the third time, and both refusals are counted."""
+    async with serving() as store:
+        store.put("a.jsonl", LINES)
+        dataset = RemoteIterableDataset(f"{store.url}/a.jsonl", decode=number)
+        await dataset.plan(workers or 1, 0, 1, None)  # asks for the size: what fails below is the read
+        store.faults["a.jsonl"].extend([status(503), status(503)])
+        context = "fork" if workers else None
+        async with AsyncDataLoader(
+            dataset, batch_size=8, num_workers=workers, multiprocessing_context=context
+        ) as loader:
+            assert [n async for batch in loader for n in batch.tolist()] == list(range(40))
+            stats = loader.stats()
+    assert stats["store/retries"] == 2
+    assert stats["store/retry_wait_s"] > 0
+    assert stats["store/given_up"] == stats["store/resumed"] == 0
+
+
+async def test_cache(tmp_path: Path) -> None:
+    """The second epoch comes from the cache: hits and bytes are counted, and the first epoch's misses."""
+    async with serving() as store:
+        store.put("a.jsonl", LINES, etag='"v1"')
+        store.put("b.jsonl", LINES, etag='"v1"')
+        dataset = RemoteIterableDataset(f"{store.url}/{{a,b}}.jsonl", decode=number, cache_dir=tmp_path)
+        async with AsyncDataLoader(dataset, batch_size=8) as loader:
+            for epoch in range(2):
+                assert sorted([n async for batch in loader for n in batch.tolist()]) == sorted([*range(40)] * 2)
+                stats = loader.stats()
+                assert stats["store/cache_misses"] == 2
+                assert stats["store/cache_hits"] == 2 * epoch
+                assert stats["store/cache_bytes"] == 2 * epoch * len(LINES)
+
+
+def number(sample: dict[str, int]) -> int:
+    """The field of a line."""
+    return sample["n"]

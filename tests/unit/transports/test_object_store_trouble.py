@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from obstore import exceptions
+
+from asyncloader.transports import (
+    AccessDenied,
+    InvalidPath,
+    ObjectNotFound,
+    ReadFailed,
+    TransportClosed,
+    TransportError,
+)
+from asyncloader.transports.object_store_trouble import status_of, trouble_of
+from asyncloader.transports.retry import HEALING_STATUSES
+
+WHERE = "s3://bucket/root"
+
+
+def answered(status: int, body: str = "") -> str:
+    """What obstore 0.12 writes when a store answers with an error."""
+    return (
+        f"Generic S3 error: Error performing GET http://h/bucket/root/a in 1ms - Server returned non-2xx status code: "
+        f'{status} Word: {body}\n\nDebug source:\nGeneric {{\n    store: "S3",\n    source: RetryError(\n'
+        f"        RetryErrorImpl {{\n            method: GET,\n            inner: Status {{\n"
+        f"                status: {status},\n                body: Some(\n                    {body!r},\n"
+        "                ),\n            },\n        },\n    ),\n}"
+    )
+
+
+def broke(kind: str, words: str = "error sending request", inner: str = "") -> str:
+    """What it writes when a connection fails."""
+    return (
+        f'Generic S3 error: HTTP error: {words}\n\nDebug source:\nGeneric {{\n    store: "S3",\n'
+        f"    source: HttpError {{\n        kind: {kind},\n        source: reqwest::Error {{ {inner} }},\n    }},\n}}"
+    )
+
+
+def trouble(error: BaseException, path: str | None = "a") -> tuple[str, bool, str]:
+    found = trouble_of(error, path, WHERE, HEALING_STATUSES)
+    assert found is not None
+    assert found.cause is error
+    return found.kind, found.heals, found.text
+
+
+@pytest.mark.parametrize("status", [400, 409, 416, 429, 500, 501, 503, 507])
+def test_statuses(status: int) -> None:
+    """A status heals if the policy says so; whatever the store writes below it does not change what it is."""
+    error = exceptions.GenericError(answered(status, "status: 503, inner: Status { status: 500,"))
+    assert status_of(error) == status
+    kind, heals, text = trouble(error)
+    assert (kind, heals) == (f"status {status}", status in HEALING_STATUSES)
+    assert str(status) in text
+    assert "Debug" not in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("error", "final"),
+    [
+        (FileNotFoundError(answered(404)), ObjectNotFound),
+        (exceptions.GenericError(answered(404)), ObjectNotFound),
+        (exceptions.PermissionDeniedError(answered(403, "<Code>ExpiredToken</Code>")), AccessDenied),
+        (exceptions.UnauthenticatedError(answered(401)), AccessDenied),
+        (exceptions.GenericError(answered(400)), ReadFailed),
+        (exceptions.InvalidPathError('Path "a//b" contained empty path segment'), InvalidPath),
+        (ValueError("Could not parse path"), InvalidPath),
+    ],
+)
+def test_what_does_not_heal(error: Exception, final: type[Exception]) -> None:
+    """Each meaning has its error, with path and place in it."""
+    found = trouble_of(error, "a", WHERE, HEALING_STATUSES)
+    assert found is not None
+    assert not found.heals
+    assert type(found.final) is final
+    assert isinstance(found.final, TransportError)
+    assert found.final.path == "a"
+    assert WHERE in str(found.final)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "heals"),
+    [
+        (broke("Connect"), "connection", True),
+        (broke("Request"), "connection", True),
+        (broke("Timeout"), "stalled", True),
+        (broke("Interrupted"), "broken body", True),
+        (broke("Unknown"), "store", True),
+        (broke("Connect", inner="invalid peer certificate: UnknownIssuer"), "connection", False),
+        (
+            broke("Connect", inner="failed to lookup address information: Name or service not known"),
+            "connection",
+            False,
+        ),
+        (broke("Connect", inner="Temporary failure in name resolution"), "connection", True),
+        ("Generic S3 error: Received non-partial\n\nDebug source:\nGeneric { source: NotPartial }", "store", False),
+        ("words of a later version", "store", True),
+        ("", "store", True),
+    ],
+)
+def test_connections(text: str, kind: str, heals: bool) -> None:
+    """Broken connections heal; certificates, unknown names and broken protocols do not; what is unknown does."""
+    found_kind, found_heals, _ = trouble(exceptions.GenericError(text))
+    assert (found_kind, found_heals) == (kind, heals)
+
+
+def test_hints() -> None:
+    """Two failures are nearly always a setting that is missing, and say which."""
+    metadata = exceptions.GenericError(
+        broke("Connect", words="error sending request for http://169.254.169.254/latest")
+    )
+    assert "skip_signature=True" in trouble(metadata)[2]
+    redirect = exceptions.GenericError("Received redirect\n\nDebug source:\ninner: BareRedirect,")
+    found = trouble_of(redirect, "a", WHERE, HEALING_STATUSES)
+    assert found is not None
+    assert "pass region=" in str(found.final)
+    assert "status 403" in trouble(exceptions.PermissionDeniedError(answered(403)))[0]
+
+
+def test_long_answers_are_cut() -> None:
+    """A page of HTML from a proxy does not fill the log."""
+    assert len(trouble(exceptions.GenericError(answered(503, "x" * 100_000)))[2]) <= 400
+
+
+def test_what_is_not_the_stores() -> None:
+    """Cancellation, our own errors and bugs pass."""
+    for error in [asyncio.CancelledError(), TransportClosed("closed"), KeyError("bug"), KeyboardInterrupt()]:
+        assert trouble_of(error, "a", WHERE, HEALING_STATUSES) is None
+    assert trouble(TimeoutError())[:2] == ("no answer", True)
