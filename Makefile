@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # switched off is setuptools' general advice about editable installs.
 INSTALL := PYTHONWARNINGS=ignore::UserWarning $(PIP) install --quiet -c constraints.txt --no-build-isolation
 
-.PHONY: help demo test test-integrations chaos bench check format docs clean
+.PHONY: help demo demo-remote test test-integrations chaos bench check format docs clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # two pips in one environment would trip over each other
 
@@ -27,6 +27,9 @@ help: ## this text
 
 demo: $(VENV)/.stamp-demo ## train a small network on handwritten digits, then compare the loaders
 	$(BIN)/python docs/examples/digits.py
+
+demo-remote: $(VENV)/.stamp-demo-remote ## train from a store that is far away, be killed half-way, and go on exactly
+	$(BIN)/python docs/examples/remote_digits.py $(ARGS)
 
 test: $(VENV)/.stamp-test ## run the whole suite
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
@@ -60,6 +63,7 @@ clean: ## remove everything that make made
 
 # Which extras each target installs. One stamp each: `make demo` must not wait for the linters.
 $(VENV)/.stamp-demo: EXTRAS := demo
+$(VENV)/.stamp-demo-remote: EXTRAS := demo,http
 $(VENV)/.stamp-test: EXTRAS := test,demo
 $(VENV)/.stamp-test-integrations: EXTRAS := test-integrations
 $(VENV)/.stamp-bench: EXTRAS := bench

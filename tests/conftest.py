@@ -108,9 +108,10 @@ def _children() -> dict[int, str]:
         return {}
     helpers, _ = _multiprocessing_helpers()
     found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) in helpers:
+    for pid in _pids_of_children():
+        if pid in helpers:
             continue
+        entry = Path("/proc", str(pid))
         try:
             # pid (command) state ppid ...: the command may hold spaces and brackets, so split after the last
             state, ppid = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
@@ -121,6 +122,15 @@ def _children() -> dict[int, str]:
             what = "ended, but nobody waited for it" if state == "Z" else f"state {state}"
             found[int(entry.name)] = f"pid {entry.name} ({what}) {command.strip()}"
     return found
+
+
+def _pids_of_children() -> list[int]:
+    """Pids of this process's children. The kernel lists them by thread; one built without that lists all processes."""
+    try:
+        lists = [(thread / "children").read_text() for thread in Path("/proc/self/task").iterdir()]
+    except OSError:
+        return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [int(pid) for line in lists for pid in line.split()]
 
 
 def _descriptors() -> dict[tuple[int, str], str]:

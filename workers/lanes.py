@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextvars import Context, copy_context
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 __all__ = ["Lanes"]
@@ -68,10 +68,19 @@ class Lanes:
                 )
                 try:
                     thread.start()
-                except RuntimeError:  # no more threads to be had: those that there are must do
-                    self._most = self._started = self._started - 1
-                    if not self._started:
-                        raise
+                except RuntimeError:  # no more threads to be had: those that there are must do, or this one
+                    self._started -= 1
+                    self._most = max(1, self._started)
+                    alone = not self._started
+                else:
+                    return
+            if alone:
+                self._work_here()
+
+    def _work_here(self) -> None:
+        with contextlib.suppress(Empty):
+            while (job := self._jobs.get_nowait()) is not None:
+                job()
 
     def tell(self, function: Callable[..., None], *args: Any) -> None:
         """Have the loop call `function`. From a thread; a loop that is closed is told nothing."""

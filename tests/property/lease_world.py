@@ -231,6 +231,7 @@ class Worker:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._reader.aclose()
 
 
 def _collate(samples: Any) -> list[int]:

@@ -141,3 +141,18 @@ def test_a_loop_that_is_gone_is_told_nothing() -> None:
 
     assert asyncio.run(again()) == 2
     join("lane-h")
+
+
+async def test_without_a_thread_to_be_had_jobs_run_where_they_are_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slower, but nobody waits for ever; later threads are tried again."""
+    lanes = Lanes(2, "lane-i")
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        assert await lanes.call(lambda _: threading.current_thread(), None) is threading.current_thread()
+    assert (await lanes.call(lambda _: threading.current_thread(), None)).name.startswith("lane-i")
+    lanes.close()
+    join("lane-i")

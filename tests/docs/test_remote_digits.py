@@ -1,0 +1,98 @@
+"""The remote demo does what it says: it trains from a slow store, is killed, and ends as if it had not been."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLE = ROOT / "docs" / "examples" / "remote_digits.py"
+STORE = EXAMPLE.with_name("slow_store.py")
+
+pytestmark = [pytest.mark.slow, pytest.mark.network]
+
+
+def run_example(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", str(EXAMPLE), "--folder", str(folder), *arguments],
+        cwd=folder.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},  # so that an uninstalled checkout will do
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+
+
+def test_killed_run_ends_like_the_other(tmp_path: Path) -> None:
+    """With two epochs: a state before the kill was found, what came after it was repeated, and every fact holds."""
+    ran = run_example(tmp_path / "digits", "--epochs", "2")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stderr == ""
+
+    again = re.search(r"it went on from batch (\d+); the (\d+) after it were trained again", ran.stdout)
+    assert again
+    resumed, repeated = map(int, again.groups())
+    killed = re.search(r"killed after (\d+) batches", ran.stdout)
+    assert killed
+    assert 0 < resumed < int(killed[1]) == resumed + repeated
+
+    assert re.findall(r"^  (\S+) +(?=each|the)", ran.stdout, re.MULTILINE) == ["yes"] * 4
+    digests = re.search(r"digests of the keys (\w{16}) and (\w{16})$", ran.stdout, re.MULTILINE)
+    assert digests
+    assert digests[1] == digests[2]
+    # Not a terminal: a line at the end of each epoch of the whole run, and of what the other run had of them.
+    assert len(re.findall(r"^  epoch +\d+/2 \[", ran.stdout, re.MULTILINE)) >= 4
+
+    names: set[str] = set()
+    for shard in (tmp_path / "digits").iterdir():
+        with tarfile.open(shard) as tar:
+            names.update(tar.getnames())
+    assert len(names) == 2 * 1437
+
+
+def test_facts_that_do_not_hold_are_told(tmp_path: Path) -> None:
+    """A run that lost a sample, or that ended with other weights, is not passed off as the same."""
+    program = """
+import copy, sys, torch, remote_digits as demo
+keys = demo.split()[0]
+whole = {"seen": [list(keys)], "network": demo.make_network().state_dict()}
+assert demo.compare(whole, copy.deepcopy(whole), 1)
+for spoil in (lambda run: run["seen"][0].pop(), lambda run: run["seen"][0].append(keys[0]),
+              lambda run: run["seen"].append(list(keys)), lambda run: run["seen"][0].reverse(),
+              lambda run: next(iter(run["network"].values())).add_(1e-6)):
+    other = copy.deepcopy(whole)
+    spoil(other)
+    assert not demo.compare(whole, other, 1)
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{EXAMPLE.parent}{os.pathsep}{ROOT}"}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False, timeout=100
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert (
+        ran.stdout.count("NO ") == 3 * 2 + 1 + 1
+    )  # other samples are also another order; order and weights stand alone
+
+
+def test_store_serves_ranges_late(tmp_path: Path) -> None:
+    """The store answers with the bytes that were asked for, and ends with its standard input."""
+    (tmp_path / "object").write_bytes(bytes(range(256)))
+    command = [sys.executable, "-W", "error", str(STORE), str(tmp_path), "1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as store:
+        assert store.stdin is not None
+        assert store.stdout is not None
+        url = store.stdout.readline().strip()
+        asked = urllib.request.Request(f"{url}/object", headers={"Range": "bytes=16-31"})
+        with urllib.request.urlopen(asked) as answer:
+            assert (answer.status, answer.read()) == (206, bytes(range(16, 32)))
+            assert answer.headers["ETag"]
+        store.stdin.close()
+        assert store.wait(60) == 0

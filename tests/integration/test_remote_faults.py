@@ -1,0 +1,257 @@
+"""What goes wrong while shards are read: workers that die or grow, samples and shards that cannot be read, liars."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncloader import DataLoader, LoaderTimeout, ShardError, WorkerDied
+from asyncloader.transports import ObjectNotFound
+from asyncloader.workers import wire
+from tests.integration import test_lying_workers
+from tests.integration.faulty import Faults
+from tests.integration.remote_folders import Killing, dataset_of, epochs_of, flat, make_shards, number_of, with_method
+from tests.integration.running import BOTH, PATIENCE_S
+from tests.integration.seeded_runs import Stepwise
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:DataLoader worker . died and was replaced:RuntimeWarning"),
+]
+
+SIZES = (17, 21, 15)
+COUNT = sum(SIZES)
+
+
+# ------------------------------------------------------------------------------------------- workers
+
+
+@pytest.mark.parametrize("ending", ["tar", "jsonl"])
+@pytest.mark.parametrize("kind", BOTH)
+def test_deaths_change_nothing(kind: str, ending: str, tmp_path: Path) -> None:
+    """Three workers are killed in an epoch; in seeded mode the batches are those of an undisturbed one."""
+    url = make_shards(tmp_path, SIZES, ending=ending)
+    (tmp_path / "struck").mkdir()
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": 3, "seed": 5}
+    expected = epochs_of(kind, dataset_of(url, shuffle_buffer=6), **options)
+    decode = Killing(Faults(tmp_path / "struck", {3: "SIGKILL", 30: "exit", 52: "SIGKILL"}))
+    assert epochs_of(kind, dataset_of(url, shuffle_buffer=6, decode=decode), **options) == expected
+    assert len(list((tmp_path / "struck").iterdir())) == 3
+
+
+def test_deaths_in_torch_mode_and_out_of_order(tmp_path: Path) -> None:
+    """Every sample comes once all the same."""
+    url = make_shards(tmp_path, SIZES)
+    for number, options in enumerate(({"max_worker_restarts": 3}, {"in_order": False, "seed": 1})):
+        struck = tmp_path / f"struck{number}"
+        struck.mkdir()
+        dataset = dataset_of(url, decode=Killing(Faults(struck, {3: "SIGKILL", 30: "SIGKILL"})))
+        (batches,) = epochs_of("sync", dataset, batch_size=4, num_workers=2, **options)
+        assert sorted(flat(batches)) == list(range(COUNT))
+        assert len(list(struck.iterdir())) == 2
+
+
+def test_workers_that_grow_are_replaced(tmp_path: Path) -> None:
+    """`worker_memory_limit`: each leaves after a batch, and its successor reads on in the middle of a shard."""
+    url = make_shards(tmp_path, SIZES)
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "seed": 5}
+    expected = epochs_of("sync", dataset_of(url, shuffle_buffer=6), **options)
+    with Stepwise("sync", dataset_of(url, shuffle_buffer=6, decode=Hoard()), **with_method(options),
+                  worker_memory_limit=24 << 20) as run:  # fmt: skip
+        assert [batch.tolist() for batch in run.epoch()] == expected[0]
+        assert run.loader.stats()["data/worker_retirements"] > 1
+
+
+class Hoard:
+    """`number_of`, which keeps 2 MiB a sample."""
+
+    def __init__(self) -> None:
+        self.kept: list[bytes] = []
+
+    def __call__(self, sample: dict[str, Any]) -> int:
+        self.kept.append(os.urandom(2 << 20))
+        return number_of(sample)
+
+
+# ------------------------------------------------------------------------------------------- shards
+
+
+def broken_shards(folder: Path) -> str:
+    """JSON lines with two bad ones, a tar that is cut off, and one that is whole; 28 samples can be read."""
+    lines = [b'{"n": %d}\n' % n for n in range(10)]
+    lines[3], lines[7] = b"{nope\n", b"\xff\xfe\n"
+    (folder / "a.jsonl").write_bytes(b"".join(lines))
+    (folder / "parts").mkdir()
+    make_shards(folder / "parts", (10, 10, 10))
+    tars = sorted((folder / "parts").iterdir())
+    whole = tars[1].read_bytes()
+    (folder / "b.tar").write_bytes(whole[: len(whole) // 2])
+    (folder / "c.tar").write_bytes(tars[2].read_bytes())
+    for left in tars:
+        left.unlink()
+    (folder / "parts").rmdir()
+    return f"{folder}/"
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_samples_are_left_out(kind: str, workers: int, tmp_path: Path) -> None:
+    """``on_error="skip"``: full batches of the others; `loader.errors` names URL and offset of each."""
+    url = broken_shards(tmp_path)
+    with Stepwise(kind, dataset_of(url), **with_method({"batch_size": 4, "num_workers": workers, "seed": 1,
+                                                        "on_error": "skip"})) as run:  # fmt: skip
+        batches = [batch.tolist() for batch in run.epoch()]
+        texts = sorted(bad.error for bad in run.loader.errors)
+    got = sorted(flat(batches))
+    assert [n for n in got if n < 10] == [n for n in range(10) if n not in (3, 7)]
+    assert [n for n in got if n >= 20] == list(range(20, 30))
+    cut = [n for n in got if 10 <= n < 20]
+    assert cut == list(range(10, 10 + len(cut)))
+    assert 0 < len(cut) < 10
+    assert all(len(batch) == 4 for batch in batches[:-1])
+    assert len(texts) == 3
+    assert sum("a.jsonl" in text for text in texts) == 2
+    assert sum("b.tar at byte" in text for text in texts) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_samples_are_replaced(workers: int, tmp_path: Path) -> None:
+    """A function as `on_error` gets a ShardError for each, and what it gives is in the batch."""
+    (batches,) = epochs_of(
+        "sync", dataset_of(broken_shards(tmp_path)), batch_size=4, num_workers=workers, seed=1, on_error=_instead
+    )
+    assert flat(batches).count(-1) == 3
+
+
+def _instead(index: Any, error: Exception) -> int:
+    assert index is None
+    assert isinstance(error, ShardError)
+    return -1
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_samples_are_raised(kind: str, workers: int, tmp_path: Path) -> None:
+    """``on_error="raise"``: an error with URL and offset in the batch's place; who goes on gets all the others."""
+    got: list[int] = []
+    errors: list[ShardError] = []
+    options = with_method({"batch_size": 4, "num_workers": workers, "seed": 1})
+    with Stepwise(kind, dataset_of(broken_shards(tmp_path)), **options) as run:
+        run.begin()
+        while True:
+            try:
+                got += run.step().tolist()
+            except StopIteration:
+                break
+            except ShardError as error:
+                errors.append(error.with_traceback(None))
+    assert len(got) == len(set(got))
+    assert {n for n in got if not 10 <= n < 20} == {n for n in range(30) if n not in (3, 7) and not 10 <= n < 20}
+    assert sorted(Path(error.url or "").name for error in errors) == ["a.jsonl", "a.jsonl", "b.tar"]
+    assert all(error.offset is not None for error in errors)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_missing_shards(workers: int, tmp_path: Path) -> None:
+    """A shard of a list that is not there is an error with its name, or is left out; the others all come."""
+    make_shards(tmp_path, (5, 5))
+    urls = [tmp_path / "s-000.tar", tmp_path / "gone.tar", tmp_path / "s-001.tar"]
+    options = {"batch_size": 2, "num_workers": workers, "seed": 1}
+    (batches,) = epochs_of("sync", dataset_of(urls), **options, on_error="skip")
+    assert sorted(flat(batches)) == list(range(10))
+    with Stepwise("sync", dataset_of(urls), **with_method(options)) as run, pytest.raises(ObjectNotFound, match="gone"):
+        run.epoch()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_decode_errors(workers: int, tmp_path: Path) -> None:
+    """What `decode` raises is the sample's error: skipped, batches are full; raised, it says which sample it was."""
+    url = make_shards(tmp_path, (9, 8))
+    options = {"batch_size": 4, "num_workers": workers, "seed": 1, "decode_threads": 2}
+    (batches,) = epochs_of("sync", dataset_of(url, decode=_no_five), **options, on_error="skip")
+    assert sorted(flat(batches)) == [n for n in range(17) if n != 5]
+    assert [len(batch) for batch in batches] == [4] * 4
+    with (
+        Stepwise("sync", dataset_of(url, decode=_no_five), **with_method(options)) as run,
+        pytest.raises(ArithmeticError, match="five"),
+    ):
+        run.epoch()
+
+
+def _no_five(sample: dict[str, Any]) -> int:
+    number = number_of(sample)
+    if number == 5:
+        raise ArithmeticError("five")
+    return number
+
+
+# ------------------------------------------------------------------------------------------- liars
+
+ASKS: dict[str, tuple[int, int, Any]] = {
+    "a lease far ahead": (77, 0, None),
+    "a batch that nobody will make": (1, 1 << 40, None),
+    "pieces that are none": (1, 0, [(1, 2, 3, 4, 5)]),
+    "numbers that are none": (1, 0, [("a", "b", "c", "d")]),
+    "a rest that is none": (1, 0, 5),
+}
+
+
+class Liar:
+    """`number_of`; the worker that decodes number 9 asks for something that cannot be, and says no more."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __call__(self, sample: dict[str, Any]) -> int:
+        number = number_of(sample)
+        if number == 9:
+            channel, epoch = _channel()
+            lease, batch, left = ASKS[self.how]
+            channel.sock.sendall(wire.pack_ask(epoch, lease, batch, pickle.dumps(left)))
+            poll = select.poll()
+            poll.register(channel.fileno(), select.POLLRDHUP)
+            poll.poll()
+            os._exit(0)
+        return number
+
+
+def _channel() -> tuple[Any, int]:
+    for frame in sys._current_frames().values():
+        found: Any = frame
+        while found is not None:
+            runner = found.f_locals.get("runner") or found.f_locals.get("self")
+            if hasattr(runner, "channel") and hasattr(runner, "_epoch"):
+                return runner.channel, runner._epoch
+            found = found.f_back
+    raise AssertionError("this is no worker")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="POLLRDHUP")
+@pytest.mark.parametrize("how", ASKS)
+def test_a_worker_that_asks_for_what_cannot_be(how: str, tmp_path: Path) -> None:
+    """The consumer gets an error in words, and no worker is left; nobody waits for ever."""
+    url = make_shards(tmp_path, SIZES)
+    options = with_method({"batch_size": 4, "num_workers": 2, "seed": 1, "timeout": PATIENCE_S})
+    with DataLoader[Any](dataset_of(url, decode=Liar(how)), **options) as loader:
+        with pytest.raises(ValueError, match=r"lane \d|a lane gives back") as caught:
+            list(loader)
+        assert not isinstance(caught.value, LoaderTimeout | WorkerDied)
+
+
+def test_a_worker_that_asks_where_nothing_is_leased() -> None:
+    """A dataset of another kind: its workers have nothing to ask for."""
+    lies = test_lying_workers.LIES
+    lies["a request for a lease"] = lambda task: task.sends(wire.pack_ask(task.epoch, 0, 0, pickle.dumps(None)))
+    try:
+        _, error = test_lying_workers.until_error(
+            "sync", test_lying_workers.Liar("a request for a lease"), num_workers=1
+        )
+    finally:
+        del lies["a request for a lease"]
+    assert "asks for a lease" in str(error)
