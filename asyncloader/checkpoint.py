@@ -20,6 +20,7 @@ from asyncloader.agreement import Agreement
 from asyncloader.epoch import EpochClock
 from asyncloader.generators import draws_when_iterated, generator_text, own_generator, set_generators
 from asyncloader.index_stream import IndexStream, base_sampler, fresh_state
+from asyncloader.leased_epoch import new_key
 from asyncloader.options import LoaderSpec, async_index_source, is_iterable
 from asyncloader.progress import Progress, Tally
 from asyncloader.rank_group import RankGroup, make_group
@@ -88,6 +89,8 @@ class StateKeeper:
         if source is not None and resumed is None and finished is None:
             progress.log = source.first_log(progress.every)
         progress.agreement = self._agreement(spec, progress.first_step)
+        if is_leased(spec.dataset) and progress.saved_leases is None:
+            progress.leases_key = new_key(spec, progress.epoch)
         if finished is not None:
             progress.follows = True
             progress.carried = finished["workers"]
@@ -112,8 +115,8 @@ class StateKeeper:
         if here.world_size == 1 or not is_iterable(spec) or (spec.seed is None and not leased):
             return None
         self._group = make_group(here, self._group)
-        # Several workers' copies may end with a short batch each, or drop it, and shards differ in size: the length says
-        # nothing exact then.
+        # Several workers' copies may end with a short batch each, or drop it, and shards differ in size: the length
+        # says nothing exact then.
         exact = spec.num_workers <= 1 and hasattr(spec.dataset, "__len__") and not leased
         count = _length(spec) if exact else None
         if count is not None:

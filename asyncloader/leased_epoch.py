@@ -19,7 +19,7 @@ from asyncloader.workers.info import EpochStart
 from asyncloader.workers.leasing import LeaseSource, is_leased
 from asyncloader.workers.seeding import derive
 
-__all__ = ["InlineLeases", "open_leases"]
+__all__ = ["InlineLeases", "new_key", "open_leases"]
 
 
 async def open_leases(
@@ -44,7 +44,8 @@ async def open_leases(
         return None, starts
     here, lanes = topology(spec), len(starts)
     saved = progress.saved_leases
-    key = _new_key(spec, progress.epoch) if saved is None else saved_key(saved)
+    key = progress.leases_key if saved is None else saved_key(saved)
+    assert key is not None
     plan = await dataset.plan(lanes, here.rank, here.world_size, derive(key, "shards"), common=spec.seed is not None)
     leases = EpochLeases(
         dataset.shard_urls,
@@ -61,7 +62,7 @@ async def open_leases(
     ]
 
 
-def _new_key(spec: LoaderSpec[Any], epoch: int) -> int:
+def new_key(spec: LoaderSpec[Any], epoch: int) -> int:
     """Chooses the orders of an epoch that begins: by the seed, else drawn, as torch draws a base seed. Not drawn from
     that: persistent workers have the same one in all their epochs.
     """

@@ -91,7 +91,9 @@ class Progress:
         self.agreement: Agreement | None = None
         """With the other ranks, on when the epoch ends; None where there is nothing to agree on."""
         self.leases: EpochLeases | None = None
-        """Of a dataset whose parts are leased to the workers."""
+        """Of a dataset whose parts are leased to the workers; None: not opened yet."""
+        self.leases_key: int | None = None
+        """Chooses their order, if this epoch is not resumed; None for other datasets."""
         self.base_seed: int | None = None
         self.shared_seed: int | None = None
         self._previous: tuple[Any, ...] = ()  # the position before the last delivery
@@ -311,10 +313,14 @@ class Progress:
 
     def _worker_states(self, streams: dict[str, Any]) -> dict[str, Any]:
         cursors = [None if not data else Cursor(*pickle.loads(data))._asdict() for data in self._cursors]
-        leases = {} if self.leases is None else {"leases": self.leases.state(cursors, self._given)}
+        leases = self.saved_leases  # they are where they were, if they are not opened yet
+        if self.leases is not None:
+            leases = self.leases.state(cursors, self._given)
+        elif leases is None and self.leases_key is not None:
+            leases = {"key": self.leases_key, "plan": None, "done": 0, "back": []}
         return {
             **streams,
-            **leases,
+            **({} if leases is None else {"leases": leases}),
             "next": self._turn,
             "base_seed": self.base_seed,
             "shared_seed": self.shared_seed,

@@ -11,6 +11,7 @@ ours (`state_layout.py`): torchdata's are not read.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -35,8 +36,8 @@ class StatefulDataLoader(DataLoader[T_co]):
     Args:
         snapshot_every_n_steps: stateful samplers and streams are asked for their states every so many batches (default
             1); a resumed loader reads and drops the batches since. 0 or None: never.
-        ring_bytes, concurrency, worker_timeout, max_worker_restarts, on_error, max_bad_samples, worker_memory_limit:
-            see `DataLoader`.
+        ring_bytes, concurrency, fetch_threads, decode, decode_threads, worker_timeout, max_worker_restarts, on_error,
+        max_bad_samples, worker_memory_limit: see `DataLoader`.
 
     A stream without a state of its own is read again from its beginning when it is resumed, and what was delivered is
     dropped, with a warning that says how much (``resume="replay"`` of `DataLoader`).
@@ -70,6 +71,9 @@ class StatefulDataLoader(DataLoader[T_co]):
         snapshot_every_n_steps: int | None = 1,
         ring_bytes: int | None = None,
         concurrency: int = DEFAULT_CONCURRENCY,
+        fetch_threads: int = 0,
+        decode: Callable[[Any], Any] | None = None,
+        decode_threads: int = 1,
         worker_timeout: float | None = None,
         max_worker_restarts: int | None = None,
         on_error: OnError = "raise",
@@ -100,6 +104,9 @@ class StatefulDataLoader(DataLoader[T_co]):
             snapshot_every_n_steps=snapshot_every_n_steps,
             ring_bytes=ring_bytes,
             concurrency=concurrency,
+            fetch_threads=fetch_threads,
+            decode=decode,
+            decode_threads=decode_threads,
             worker_timeout=worker_timeout,
             max_worker_restarts=max_worker_restarts,
             on_error=on_error,

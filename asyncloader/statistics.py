@@ -58,7 +58,7 @@ class Statistics:
         self.retirements = 0  # workers that had grown and were replaced
         self.bad_samples = 0
         self.refilled = 0
-        self.store = dict.fromkeys(KEYS, 0.0)  # what the transports of the workers did
+        self.store: dict[str, float] = dict.fromkeys(KEYS, 0.0)  # what the transports of the workers did
         self.log = BadSampleLog(None)  # of the newest iterator
         self.first_batch_s = 0.0
         self._mark = 0.0

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 __all__ = ["KEYS", "TOTALS", "Totals"]
 
-KEYS = (
+KEYS: tuple[str, ...] = (
     "retries",
     "resumed",
     "given_up",
@@ -27,7 +27,7 @@ class Totals:
     """Sums by name. They only grow. A sum of which two threads add at the same time may miss one of them."""
 
     def __init__(self) -> None:
-        self.sums = dict.fromkeys(KEYS, 0.0)
+        self.sums: dict[str, float] = dict.fromkeys(KEYS, 0.0)
 
     def add(self, name: str, number: float = 1) -> None:
         """Count."""

@@ -147,8 +147,8 @@ class AsyncStreamFetcher:
 
     def _begin_decoding(self, decoder: Decoder, sample: Any) -> _Read:
         context = copy_context()  # with the sample's random numbers: the next one gets others
-        if decoder.lanes is not None:
-            sample = decoder.lanes.call(decoder.function, sample, context)
+        if decoder.threads is not None:
+            sample = decoder.threads.call(decoder.function, sample, context)
         return _Read(self._read - 1, sample, context)
 
     async def _decoded(self, decoder: Decoder, data: list[Any], bad: list[BadSample]) -> list[Any]:
@@ -158,7 +158,7 @@ class AsyncStreamFetcher:
                 kept.append(item)  # what `on_error` gave for a sample that could not be read
                 continue
             try:
-                if decoder.lanes is not None:
+                if decoder.threads is not None:
                     sample = await item.sample
                 else:
                     sample = await decoder.decode(item.sample, item.context)

@@ -17,7 +17,7 @@ from contextvars import Context
 from typing import Any
 
 from asyncloader.workers.error_notes import add_note, sample_place
-from asyncloader.workers.lanes import Lanes
+from asyncloader.workers.job_threads import JobThreads
 from asyncloader.workers.seeded_fetch import fetches_batches
 from asyncloader.workers.seeding import SampleSeeder
 
@@ -66,19 +66,19 @@ class Decoder:
 
     Args:
         function: the user's.
-        lanes: where it runs; None: inline.
+        threads: where it runs; None: inline.
     """
 
-    __slots__ = ("function", "lanes")
+    __slots__ = ("function", "threads")
 
-    def __init__(self, function: Callable[[Any], Any], lanes: Lanes | None) -> None:
+    def __init__(self, function: Callable[[Any], Any], threads: JobThreads | None) -> None:
         self.function = function
-        self.lanes = lanes
+        self.threads = threads
 
     async def decode(self, sample: Any, context: Context | None = None) -> Any:
         """The decoded sample; made in a copy of `context` (default: the present one)."""
-        if self.lanes is not None:
-            return await self.lanes.call(self.function, sample, context)
+        if self.threads is not None:
+            return await self.threads.call(self.function, sample, context)
         if context is not None:
             return context.copy().run(self.function, sample)
         return self.function(sample)

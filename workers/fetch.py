@@ -30,8 +30,8 @@ from asyncloader.workers.error_notes import (
     stream_place,
 )
 from asyncloader.workers.guarded_fetch import GuardedMap
+from asyncloader.workers.job_threads import JobThreads
 from asyncloader.workers.lane_fetch import LaneFetcher, LaneLike
-from asyncloader.workers.lanes import Lanes
 from asyncloader.workers.seeded_fetch import SeededIterator, fetches_batches
 from asyncloader.workers.thread_fetch import ThreadMapFetcher
 
@@ -158,11 +158,11 @@ def make_async_fetcher(
     guard: Guard | None = None,
     worker: int = 0,
     read: int = 0,
-    lanes: Lanes | None = None,
+    threads: JobThreads | None = None,
     decoder: Decoder | None = None,
     leased: LaneLike | None = None,
 ) -> AsyncFetcher:
-    """The fetcher of an asynchronous dataset; at most `concurrency` samples are awaited at a time. With `lanes`, that
+    """The fetcher of an asynchronous dataset; at most `concurrency` samples are awaited at a time. With `threads`, that
     of a blocking map dataset, whose samples these threads fetch. With `seeding`, the index of a map dataset is
     ``(position, index)``. The other arguments are those of `make_blocking_fetcher`.
     """
@@ -170,8 +170,8 @@ def make_async_fetcher(
         return LaneFetcher(leased, auto_collation, collate, drop_last, seeding, guard, worker, read, decoder)
     if iterable:
         return AsyncStreamFetcher(dataset, auto_collation, collate, drop_last, seeding, guard, worker, read, decoder)
-    if lanes is not None:
-        return ThreadMapFetcher(dataset, auto_collation, collate, lanes, seeding, guard, decoder)
+    if threads is not None:
+        return ThreadMapFetcher(dataset, auto_collation, collate, threads, seeding, guard, decoder)
     return AsyncMapFetcher(dataset, auto_collation, collate, concurrency, seeding, guard, decoder)
 
 

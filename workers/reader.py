@@ -23,8 +23,8 @@ from asyncloader.workers.dataset_context import DatasetContext
 from asyncloader.workers.decoding import DecodedMap, Decoder
 from asyncloader.workers.fetch import AsyncSeeding, is_concurrent, make_async_fetcher, make_blocking_fetcher
 from asyncloader.workers.info import EpochStart, WorkerSetup
+from asyncloader.workers.job_threads import JobThreads
 from asyncloader.workers.lane_fetch import LaneFetcher
-from asyncloader.workers.lanes import Lanes
 from asyncloader.workers.leasing import Leasing, is_leased
 from asyncloader.workers.seeded_fetch import SeededAsyncIterator, SeededIterator, SeededMapFetcher
 from asyncloader.workers.seeding import GlobalWatch, SampleSeeder, global_generators_kept
@@ -61,13 +61,13 @@ class Reader:
         self._in_worker = in_worker
         self._leases = leases
         self.asynchronous = is_concurrent(dataset, setup.fetch_threads)
-        self._lanes = Lanes(setup.fetch_threads, "asyncloader-read") if setup.fetch_threads else None
-        self._decode_lanes: Lanes | None = None
+        self._threads = JobThreads(setup.fetch_threads, "asyncloader-read") if setup.fetch_threads else None
+        self._decode_threads: JobThreads | None = None
         self._decoder: Decoder | None = None
         if setup.decode is not None and self.asynchronous:
             if setup.decode_threads:
-                self._decode_lanes = Lanes(setup.decode_threads, "asyncloader-decode")
-            self._decoder = Decoder(setup.decode, self._decode_lanes)
+                self._decode_threads = JobThreads(setup.decode_threads, "asyncloader-decode")
+            self._decoder = Decoder(setup.decode, self._decode_threads)
         # A map dataset's batches cannot be read again without their indices: its state is of use after each batch only.
         self._every = setup.snapshot_every if setup.iterable else min(1, setup.snapshot_every)
         self._keeps_state = setup.iterable or setup.seeded is None
@@ -168,7 +168,7 @@ class Reader:
         setup, seeded, epoch = self._setup, self._setup.seeded, start.epoch
         guard = None
         if setup.policy is not None:
-            awaited = self.asynchronous and self._lanes is None
+            awaited = self.asynchronous and self._threads is None
             guard = Guard(setup.policy, self._worker_id, epoch, asynchronous=awaited)
         read = 0
         if start.cursor is not None:  # in torch mode samples are not counted, but each has a place in its batch
@@ -193,7 +193,7 @@ class Reader:
                 guard=guard,
                 worker=self._worker_id,
                 read=read,
-                lanes=self._lanes,
+                threads=self._threads,
                 decoder=self._decoder,
                 leased=self._open_lane(start),
             )
@@ -289,9 +289,9 @@ class Reader:
 
     def close(self) -> None:
         """Let the threads end. Does not wait; nothing may be fetched any more."""
-        for lanes in (self._lanes, self._decode_lanes):
-            if lanes is not None:
-                lanes.close()
+        for threads in (self._threads, self._decode_threads):
+            if threads is not None:
+                threads.close()
 
     async def _ensure_begun(self) -> None:
         if self._failure is not None:

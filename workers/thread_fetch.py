@@ -23,7 +23,7 @@ from asyncloader.workers.bad_samples import LOST, BadSample, Guard, NoSamples
 from asyncloader.workers.decoding import Decoder
 from asyncloader.workers.error_notes import add_note, batch_place, sample_place
 from asyncloader.workers.guarded_fetch import fetches_single
-from asyncloader.workers.lanes import Lanes
+from asyncloader.workers.job_threads import JobThreads
 from asyncloader.workers.seeded_fetch import fetches_batches
 
 __all__ = ["ThreadMapFetcher"]
@@ -36,7 +36,7 @@ class ThreadMapFetcher:
         dataset: the dataset.
         auto_collation: whether an index is a list of them.
         collate: from the list of samples, or the one sample, to the batch.
-        lanes: the threads.
+        threads: the threads.
         seeding: of the epoch, an index is ``(position, index)`` then; None in torch mode.
         guard: what becomes of samples that raise; None: the first one fails its batch.
         decoder: the user's `decode`; without threads of its own it runs where the sample was read.
@@ -47,7 +47,7 @@ class ThreadMapFetcher:
         dataset: Any,
         auto_collation: bool,
         collate: Callable[[Any], Any],
-        lanes: Lanes,
+        threads: JobThreads,
         seeding: AsyncSeeding | None,
         guard: Guard | None,
         decoder: Decoder | None = None,
@@ -55,7 +55,7 @@ class ThreadMapFetcher:
         self._dataset = dataset
         self._auto_collation = auto_collation
         self._collate = collate
-        self._lanes = lanes
+        self._threads = threads
         self._seeding = seeding
         self._replicas = 1 if seeding is None else seeding.replicas
         self._guard = guard
@@ -104,14 +104,14 @@ class ThreadMapFetcher:
 
     async def _at_once(self, index: Any, first: int | None, places: list[Any]) -> Any:
         """What `__getitems__` gives, decoded; or its error, if a guard deals with that."""
-        batch = _Batch(self._lanes, 1)
+        batch = _Batch(self._threads, 1)
         job = partial(self._make_batch, index, first)
         try:
             (samples,) = await batch.results([partial(batch.run, 0, job)])
             if self._decode is None:
                 return samples
             decoding = _Batch(
-                self._lanes if self._decoder is None else self._decoder.lanes or self._lanes, len(samples)
+                self._threads if self._decoder is None else self._decoder.threads or self._threads, len(samples)
             )
             jobs = [
                 partial(decoding.run, item, partial(self._decode_one, sample, self._position(first, item)))
@@ -144,9 +144,9 @@ class ThreadMapFetcher:
         self, places: list[Any], first: int | None, failure: list[Exception], bad: list[BadSample] | None
     ) -> list[Any]:
         """`failure` holds what all of them raised, if they cannot be told apart."""
-        guard, lanes = self._guard, None if self._decoder is None else self._decoder.lanes
+        guard, threads = self._guard, None if self._decoder is None else self._decoder.threads
         found: list[list[BadSample]] = [[] for _ in places]
-        batch = _Batch(self._lanes, len(places))
+        batch = _Batch(self._threads, len(places))
         jobs: list[Callable[[], None]] = []
         for item, index in enumerate(places):
             position = self._position(first, item)
@@ -156,8 +156,8 @@ class ThreadMapFetcher:
             if failure and lost is not None:
                 make: Callable[[], Any] = partial(lost, failure[0])
             else:
-                make = partial(self._make, index, position, decode=lanes is None)
-            decode = None if lanes is None or self._decode is None or failure else (lanes, self._decode)
+                make = partial(self._make, index, position, decode=threads is None)
+            decode = None if threads is None or self._decode is None or failure else (threads, self._decode)
             jobs.append(partial(batch.run, item, make, lost, decode))
         try:
             return await batch.results(jobs)
@@ -204,8 +204,8 @@ class ThreadMapFetcher:
 class _Batch:
     """Jobs whose results are wanted together. Its jobs run in threads, all else in the loop's."""
 
-    def __init__(self, lanes: Lanes, count: int) -> None:
-        self._lanes = lanes
+    def __init__(self, threads: JobThreads, count: int) -> None:
+        self._threads = threads
         self._context = copy_context()
         self._results: list[Any] = [None] * count
         self._left = count
@@ -220,10 +220,10 @@ class _Batch:
         if not jobs:
             return []
         loop = asyncio.get_running_loop()
-        self._lanes.attach(loop)
+        self._threads.attach(loop)
         self._done = loop.create_future()
         for job in jobs:
-            self._lanes.put(job)
+            self._threads.put(job)
         try:
             await self._done
         finally:
@@ -241,7 +241,7 @@ class _Batch:
         item: int,
         make: Callable[[], Any],
         lost: Callable[[Exception], Any] | None = None,
-        decode: tuple[Lanes, Callable[[Any], Any]] | None = None,
+        decode: tuple[JobThreads, Callable[[Any], Any]] | None = None,
     ) -> None:
         """A job, in a thread: make the item; then decode it, in a thread of another kind."""
         if self._over:
@@ -254,7 +254,7 @@ class _Batch:
         context: Context,
         make: Callable[[], Any],
         lost: Callable[[Exception], Any] | None,
-        decode: tuple[Lanes, Callable[[Any], Any]] | None = None,
+        decode: tuple[JobThreads, Callable[[Any], Any]] | None = None,
     ) -> None:
         if self._over:
             return
@@ -267,14 +267,14 @@ class _Batch:
                 made = context.run(lost, error)
                 decode = None  # a substitute comes decoded
         except BaseException as error:
-            self._lanes.tell(self._failed, item, error)
+            self._threads.tell(self._failed, item, error)
             del error
             return
         if decode is None:
-            self._lanes.tell(self._made, item, made)
+            self._threads.tell(self._made, item, made)
         else:
-            lanes, function = decode
-            lanes.put(partial(self._carry_out, item, context, partial(function, made), lost))
+            threads, function = decode
+            threads.put(partial(self._carry_out, item, context, partial(function, made), lost))
 
     def _made(self, item: int, sample: Any) -> None:
         if self._over or self._done is None:

@@ -38,8 +38,7 @@ from asyncloader.workers.task_runner import TaskRunner
 __all__ = ["worker_main"]
 
 _PYTHONS_THRESHOLDS = (700, 2000)
-"""New objects after which the youngest ones are collected, where nobody has said otherwise: up to Python 3.12, and since.
-"""
+"""New objects after which the youngest are collected where nobody has said otherwise: up to Python 3.12, and since."""
 
 
 def worker_main(worker_id: int, links: Links, setup: WorkerSetup | Payload) -> None:
@@ -190,6 +189,8 @@ class _AsyncShell:
             self._end(None)
 
     def _take(self, kind: int, body: bytes) -> None:
+        if self._retiring and kind not in (wire.LEASE, wire.RESET, wire.STOP):
+            return  # for the one that comes in its place
         if kind == wire.TASK:
             task = self._loop.create_task(self._runner.task_async(body))
             self._tasks.add(task)
@@ -198,6 +199,8 @@ class _AsyncShell:
         if kind == wire.RESET:
             for task in self._tasks:
                 task.cancel()
+            if self._retiring:
+                return
         self._runner.control(kind, body)
 
     def _finished(self, task: asyncio.Task[None]) -> None:
@@ -208,10 +211,8 @@ class _AsyncShell:
             self._retire()
 
     def _retire(self) -> None:
-        """Take no more tasks; leave when those in hand are answered."""
-        if not self._retiring:
-            self._retiring = True
-            self._loop.remove_reader(self._runner.channel.fileno())
+        """Take no more tasks; leave when those in hand are answered. They may have to wait for leases."""
+        self._retiring = True
         if not self._tasks and not self._done.done():
             self._runner.retire()
             self._end(None)

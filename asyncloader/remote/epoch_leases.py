@@ -3,8 +3,8 @@
 Data path: dataset -> [epoch_leases: plan, book] -> pipeline -> lanes. Made when an iterator starts, before its workers.
 
 The part of the state, beside the cursors of the lanes: ``{"key": int, "plan": str, "done": int, "back": [[[shard,
-start, stop, sync], ...], ...]}``: what chose the epoch's orders, a digest of the plan, how many of its pieces were
-leased, and the leases that come before the rest.
+start, stop, sync], ...], ...]}``: what chose the epoch's orders, a digest of the plan (None: there was none yet), how
+many of its leases were given, and the leases that come before the rest.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class EpochLeases:
         names: of the shards, for the digest.
         plan: the leases, in their order.
         starts: what each lane begins with.
-        saved: this part of a state that was saved; None: the epoch begins.
+        saved: this part of a state that was saved, which has a `saved_key`; None: the epoch begins.
         key: chose the plan; see `saved_key`.
         ordered: see `LeaseBook`.
         shuffle: samples of a block of the lanes' shuffle buffers, for the digest.
@@ -69,6 +69,8 @@ class EpochLeases:
         shuffle: int = 0,
     ) -> None:
         self._key = key
+        if saved is not None and saved.get("plan", 0) is None:
+            saved = None  # it was saved before anything was planned
         if saved is None and any(start.cursor is not None or start.skip for start in starts):
             raise StateError("the state is broken: workers have read shards, but nothing says which are left")
         self._digest = _digest(names, plan, shuffle)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset, get_worker_info
 
+from tests.integration.remote_folders import dataset_of, with_method
 from tests.integration.running import PATIENCE_S, children_of
 from tests.integration.seeded_datasets import AllDraws, Rows
 from tests.integration.seeded_runs import Stepwise
@@ -150,6 +151,24 @@ class Place:
             return got, f"{type(error).__name__}: {error}"
         run.iterator = None
         return got, "left"
+
+    def shards(
+        self, url: str, *, kind: str = "sync", epochs: int = 1, steps: int = 0, buffer: int = 0, **options: Any
+    ) -> list[Ended]:
+        """Epochs of a loader over shards in a store, numbers in them; with `steps`, saved there and resumed."""
+        dataset = dataset_of(url, shuffle_buffer=buffer)
+        options = with_method({"batch_size": 2, "seed": 3, **options})
+        torch.manual_seed(1000 + self.rank)  # the ranks of a torch-mode run draw what they will
+        with Stepwise(kind, dataset, **options) as run:
+            if not steps:
+                return [self._epoch(run, None, False) for _ in range(epochs)]
+            run.begin()
+            head = [batch.tolist() for batch in run.take(steps)]
+            state = run.loader.state_dict()
+        with Stepwise(kind, dataset, **options) as run:
+            run.loader.load_state_dict(state)
+            batches, end = self._epoch(run, None, False)
+            return [(head + batches, end)]
 
     def stream_until_killed(self, victim: int, steps: int, kind: str, **options: Any) -> list[Ended]:
         """As `stream`, but one rank is killed after so many steps; the others try two epochs."""

@@ -44,7 +44,8 @@ class Killing:
 
 def dataset_of(url: Any, **options: Any) -> RemoteIterableDataset:
     """A data set whose samples are numbers."""
-    return RemoteIterableDataset(url, **{"decode": number_of, **options})
+    with_decode: dict[str, Any] = {"decode": number_of, **options}
+    return RemoteIterableDataset(url, **with_decode)
 
 
 def epochs_of(kind: str, dataset: Any, epochs: int = 1, **options: Any) -> list[list[list[int]]]:

@@ -371,7 +371,8 @@ def test_a_lane_is_stateful(tars: str) -> None:
 
     async def run() -> bool:
         plan = await dataset.plan(1, 0, 1, None)
-        return isinstance(dataset.open_lane(LocalLeases(LeaseBook(Ledger(plan), [LaneStart()]), 0)), Stateful)
+        lane: Any = dataset.open_lane(LocalLeases(LeaseBook(Ledger(plan), [LaneStart()]), 0))
+        return isinstance(lane, Stateful)
 
     assert run_async(run())
 

@@ -240,7 +240,8 @@ def test_signature() -> None:
     assert all(parameters[name].kind == parameter.kind for name, parameter in torchs.items())
     own = {name: parameter.default for name, parameter in parameters.items() if name not in torchs}
     faults = {"worker_timeout": None, "max_worker_restarts": None, "on_error": "raise", "max_bad_samples": 1000}
-    ours = {"ring_bytes": None, "concurrency": 256, "worker_memory_limit": None}
+    flights = {"concurrency": 256, "fetch_threads": 0, "decode": None, "decode_threads": 1}
+    ours = {"ring_bytes": None, **flights, "worker_memory_limit": None}
     assert own == {"snapshot_every_n_steps": 1, **ours, **faults}
     assert isinstance(StatefulDataLoader(Rows()), DataLoader)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ class Case:
     Attributes:
         stops: of each part but the last, after how many more batches its state is saved.
         kinds: of the loaders of the parts, used in turn.
-        deaths: numbers of samples whose worker is killed, once.
+        deaths: numbers of samples whose worker is killed, once. (Two deaths over one batch would end the run.)
     """
 
     ending: str
@@ -87,12 +87,12 @@ def cases(draw: st.DrawFn) -> Case:
         seeded=draw(st.booleans()),
         stops=draw(st.lists(st.integers(0, 6), min_size=1, max_size=2).map(tuple)),
         kinds=draw(st.permutations(["sync", "asyncio", "uvloop"]).map(tuple)),
-        deaths=draw(st.lists(number, max_size=2, unique=True).map(tuple)) if workers else (),
+        deaths=draw(st.lists(number, max_size=1).map(tuple)) if workers else (),
     )
 
 
 @contextmanager
-def folder_of(case: Case) -> Iterator[tuple[str, Path]]:
+def folder_of(case: Case) -> Generator[tuple[str, Path]]:
     """The shards' URL, and a folder for what struck."""
     with tempfile.TemporaryDirectory() as folder:
         shards, struck = Path(folder) / "shards", Path(folder) / "struck"
@@ -109,7 +109,7 @@ def check(case: Case) -> None:
         for made in (number_of, decode):
             torch.manual_seed(1)
             with Stepwise("sync", dataset_of(url, shuffle_buffer=case.shuffle, decode=made), **case.options) as run:
-                epochs.append([[plain(batch) for batch in run.epoch()] for _ in range(1)][0])
+                epochs.append([plain(batch) for batch in run.epoch()])
         whole = epochs[0]
         assert epochs[1] == whole, "another run"
         size = case.batch_size or 1
@@ -138,7 +138,7 @@ def check(case: Case) -> None:
         assert got == whole, "interrupted"
 
 
-@settings(max_examples=max(6, EXAMPLES // 12), **SETTINGS)
+@settings(max_examples=max(6, EXAMPLES // 4), **SETTINGS)
 @given(cases())
 def test_an_interrupted_run_gives_what_it_would_have_given(case: Case) -> None:
     """Killed, saved and resumed, by whichever loader: the same batches in the same order."""

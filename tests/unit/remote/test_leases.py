@@ -208,17 +208,20 @@ def test_broken_parts(change: dict[str, Any]) -> None:
         with pytest.raises(StateError, match="the key is"):
             saved_key(whole() | {"key": key})
     nonsense: Any
+    with pytest.raises(StateError, match="lacks something"):
+        leases_of({})
     for nonsense in (5, [], "plan", {}):
-        with pytest.raises(StateError, match="lacks something"):
-            leases_of(nonsense)
         with pytest.raises(StateError, match="lacks something"):
             saved_key(nonsense)
 
 
 def test_workers_that_have_read_without_a_part_of_a_state() -> None:
     """A state that says where the lanes are, and not what is left of the shards, is broken."""
-    with pytest.raises(StateError, match="nothing says which are left"):
-        EpochLeases(list("abcd"), PLAN, [EpochStart(skip=1), EpochStart()], None, key=5, ordered=True)
+    unplanned: dict[str, Any] = {"key": 5, "plan": None, "done": 0, "back": []}
+    leases_of(unplanned)
+    for saved in (None, unplanned):
+        with pytest.raises(StateError, match="nothing says which are left"):
+            EpochLeases(list("abcd"), PLAN, [EpochStart(skip=1), EpochStart()], saved, key=5, ordered=True)
 
 
 LANE: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """Threads that take jobs from one line, and tell a loop what came of them.
 
-Data path: worker: fetch -> [lanes: blocking reads, decoding] -> collate -> codec -> ring. Also without workers.
+Data path: worker: fetch -> [job_threads: blocking reads, decoding] -> collate -> codec -> ring. Also without workers.
 
 Not an executor of the standard library: that wakes the loop for every job, and at exit waits for the jobs that it has,
 also for one that never ends. These threads are daemons: a job that is stuck holds up neither the loader's end nor the
@@ -18,12 +18,12 @@ from contextvars import Context, copy_context
 from queue import Empty, SimpleQueue
 from typing import Any
 
-__all__ = ["Lanes"]
+__all__ = ["JobThreads"]
 
 _Job = Callable[[], None]
 
 
-class Lanes:
+class JobThreads:
     """At most `threads` threads, started as they are needed; they end with `close`, or when nobody has this object.
 
     Used in one loop's thread, but for `put` and `tell`, which any may call.
@@ -139,7 +139,7 @@ class Lanes:
             self._jobs.put(None)
 
 
-# The threads refer to the line, and to nothing else: lanes that nobody has any more are collected, and end them.
+# The threads refer to the line, and to nothing else: threads that nobody has any more are collected, and end them.
 def _work(jobs: SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader.workers.lanes import Lanes
+from asyncloader.workers.job_threads import JobThreads
 
 variable: ContextVar[int] = ContextVar("variable", default=-1)
 
@@ -26,23 +26,23 @@ def join(name: str) -> None:
 
 async def test_calls_run_in_at_most_so_many_threads() -> None:
     """Three threads meet at a barrier; a fourth is not started for more calls."""
-    lanes = Lanes(3, "lane-a")
+    threads = JobThreads(3, "lane-a")
     barrier = threading.Barrier(3)
 
     def meet(item: int) -> int:
         barrier.wait(20)
         return item
 
-    assert await asyncio.gather(*(lanes.call(meet, item) for item in range(6))) == list(range(6))
+    assert await asyncio.gather(*(threads.call(meet, item) for item in range(6))) == list(range(6))
     assert len(named("lane-a")) == 3
-    lanes.close()
+    threads.close()
     join("lane-a")
     assert not named("lane-a")
 
 
 async def test_a_call_has_a_copy_of_the_context() -> None:
     """It sees the caller's variables, and what it sets is seen by nobody."""
-    lanes = Lanes(1, "lane-b")
+    threads = JobThreads(1, "lane-b")
 
     def look(value: int) -> int:
         before = variable.get()
@@ -50,57 +50,57 @@ async def test_a_call_has_a_copy_of_the_context() -> None:
         return before
 
     variable.set(3)
-    assert [await lanes.call(look, value) for value in (7, 8)] == [3, 3]
+    assert [await threads.call(look, value) for value in (7, 8)] == [3, 3]
     assert variable.get() == 3
-    lanes.close()
+    threads.close()
     join("lane-b")
 
 
 async def test_errors_are_raised_where_it_is_awaited() -> None:
     """Any exception travels; StopIteration, which a future cannot carry, as the cause of another."""
-    lanes = Lanes(1, "lane-c")
+    threads = JobThreads(1, "lane-c")
 
     def fail(error: BaseException) -> Any:
         raise error
 
     with pytest.raises(OSError, match="disk"):
-        await lanes.call(fail, OSError("disk"))
+        await threads.call(fail, OSError("disk"))
     with pytest.raises(RuntimeError, match="StopIteration") as raised:
-        await lanes.call(fail, StopIteration(1))
+        await threads.call(fail, StopIteration(1))
     assert isinstance(raised.value.__cause__, StopIteration)
-    lanes.close()
+    threads.close()
     join("lane-c")
 
 
 async def test_a_cancelled_call_that_has_not_begun_never_does() -> None:
     """Cancelling while the only thread is busy: the job is dropped when its turn comes."""
-    lanes = Lanes(1, "lane-d")
+    threads = JobThreads(1, "lane-d")
     go, ran = threading.Event(), list[int]()
-    busy = lanes.call(lambda _: go.wait(20), None)
-    dropped = lanes.call(ran.append, 1)
-    after = lanes.call(ran.append, 2)
+    busy = threads.call(lambda _: go.wait(20), None)
+    dropped = threads.call(ran.append, 1)
+    after = threads.call(ran.append, 2)
     dropped.cancel()
     go.set()
     await busy
     await after
     assert ran == [2]
-    lanes.close()
+    threads.close()
     join("lane-d")
 
 
 async def test_closing_does_not_wait_for_a_stuck_job() -> None:
     """`close` returns while a job is stuck; jobs put later are dropped; the thread ends with the job."""
-    lanes = Lanes(1, "lane-e")
+    threads = JobThreads(1, "lane-e")
     begun, go = threading.Event(), threading.Event()
 
     def stuck(_: Any) -> None:
         begun.set()
         go.wait(20)
 
-    waiting = lanes.call(stuck, None)
+    waiting = threads.call(stuck, None)
     await asyncio.to_thread(begun.wait, 20)
-    lanes.close()
-    lanes.put(lambda: pytest.fail("a job ran in closed lanes"))
+    threads.close()
+    threads.put(lambda: pytest.fail("a job ran in closed threads"))
     assert not waiting.done()
     go.set()
     join("lane-e")
@@ -108,11 +108,11 @@ async def test_closing_does_not_wait_for_a_stuck_job() -> None:
 
 
 async def test_lanes_that_nobody_has_any_more_end() -> None:
-    """Threads do not keep their lanes."""
-    lanes: Lanes | None = Lanes(2, "lane-f")
-    assert lanes is not None
-    await lanes.call(abs, -1)
-    del lanes
+    """Threads do not keep their threads."""
+    threads: JobThreads | None = JobThreads(2, "lane-f")
+    assert threads is not None
+    await threads.call(abs, -1)
+    del threads
     gc.collect()
     join("lane-f")
     assert not named("lane-f")
@@ -120,20 +120,20 @@ async def test_lanes_that_nobody_has_any_more_end() -> None:
 
 def test_a_loop_that_is_gone_is_told_nothing() -> None:
     """A job that ends after its loop was closed does no harm."""
-    lanes = Lanes(1, "lane-g")
+    threads = JobThreads(1, "lane-g")
     go = threading.Event()
 
     async def leave() -> None:
-        lanes.call(lambda _: go.wait(20), None)
+        threads.call(lambda _: go.wait(20), None)
 
     asyncio.run(leave())
     go.set()
-    lanes.close()
+    threads.close()
     join("lane-g")
     assert not named("lane-g")
 
     async def again() -> int:
-        other = Lanes(1, "lane-h")
+        other = JobThreads(1, "lane-h")
         try:
             return int(await other.call(abs, -2))
         finally:
@@ -145,14 +145,14 @@ def test_a_loop_that_is_gone_is_told_nothing() -> None:
 
 async def test_without_a_thread_to_be_had_jobs_run_where_they_are_put(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slower, but nobody waits for ever; later threads are tried again."""
-    lanes = Lanes(2, "lane-i")
+    threads = JobThreads(2, "lane-i")
 
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refused)
-        assert await lanes.call(lambda _: threading.current_thread(), None) is threading.current_thread()
-    assert (await lanes.call(lambda _: threading.current_thread(), None)).name.startswith("lane-i")
-    lanes.close()
+        assert await threads.call(lambda _: threading.current_thread(), None) is threading.current_thread()
+    assert (await threads.call(lambda _: threading.current_thread(), None)).name.startswith("lane-i")
+    threads.close()
     join("lane-i")

@@ -1,0 +1,84 @@
+"""Shards that ranks share: disjoint parts, equal numbers of batches, in seeded mode and in torch mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.rank_group import RankGroup
+from tests.integration.remote_folders import make_shards
+from tests.integration.running import BOTH
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+SIZES = (9, 12, 4, 8, 15)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
+    with RankGroup(2, tmp_path_factory.mktemp("two")) as group:
+        yield group
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(two: RankGroup) -> Iterator[None]:
+    """The ranks keep no thread, no worker and no connection of a loader."""
+    yield
+    if two.alive:
+        assert two("left") == two.held
+
+
+def check(ranks: list[list[Any]], count: int, least: int) -> None:
+    """Of each epoch: as many batches on each rank, no sample twice, and none beyond `count`."""
+    for epoch in zip(*ranks, strict=True):
+        assert [end for _, end in epoch] == ["end"] * len(ranks)
+        assert len({len(batches) for batches, _ in epoch}) == 1
+        samples = [int(n) for batches, _ in epoch for batch in batches for n in batch]
+        assert len(samples) == len(set(samples))
+        assert set(samples) <= set(range(count))
+        assert len(epoch[0][0]) >= least
+
+
+@pytest.mark.parametrize("seed", [3, None])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", BOTH)
+def test_ranks_share_shards(two: RankGroup, kind: str, workers: int, seed: int | None, tmp_path: Path) -> None:
+    """Uneven shards: the ranks end together, in each of two epochs, which differ."""
+    url = make_shards(tmp_path, SIZES)
+    options: dict[str, Any] = {"kind": kind, "num_workers": workers, "seed": seed, "buffer": 4}
+    ranks = two("shards", url, epochs=2, **options, persistent_workers=bool(workers))
+    check(ranks, sum(SIZES), 6)  # one rank may have the two smallest shards, 12 samples, and these it has in full
+    for epochs in ranks:
+        assert epochs[0] != epochs[1]
+
+
+def test_shards_that_are_cut_evenly(two: RankGroup, tmp_path: Path) -> None:
+    """One file of JSON lines, or one MDS shard, is cut for both; a known length is not taken for each rank's."""
+    for ending in ("jsonl", "mds", "parquet"):
+        folder = tmp_path / ending
+        folder.mkdir()
+        url = make_shards(folder, (70,), ending=ending)
+        for workers in (0, 1):
+            ranks = two("shards", url, num_workers=workers)
+            check(ranks, 70, 14)
+
+
+@pytest.mark.parametrize("seed", [3, None])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_resume(two: RankGroup, workers: int, seed: int | None, tmp_path: Path) -> None:
+    """Each from its own state: as if nothing had happened."""
+    url = make_shards(tmp_path, SIZES)
+    options: dict[str, Any] = {"num_workers": workers, "seed": seed, "buffer": 4}
+    assert two("shards", url, steps=3, **options) == two("shards", url, **options)
+
+
+@pytest.mark.parametrize("seed", [3, None])
+def test_uneven_shards_are_an_error_on_request(two: RankGroup, seed: int | None, tmp_path: Path) -> None:
+    """``on_uneven="error"`` raises on both ranks, at the same step."""
+    url = make_shards(tmp_path, (3, 30))
+    ranks = two("shards", url, seed=seed, on_uneven="error")
+    assert [end.partition(":")[0] for ((_, end),) in ranks] == ["RanksDisagree"] * 2
+    assert len({len(batches) for ((batches, _),) in ranks}) == 1
