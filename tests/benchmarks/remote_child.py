@@ -17,7 +17,7 @@ import psutil
 from asyncloader import AsyncDataLoader
 
 from .plan import Job
-from .remote_content import SHARDS, Content, WrongContent
+from .remote_content import LARGE_SHARDS, SHARDS, Content, WrongContent
 from .remote_plan import BARE, BATCH, OBJECTS_KIND, WORKERS
 
 WARM_UP_S = 1.0
@@ -118,10 +118,12 @@ def measure(job: Job) -> dict[str, float]:
 
         uvloop.run(read_bare(job.store, content.objects, in_flight, window.take_one))
         return window.result()
-    from .remote_loaders import open_remote
+    from .remote_loaders import TAR, open_remote
 
-    samples = content.objects if job.workload == OBJECTS_KIND else SHARDS[job.workload].objects
-    return read(open_remote(job.loader, job.workload, job.store, min(samples, content.objects)), window)
+    samples = content.objects
+    if job.loader in TAR:
+        samples = (LARGE_SHARDS if job.workload == OBJECTS_KIND else SHARDS[job.workload]).objects
+    return read(open_remote(job.loader, job.workload, job.store, samples), window)
 
 
 def read(loader: Any, window: Window) -> dict[str, float]:

@@ -34,8 +34,10 @@ AHEAD = 4  # batches that the loaders without workers of torch's kind hold ready
 
 
 def shard_urls(store: str, folder: str, samples: int) -> list[str]:
-    """The tar files that hold so many samples, or a few more."""
+    """The tar files that hold so many samples, or a few more. ValueError: the store has fewer."""
     shards = SHARDS[folder]
+    if samples > shards.objects:
+        raise ValueError(f"{samples} samples of the {shards.objects} in {folder!r}")
     return [f"{store}/{folder}/{number:04}.tar" for number in range(-(-samples // shards.each))]
 
 

@@ -20,7 +20,7 @@ from .plan import ASYNC, FACADE, Job
 from .remote_child import Window
 from .remote_clients import read_bare
 from .remote_content import LARGE, LARGE_SHARDS, SMALL_SHARDS, STRIDE, Content, Shards, WrongContent, tar_size
-from .remote_loaders import open_remote
+from .remote_loaders import open_remote, shard_urls
 from .remote_plan import (
     BARE,
     BATCH,
@@ -135,6 +135,13 @@ def test_loaders_read_everything_once(loader: str, store: str, content: Content)
     assert places == sorted(places) or loader == OURS_TAR
 
 
+def test_only_shards_that_exist_are_read() -> None:
+    """More samples than the tar files hold are refused, before any request."""
+    assert len(shard_urls("http://store/1", "small", SMALL_SHARDS.objects)) == SMALL_SHARDS.files
+    with pytest.raises(ValueError, match="'small'"):
+        shard_urls("http://store/1", "small", SMALL_SHARDS.objects + 1)
+
+
 def test_bare_loop_stops(store: str, content: Content) -> None:
     """The bare client reads what it is told to, and stops when it is told to."""
     came: list[int] = []
@@ -164,9 +171,7 @@ def test_window_refuses_repeated_and_short_epochs(content: Content) -> None:
         window.take_one(3, bytes(content.object(4)))
 
 
-@pytest.mark.parametrize(
-    "row", [Row(OBJECTS_KIND, 1, ASYNC), Row(OBJECTS_KIND, 1, BARE[256]), Row("small", 1, OURS_TAR)]
-)
+@pytest.mark.parametrize("row", [Row(OBJECTS_KIND, 1, BARE[256]), Row("small", 1, OURS_TAR)])
 def test_measurement_in_its_process(row: Row) -> None:
     """A measurement gives a rate and CPU seconds."""
     with running_store() as store:

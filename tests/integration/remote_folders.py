@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from tests.integration.faulty import Faults
 from tests.integration.seeded_runs import Stepwise
 from tests.unit.remote_shards import MAKERS, mds, mds_index, number_of
 
-__all__ = ["Killing", "dataset_of", "epochs_of", "flat", "make_shards", "number_of", "plain", "with_method"]
+__all__ = ["Killing", "dataset_of", "epochs_of", "flat", "make_shards", "number_of", "plain", "resumed", "with_method"]
 
 
 def make_shards(folder: Path, sizes: Sequence[int], *, ending: str = "tar") -> str:
@@ -62,6 +63,18 @@ def plain(batch: Any) -> list[int]:
 def with_method(options: dict[str, Any]) -> dict[str, Any]:
     """Local files may be read in forked workers, which start ten times as fast."""
     return {"multiprocessing_context": "fork", **options} if options.get("num_workers") else options
+
+
+def resumed(kind: str, dataset: Any, steps: int, **options: Any) -> list[list[int]]:
+    """An epoch that another loader goes on with after so many batches; the state goes through JSON."""
+    with Stepwise(kind, dataset, **with_method(options)) as run:
+        run.begin()
+        head = [plain(batch) for batch in run.take(steps)]
+        state = json.loads(json.dumps(run.loader.state_dict()))
+    with Stepwise(kind, dataset, **with_method(options)) as run:
+        run.loader.load_state_dict(state)
+        assert run.loader.state_dict() == state
+        return head + [plain(batch) for batch in run.epoch()]
 
 
 def flat(batches: Sequence[Sequence[int]]) -> list[int]:

@@ -1,4 +1,4 @@
-"""RemoteIterableDataset in both loaders: every sample once, full batches, one order; lengths, states, refusals.
+"""RemoteIterableDataset in both loaders: every sample once, full batches, one order; lengths, refusals.
 
 Workers are forked where shards are local files, which is fast; three tests have the other start methods.
 """
@@ -6,19 +6,16 @@ Workers are forked where shards are local files, which is fast; three tests have
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from asyncloader import AsyncDataLoader, DataLoader, StateError, Stateful
+from asyncloader import AsyncDataLoader, DataLoader
 from asyncloader.formats import Located, ShardRange
-from asyncloader.remote.leases import LaneStart, LeaseBook, Ledger
-from asyncloader.remote.local_leases import LocalLeases
 from asyncloader.transports import MemoryTransport
-from tests.integration.remote_folders import dataset_of, epochs_of, flat, make_shards, number_of, with_method
+from tests.integration.remote_folders import dataset_of, epochs_of, flat, make_shards, number_of, resumed, with_method
 from tests.integration.running import BOTH, run_async
 from tests.integration.seeded_runs import Stepwise
 from tests.unit.remote_shards import tar
@@ -242,139 +239,6 @@ def test_length_under_a_running_loop(tmp_path: Path) -> None:
         return len(dataset_of(make_shards(tmp_path, (5, 4), ending="mds")))
 
     assert run_async(run()) == 9
-
-
-# ------------------------------------------------------------------------------------------- states
-
-
-def resumed(kind: str, dataset: Any, steps: int, **options: Any) -> list[list[int]]:
-    """An epoch that another loader goes on with after so many batches; the state goes through JSON."""
-    with Stepwise(kind, dataset, **with_method(options)) as run:
-        run.begin()
-        head = [batch.reshape(-1).tolist() for batch in run.take(steps)]
-        state = json.loads(json.dumps(run.loader.state_dict()))
-    with Stepwise(kind, dataset, **with_method(options)) as run:
-        run.loader.load_state_dict(state)
-        assert run.loader.state_dict() == state
-        return head + [batch.reshape(-1).tolist() for batch in run.epoch()]
-
-
-@pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_states_in_the_middle(kind: str, workers: int, tars: str) -> None:
-    """From the first batch to the last: what follows is what would have followed."""
-    dataset = dataset_of(tars, shuffle_buffer=6)
-    options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "seed": 5}
-    (batches,) = epochs_of(kind, dataset, **options)
-    for steps in (0, 1, 3, len(batches)):
-        assert resumed(kind, dataset, steps, **options) == batches
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_states_between_epochs(workers: int, tars: str) -> None:
-    """Saved when the end was told: the next epoch follows."""
-    dataset = dataset_of(tars, shuffle_buffer=6)
-    options = with_method({"batch_size": 4, "num_workers": workers, "seed": 5})
-    with Stepwise("sync", dataset, **options) as run:
-        run.epoch()
-        state = run.loader.state_dict()
-        second = [batch.tolist() for batch in run.epoch()]
-    with Stepwise("sync", dataset, **options) as run:
-        run.loader.load_state_dict(state)
-        assert [batch.tolist() for batch in run.epoch()] == second
-
-
-def test_torch_mode_resumes(tars: str) -> None:
-    """The state has the base seed that the order was drawn with."""
-    dataset = dataset_of(tars, shuffle_buffer=6)
-    torch.manual_seed(3)
-    (batches,) = epochs_of("sync", dataset, batch_size=4, num_workers=2)
-    torch.manual_seed(3)
-    assert resumed("sync", dataset, 2, batch_size=4, num_workers=2) == batches
-
-
-def test_out_of_order_resumes(tars: str) -> None:
-    """With ``in_order=False`` each sample comes once all the same, however seldom the user wants states taken."""
-    for every in (1, 4, 0):
-        options: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "in_order": False}
-        batches = resumed("sync", dataset_of(tars), 3, **options, snapshot_every_n_steps=every)
-        assert sorted(flat(batches)) == ALL
-
-
-def begin_with(run: Stepwise, state: dict[str, Any]) -> None:
-    run.loader.load_state_dict(state)
-    run.epoch()
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_states_that_do_not_fit(workers: int, tars: str, tmp_path: Path) -> None:
-    """Other shards, another shuffle buffer, a part that is broken: StateError, from both loaders, before any batch."""
-    options = with_method({"batch_size": 4, "num_workers": workers, "seed": 5})
-    dataset = dataset_of(tars, shuffle_buffer=6)
-    with Stepwise("sync", dataset, **options) as run:
-        run.begin()
-        run.take(2)
-        state = run.loader.state_dict()
-    lane = state["workers"]["cursors"][0]["iterator"]
-    assert {"key", "plan", "done", "back"} == set(state["workers"]["leases"])
-
-    def spoiled(**leases: Any) -> dict[str, Any]:
-        changed: dict[str, Any] = state | {
-            "workers": state["workers"] | {"leases": state["workers"]["leases"] | leases}
-        }
-        return changed
-
-    def with_lane(**fields: Any) -> dict[str, Any]:
-        first = state["workers"]["cursors"][0] | {"iterator": lane | fields}
-        changed: dict[str, Any] = state | {
-            "workers": state["workers"] | {"cursors": [first, *state["workers"]["cursors"][1:]]}
-        }
-        return changed
-
-    (tmp_path / "other").mkdir()
-    other = dataset_of(make_shards(tmp_path / "other", SIZES), shuffle_buffer=6)
-    cases = [
-        (other, state, "of other shards"),
-        (dataset_of(tars, shuffle_buffer=7), state, "shuffled differently"),
-        (dataset_of(tars), state, "shuffled differently"),
-        (dataset, spoiled(done=99), "the state is broken"),
-        (dataset, spoiled(back=[[[77, 0, None, False]]]), "the state is broken"),
-        (dataset, spoiled(plan=7), "of other shards"),
-        (dataset, spoiled(key=-7), "the state is broken"),
-        (dataset, {**state, "workers": {k: v for k, v in state["workers"].items() if k != "leases"}}, "which are left"),
-        (dataset, state | {"workers": state["workers"] | {"leases": 5}}, "the state is broken"),
-        (dataset, with_lane(todo=[[0, "x", None, False]]), "the state is broken"),
-        (dataset, with_lane(batch="x"), "the state is broken"),
-    ]
-    for kind in BOTH:
-        for data, bad, words in cases:
-            with Stepwise(kind, data, **options) as run, pytest.raises(StateError, match=words):
-                begin_with(run, bad)
-
-
-def test_states_of_other_numbers_of_workers(tars: str) -> None:
-    """As for any stream."""
-    with Stepwise("sync", dataset_of(tars), batch_size=4, seed=5) as run:
-        run.begin()
-        run.take(2)
-        state = run.loader.state_dict()
-    with (
-        Stepwise("sync", dataset_of(tars), batch_size=4, seed=5, num_workers=2) as run,
-        pytest.raises(StateError, match="num_workers"),
-    ):
-        run.loader.load_state_dict(state)
-
-
-def test_a_lane_is_stateful(tars: str) -> None:
-    """A worker's stream keeps to the protocol by which every stream's state is taken."""
-    dataset = dataset_of(tars)
-
-    async def run() -> bool:
-        plan = await dataset.plan(1, 0, 1, None)
-        lane: Any = dataset.open_lane(LocalLeases(LeaseBook(Ledger(plan), [LaneStart()]), 0))
-        return isinstance(lane, Stateful)
-
-    assert run_async(run())
 
 
 # ------------------------------------------------------------------------------------------- leaving early

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import NamedTuple
 
-from tests.property.lease_world import Case, plan_of
+from tests.property.lease_cases import Case, plan_of
 
 __all__ = ["expected"]
 

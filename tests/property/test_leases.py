@@ -16,10 +16,11 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from tests.property.lease_cases import Case
 from tests.property.lease_rule import expected
-from tests.property.lease_world import Case, World, passed
+from tests.property.lease_world import World, passed
 
-EXAMPLES = int(os.environ.get("ASYNCLOADER_CONFIGURATIONS", "60"))
+EXAMPLES = int(os.environ.get("ASYNCLOADER_CONFIGURATIONS", "150"))
 SETTINGS: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 
 

@@ -1,0 +1,128 @@
+"""Epochs of leased shards: their options, and shards that hold numbers. Used by the model in `lease_world.py`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+
+from asyncloader.formats import Located, OnBad, Sample, ShardError, ShardFormat
+from asyncloader.remote.catalogue import Piece, Shard
+from asyncloader.remote.lane import Lane
+from asyncloader.remote.leases import Lease
+from asyncloader.workers.leasing import LeaseSource
+
+__all__ = ["Case", "Shards", "pieces_of", "plan_of"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One epoch's options.
+
+    Attributes:
+        shards: of each shard its pieces, and of each piece how many samples it holds.
+        group: pieces of a lease, at most.
+        workers: lanes.
+        batch_size: samples; None: no batches.
+        credits: tasks a worker.
+        shuffle: samples of a block of the shuffle buffer; 0 for none.
+        unit: bytes of a sample: large ones make lanes ask for the next lease before the end of the one they read.
+        sized: whether the shards' sizes are known.
+        chunk: samples that come with one read.
+        bad: samples that cannot be read, stepped over by the reader.
+        broken: samples at which a shard cannot be read on.
+        skips: bad samples are left out; else they are raised.
+        drop_last: no short batch.
+        in_order: batches come in the order of tasks.
+        every: a lane's state is taken every so many batches.
+    """
+
+    shards: tuple[tuple[int, ...], ...] = ((3, 4), (5,))
+    group: int = 1
+    workers: int = 2
+    batch_size: int | None = 2
+    credits: int = 2
+    shuffle: int = 0
+    unit: int = 1
+    sized: bool = True
+    chunk: int = 2
+    bad: frozenset[int] = frozenset()
+    broken: frozenset[int] = frozenset()
+    skips: bool = True
+    drop_last: bool = False
+    in_order: bool = True
+    every: int = 1
+
+    @property
+    def samples(self) -> int:
+        """Of the whole data set, the bad ones included."""
+        return sum(map(sum, self.shards))
+
+    def lost(self) -> set[int]:
+        """Samples that nobody can read."""
+        lost, first = set(self.bad), 0
+        for pieces in self.shards:
+            for size in pieces:
+                places = range(first, first + size)
+                for number in places:
+                    if number in self.broken:
+                        lost.update(range(number, first + size))
+                        break
+                first += size
+        return lost
+
+
+def plan_of(case: Case) -> list[Lease]:
+    """The leases, in the order of the shards."""
+    pieces = pieces_of(case)
+    return [tuple(pieces[first : first + case.group]) for first in range(0, len(pieces), case.group)]
+
+
+def pieces_of(case: Case) -> list[Piece]:
+    """The pieces, in the order of the shards."""
+    plan: list[Piece] = []
+    for shard, pieces in enumerate(case.shards):
+        start = 0
+        for place, size in enumerate(pieces):
+            stop = start + size * case.unit
+            plan.append(Piece(shard, start, None if place == len(pieces) - 1 else stop, place > 0))
+            start = stop
+    return plan
+
+
+class Shards:
+    """The data set: sample `n` is ``{"n": n}``, and `unit` bytes long. Async iterable, as the workers' parts ask."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._first = [sum(map(sum, case.shards[:shard])) for shard in range(len(case.shards))]
+        self.shards = [
+            Shard(str(number), ShardFormat("jsonl", None), sum(pieces) * case.unit if case.sized else None)
+            for number, pieces in enumerate(case.shards)
+        ]
+
+    def __aiter__(self) -> AsyncIterator[Sample]:
+        raise NotImplementedError
+
+    def open_lane(self, source: LeaseSource) -> Lane:
+        """One worker's stream."""
+        return Lane(self.shards, self._open, source, self._case.shuffle)
+
+    async def _open(self, shard: Shard, piece: Piece, on_bad: OnBad) -> AsyncGenerator[list[Located], None]:
+        case = self._case
+        stop = sum(case.shards[piece.shard]) if piece.stop is None else piece.stop // case.unit
+        found: list[Located] = []
+        for place in range(piece.start // case.unit, stop):
+            number = self._first[piece.shard] + place
+            if number in case.broken:
+                if found:
+                    yield found
+                raise ShardError("broken", url=shard.url, offset=place * case.unit)
+            if number in case.bad:
+                on_bad(ShardError("bad", url=shard.url, offset=place * case.unit))
+            else:
+                found.append(Located({"n": number}, (place + 1) * case.unit))
+            if len(found) == case.chunk:
+                yield found
+                found = []
+        if found:
+            yield found
