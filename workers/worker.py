@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import select
 import signal
@@ -34,11 +33,9 @@ from asyncloader.workers.channel import Channel
 from asyncloader.workers.info import WorkerSetup
 from asyncloader.workers.payload import InheritedFd, Payload
 from asyncloader.workers.task_runner import TaskRunner
+from asyncloader.workers.tuning import tune
 
 __all__ = ["worker_main"]
-
-_PYTHONS_THRESHOLDS = (700, 2000)
-"""New objects after which the youngest are collected where nobody has said otherwise: up to Python 3.12, and since."""
 
 
 def worker_main(worker_id: int, links: Links, setup: WorkerSetup | Payload) -> None:
@@ -56,7 +53,7 @@ def worker_main(worker_id: int, links: Links, setup: WorkerSetup | Payload) -> N
     channel = Channel(socket.socket(fileno=links.control.fd))
     try:
         runner = TaskRunner(worker_id, channel, setup)
-        _spare_the_collector(concurrent=runner.asynchronous)
+        tune(concurrent=runner.asynchronous)
         if runner.asynchronous:
             _serve_async(runner)
         else:
@@ -65,18 +62,6 @@ def worker_main(worker_id: int, links: Links, setup: WorkerSetup | Payload) -> N
         pass  # the main process closed its end: nobody waits for an answer
     finally:
         channel.close()
-
-
-def _spare_the_collector(*, concurrent: bool) -> None:
-    """Have the garbage collector look at what tasks make, and not at all that was there before (torch's modules, the
-    dataset), again and again. A forked worker's pages stay shared, besides.
-
-    Samples in flight outlive a collection or two of the youngest objects, for nothing: with hundreds of them, these are
-    looked for less often, unless the user has said how often. (Together a quarter of the CPU of remote reads.)
-    """
-    gc.freeze()
-    if concurrent and gc.get_threshold()[0] in _PYTHONS_THRESHOLDS:
-        gc.set_threshold(10_000, 20, 50)
 
 
 def _end_with_parent(parent: InheritedFd | None) -> None:

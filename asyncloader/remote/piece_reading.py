@@ -44,6 +44,7 @@ class PieceReading:
     def begin(self) -> None:
         """Read the first samples, before anybody asks for them."""
         self._begun = asyncio.ensure_future(anext(self._stream))
+        self._begun.add_done_callback(_heard)
 
     async def more(self) -> None:
         """Read on: `found` and `bad` have more afterwards.
@@ -61,8 +62,6 @@ class PieceReading:
         if begun is not None:
             begun.cancel()
             await asyncio.wait([begun])
-            if not begun.cancelled():
-                begun.exception()  # nobody's business any more
         await self._stream.aclose()
 
     def _note(self, error: ShardError) -> None:
@@ -72,14 +71,20 @@ class PieceReading:
             self.bad.append(error)
 
 
+def _heard(begun: asyncio.Future[list[Located]]) -> None:
+    """What it raised comes at its place, or is nobody's business."""
+    if not begun.cancelled():
+        begun.exception()
+
+
 class LookAhead:
     """Readings of the pieces behind the present one, in order.
 
     Args:
         shards: the catalogue that pieces refer to.
         open: reads a piece.
-        enough: bytes behind the present place that are open; no further piece is opened then. A piece of unknown size
-            counts as so many.
+        enough: bytes behind the present place that are open; no further piece is opened then. Of pieces whose sizes are
+            not known, one is open behind the present one.
     """
 
     def __init__(self, shards: Sequence[Shard], open: Open, enough: int) -> None:
@@ -90,11 +95,12 @@ class LookAhead:
 
     def look(self, present: Piece, behind: Iterable[Piece]) -> None:
         """Open what may be opened of the pieces behind the present one; those that are open are the first of them."""
-        near = self._bytes(present)
+        near = self._bytes(present) or 0
         for number, piece in enumerate(behind):
             if number == LOOK_AHEAD or near >= self._enough:
                 return
-            near += self._bytes(piece)
+            size = self._bytes(piece)
+            near += self._enough if size is None else size
             if number == len(self._readings):
                 reading = PieceReading(self._open, self._shards[piece.shard], piece, 0)
                 reading.begin()
@@ -112,6 +118,5 @@ class LookAhead:
             while self._readings:
                 stack.push_async_callback(self._readings.pop().aclose)
 
-    def _bytes(self, piece: Piece) -> int:
-        left = bytes_left(self._shards[piece.shard], piece)
-        return self._enough if left is None else left
+    def _bytes(self, piece: Piece) -> int | None:
+        return bytes_left(self._shards[piece.shard], piece)
