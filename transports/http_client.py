@@ -34,8 +34,6 @@ _MOST_REDIRECTS = 10
 # RFC 3986: what a path may hold unescaped. Signatures of some CDNs are over the URL as it is written.
 PATH_SAFE = "/!$&'()*+,;=:@~"
 
-_PLAIN = {"Accept-Encoding": "identity", "User-Agent": "asyncloader"}
-
 
 class HttpClient:
     """Requests below one root URL. The arguments are `HttpTransport`'s."""
@@ -85,8 +83,7 @@ class HttpClient:
         secret = await self._asked_headers() if callable(self._headers) else self._own
         # The query's values are percent-encoded already, and a signature may cover how.
         url, origin = URL(self.url(path), encoded=True), self._origin
-        plain = {**_PLAIN, **headers}
-        sent = {**plain, **secret} if secret else plain
+        sent = {**headers, **secret} if secret else headers
         for redirect in count(1):
             proxy = self._proxies[origin] if origin in self._proxies else self._find_proxy(origin, url.raw_host)
             response = await session.request(method, url, headers=sent, allow_redirects=False, proxy=proxy)
@@ -104,7 +101,7 @@ class HttpClient:
             if url.scheme == "https" and target.scheme == "http":
                 raise self.refused(path, response, f"it redirects from https to {safe_url(str(target))}")
             url, origin = target, (target.scheme, target.raw_authority.lower())
-            sent = {**plain, **secret} if origin == self._origin else plain
+            sent = {**headers, **secret} if origin == self._origin else headers
         raise AssertionError("count() does not end")
 
     # --- failures

@@ -10,6 +10,7 @@ there: the sockets are the parent's as well, and so, with epoll, is the set of w
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import weakref
 from functools import cache
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     import aiohttp
 
 __all__ = ["Scope", "SessionOwner"]
+
+_HEADERS = {"Accept-Encoding": "identity", "User-Agent": "asyncloader"}
+_RESOLUTION = 0.001  # seconds by which a timer of uvloop may fire too early
 
 
 class SessionOwner:
@@ -42,6 +46,8 @@ class SessionOwner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = 0
         self._scopes: set[Scope] = set()
+        self._timer: asyncio.TimerHandle | None = None  # one for all scopes: it looks at their deadlines when it fires
+        self._due = math.inf
         self._idle: asyncio.Future[None] | None = None
         self._closer: asyncio.Task[None] | None = None
         self.closed = False
@@ -96,8 +102,32 @@ class SessionOwner:
     def left(self, scope: Scope) -> None:
         """Note that a scope has ended."""
         self._scopes.discard(scope)
+        if not self._scopes:
+            self._disarm()
         if not self._scopes and self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
+
+    def watch(self, deadline: float) -> None:
+        """See to it that somebody looks at the scopes' deadlines at this time, or before."""
+        if deadline < self._due:
+            self._disarm()
+            self._due = deadline
+            self._timer = asyncio.get_running_loop().call_at(deadline, self._look)
+
+    def _look(self) -> None:
+        self._disarm()
+        now = asyncio.get_running_loop().time() + _RESOLUTION
+        for scope in self._scopes:
+            if scope.deadline <= now:
+                scope.cut()
+        later = [scope.deadline for scope in self._scopes if scope.deadline > now]
+        if later and min(later) < math.inf:
+            self.watch(min(later))
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._due = None, math.inf
 
     async def _close(self, session: aiohttp.ClientSession) -> None:
         while self._scopes:
@@ -122,6 +152,7 @@ class SessionOwner:
             ) from error
         # What the calls of a parent process, or of a loop that has ended, left here will never end.
         self._scopes = set()
+        self._timer, self._due = None, math.inf
         self._idle = self._closer = None
         self._slots = asyncio.Semaphore(self._requests)
         self._session = aiohttp.ClientSession(
@@ -129,6 +160,7 @@ class SessionOwner:
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),
+            headers=_HEADERS,
             read_bufsize=1 << 18,
         )
         self._loop, self._pid = loop, os.getpid()
@@ -144,9 +176,11 @@ class Scope:
     whatever error the closing caused inside.
     """
 
-    __slots__ = ("_owner", "_timeout")
+    __slots__ = ("_owner", "_timeout", "deadline")
 
     def __init__(self, owner: SessionOwner) -> None:
+        self.deadline = math.inf
+        """By the loop's clock."""
         self._owner = owner
         self._timeout = asyncio.timeout(None)
 
@@ -169,10 +203,12 @@ class Scope:
             raise self._owner.closed_error() from None
 
     def limit(self, seconds: float | None) -> None:
-        """Time out in `seconds` from now, None for never."""
-        if not self._timeout.expired() and not self._owner.closed:
-            loop = asyncio.get_running_loop()
-            self._timeout.reschedule(None if seconds is None else loop.time() + seconds)
+        """Time out in `seconds` from now, None for never. Costs no timer of its own: most waits end before."""
+        if seconds is None:
+            self.deadline = math.inf
+        else:
+            self.deadline = asyncio.get_running_loop().time() + seconds
+            self._owner.watch(self.deadline)
 
     def cut(self) -> None:
         """End the waits now."""
