@@ -45,6 +45,13 @@ class Decodes:
         return sample
 
 
+def described(value: Any) -> str:
+    """An id without an address: the same in every process."""
+    if isinstance(value, dict):
+        return ",".join(f"{name}={described(each)}" for name, each in value.items()) or "-"
+    return str(value) if isinstance(value, (int, str, list, type(None))) else type(value).__name__
+
+
 @pytest.mark.parametrize(
     ("dataset", "options", "words"),
     [
@@ -59,7 +66,7 @@ class Decodes:
         (AsyncNumbers(3), {"fetch_threads": 2}, "this one's samples are awaited"),
         (Subset(AsyncNumbers(3), [1]), {"fetch_threads": 2}, "this one's samples are awaited"),
     ],
-    ids=str,
+    ids=described,
 )
 def test_what_is_refused(dataset: Any, options: dict[str, Any], words: str) -> None:
     """The error has the value, and says why."""
@@ -101,7 +108,7 @@ def credits(dataset: Any, **options: Any) -> int:
         (AsyncStream([3, 3]), {"batch_size": 4}, 2),
         (Stateful(9), {"batch_size": 4}, 2),
     ],
-    ids=str,
+    ids=described,
 )
 def test_batches_in_hand(dataset: Any, options: dict[str, Any], expected: int) -> None:
     """Enough for `concurrency` samples, or for all threads, and one more; torch's where samples are not concurrent, a
