@@ -1,6 +1,7 @@
-"""Streaming readers of shards: tar (WebDataset), JSON lines, MDS and TFRecord, from chunks of bytes to samples.
+"""Readers of shards: tar (WebDataset), JSON lines, MDS, TFRecord and Parquet, from bytes to samples.
 
-Each is a push parser without I/O; `base` has the contract, which a reader of your own keeps as well.
+All but Parquet are push parsers without I/O; `base` has the contract, which a reader of your own keeps as well. Parquet
+has its index at its end: `parquet` asks for the ranges that it needs.
 """
 
 from __future__ import annotations
