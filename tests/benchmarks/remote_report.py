@@ -83,9 +83,10 @@ def verdicts(results: Results) -> list[RemoteVerdict]:
             if results.has(row.metric, BARE[IN_FLIGHT]):
                 what = f"{latency} ms: what concurrency, latency and a bare client allow"
                 found.append(RemoteVerdict(what, loader, rate / attainable(results, latency), LIMIT_SHARE))
-            if latency == MAIN and results.has(row.cpu, BARE[256]):
-                cpu = results.median(row.cpu, loader) / results.median(row.cpu, BARE[256])
-                what = f"{latency} ms: CPU time an object, the bare client's"
+            bare = [results.median(row.cpu, name) for name in BARE.values() if results.has(row.cpu, name)]
+            if latency == MAIN and bare:
+                cpu = results.median(row.cpu, loader) / min(bare)
+                what = f"{latency} ms: CPU time an object, the cheaper bare client's"
                 found.append(RemoteVerdict(what, loader, cpu, CPU_RATIO, at_most=True))
     for latency in TAR_LATENCIES:
         for kind, size in TAR_KINDS.items():
