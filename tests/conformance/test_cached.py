@@ -39,6 +39,7 @@ class CachedConformance(TransportConformance):
             assert transport.cache_counts.snapshot() == {"hits": 6, "misses": 2, "bytes_saved": saved, "evictions": 0}
 
 
+@pytest.mark.slow  # the same checks run over HTTP
 class TestCachedMemory(CachedConformance):
     def make(self) -> Transport:
         return CachedTransport(MemoryTransport(), "memory://", self.cache_dir, threads=4)
@@ -49,6 +50,7 @@ class TestCachedMemory(CachedConformance):
         transport.inner._objects[path] = data
 
 
+@pytest.mark.slow
 class TestCachedSmall(TestCachedMemory):
     """With room for a few objects only, so that fills evict and are refused."""
 
@@ -74,6 +76,7 @@ class TestCachedHttp(CachedConformance):
         self.store.put(path, data)
 
 
+@pytest.mark.slow  # the same checks run over HTTP
 class TestCachedLocal(TransportConformance):
     """Files so young that they have no version yet: nothing is cached, and everything holds."""
 

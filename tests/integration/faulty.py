@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import mmap
 import os
 import random
 import signal
@@ -227,16 +228,23 @@ class StatefulRaisingStream(RaisingStream):
         self.loaded = state_dict["place"]
 
 
+def grown(size: int) -> mmap.mmap:
+    """Memory that this process did not have before: not what its parent had freed, and left in the heap."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.write(b"x" * size)
+    return memory
+
+
 class Growing(Dataset[Any]):
     """Keeps a megabyte of each sample for ever, and tells which process made it."""
 
     def __init__(self, n: int) -> None:
         self.n = n
-        self.kept: list[bytes] = []
+        self.kept: list[mmap.mmap] = []
 
     def __len__(self) -> int:
         return self.n
 
     def __getitem__(self, index: int) -> Any:
-        self.kept.append(os.urandom(1 << 20))
+        self.kept.append(grown(1 << 20))
         return {**_sample(index), "pid": os.getpid()}

@@ -15,7 +15,7 @@ from asyncloader import DataLoader, LoaderTimeout, ShardError, WorkerDied
 from asyncloader.transports import ObjectNotFound
 from asyncloader.workers import wire
 from tests.integration import test_lying_workers
-from tests.integration.faulty import Faults
+from tests.integration.faulty import Faults, grown
 from tests.integration.remote_folders import Killing, dataset_of, epochs_of, flat, make_shards, number_of, with_method
 from tests.integration.running import BOTH, PATIENCE_S
 from tests.integration.seeded_runs import Stepwise
@@ -72,10 +72,10 @@ class Hoard:
     """`number_of`, which keeps 2 MiB a sample."""
 
     def __init__(self) -> None:
-        self.kept: list[bytes] = []
+        self.kept: list[Any] = []
 
     def __call__(self, sample: dict[str, Any]) -> int:
-        self.kept.append(os.urandom(2 << 20))
+        self.kept.append(grown(2 << 20))
         return number_of(sample)
 
 

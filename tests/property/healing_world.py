@@ -315,7 +315,7 @@ class World:
             else:
                 assert isinstance(item.outcome, Made)
                 assert self.counted(item.seq) < 2
-        crowded = self.concurrent and self.scheduler.credits > CROWD
+        crowded = self.concurrent and self.most_credits > CROWD  # at some time there may have been so many in hand
         assert all(number <= 2 + crowded for number in self.killed_by.values())
 
     def check_poisoned(self, poisoned: Poisoned) -> None:
