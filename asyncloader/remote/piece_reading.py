@@ -36,7 +36,8 @@ class PieceReading:
         self.found: deque[Located] = deque()
         """Samples that were read and not taken."""
         self.bad: deque[ShardError] = deque()
-        """Bad samples before, among and behind them."""
+        """Bad samples before, among and behind them; they come with the list that has the samples around them."""
+        self._told: list[ShardError] = []
         self._skip = skip
         self._stream = open(shard, piece, self._note)
         self._begun: asyncio.Task[list[Located]] | None = None
@@ -54,7 +55,11 @@ class PieceReading:
             Exception: it cannot be read on.
         """
         begun, self._begun = self._begun, None
-        self.found.extend(await (anext(self._stream) if begun is None else begun))
+        try:
+            self.found.extend(await (anext(self._stream) if begun is None else begun))
+        finally:  # not before: those of a list that is read ahead must not overtake its samples
+            self.bad.extend(self._told)
+            self._told.clear()
 
     async def aclose(self) -> None:
         """Stop reading."""
@@ -68,7 +73,7 @@ class PieceReading:
         if self._skip:
             self._skip -= 1
         else:
-            self.bad.append(error)
+            self._told.append(error)
 
 
 def _heard(begun: asyncio.Future[list[Located]]) -> None:
