@@ -41,7 +41,8 @@ from .remote_store import running_store
 
 SAMPLES = 4 * BATCH
 
-pytestmark = pytest.mark.network
+# Slow: loaders read from a store by the second, and on a busy machine some are late.
+pytestmark = [pytest.mark.network, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
