@@ -10,15 +10,16 @@ beside one another; they keep their order. A sample that does not decode was rea
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextvars import Context, copy_context
 from typing import Any, NamedTuple
 
-from asyncloader.workers.async_fetch import AsyncSeeding
 from asyncloader.workers.bad_samples import LOST, BadSample, Guard, NoSamples, StreamGuard
+from asyncloader.workers.batching import Batching
 from asyncloader.workers.decoding import Decoder
-from asyncloader.workers.error_notes import add_note, stream_collation_place, stream_place
+from asyncloader.workers.error_notes import add_note, stream_place
 from asyncloader.workers.seeded_fetch import SeededAsyncIterator
+from asyncloader.workers.turn_fetch import TurnFetcher
 
 __all__ = ["AsyncStreamFetcher"]
 
@@ -31,75 +32,15 @@ class _Read(NamedTuple):
     context: Context
 
 
-class AsyncStreamFetcher:
-    """Reads an asynchronous iterable dataset. Tasks of one worker read it one after the other, in their order.
+class AsyncStreamFetcher(TurnFetcher):
+    """Reads an asynchronous iterable dataset, which `stream` is the iterator of. The arguments are `TurnFetcher`'s."""
 
-    Args:
-        dataset: the dataset; its `__aiter__` is called here.
-        auto_collation: whether a batch is a list of samples.
-        collate: from the list of samples, or the one sample, to the batch.
-        drop_last: leave out the last batch if it is short.
-        seeding: of the epoch; None in torch mode.
-        guard: what becomes of samples that raise; None: they fail their batch.
-        worker: number of the worker.
-        read: samples that were read from the stream before.
-        decoder: the user's `decode`; None: samples are collated as they are read.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        auto_collation: bool,
-        collate: Callable[[Any], Any],
-        drop_last: bool,
-        seeding: AsyncSeeding | None,
-        guard: Guard | None,
-        worker: int,
-        read: int,
-        decoder: Decoder | None = None,
-    ) -> None:
-        # Names as in torch's fetcher.
-        self.dataset_iter: AsyncIterator[Any] = aiter(dataset)
-        self.collate_fn = collate
-        self.ended = False
-        self._auto_collation = auto_collation
-        self._drop_last = drop_last
-        self._seeding = seeding
-        self._guard = guard
-        self._worker = worker
-        self._read = read
+    def __init__(self, stream: AsyncIterator[Any], how: Batching, read: int) -> None:
+        super().__init__(stream, how, read)
         self._progress = StreamGuard()
-        self._decoder = decoder
-        self._turn = asyncio.Lock()
 
-    async def fetch(self, index: Sequence[Any] | None, bad: list[BadSample] | None = None) -> Any:
-        """The next batch. `bad` gets records of samples that raised.
-
-        Raises:
-            StopAsyncIteration: the stream is over.
-            NoSamples: the guard left all samples of the batch out.
-        """
-        async with self._turn:
-            if self.ended:
-                raise StopAsyncIteration
-            first = self._read
-            size = 1
-            if self._auto_collation:
-                assert index is not None
-                size = len(index)
-            samples = await self._batch(size, [] if bad is None else bad)
-            data = samples if self._auto_collation else samples[0]
-            try:
-                return self._collated(data)
-            except Exception as error:
-                add_note(error, stream_collation_place(first, self._read, self._worker))
-                raise
-
-    def _collated(self, samples: Any) -> Any:
-        if self._seeding is None:
-            return self.collate_fn(samples)
-        read = getattr(self.dataset_iter, "samples", 0)
-        return self._seeding.collated(self.collate_fn, read, samples)
+    def _seeds_drawn(self) -> int:
+        return int(getattr(self.dataset_iter, "samples", 0))
 
     async def _batch(self, size: int, bad: list[BadSample]) -> list[Any]:
         """As in `fetch.py`: a sample that raises takes a place in its batch, if there is a guard."""
@@ -113,28 +54,30 @@ class AsyncStreamFetcher:
                     self.ended = True
                     break
                 except Exception as error:
-                    place = self._read
-                    if self._guard is None or self._progress.failed(error, place):
-                        add_note(error, stream_place(place, self._worker))
+                    place = self.samples
+                    if self._how.guard is None or self._progress.failed(error, place):
+                        add_note(error, stream_place(place, self._how.worker))
                         raise
-                    self._read += 1
-                    sample = await self._lost(self._guard, place, error, bad, read=False)
+                    self.samples += 1
+                    sample = await self._lost(self._how.guard, place, error, bad, read=False)
                     if sample is not LOST:
                         data.append(sample)
                 else:
-                    self._read += 1
-                    data.append(sample if self._decoder is None else self._begin_decoding(self._decoder, sample))
-            dead = self._progress.ended(self._read) if self.ended else None
+                    self.samples += 1
+                    data.append(
+                        sample if self._how.decoder is None else self._begin_decoding(self._how.decoder, sample)
+                    )
+            dead = self._progress.ended(self.samples) if self.ended else None
             if dead is not None:
                 try:
                     raise dead
                 finally:
                     del dead  # it refers to this frame
-            if self.ended and len(data) < size and self._drop_last:
+            if self.ended and len(data) < size and self._how.drop_last:
                 _give_up(data)
                 data = []
-            elif self._decoder is not None:
-                data = await self._decoded(self._decoder, data, bad)
+            elif self._how.decoder is not None:
+                data = await self._decoded(self._how.decoder, data, bad)
         except BaseException:
             _give_up(data)
             raise
@@ -149,7 +92,7 @@ class AsyncStreamFetcher:
         context = copy_context()  # with the sample's random numbers: the next one gets others
         if decoder.threads is not None:
             sample = decoder.threads.call(decoder.function, sample, context)
-        return _Read(self._read - 1, sample, context)
+        return _Read(self.samples - 1, sample, context)
 
     async def _decoded(self, decoder: Decoder, data: list[Any], bad: list[BadSample]) -> list[Any]:
         kept: list[Any] = []
@@ -163,10 +106,10 @@ class AsyncStreamFetcher:
                 else:
                     sample = await decoder.decode(item.sample, item.context)
             except Exception as error:
-                if self._guard is None:
-                    add_note(error, stream_place(item.place, self._worker))
+                if self._how.guard is None:
+                    add_note(error, stream_place(item.place, self._how.worker))
                     raise
-                sample = await self._lost(self._guard, item.place, error, bad, read=True)
+                sample = await self._lost(self._how.guard, item.place, error, bad, read=True)
             if sample is not LOST:
                 kept.append(sample)
         return kept
@@ -175,13 +118,13 @@ class AsyncStreamFetcher:
         """`read`: it had its number in the stream already."""
         if isinstance(self.dataset_iter, SeededAsyncIterator):
             if read:
-                self.dataset_iter.again(self._read - place)
+                self.dataset_iter.again(self.samples - place)
             else:
                 self.dataset_iter.lose()
         try:
             return await guard.lost_async(None, place, error, bad)
         except Exception as raised:
-            add_note(raised, stream_place(place, self._worker))
+            add_note(raised, stream_place(place, self._how.worker))
             raise
 
 

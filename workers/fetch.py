@@ -17,10 +17,11 @@ from typing import Any, Protocol
 
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
-from asyncloader.workers.async_fetch import AsyncMapFetcher, AsyncSeeding
+from asyncloader.workers.async_fetch import AsyncMapFetcher
 from asyncloader.workers.async_stream import AsyncStreamFetcher
 from asyncloader.workers.bad_samples import LOST, BadSample, Guard, NoSamples, StreamGuard
-from asyncloader.workers.decoding import DecodedMap, Decoder
+from asyncloader.workers.batching import Batching
+from asyncloader.workers.decoding import DecodedMap
 from asyncloader.workers.error_notes import (
     add_note,
     batch_place,
@@ -37,7 +38,6 @@ from asyncloader.workers.thread_fetch import ThreadMapFetcher
 
 __all__ = [
     "AsyncFetcher",
-    "AsyncSeeding",
     "BlockingFetcher",
     "is_async_dataset",
     "is_async_stream",
@@ -148,31 +148,32 @@ def make_blocking_fetcher(
 
 def make_async_fetcher(
     dataset: Any,
+    how: Batching,
     *,
     iterable: bool,
-    auto_collation: bool,
-    collate: Callable[[Any], Any],
-    drop_last: bool,
     concurrency: int,
-    seeding: AsyncSeeding | None = None,
-    guard: Guard | None = None,
-    worker: int = 0,
     read: int = 0,
     threads: JobThreads | None = None,
-    decoder: Decoder | None = None,
     leased: LaneLike | None = None,
 ) -> AsyncFetcher:
-    """The fetcher of an asynchronous dataset; at most `concurrency` samples are awaited at a time. With `threads`, that
-    of a blocking map dataset, whose samples these threads fetch. With `seeding`, the index of a map dataset is
-    ``(position, index)``. The other arguments are those of `make_blocking_fetcher`.
+    """The fetcher of an asynchronous dataset. An iterable dataset's `__aiter__` is called here.
+
+    Args:
+        dataset: the dataset.
+        how: how samples become batches.
+        iterable: read it with `anext`.
+        concurrency: samples that are awaited at a time at most.
+        read: as in `make_blocking_fetcher`.
+        threads: fetch the samples of a blocking map dataset.
+        leased: what the dataset gave for the worker if its parts are leased out; read instead of `dataset`.
     """
     if leased is not None:
-        return LaneFetcher(leased, auto_collation, collate, drop_last, seeding, guard, worker, read, decoder)
+        return LaneFetcher(leased, how, read)
     if iterable:
-        return AsyncStreamFetcher(dataset, auto_collation, collate, drop_last, seeding, guard, worker, read, decoder)
+        return AsyncStreamFetcher(aiter(dataset), how, read)
     if threads is not None:
-        return ThreadMapFetcher(dataset, auto_collation, collate, threads, seeding, guard, decoder)
-    return AsyncMapFetcher(dataset, auto_collation, collate, concurrency, seeding, guard, decoder)
+        return ThreadMapFetcher(dataset, how, threads)
+    return AsyncMapFetcher(dataset, how, concurrency)
 
 
 class _MapFetcher:

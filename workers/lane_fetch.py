@@ -6,14 +6,13 @@ Every batch is full but the last of the epoch: a sample that raises, where it do
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from typing import Any, Protocol
 
-from asyncloader.workers.async_fetch import AsyncSeeding
-from asyncloader.workers.bad_samples import LOST, BadSample, Guard, NoSamples
+from asyncloader.workers.bad_samples import LOST, BadSample, NoSamples
 from asyncloader.workers.decoding import Decoder
-from asyncloader.workers.error_notes import add_note, stream_collation_place, stream_place
+from asyncloader.workers.error_notes import add_note, stream_place
+from asyncloader.workers.turn_fetch import TurnFetcher
 
 __all__ = ["LaneFetcher", "LaneLike"]
 
@@ -34,75 +33,20 @@ class LaneLike(Protocol):
         ...
 
 
-class LaneFetcher:
-    """Reads batches from a lane. Tasks of one worker read it one after the other, in their order.
+class LaneFetcher(TurnFetcher):
+    """Reads batches from a lane, which stands for `dataset_iter`. The arguments are `TurnFetcher`'s."""
 
-    Args:
-        lane: the worker's.
-        auto_collation: whether a batch is a list of samples.
-        collate: from the list of samples, or the one sample, to the batch.
-        drop_last: leave out the last batch if it is short.
-        seeding: of the epoch; None in torch mode.
-        guard: what becomes of samples that raise; None: they fail their batch.
-        worker: number of the worker.
-        samples: samples that were read from the lane before.
-        decoder: of samples that were read; None: they are collated as they are.
-    """
+    dataset_iter: LaneLike
 
-    def __init__(
-        self,
-        lane: LaneLike,
-        auto_collation: bool,
-        collate: Callable[[Any], Any],
-        drop_last: bool,
-        seeding: AsyncSeeding | None,
-        guard: Guard | None,
-        worker: int,
-        samples: int,
-        decoder: Decoder | None = None,
-    ) -> None:
-        # Names as in torch's fetcher.
-        self.dataset_iter = lane
-        self.collate_fn = collate
-        self.ended = False
-        self.samples = samples
-        """Samples that were read from the lane."""
-        self._decoder = decoder
-        self._auto_collation = auto_collation
-        self._drop_last = drop_last
-        self._seeding = seeding
-        self._guard = guard
-        self._worker = worker
-        self._turn = asyncio.Lock()
-
-    async def fetch(self, index: Sequence[Any] | None, bad: list[BadSample] | None = None) -> Any:
-        """The next batch. `bad` gets records of samples that raised.
-
-        Raises:
-            StopAsyncIteration: the stream is over.
-            NoSamples: the guard left out what there was.
-        """
-        async with self._turn:
-            if self.ended:
-                raise StopAsyncIteration
-            first = self.samples
-            records = [] if bad is None else bad
-            before = len(records)
-            size = len(index) if self._auto_collation and index is not None else 1
-            self.dataset_iter.next_batch()
-            data = await self._filled(size, records)
-            if len(data) < size and (not data or self._drop_last):
-                if len(records) > before:
-                    raise NoSamples
-                raise StopAsyncIteration
-            try:
-                batch = data if self._auto_collation else data[0]
-                if self._seeding is None:
-                    return self.collate_fn(batch)
-                return self._seeding.collated(self.collate_fn, self.samples, batch)
-            except Exception as error:
-                add_note(error, stream_collation_place(first, self.samples, self._worker))
-                raise
+    async def _batch(self, size: int, bad: list[BadSample]) -> list[Any]:
+        before = len(bad)
+        self.dataset_iter.next_batch()
+        data = await self._filled(size, bad)
+        if len(data) < size and (not data or self._how.drop_last):
+            if len(bad) > before:
+                raise NoSamples
+            raise StopAsyncIteration
+        return data
 
     async def _filled(self, size: int, bad: list[BadSample]) -> list[Any]:
         data: list[Any] = []
@@ -118,10 +62,10 @@ class LaneFetcher:
                 continue
             self.ended = len(samples) < wanted
             first, self.samples = self.samples, self.samples + len(samples)
-            if self._decoder is None:
+            if self._how.decoder is None:
                 data += samples
             else:
-                await self._decode(self._decoder, first, samples, data, bad)
+                await self._decode(self._how.decoder, first, samples, data, bad)
         return data
 
     async def _decode(
@@ -130,8 +74,7 @@ class LaneFetcher:
         """All of them at a time, as far as there are threads; in order."""
         decoding: list[asyncio.Task[Any]] = []
         for place, sample in enumerate(samples, first):
-            if self._seeding is not None:
-                self._seeding.samples.sample(place)
+            self._how.seed_sample(place)
             decoding.append(asyncio.ensure_future(decoder.decode(sample, copy_context())))
         try:
             for place, task in enumerate(decoding, first):
@@ -149,13 +92,12 @@ class LaneFetcher:
         if place is None:
             place, self.samples = self.samples, self.samples + 1
         try:
-            if self._guard is None:
+            if self._how.guard is None:
                 raise error
-            if self._seeding is not None:
-                self._seeding.samples.sample(place)
-            sample = await self._guard.lost_async(None, place, error, bad)
+            self._how.seed_sample(place)
+            sample = await self._how.guard.lost_async(None, place, error, bad)
         except Exception as raised:
-            add_note(raised, stream_place(place, self._worker))
+            add_note(raised, stream_place(place, self._how.worker))
             raise
         if sample is not LOST:
             data.append(sample)

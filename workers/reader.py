@@ -18,10 +18,11 @@ from typing import Any
 
 from asyncloader.errors import StateError
 from asyncloader.workers.bad_samples import BadSample, Guard, NoSamples
+from asyncloader.workers.batching import AsyncSeeding, Batching
 from asyncloader.workers.cursor import Bookmark, Cursor
 from asyncloader.workers.dataset_context import DatasetContext
 from asyncloader.workers.decoding import DecodedMap, Decoder
-from asyncloader.workers.fetch import AsyncSeeding, is_concurrent, make_async_fetcher, make_blocking_fetcher
+from asyncloader.workers.fetch import is_concurrent, make_async_fetcher, make_blocking_fetcher
 from asyncloader.workers.info import EpochStart, WorkerSetup
 from asyncloader.workers.job_threads import JobThreads
 from asyncloader.workers.lane_fetch import LaneFetcher
@@ -184,17 +185,19 @@ class Reader:
                 )
             return make_async_fetcher(
                 self.dataset,
+                Batching(
+                    setup.auto_collation,
+                    self._collate,
+                    setup.drop_last,
+                    seeding,
+                    guard,
+                    self._decoder,
+                    self._worker_id,
+                ),
                 iterable=setup.iterable,
-                auto_collation=setup.auto_collation,
-                collate=self._collate,
-                drop_last=setup.drop_last,
                 concurrency=setup.concurrency,
-                seeding=seeding,
-                guard=guard,
-                worker=self._worker_id,
                 read=read,
                 threads=self._threads,
-                decoder=self._decoder,
                 leased=self._open_lane(start),
             )
         if seeder is not None and seeded is not None and not setup.iterable:

@@ -18,9 +18,8 @@ from contextvars import Context, copy_context
 from functools import partial
 from typing import Any
 
-from asyncloader.workers.async_fetch import AsyncSeeding, collate_samples
 from asyncloader.workers.bad_samples import LOST, BadSample, Guard, NoSamples
-from asyncloader.workers.decoding import Decoder
+from asyncloader.workers.batching import Batching
 from asyncloader.workers.error_notes import add_note, batch_place, sample_place
 from asyncloader.workers.guarded_fetch import fetches_single
 from asyncloader.workers.job_threads import JobThreads
@@ -34,34 +33,16 @@ class ThreadMapFetcher:
 
     Args:
         dataset: the dataset.
-        auto_collation: whether an index is a list of them.
-        collate: from the list of samples, or the one sample, to the batch.
+        how: how samples become batches. A decoder without threads of its own runs where the sample was read.
         threads: the threads.
-        seeding: of the epoch, an index is ``(position, index)`` then; None in torch mode.
-        guard: what becomes of samples that raise; None: the first one fails its batch.
-        decoder: the user's `decode`; without threads of its own it runs where the sample was read.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        auto_collation: bool,
-        collate: Callable[[Any], Any],
-        threads: JobThreads,
-        seeding: AsyncSeeding | None,
-        guard: Guard | None,
-        decoder: Decoder | None = None,
-    ) -> None:
+    def __init__(self, dataset: Any, how: Batching, threads: JobThreads) -> None:
         self._dataset = dataset
-        self._auto_collation = auto_collation
-        self._collate = collate
+        self._how = how
         self._threads = threads
-        self._seeding = seeding
-        self._replicas = 1 if seeding is None else seeding.replicas
-        self._guard = guard
-        self._decoder = decoder
-        self._decode = None if decoder is None else decoder.function
-        self._whole = auto_collation and fetches_batches(dataset)
+        self._decode = None if how.decoder is None else how.decoder.function
+        self._whole = how.auto_collation and fetches_batches(dataset)
         self._single = fetches_single(dataset)
 
     async def fetch(self, index: Any, bad: list[BadSample] | None = None) -> Any:
@@ -74,7 +55,7 @@ class ThreadMapFetcher:
 
     def collated(self, index: Any, samples: Any) -> Any:
         """The batch of what `samples` gave for this index."""
-        return collate_samples(self._seeding, self._collate, index, samples, batched=self._auto_collation)
+        return self._how.collated(index, samples)
 
     async def samples(self, index: Any, bad: list[BadSample] | None = None) -> Any:
         """What `collated` makes the batch of. Several calls may be in progress at a time.
@@ -83,9 +64,9 @@ class ThreadMapFetcher:
             NoSamples: the guard left all of them out.
         """
         first: int | None = None
-        if self._seeding is not None:
+        if self._how.seeding is not None:
             first, index = index
-        if not self._auto_collation:
+        if not self._how.auto_collation:
             places, samples = [index], None
         else:
             places = list(index)
@@ -100,7 +81,7 @@ class ThreadMapFetcher:
         kept = [sample for sample in samples if sample is not LOST]
         if not kept and samples:
             raise NoSamples
-        return kept if self._auto_collation else kept[0]
+        return kept if self._how.auto_collation else kept[0]
 
     async def _at_once(self, index: Any, first: int | None, places: list[Any]) -> Any:
         """What `__getitems__` gives, decoded; or its error, if a guard deals with that."""
@@ -111,10 +92,10 @@ class ThreadMapFetcher:
             if self._decode is None:
                 return samples
             decoding = _Batch(
-                self._threads if self._decoder is None else self._decoder.threads or self._threads, len(samples)
+                self._threads if self._how.decoder is None else self._how.decoder.threads or self._threads, len(samples)
             )
             jobs = [
-                partial(decoding.run, item, partial(self._decode_one, sample, self._position(first, item)))
+                partial(decoding.run, item, partial(self._decode_one, sample, self._how.position(first, item)))
                 for item, sample in enumerate(samples)
             ]
             try:
@@ -123,33 +104,31 @@ class ThreadMapFetcher:
                 self._note(error, places, decoding.failed, first)
                 raise
         except Exception as error:
-            if self._guard is not None:
+            if self._how.guard is not None:
                 return error
             if batch.failed == 0:
                 add_note(error, batch_place(index))
             raise
 
     def _make_batch(self, index: Any, first: int | None) -> Any:
-        if self._seeding is not None and first is not None:
-            self._seeding.samples.batch(first)
+        self._how.seed_batch(first)
         return self._dataset.__getitems__(index)
 
     def _decode_one(self, sample: Any, position: int | None) -> Any:
         assert self._decode is not None
-        if self._seeding is not None and position is not None:
-            self._seeding.samples.sample(position)
+        self._how.seed_sample(position)
         return self._decode(sample)
 
     async def _one_by_one(
         self, places: list[Any], first: int | None, failure: list[Exception], bad: list[BadSample] | None
     ) -> list[Any]:
         """`failure` holds what all of them raised, if they cannot be told apart."""
-        guard, threads = self._guard, None if self._decoder is None else self._decoder.threads
+        guard, threads = self._how.guard, None if self._how.decoder is None else self._how.decoder.threads
         found: list[list[BadSample]] = [[] for _ in places]
         batch = _Batch(self._threads, len(places))
         jobs: list[Callable[[], None]] = []
         for item, index in enumerate(places):
-            position = self._position(first, item)
+            position = self._how.position(first, item)
             lost: Callable[[Exception], Any] | None = None
             if guard is not None:
                 lost = partial(self._lost, guard, index, position, item, found[item])
@@ -171,32 +150,27 @@ class ThreadMapFetcher:
                     bad += records
 
     def _make(self, index: Any, position: int | None, *, decode: bool = True) -> Any:
-        if self._seeding is not None and position is not None:
-            self._seeding.samples.sample(position)
+        self._how.seed_sample(position)
         sample = self._dataset[index]
         return self._decode(sample) if decode and self._decode is not None else sample
 
     def _lost(
         self, guard: Guard, index: Any, position: int | None, item: int, bad: list[BadSample], error: Exception
     ) -> Any:
-        if self._seeding is not None and position is not None:
-            self._seeding.samples.sample(position)  # for what `on_error` draws
+        self._how.seed_sample(position)  # for what `on_error` draws
         make = (lambda another: self._make(another, position)) if self._single else None
         try:
             return guard.lost(index, position, error, bad, make)
         except Exception as raised:
-            add_note(raised, sample_place(index, item if self._auto_collation else None, position))
+            add_note(raised, sample_place(index, item if self._how.auto_collation else None, position))
             raise
-
-    def _position(self, first: int | None, item: int) -> int | None:
-        return None if first is None else first + item * self._replicas
 
     def _note(self, error: BaseException, places: list[Any], item: int, first: int | None) -> None:
         if item >= 0:
             place = sample_place(
                 places[item] if item < len(places) else None,
-                item if self._auto_collation else None,
-                self._position(first, item),
+                item if self._how.auto_collation else None,
+                self._how.position(first, item),
             )
             add_note(error, place)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch.utils.data import ChainDataset, ConcatDataset, Dataset, IterableDataset, Subset
 
+from asyncloader.workers.batching import Batching
 from asyncloader.workers.fetch import (
     AsyncFetcher,
     is_async_dataset,
@@ -97,10 +98,8 @@ class PlainStream(IterableDataset[int]):
 def fetcher(dataset: Any, *, auto: bool = True, drop_last: bool = False, concurrency: int = 256) -> AsyncFetcher:
     return make_async_fetcher(
         dataset,
+        Batching(auto, lambda data: data, drop_last),
         iterable=hasattr(dataset, "__aiter__"),
-        auto_collation=auto,
-        collate=lambda data: data,
-        drop_last=drop_last,
         concurrency=concurrency,
     )
 
