@@ -7,7 +7,7 @@ Data path: sampler -> scheduler -> pool -> worker -> ring -> reorder -> delivery
                  queue         what is ready                               here
     _start       pool          worker processes and their rings            workers/pool.py
                  pipeline      the scheduler's hands                       pipeline.py
-                 pin stage     page-locked copies, if asked for            pin_memory.py
+                 stage         copies to page-locked memory, or a device   pin_memory.py, device/
     __anext__    wait          for the queue
                  open          a view of the slot, or a copy               delivery.py
                  advance       the sampler by one; the credit goes back    pipeline.py
@@ -32,6 +32,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.bad_sample_log import BadSampleLog
 from asyncloader.consumer import NO_BATCH, Consumer, discard
+from asyncloader.device.options import mover_of
 from asyncloader.draws import shared_seed, warn_over_length
 from asyncloader.epoch_plan import EpochPlan, make_pool, quarantine, start_method, worker_setup
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManyBadSamples
@@ -149,7 +150,13 @@ class AsyncLoaderIterator:
         self._setup = worker_setup(self._spec, self._plan.workers, self._draws, self._base_seed, self._starts)
         self._statistics.log = BadSampleLog(self._spec.max_bad_samples)
         self._consumer = Consumer(
-            self._plan, self._draws, self._statistics, self._progress, quarantine(self._spec, self._draws)
+            self._plan,
+            self._draws,
+            self._statistics,
+            self._progress,
+            quarantine(self._spec, self._draws),
+            mover_of(self._spec),
+            self._spec.prefetch_device,
         )
 
     def __aiter__(self) -> AsyncLoaderIterator:

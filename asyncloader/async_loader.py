@@ -17,6 +17,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.async_iterator import AsyncLoaderIterator
 from asyncloader.checkpoint import StateKeeper
+from asyncloader.device.options import DEFAULT_PREFETCH_DEVICE, DeviceLike
 from asyncloader.draws import draw_source
 from asyncloader.epoch_plan import EpochPlan, epoch_plan
 from asyncloader.errors import LoaderClosed
@@ -50,6 +51,7 @@ class AsyncDataLoader(Generic[T_co]):
         fetch_threads, decode, decode_threads: see `LoaderSpec`.
         seed, rank, world_size, on_uneven, resume, snapshot_every_n_steps, run_ahead: see `LoaderSpec`.
         worker_timeout, max_worker_restarts, on_error, bad_samples, max_bad_samples, worker_memory_limit: ditto.
+        device, prefetch_device, device_transform, static_buffers: ditto.
 
     The options can be read as attributes under their own names. The dataset may have ``async def __getitem__``,
     ``async def __getitems__`` or `__aiter__`; `sampler` and `batch_sampler` may be async iterables. With
@@ -101,6 +103,10 @@ class AsyncDataLoader(Generic[T_co]):
         bad_samples: BadSamples = "short",
         max_bad_samples: int | None = DEFAULT_MAX_BAD_SAMPLES,
         worker_memory_limit: int | None = None,
+        device: DeviceLike = None,
+        prefetch_device: int = DEFAULT_PREFETCH_DEVICE,
+        device_transform: Callable[[Any], Any] | None = None,
+        static_buffers: bool = False,
     ) -> None:
         self._spec: LoaderSpec[Any] = LoaderSpec(
             dataset,
@@ -138,6 +144,10 @@ class AsyncDataLoader(Generic[T_co]):
             bad_samples=bad_samples,
             max_bad_samples=max_bad_samples,
             worker_memory_limit=worker_memory_limit,
+            device=device,
+            prefetch_device=prefetch_device,
+            device_transform=device_transform,
+            static_buffers=static_buffers,
         )
         self._begin()
 

@@ -18,6 +18,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.agreement_stage import AgreementStage
 from asyncloader.delivery import LARGE, Opener, raise_worker_error
+from asyncloader.device.mover import Mover
+from asyncloader.device.stage import DeviceStage, OnDevice
 from asyncloader.epoch_plan import EpochPlan
 from asyncloader.events import Action, Deliver, Poisoned
 from asyncloader.index_stream import IndexStream
@@ -46,6 +48,8 @@ class Consumer:
         statistics: the loader's counters.
         progress: the iterator's position.
         quarantine: deals with tasks that kill their workers.
+        mover: to the device where batches are delivered; None: that is the CPU.
+        ahead: batches that may be there before they are asked for.
     """
 
     def __init__(
@@ -55,6 +59,8 @@ class Consumer:
         statistics: Statistics,
         progress: Progress,
         quarantine: Quarantine,
+        mover: Mover | None = None,
+        ahead: int = 1,
     ) -> None:
         self._statistics = statistics
         self._plan = plan
@@ -76,7 +82,9 @@ class Consumer:
         self._opener = Opener(statistics)
         self._pins = draws._pin_memory
         self._pin_device = draws._pin_memory_device
-        self._pin: PinStage | None = None
+        self._mover = mover
+        self._ahead = ahead
+        self._stage: PinStage | DeviceStage | None = None
         self._agreement = progress.agreement
         self._agreeing: AgreementStage | None = None
         self.offers = self._prime(plan.offers)
@@ -112,9 +120,12 @@ class Consumer:
         if self._agreement is not None:
             self._agreeing = AgreementStage(self._agreement, put_from_thread, discard)
             sink = put_from_thread = self._agreeing.put
-        if self._pins:
-            self._pin = PinStage(self._opener, torch_pin(self._pin_device), put_from_thread)
-            sink = self._pin.put
+        if self._mover is not None:
+            self._stage = DeviceStage(self._opener, self._mover, self._statistics, put_from_thread, self._ahead)
+            sink = self._stage.put
+        elif self._pins:
+            self._stage = PinStage(self._opener, torch_pin(self._pin_device), put_from_thread)
+            sink = self._stage.put
         indices = None if self._source is None else self._source.reading(self._progress)
         pipeline = Pipeline(
             pool,
@@ -133,8 +144,8 @@ class Consumer:
 
     def close(self) -> None:
         """End the stages."""
-        if self._pin is not None:
-            self._pin.close()
+        if self._stage is not None:
+            self._stage.close()
         if self._agreeing is not None:
             self._agreeing.close()
         elif self._agreement is not None:
@@ -152,6 +163,9 @@ class Consumer:
         outcome = item.outcome
         if isinstance(outcome, Answer):
             return self._opener.open(outcome)
+        if isinstance(outcome, OnDevice):
+            assert isinstance(self._stage, DeviceStage)
+            return self._stage.take(outcome)
         return outcome.batch if isinstance(outcome, Pinned) else None
 
     def deliver(
@@ -183,7 +197,7 @@ class Consumer:
             self._progress.failed(item.seq)
             raise
         outcome = item.outcome
-        if not isinstance(outcome, (Answer, Pinned)):
+        if not isinstance(outcome, (Answer, OnDevice, Pinned)):
             return self._without_answer(item, outcome, waited)
         if outcome.bad:
             self._statistics.bad(pickle.loads(outcome.bad))
@@ -224,6 +238,8 @@ class Consumer:
             raise without_batch(self._plan.ranks)
         if batch is None:
             return NO_BATCH
+        if self._mover is not None:
+            return self._mover.take(self._mover.move(batch, locked=False))
         return torch_pin(self._pin_device)(batch) if self._pins else batch
 
     def hear(self) -> None:

@@ -51,26 +51,31 @@ class Opener:
 
     def open(self, answer: Answer) -> Any:
         """The batch. The answer must not be used afterwards."""
+        return self.open_held(answer)[0]
+
+    def open_held(self, answer: Answer) -> tuple[Any, Anchor | None]:
+        """The same, and what holds its slot beside the batch; None where there is none, or it was copied out of it."""
         result, template, ring, fd = answer[:4]
         if result.pickled > _PICKLE_WARNING_BYTES and not self._warned:
             self._warned = True
             _warn_pickled(result.pickled)
         if ring is not None:
             if ring.may_lend():
-                return template.build(ring.lend(result.slot, result.nbytes))
+                anchor = ring.lend(result.slot, result.nbytes)
+                return template.build(anchor), anchor
             self._statistics.copy_outs += 1
             try:
-                return copy_out(template, ring.look(result.slot, result.nbytes), result.nbytes)
+                return copy_out(template, ring.look(result.slot, result.nbytes), result.nbytes), None
             finally:
                 ring.give_back(result.slot)
         if fd is None:
-            return template.build(None)
+            return template.build(None), None
         anchor = oneoff_anchor(fd, result.nbytes)
         if not self._room_for_oneoff():
             self._statistics.copy_outs += 1
-            return copy_out(template, anchor, result.nbytes)
+            return copy_out(template, anchor, result.nbytes), None
         self._oneoffs.append(weakref.ref(anchor))
-        return template.build(anchor)
+        return template.build(anchor), None
 
     def _room_for_oneoff(self) -> bool:
         if len(self._oneoffs) >= _MOST_ONEOFFS:

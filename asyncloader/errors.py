@@ -9,6 +9,8 @@
     +-- StateError                  a saved state cannot be loaded (also a ValueError)
     +-- RanksDisagree               the ranks' epochs end differently (also a RuntimeError)
     +-- RingMemoryError             not enough shared memory (also a MemoryError)
+    +-- DeviceUnavailable           this process cannot use the `device` (also a RuntimeError)
+    +-- PageLockError               a ring could not be page-locked for the `device` (also a MemoryError)
     +-- ShardError                  a shard's bytes break the rules of its format, or are too many (also a ValueError)
     +-- UnsupportedPlatform         this system cannot run workers (also a RuntimeError)
 
@@ -24,10 +26,12 @@ from collections.abc import Sequence
 from typing import Any
 
 __all__ = [
+    "DeviceUnavailable",
     "LoaderClosed",
     "LoaderError",
     "LoaderTimeout",
     "NeverIteratedWarning",
+    "PageLockError",
     "RanksDisagree",
     "RingMemoryError",
     "ShardError",
@@ -191,6 +195,47 @@ class RingMemoryError(LoaderError, MemoryError):
         return (
             f"asyncloader wants {self.wanted:,} bytes of shared memory but is bounded by {limit} ({self.reason}). "
             f"{self.advice}"
+        )
+
+
+class DeviceUnavailable(LoaderError, RuntimeError):
+    """The device that batches were to be copied to cannot be used.
+
+    Attributes:
+        device: as it was asked for.
+        reason: why.
+    """
+
+    def __init__(self, device: str, reason: str) -> None:
+        super().__init__(device, reason)
+        self.device = device
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"device={self.device!r} cannot be used: {self.reason}. Choose another device, or leave device= out."
+
+
+class PageLockError(LoaderError, MemoryError):
+    """A ring could not be page-locked for the device. Nothing was locked, and the device works on as before.
+
+    Attributes:
+        nbytes: the ring's size.
+        limit: bytes of locked memory that this process may have (``ulimit -l``); None for no limit.
+        reason: what the driver said.
+    """
+
+    def __init__(self, nbytes: int, limit: int | None, reason: str) -> None:
+        super().__init__(nbytes, limit, reason)
+        self.nbytes = nbytes
+        self.limit = limit
+        self.reason = reason
+
+    def __str__(self) -> str:
+        limit = "no limit" if self.limit is None else f"{self.limit:,} bytes"
+        return (
+            f"a ring of {self.nbytes:,} bytes could not be page-locked: {self.reason}. This process may lock {limit} "
+            "(ulimit -l; in a container also its own, docker run --ulimit memlock=-1). Raise it, set ring_bytes to a "
+            "smaller ring, or use pin_memory=True instead of device=."
         )
 
 

@@ -34,6 +34,8 @@ def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: Work
         lines.append(f"faults: {_faults(spec)}")
     lines.append(f"order: {_order(spec)}")
     lines.append(f"pinning: {_pinning(spec)}")
+    if spec.device is not None:
+        lines.append(f"device: {_device(spec, statistics)}")
     if statistics.copy_outs:
         lines.append(
             f"copies: {statistics.copy_outs} of {statistics.batches} batches were copied out of their ring, because "
@@ -126,6 +128,26 @@ def _pinning(spec: LoaderSpec[Any]) -> str:
     if not torch.accelerator.is_available():
         return "asked for, but there is no accelerator: plain memory"
     return "page-locked copies, made in a thread ahead of the consumer"
+
+
+def _device(spec: LoaderSpec[Any], statistics: Statistics) -> str:
+    import torch
+
+    device = torch.device(spec.device)  # type: ignore[arg-type]
+    if device.type == "cpu":
+        return "cpu, where batches are made: nothing to copy"
+    ahead = f"{spec.prefetch_device} batches ahead"
+    if not spec.num_workers:
+        return f"{device}, copied when they are asked for"
+    if device.type != "cuda":
+        return f"{device}, {ahead}, by plain copies: rings are page-locked for CUDA alone"
+    if not statistics.locked_bytes:
+        return f"{device}, {ahead}, copied from rings that are page-locked when the first batch comes"
+    staged = f"; {statistics.staged} batches were copied to page-locked memory first" if statistics.staged else ""
+    return (
+        f"{device}, {ahead}, copied from rings of {statistics.locked_bytes:,} bytes, page-locked in "
+        f"{statistics.lock_s:.2f} s{staged}"
+    )
 
 
 def verdict(statistics: Statistics, num_workers: int, cpus: int, *, asynchronous: bool = False) -> str:

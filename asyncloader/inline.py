@@ -15,6 +15,7 @@ import os
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -27,6 +28,7 @@ from asyncloader.agreement import Agreement, in_daemon
 from asyncloader.bad_sample_log import BadSampleLog
 from asyncloader.checkpoint import StateKeeper
 from asyncloader.consumer import NO_BATCH
+from asyncloader.device.options import mover_of
 from asyncloader.draws import draw_source, shared_seed, warn_over_length
 from asyncloader.epoch_plan import worker_setup
 from asyncloader.errors import LoaderClosed, TooManyBadSamples
@@ -133,6 +135,7 @@ class InlineIterator:
         self._begin(progress)
         self._source = async_index_source(spec)
         self._indices: AsyncIterator[Any] | None = None
+        self._mover = mover_of(spec)
         self._pin = torch_pin(self._draws._pin_memory_device) if self._draws._pin_memory else None
         self._executor = ThreadPoolExecutor(1, "asyncloader-fetch")
         self._owner = os.getpid()
@@ -214,6 +217,8 @@ class InlineIterator:
             self._record()
         if batch is NO_BATCH:
             return batch
+        if self._mover is not None:
+            batch = self._mover.take(batch)
         nbytes = batch_nbytes(batch)
         if self._ahead is not None:
             self._ahead.learn(nbytes)
@@ -268,7 +273,9 @@ class InlineIterator:
         cursor = self._reader.cursor()
         if self._agreement is not None and not await self._agreed(self._agreement):
             raise StopAsyncIteration
-        if self._pin is not None:
+        if self._mover is not None:
+            batch = await self._in_thread(partial(self._mover.move, locked=False), batch)
+        elif self._pin is not None:
             batch = await self._in_thread(self._pin, batch)
         return batch, count_samples(self._spec, index, self._bad), cursor
 

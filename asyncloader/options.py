@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data import _DatasetKind as DatasetKind
 
 from asyncloader.cpus import affinity, cpu_quota
+from asyncloader.device.options import DEFAULT_PREFETCH_DEVICE, DeviceLike, check_device_options
 from asyncloader.fault_options import DEFAULT_MAX_BAD_SAMPLES, BadSamples, OnError, check_fault_options
 from asyncloader.flight_options import check_flight_options
 from asyncloader.rank_view import OnUneven
@@ -82,6 +83,13 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
         worker_memory_limit: bytes of private memory that a worker may grow by since its start before it is replaced
             between two tasks; default None. A worker whose stream nobody could read on (no state, ``resume="exact"``)
             is left alone.
+        device: where batches are delivered, as torch takes it ("cuda", "cuda:1", a `torch.device`); default None: in
+            the CPU's memory. On CUDA they are copied straight from page-locked rings, ahead of the consumer.
+        prefetch_device: batches that may be on the device, or on their way, before the consumer asks; default 1.
+        device_transform: a function from a batch on the device to the one that is delivered, run in the copies' stream;
+            default None.
+        static_buffers: deliver every batch in the same tensors, for CUDA graphs (each combination of shapes has its
+            own); a batch is then valid until the next one is taken. Default False.
 
     Raises:
         ValueError, TypeError: torch's, in torch's order and words, then ours.
@@ -108,6 +116,10 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
     bad_samples: BadSamples
     max_bad_samples: int | None
     worker_memory_limit: int | None
+    device: DeviceLike
+    prefetch_device: int
+    device_transform: Callable[[Any], Any] | None
+    static_buffers: bool
 
     def __init__(
         self,
@@ -147,6 +159,10 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
         bad_samples: BadSamples = "short",
         max_bad_samples: int | None = DEFAULT_MAX_BAD_SAMPLES,
         worker_memory_limit: int | None = None,
+        device: DeviceLike = None,
+        prefetch_device: int = DEFAULT_PREFETCH_DEVICE,
+        device_transform: Callable[[Any], Any] | None = None,
+        static_buffers: bool = False,
     ) -> None:
         stream = is_async_stream(dataset)
         ours = None if stream else default_sampler(dataset, seed, shuffle, sampler, batch_sampler)
@@ -207,6 +223,12 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
             dataset=dataset,
             iterable=is_iterable(self),
         )
+        check_device_options(
+            device=device,
+            prefetch_device=prefetch_device,
+            device_transform=device_transform,
+            static_buffers=static_buffers,
+        )
         self.ring_bytes = ring_bytes
         self.concurrency = concurrency
         self.fetch_threads = fetch_threads
@@ -225,6 +247,10 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
         self.bad_samples = bad_samples
         self.max_bad_samples = max_bad_samples
         self.worker_memory_limit = worker_memory_limit
+        self.device = device
+        self.prefetch_device = prefetch_device
+        self.device_transform = device_transform
+        self.static_buffers = static_buffers
         self.__dict__["_asyncloader_maker"] = os.getpid()  # made here, and not a copy
 
     @property

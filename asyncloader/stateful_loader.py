@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe, MapDataPipe
 
+from asyncloader.device.options import DEFAULT_PREFETCH_DEVICE, DeviceLike
 from asyncloader.fault_options import DEFAULT_MAX_BAD_SAMPLES, OnError
 from asyncloader.generators import draws_when_iterated
 from asyncloader.loader import DataLoader
@@ -37,7 +38,8 @@ class StatefulDataLoader(DataLoader[T_co]):
         snapshot_every_n_steps: stateful samplers and streams are asked for their states every so many batches (default
             1); a resumed loader reads and drops the batches since. 0 or None: never.
         ring_bytes, concurrency, fetch_threads, decode, decode_threads, worker_timeout, max_worker_restarts, on_error,
-        max_bad_samples, worker_memory_limit: see `DataLoader`.
+        max_bad_samples, worker_memory_limit, device, prefetch_device, device_transform, static_buffers: see
+            `DataLoader`.
 
     A stream without a state of its own is read again from its beginning when it is resumed, and what was delivered is
     dropped, with a warning that says how much (``resume="replay"`` of `DataLoader`).
@@ -79,6 +81,10 @@ class StatefulDataLoader(DataLoader[T_co]):
         on_error: OnError = "raise",
         max_bad_samples: int | None = DEFAULT_MAX_BAD_SAMPLES,
         worker_memory_limit: int | None = None,
+        device: DeviceLike = None,
+        prefetch_device: int = DEFAULT_PREFETCH_DEVICE,
+        device_transform: Callable[[Any], Any] | None = None,
+        static_buffers: bool = False,
     ) -> None:
         streams = isinstance(dataset, (IterableDataset, IterDataPipe, MapDataPipe))
         if shuffle and sampler is None and batch_sampler is None and not streams:
@@ -112,6 +118,10 @@ class StatefulDataLoader(DataLoader[T_co]):
             on_error=on_error,
             max_bad_samples=max_bad_samples,
             worker_memory_limit=worker_memory_limit,
+            device=device,
+            prefetch_device=prefetch_device,
+            device_transform=device_transform,
+            static_buffers=static_buffers,
         )
 
     def _workers_begin(self) -> None:

@@ -32,12 +32,15 @@ class Statistics:
         "credits",
         "elapsed_s",
         "first_batch_s",
+        "lock_s",
+        "locked_bytes",
         "log",
         "pickled",
         "refilled",
         "restarts",
         "retirements",
         "samples",
+        "staged",
         "store",
         "wait_s",
         "worker_s",
@@ -54,6 +57,9 @@ class Statistics:
         self.worker_s = 0.0  # seconds that they existed in iterators' time
         self.copy_outs = 0
         self.credits = 0  # batches that a worker of the newest iterator may have in hand
+        self.locked_bytes = 0  # of rings that were page-locked
+        self.lock_s = 0.0
+        self.staged = 0  # batches for a device that were copied to page-locked memory first
         self.restarts = 0  # workers that died and were replaced
         self.retirements = 0  # workers that had grown and were replaced
         self.bad_samples = 0
@@ -114,6 +120,7 @@ class Statistics:
         ``data/wait_frac`` is the share of the iterators' time that the consumer waited; ``data/worker_busy_frac`` that
         of the workers' time in which they had work; rates are per second of the iterators' time. ``data/credits`` is
         how many batches one worker (without workers: this process) may have in hand now, as large as they are.
+        ``device/staged`` counts batches that could not be copied to the device straight from a page-locked ring.
         """
         elapsed = self.elapsed_s or float("inf")
         return {
@@ -134,5 +141,8 @@ class Statistics:
             "data/worker_retirements": float(self.retirements),
             "data/bad_samples": float(self.bad_samples),
             "data/refilled": float(self.refilled),
+            "device/locked_bytes": float(self.locked_bytes),
+            "device/lock_s": self.lock_s,
+            "device/staged": float(self.staged),
             **{f"store/{name}": count for name, count in self.store.items()},
         }

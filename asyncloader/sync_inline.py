@@ -21,6 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from asyncloader.bad_sample_log import BadSampleLog
 from asyncloader.bridge import Bridge
 from asyncloader.checkpoint import StateKeeper
+from asyncloader.device.options import mover_of
 from asyncloader.draws import draw_source, warn_over_length
 from asyncloader.errors import LoaderClosed, TooManyBadSamples
 from asyncloader.inline import (
@@ -79,6 +80,7 @@ class InlineIterator(CountedNext):
         if self._uses_loop:
             self._bridge = bridge
             self._bridge.acquire()
+        self._mover = mover_of(loader)
         self._pin = torch_pin(self._pin_memory_device) if self._pin_memory else None
         self._begun = self._statistics.begin()
         self._statistics.log = BadSampleLog(loader.max_bad_samples)
@@ -112,7 +114,9 @@ class InlineIterator(CountedNext):
                 if self._agreement is not None and not self._agreement.batch():
                     raise StopIteration
                 cursor = self._reader.cursor()
-                if self._pin is not None:
+                if self._mover is not None:
+                    data = self._mover.take(self._mover.move(data, locked=False))
+                elif self._pin is not None:
                     data = self._pin(data)
             except NoSamples:
                 ranks = even_ranks(self._spec, iterable=is_iterable(self._spec))

@@ -24,6 +24,7 @@ from asyncloader.bad_sample_log import BadSampleLog
 from asyncloader.bridge import Bridge, run_in_thread
 from asyncloader.checkpoint import StateKeeper
 from asyncloader.consumer import NO_BATCH, Consumer, discard
+from asyncloader.device.options import mover_of
 from asyncloader.draws import draw_source, shared_seed
 from asyncloader.epoch_plan import epoch_plan, make_pool, quarantine, worker_setup
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManyBadSamples
@@ -132,7 +133,15 @@ class WorkerIterator(CountedNext):
         if starts is None:
             _, starts = self._begin_workers(loader)
         self._statistics.log = BadSampleLog(loader.max_bad_samples)
-        self._consumer = Consumer(self._plan, self, self._statistics, self._progress, quarantine(loader, self))
+        self._consumer = Consumer(
+            self._plan,
+            self,
+            self._statistics,
+            self._progress,
+            quarantine(loader, self),
+            mover_of(loader),
+            loader.prefetch_device,
+        )
         self._replacer = Replacer(self._pool, weakly(self._setup_for), partial(put, None))
         self._pipeline = self._consumer.pipeline(self._pool, put, put, self._replacer)
         self._tell = partial(self._bridge.call, self._pipeline.advance)

@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = {
     "asyncloader": "asyncloader",
+    "asyncloader/device": "asyncloader.device",
     "asyncloader/formats": "asyncloader.formats",
     "asyncloader/integrations": "asyncloader.integrations",
     "asyncloader/remote": "asyncloader.remote",
@@ -40,6 +41,9 @@ PURE = [
     "asyncloader.errors",
     "asyncloader.events",
     "asyncloader.batch_plan",
+    "asyncloader.device",
+    "asyncloader.device.static",
+    "asyncloader.device.tensors",
     "asyncloader.epoch",
     "asyncloader.interleave",
     "asyncloader.permutation",

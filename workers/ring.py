@@ -24,10 +24,12 @@ belongs to the consumer's side.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 from asyncloader.workers import segment
 from asyncloader.workers.layout import PAGE, align
@@ -70,6 +72,8 @@ class Ring:
         self._released: deque[Lease] = deque()
         self._retired: set[int] = set()
         self._append_released = self._released.append
+        self.locked = False
+        """Whether its pages are locked, see `lock_pages`."""
         _live_rings.add(self)
 
     @property
@@ -104,6 +108,22 @@ class Ring:
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
+
+    def lock_pages(self, lock: Callable[[int, int], Callable[[], None]]) -> None:
+        """Have all of the ring's pages, and have them locked.
+
+        Args:
+            lock: locks a range of addresses, given its first one and its length in bytes; returns what unlocks it.
+                That is called before the memory is unmapped, which is when the last view has gone.
+
+        Raises:
+            RingMemoryError: there is no memory for the pages.
+            Exception: whatever `lock` raises.
+        """
+        address = ctypes.addressof(make_anchor(self._memory, 0, self.nbytes))
+        segment.populate(self._memory, address)
+        self._memory.before_unmapping = lock(address, self.nbytes)
+        self.locked = True
 
     # ------------------------------------------------------------------------------------- loop thread
 

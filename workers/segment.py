@@ -15,18 +15,35 @@ in the middle of somebody's `memcpy`.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
 import resource
 import secrets
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from asyncloader.errors import RING_ADVICE, RingMemoryError
 
-__all__ = ["check_room", "create", "map_segment", "memory_limit", "reserve"]
+__all__ = ["Mapping", "check_room", "create", "map_segment", "memory_limit", "populate", "reserve"]
 
+_MADV_POPULATE_WRITE = 23  # linux/mman.h; Python has no name for it
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+class Mapping(mmap.mmap):
+    """A mapped segment; `before_unmapping` is called before the memory goes, in whatever thread drops the last view.
+
+    By `__del__`, because a weak reference to an `mmap` tells of its end only after the pages are gone.
+    """
+
+    before_unmapping: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        if self.before_unmapping is not None:
+            self.before_unmapping()
 
 
 def create(nbytes: int) -> int:
@@ -66,14 +83,14 @@ def _open_unlinked() -> int:
         return fd
 
 
-def map_segment(fd: int, nbytes: int) -> mmap.mmap:
+def map_segment(fd: int, nbytes: int) -> Mapping:
     """Map the whole segment, readable and writable. The descriptor may be closed afterwards.
 
     Raises:
         RingMemoryError: no address space for it (``ulimit -v``, or too many mappings).
     """
     try:
-        return mmap.mmap(fd, nbytes)
+        return Mapping(fd, nbytes)
     except OSError as error:
         limit, reason = _process_limit(resource.RLIMIT_AS, "address space limit, ulimit -v")
         raise RingMemoryError(nbytes, limit, f"{reason}; mmap of the segment: {error}") from error
@@ -105,6 +122,26 @@ def reserve(fd: int, offset: int, nbytes: int) -> None:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
         return
+
+
+def populate(memory: mmap.mmap, address: int) -> None:
+    """Get all pages of a mapping now, without the GIL; where the system has no such call (before Linux 5.14), nothing
+    happens, and they come when they are touched.
+
+    Raises:
+        RingMemoryError: there is no memory for them.
+    """
+    nbytes = len(memory)
+    check_room(nbytes, "all pages of a ring")
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)  # not `mmap.madvise`, which holds the GIL
+    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int(_MADV_POPULATE_WRITE)) == 0:
+        return
+    code = ctypes.get_errno()
+    if code not in (errno.EINVAL, errno.ENOSYS):
+        limit, reason = memory_limit()
+        raise RingMemoryError(nbytes, limit, f"{reason}; madvise of the ring: {os.strerror(code)}")
 
 
 def check_room(nbytes: int, what: str, advice: str = RING_ADVICE) -> None:

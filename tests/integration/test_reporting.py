@@ -11,36 +11,9 @@ import torch
 from asyncloader import AsyncDataLoader, DataLoader
 from tests.integration.datasets import AsyncNumbers, Custom, Images, Numbers, UnevenStream
 from tests.integration.running import BOTH, collect, run_async, run_loader
+from tests.unit.figures import FIGURES
 
-KEYS = [
-    "data/batches",
-    "data/samples",
-    "data/bytes",
-    "data/wait_s",
-    "data/wait_frac",
-    "data/batches_per_sec",
-    "data/samples_per_sec",
-    "data/bytes_per_sec",
-    "data/queue_depth",
-    "data/copy_outs",
-    "data/time_to_first_batch_s",
-    "data/worker_busy_frac",
-    "data/worker_restarts",
-    "data/credits",
-    "data/worker_retirements",
-    "data/bad_samples",
-    "data/refilled",
-    "store/retries",
-    "store/resumed",
-    "store/given_up",
-    "store/retry_wait_s",
-    "store/cache_hits",
-    "store/cache_misses",
-    "store/cache_bytes",
-    "store/cache_evictions",
-    "data/dropped",
-    "data/repeated",
-]
+KEYS = [*FIGURES, "data/dropped", "data/repeated"]
 LOADERS: dict[str, Any] = {"sync": DataLoader, "asyncio": AsyncDataLoader}
 
 

@@ -3,40 +3,13 @@ from __future__ import annotations
 import math
 
 from asyncloader.statistics import Statistics
-
-KEYS = {
-    "data/batches",
-    "data/samples",
-    "data/bytes",
-    "data/wait_s",
-    "data/wait_frac",
-    "data/batches_per_sec",
-    "data/samples_per_sec",
-    "data/bytes_per_sec",
-    "data/queue_depth",
-    "data/copy_outs",
-    "data/time_to_first_batch_s",
-    "data/worker_busy_frac",
-    "data/worker_restarts",
-    "data/credits",
-    "data/worker_retirements",
-    "data/bad_samples",
-    "data/refilled",
-    "store/retries",
-    "store/resumed",
-    "store/given_up",
-    "store/retry_wait_s",
-    "store/cache_hits",
-    "store/cache_misses",
-    "store/cache_bytes",
-    "store/cache_evictions",
-}
+from tests.unit.figures import FIGURES
 
 
 def test_snapshot_of_nothing_is_all_zero() -> None:
     """Before the first batch every figure is 0.0, none is missing and none is not a number."""
     snapshot = Statistics().snapshot(0)
-    assert snapshot == dict.fromkeys(KEYS, 0.0)
+    assert snapshot == dict.fromkeys(FIGURES, 0.0)
     assert all(type(value) is float for value in snapshot.values())
 
 
@@ -95,4 +68,4 @@ def test_snapshot_is_a_fresh_dictionary() -> None:
     """A caller may change what it got."""
     s = Statistics()
     s.snapshot(0).clear()
-    assert s.snapshot(0).keys() == KEYS
+    assert s.snapshot(0).keys() == FIGURES

@@ -1,0 +1,105 @@
+"""What the loader asks of a device, and which class does it for which device.
+
+Data path: delivery -> stage -> mover -> [accelerator] -> consumer.
+
+CUDA copies straight from page-locked rings, in a stream of its own. Other accelerators get plain copies, finished
+before the batch is delivered; so do devices that torch will know in future. The CPU needs none of it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+__all__ = ["OPENERS", "Accelerator", "DoneEvent", "Lock", "PlainAccelerator", "open_accelerator"]
+
+
+Lock: TypeAlias = Callable[[int, int], Callable[[], None]]
+"""Page-locks mapped memory whose pages are there, given its address and its length in bytes; returns what undoes it,
+which may be called in any thread. Raises PageLockError where it cannot be had; the device works on as before."""
+
+
+class DoneEvent(Protocol):
+    """A point in the device's work."""
+
+    def synchronize(self) -> None:
+        """Wait, without the GIL, until the work up to this point is done."""
+        ...
+
+
+class Accelerator(ABC):
+    """One device. `work`, `event`, `lock`, and what happens within `work` are called by one thread at a time."""
+
+    device: torch.device
+    lock: Lock | None
+    """Page-locks a ring, so that copies from it are as fast as from memory of the device's own allocator; None: there
+    is no such thing."""
+
+    @abstractmethod
+    def work(self) -> AbstractContextManager[None]:
+        """In it, this thread's copies to the device, and its computations there, go to the side stream."""
+
+    @abstractmethod
+    def pin(self, batch: Any) -> Any:
+        """A copy of the batch in memory from which the device reads fast, made at once; or the batch itself."""
+
+    @abstractmethod
+    def event(self) -> DoneEvent | None:
+        """The end of the work given to the side stream so far; None: it is done already."""
+
+    @abstractmethod
+    def hand_over(self, tensors: Sequence[torch.Tensor], event: DoneEvent | None) -> None:
+        """In the consumer's thread: its current stream waits for the event; the tensors' memory is not used again
+        before what that stream does with them is done.
+        """
+
+
+class PlainAccelerator(Accelerator):
+    """A device without page-locked rings: copies are finished when they return."""
+
+    lock = None
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def work(self) -> AbstractContextManager[None]:
+        """Nothing to prepare."""
+        return nullcontext()
+
+    def pin(self, batch: Any) -> Any:
+        """The batch itself."""
+        return batch
+
+    def event(self) -> DoneEvent | None:
+        """Waits for the device: another thread will use what was copied."""
+        if self.device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(self.device)
+        return None
+
+    def hand_over(self, tensors: Sequence[torch.Tensor], event: DoneEvent | None) -> None:
+        """Nothing to wait for."""
+
+
+def _open_cuda(device: torch.device) -> Accelerator:
+    from asyncloader.device.cuda import CudaAccelerator
+
+    return CudaAccelerator(device)
+
+
+OPENERS: dict[str, Callable[[torch.device], Accelerator]] = {"cuda": _open_cuda}
+"""By type of device."""
+
+
+def open_accelerator(device: torch.device) -> Accelerator | None:
+    """What serves this device; None where batches are there already: they are made in the CPU's memory.
+
+    Raises:
+        DeviceUnavailable: this process cannot use it.
+    """
+    if device.type in OPENERS:
+        return OPENERS[device.type](device)
+    return None if device.type == "cpu" else PlainAccelerator(device)

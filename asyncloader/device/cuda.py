@@ -1,0 +1,70 @@
+"""CUDA: copies in a side stream, from page-locked memory, ahead of the consumer.
+
+Data path: delivery -> stage -> mover -> [cuda] -> consumer.
+
+The consumer's stream waits for the copies on the device, not the consumer for them in its thread. `record_stream` tells
+torch's allocator that the consumer's stream uses memory that belongs to the side stream; without it the memory of a
+batch that is dropped would be given to the next copy while kernels still read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from asyncloader.device.accelerator import Accelerator, DoneEvent
+from asyncloader.device.driver import open_driver
+from asyncloader.errors import DeviceUnavailable
+from asyncloader.pin_memory import torch_pin
+
+__all__ = ["CudaAccelerator"]
+
+
+class CudaAccelerator(Accelerator):
+    """One CUDA device.
+
+    Args:
+        device: of type "cuda"; without an index the current one of the calling thread.
+
+    Raises:
+        DeviceUnavailable: torch sees no such device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if not torch.cuda.is_available():
+            raise DeviceUnavailable(str(device), f"torch {torch.__version__} sees no CUDA device, or was built without")
+        index: int = torch.cuda.current_device() if device.type == str(device) else device.index
+        if index >= torch.cuda.device_count():
+            raise DeviceUnavailable(str(device), f"torch sees {torch.cuda.device_count()} CUDA devices")
+        self.device = torch.device("cuda", index)
+        self._stream = torch.cuda.Stream(self.device)
+        driver = open_driver(index)
+        self.lock = None if driver is None else driver.lock
+        self._pin = torch_pin(None)
+
+    @contextmanager
+    def work(self) -> Generator[None]:
+        """Makes the side stream this thread's current one."""
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def pin(self, batch: Any) -> Any:
+        """A copy in memory of torch's page-locking allocator, which keeps it until copies from it are done."""
+        return self._pin(batch)
+
+    def event(self) -> DoneEvent:
+        """An event whose waiters sleep instead of spinning."""
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+        return event
+
+    def hand_over(self, tensors: Sequence[torch.Tensor], event: DoneEvent | None) -> None:
+        """See `Accelerator`. The consumer's stream is the current one of its thread."""
+        stream = torch.cuda.current_stream(self.device)
+        if event is not None:
+            stream.wait_event(event)  # type: ignore[arg-type]
+        for tensor in tensors:
+            tensor.record_stream(stream)

@@ -1,0 +1,115 @@
+"""Page-locking by CUDA's driver: four functions of libcuda.so.1, called without the GIL.
+
+Data path: ring -> locking -> cuda -> [driver].
+
+The driver's own interface and not the runtime's, because a runtime call that fails leaves its error behind, and the
+next call of anybody in the process reports it as its own. Memory that was locked here is page-locked for the runtime,
+and for all devices (CU_MEMHOSTREGISTER_PORTABLE). Source: CUDA Driver API, "Memory Management" and "Primary Context
+Management".
+
+Assumption: the mapping is shared memory. A private one would be copied page by page after a fork, and the device would
+go on reading the old pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from asyncloader.errors import PageLockError
+
+__all__ = ["Driver", "open_driver"]
+
+_PORTABLE = 0x01
+_SUCCESS = 0
+
+
+class Driver:
+    """The driver, for one device.
+
+    Args:
+        library: libcuda, loaded.
+        index: of the device.
+    """
+
+    def __init__(self, library: Any, index: int) -> None:
+        self._library = library
+        self._index = index
+
+    def lock(self, address: int, nbytes: int) -> Callable[[], None]:
+        """Page-lock a range; returns what unlocks it. Both take about 0.1 s for a GB whose pages are there.
+
+        Raises:
+            PageLockError: the driver refuses.
+        """
+        with self._context() as refused:
+            code = refused or self._library.cuMemHostRegister_v2(
+                ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_uint(_PORTABLE)
+            )
+        if code != _SUCCESS:
+            raise PageLockError(nbytes, _memlock_limit(), self._text(code))
+        return partial(self._unlock, os.getpid(), address)
+
+    def _unlock(self, owner: int, address: int) -> None:
+        if os.getpid() != owner:
+            return  # a fork's copy: the parent's device still reads there
+        with self._context() as refused:
+            if not refused:
+                # At the interpreter's end the driver may be gone already, and its locks with it: no error of ours.
+                self._library.cuMemHostUnregister(ctypes.c_void_p(address))
+
+    @contextmanager
+    def _context(self) -> Generator[int]:
+        """Makes the device's primary context, which is torch's as well, this thread's; gives an error code."""
+        device, context, popped = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+        library = self._library
+        code: int = library.cuDeviceGet(ctypes.byref(device), ctypes.c_int(self._index))
+        if code == _SUCCESS:
+            code = library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        if code != _SUCCESS:
+            yield code
+            return
+        try:
+            code = library.cuCtxPushCurrent_v2(context)
+            try:
+                yield code
+            finally:
+                if code == _SUCCESS:
+                    library.cuCtxPopCurrent_v2(ctypes.byref(popped))
+        finally:
+            library.cuDevicePrimaryCtxRelease_v2(device)
+
+    def _text(self, code: int) -> str:
+        name, text = ctypes.c_char_p(), ctypes.c_char_p()
+        self._library.cuGetErrorName(ctypes.c_int(code), ctypes.byref(name))
+        self._library.cuGetErrorString(ctypes.c_int(code), ctypes.byref(text))
+        return f"{(name.value or b'an unknown error').decode()} ({code}): {(text.value or b'').decode()}"
+
+
+def open_driver(index: int) -> Driver | None:
+    """The driver; None where there is none that we know: ROCm's, for one."""
+    library = None if torch.version.cuda is None else _load()
+    return None if library is None else Driver(library, index)
+
+
+@cache
+def _load() -> Any:
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        if library.cuInit(ctypes.c_uint(0)) != _SUCCESS:  # a no-op where torch has called it
+            return None
+    except (OSError, AttributeError):
+        return None
+    return library
+
+
+def _memlock_limit() -> int | None:
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if soft == resource.RLIM_INFINITY else soft

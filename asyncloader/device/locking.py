@@ -1,0 +1,47 @@
+"""Rings are page-locked, each when the first batch comes in it.
+
+Data path: reorder -> delivery -> [locking] -> stage -> consumer.
+
+A whole ring at a time, by one call: it costs about 0.1 s for a GB, and 0.2 s more to get the pages of slots that were
+never used. The locks go with the ring's memory, when nobody looks into it any more.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+from asyncloader.device.accelerator import Accelerator
+from asyncloader.statistics import Statistics
+from asyncloader.workers.ring import Ring
+
+__all__ = ["RingLocker"]
+
+
+class RingLocker:
+    """Locks rings for one device.
+
+    Args:
+        accelerator: the device.
+        statistics: where bytes and seconds are counted.
+    """
+
+    def __init__(self, accelerator: Accelerator, statistics: Statistics) -> None:
+        self._accelerator = accelerator
+        self._statistics = statistics
+
+    def lock(self, ring: Ring | None) -> bool:
+        """Whether a batch in this ring lies in page-locked memory, which this call sees to.
+
+        Raises:
+            PageLockError: the device's driver refuses.
+            RingMemoryError: there is no memory for all of the ring's pages.
+        """
+        lock = self._accelerator.lock
+        if ring is None or lock is None:
+            return False
+        if not ring.locked:
+            began = perf_counter()
+            ring.lock_pages(lock)
+            self._statistics.locked_bytes += ring.nbytes
+            self._statistics.lock_s += perf_counter() - began
+        return True

@@ -1,0 +1,45 @@
+"""Tensors that stay where they are: each batch is copied into those that were made for the first one of its shapes.
+
+Data path: delivery -> stage -> mover -> [static] -> consumer.
+
+A CUDA graph reads from the addresses that it was captured with. The copy is one within the device, in the consumer's
+own stream, behind whatever that stream still does with the batch before: no step sees a batch change under it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from asyncloader.device.tensors import map_tensors
+
+__all__ = ["StaticTensors"]
+
+
+class StaticTensors:
+    """The sets of tensors, one for each combination of shapes, strides and dtypes; an epoch's short last batch has its
+    own. They live as long as this object.
+    """
+
+    def __init__(self) -> None:
+        self._sets: dict[Hashable, list[torch.Tensor]] = {}
+
+    def fill(self, batch: Any, tensors: list[torch.Tensor]) -> Any:
+        """The batch, its tensors being the static ones, which hold its values once the current stream is there.
+
+        Args:
+            batch: on the device.
+            tensors: of the batch, each once.
+        """
+        key = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors)
+        kept = self._sets.get(key)
+        if kept is None:
+            # Made by the consumer's stream, unlike the batch's own: no other stream ever has a claim on their memory.
+            kept = self._sets[key] = [tensor.clone() for tensor in tensors]
+        else:
+            for static, tensor in zip(kept, tensors, strict=True):
+                static.copy_(tensor, non_blocking=True)
+        replaced = {id(tensor): static for tensor, static in zip(tensors, kept, strict=True)}
+        return map_tensors(batch, lambda tensor: replaced.get(id(tensor), tensor))

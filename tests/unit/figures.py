@@ -1,0 +1,38 @@
+"""The names of the figures that a loader's statistics have."""
+
+from __future__ import annotations
+
+__all__ = ["FIGURES"]
+
+FIGURES = frozenset(
+    {
+        "data/batches",
+        "data/samples",
+        "data/bytes",
+        "data/wait_s",
+        "data/wait_frac",
+        "data/batches_per_sec",
+        "data/samples_per_sec",
+        "data/bytes_per_sec",
+        "data/queue_depth",
+        "data/copy_outs",
+        "data/time_to_first_batch_s",
+        "data/worker_busy_frac",
+        "data/worker_restarts",
+        "data/credits",
+        "data/worker_retirements",
+        "data/bad_samples",
+        "data/refilled",
+        "device/locked_bytes",
+        "device/lock_s",
+        "device/staged",
+        "store/retries",
+        "store/resumed",
+        "store/given_up",
+        "store/retry_wait_s",
+        "store/cache_hits",
+        "store/cache_misses",
+        "store/cache_bytes",
+        "store/cache_evictions",
+    }
+)
