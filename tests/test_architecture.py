@@ -90,6 +90,7 @@ PURE = [
     "asyncloader.workers.layout",
     "asyncloader.workers.wire",
     "asyncloader.transports.cache_layout",
+    "asyncloader.transports.broken",
     "asyncloader.transports.errors",
     "asyncloader.transports.http_answers",
     "asyncloader.transports.ranges",

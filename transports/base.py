@@ -40,6 +40,7 @@ from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Self
 
 from asyncloader.transports.ranges import ByteRange, ReadPlan, plan_ranges
+from asyncloader.transports.together import together
 
 __all__ = ["ObjectInfo", "Transport"]
 
@@ -126,12 +127,7 @@ class Transport(ABC):
 
         if len(plan.blocks) <= 1:
             return plan.cut([await self.read_range(path, *block) for block in plan.blocks])
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(fetch(block)) for block in plan.blocks]
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from failures.exceptions[0].__cause__
-        return plan.cut([task.result() for task in tasks])
+        return plan.cut(await together(fetch(block) for block in plan.blocks))
 
     @abstractmethod
     def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:

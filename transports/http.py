@@ -1,36 +1,35 @@
 """Objects of a web server, ``http://`` and ``https://``. Data path: dataset -> [http] -> sample.
 
 `HttpTransport` is the contract of `base.py`; below it lie, in this order: `http_download` (one object over as
-many requests as it takes), `http_client` (addresses, redirects, retries), `http_session` (aiohttp's
-connections, by loop and process), and the pure `http_answers`, `http_trouble` and `retry`.
+many requests as it takes), `http_client` (addresses, redirects), `http_session` (aiohttp's connections, by loop
+and process), and the pure `http_answers`, `http_trouble` and `retry`. What is the same for every network:
+`network`, `download`, `retrying_client`, `client_owner`.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
-from functools import partial
-from math import isfinite
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from asyncloader.transports.base import ObjectInfo, Transport
-from asyncloader.transports.checks import check_chunk_size, check_path, check_prefix, check_size, check_start
-from asyncloader.transports.errors import InvalidPath, ReadFailed, TransportError
+from asyncloader.transports.base import ObjectInfo
+from asyncloader.transports.checks import check_path, check_prefix
+from asyncloader.transports.errors import InvalidPath, TransportError
 from asyncloader.transports.http_answers import safe_url
 from asyncloader.transports.http_client import HeaderSource, HttpClient
-from asyncloader.transports.http_download import Download
-from asyncloader.transports.ranges import ByteRange
-from asyncloader.transports.retry import RetryCounts, RetryPolicy
+from asyncloader.transports.http_download import HttpDownload
+from asyncloader.transports.network import NetworkTransport, check_limits
+from asyncloader.transports.retry import RetryPolicy
 
 __all__ = ["HttpTransport"]
 
 
-class HttpTransport(Transport):
+class HttpTransport(NetworkTransport[HttpClient]):
     """The objects below a URL. Failures that heal are retried (`retry`); `retries` counts them.
 
-    Proxies come from the environment (``https_proxy``, ``no_proxy``). Redirects are followed, ten at most.
+    Proxies come from the environment (``https_proxy``, ``no_proxy``). Redirects are followed, ten at most. A server
+    without byte ranges sends the bytes before a stream's `start` as well; they are passed over.
 
     Args:
         root: ``https://host/directory``. A user and password in it are sent as basic authentication. A query
@@ -70,11 +69,7 @@ class HttpTransport(Transport):
         verify: bool = True,
     ) -> None:
         _check_root(root)
-        if requests < 1:
-            raise ValueError(f"requests must be at least 1, got {requests}")
-        for name, seconds in {"connect_s": connect_s, "first_byte_s": first_byte_s, "stalled_s": stalled_s}.items():
-            if not (isfinite(seconds) and seconds > 0):
-                raise ValueError(f"{name} must be above 0 seconds, got {seconds}")
+        check_limits(requests, connect_s=connect_s, first_byte_s=first_byte_s, stalled_s=stalled_s)
         if listing is not None:
             check_path(listing)
         options: dict[str, Any] = {
@@ -87,92 +82,13 @@ class HttpTransport(Transport):
             "encoded": encoded,
             "verify": verify,
         }
-        self._root = root
+        super().__init__(HttpClient(root, range_gap=self.range_gap, **options), root, {"listing": listing, **options})
         self._listing = listing
-        self._options = options
-        self._client = HttpClient(root, range_gap=self.range_gap, **options)
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> Self:
         """Make the transport for ``http://...`` or ``https://...``; the options are the constructor's."""
         return cls(url, **options)
-
-    def __repr__(self) -> str:
-        state = "closed" if self._client.owner.closed else "open"
-        return f"<HttpTransport {self._client.root!r} requests={self._options['requests']} {state}>"
-
-    def __reduce__(self) -> tuple[Callable[..., Self], tuple[str]]:
-        return partial(type(self), listing=self._listing, **self._options), (self._root,)
-
-    @property
-    def retries(self) -> RetryCounts:
-        """What was tried again so far, by this transport in this process."""
-        return self._client.counts
-
-    async def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
-        """Read a whole object; a download that breaks is resumed. As `Transport.read`."""
-        check_path(path)
-        check_size(path, 0, max_bytes)
-        return await Download(self._client, path, max_bytes=max_bytes).rest()
-
-    async def read_range(self, path: str, start: int, length: int) -> bytes:
-        """Read a range. As `Transport.read_range`."""
-        check_path(path)
-        block = _checked(start, length)
-        if not length:
-            self._client.owner.use()
-            return b""
-        return await Download(self._client, path, *block).rest()
-
-    async def read_ranges(self, path: str, ranges: Iterable[tuple[int, int]]) -> Sequence[bytes]:
-        """Read ranges, near ones in one request, all of one version of the object. As `Transport.read_ranges`.
-
-        Raises:
-            ReadFailed: also when the object changed between the requests.
-        """
-        check_path(path)
-        plan = self._plan(ranges)
-        self._client.owner.use()
-        slots = asyncio.Semaphore(self.range_requests)
-        downloads = [Download(self._client, path, *block) for block in plan.blocks]
-
-        async def fetch(download: Download) -> bytes:
-            async with slots:
-                return await download.rest()
-
-        if len(downloads) <= 1:
-            return plan.cut([await download.rest() for download in downloads])
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(fetch(download)) for download in downloads]
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from failures.exceptions[0].__cause__
-        versions = [download.version for download in downloads if download.version is not None]
-        if any(versions[0].differs(each) for each in versions):
-            raise ReadFailed(
-                f"{path!r} in {self._client.root} changed between the requests for its parts; read it again, and "
-                "write objects under new names instead of replacing them",
-                path=path,
-            )
-        return plan.cut([task.result() for task in tasks])
-
-    async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
-        """Read an object in chunks as they arrive; a download that breaks is resumed. As `Transport.stream`.
-
-        A server without byte ranges sends the bytes before `start` as well; they are passed over.
-
-        Raises:
-            ReadFailed: also when it breaks, and the server sends no strong ETag by which to resume.
-        """
-        check_path(path)
-        check_chunk_size(chunk_size)
-        check_start(path, None, start)
-        download = Download(self._client, path, start)
-        try:
-            while chunk := await download.part(chunk_size):
-                yield chunk
-        finally:
-            download.close()
 
     async def list(self, prefix: str = "") -> AsyncGenerator[str, None]:
         """Give the paths of the `listing` object, sorted, each once. As `Transport.list`.
@@ -202,7 +118,7 @@ class HttpTransport(Transport):
     async def size(self, path: str) -> int:
         """Give an object's size, by HEAD, or by a GET of one byte where that fails. As `Transport.size`."""
         check_path(path)
-        return (await Download(self._client, path).info()).size
+        return (await HttpDownload(self._client, path).info()).size
 
     async def info(self, path: str) -> ObjectInfo:
         """Give an object's size and version, with the request that `size` makes. As `Transport.info`.
@@ -210,19 +126,12 @@ class HttpTransport(Transport):
         The version is a strong ETag, or where there is none a ``Last-Modified`` that is a minute old or more.
         """
         check_path(path)
-        return await Download(self._client, path).info()
+        return await HttpDownload(self._client, path).info()
 
-    async def read_with_info(self, path: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
-        """Read a whole object and its version in one request. As `Transport.read_with_info`."""
-        check_path(path)
-        check_size(path, 0, max_bytes)
-        download = Download(self._client, path, max_bytes=max_bytes)
-        data = await download.rest()
-        return data, ObjectInfo(len(data), download.version and download.version.validator)
-
-    async def aclose(self) -> None:
-        """End calls in progress with TransportClosed, and close the connections. As `Transport.aclose`."""
-        await self._client.owner.aclose()
+    def _download(
+        self, path: str, start: int = 0, length: int | None = None, max_bytes: int | None = None
+    ) -> HttpDownload:
+        return HttpDownload(self._client, path, start, length, max_bytes)
 
     def _matching(self, lines: Iterable[bytes], prefix: str) -> Iterable[str]:
         for line in lines:
@@ -234,12 +143,6 @@ class HttpTransport(Transport):
                 check_path(path)
                 if path.startswith(prefix):
                     yield path
-
-
-def _checked(start: int, length: int) -> ByteRange:
-    if start < 0 or length < 0:
-        raise ValueError(f"a byte range needs start and length of 0 or more, got start={start}, length={length}")
-    return ByteRange(start, length)
 
 
 def _check_root(root: str) -> None:

@@ -14,11 +14,12 @@ from itertools import count
 from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
-from asyncloader.transports.errors import ReadFailed, TransportError
+from asyncloader.transports.broken import Broken
+from asyncloader.transports.errors import ReadFailed
 from asyncloader.transports.http_answers import safe_url, status_error
 from asyncloader.transports.http_session import SessionOwner
-from asyncloader.transports.http_trouble import Broken
-from asyncloader.transports.retry import Attempts, RetryCounts, RetryPolicy, parse_retry_after
+from asyncloader.transports.retry import RetryPolicy, parse_retry_after
+from asyncloader.transports.retrying_client import RetryingClient
 
 if TYPE_CHECKING:
     import aiohttp
@@ -35,7 +36,7 @@ _MOST_REDIRECTS = 10
 PATH_SAFE = "/!$&'()*+,;=:@~"
 
 
-class HttpClient:
+class HttpClient(RetryingClient["aiohttp.ClientSession"]):
     """Requests below one root URL. The arguments are `HttpTransport`'s."""
 
     def __init__(
@@ -54,14 +55,12 @@ class HttpClient:
     ) -> None:
         parts = urlsplit(root)
         self.root = safe_url(root)
+        super().__init__(SessionOwner(f"the http transport of {self.root}", requests, connect_s), retry)
         self.first_byte_s = first_byte_s
         self.stalled_s = stalled_s
         self.encoded = encoded
         self.verify = verify
         self.range_gap = range_gap
-        self.counts = RetryCounts()
-        self.owner = SessionOwner(f"the http transport of {self.root}", requests, connect_s)
-        self._retry = retry
         self._headers = headers
         self._origin = (parts.scheme.lower(), parts.netloc.rpartition("@")[2].lower())
         self._base = urlunsplit((*self._origin, parts.path.rstrip("/") + "/", "", ""))
@@ -75,11 +74,15 @@ class HttpClient:
         """Give an object's URL, without userinfo."""
         return f"{self._base}{quote(path, safe=PATH_SAFE)}{self._query}"
 
+    def where(self, path: str | None) -> str:
+        """Give the URL of an object, or of the root, without secrets. As `RetryingClient.where`."""
+        return self.root if path is None else safe_url(self.url(path))
+
     async def request(self, method: str, path: str, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
         """Send a request, follow redirects, and give the answer, whatever its status; the caller releases it."""
         from yarl import URL
 
-        session, _ = self.owner.use()
+        session = self.owner.use()
         secret = await self._asked_headers() if callable(self._headers) else self._own
         # The query's values are percent-encoded already, and a signature may cover how.
         url, origin = URL(self.url(path), encoded=True), self._origin
@@ -105,30 +108,6 @@ class HttpClient:
         raise AssertionError("count() does not end")
 
     # --- failures
-
-    def attempts(self, began: float) -> Attempts:
-        """Begin to keep account of an operation that has failed once."""
-        return Attempts(self._retry, began)
-
-    def judge(self, path: str, broken: Broken, attempts: Attempts, now: float) -> float:
-        """Give the seconds to wait before the next attempt, and count it; raise the error if there is none."""
-        if not broken.heals:
-            raise broken.final or self.failure(path, broken) from broken.cause
-        verdict = attempts.failed(now, broken.retry_after)
-        if verdict.delay is None:
-            self.counts.give_up()
-            times = "once" if attempts.failures == 1 else f"{attempts.failures} times"
-            raise self.failure(path, broken, f"tried {times}: {verdict.reason}") from broken.cause
-        self.counts.retry(broken.kind, verdict.delay)
-        return verdict.delay
-
-    def failure(self, path: str, broken: Broken, note: str = "") -> TransportError:
-        """Make the error of a request that failed for good."""
-        text = f"reading {path!r} failed: {safe_url(self.url(path))}: {broken.text}{'; ' + note if note else ''}"
-        error = ReadFailed(text, path=path)
-        if isinstance(broken.cause, OSError):
-            error.errno = broken.cause.errno
-        return error
 
     def bad_status(self, path: str, response: aiohttp.ClientResponse) -> Broken:
         """Say what an answer without an object means."""

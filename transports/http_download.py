@@ -1,20 +1,20 @@
-"""The bytes of one object over as many requests as it takes. Data path: server -> [download] -> transport's caller.
+"""An object's bytes over http. Data path: server -> [download] -> transport's caller.
 
-A download that breaks goes on where it broke, by ``Range`` and ``If-Range``, as long as the server proves that
-the object is still the same one: by a strong ETag, or by a date of modification long past. Without a proof, a
-read whose bytes nobody has seen begins again, and a stream fails. An object that did change is an error.
+What a download is, is in `download`; here is how aiohttp's answers are asked for and understood. A broken one goes
+on by ``Range`` and ``If-Range``, if the server had given a strong ETag, or a date of modification long past.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from asyncloader.transports.base import ObjectInfo
+from asyncloader.transports.broken import Broken
 from asyncloader.transports.checks import check_size, check_start
-from asyncloader.transports.errors import RangeOutOfBounds, ReadFailed
+from asyncloader.transports.client_owner import Scope
+from asyncloader.transports.download import CHANGED, Download
+from asyncloader.transports.errors import ReadFailed
 from asyncloader.transports.http_answers import (
     Version,
     content_length,
@@ -22,132 +22,46 @@ from asyncloader.transports.http_answers import (
     foreign_encoding,
     parse_content_range,
 )
-from asyncloader.transports.http_session import Scope
-from asyncloader.transports.http_trouble import Broken
-from asyncloader.transports.retry import Attempts
+from asyncloader.transports.http_client import HttpClient
+from asyncloader.transports.http_trouble import trouble_of
 
 if TYPE_CHECKING:
     import aiohttp
 
-    from asyncloader.transports.http_client import HttpClient
-
-__all__ = ["Download"]
-
-_R = TypeVar("_R")
-
-# Bytes that count as progress, so that the budget of the retries starts again. See `Attempts.progressed`.
-_PROGRESS = 1 << 16
+__all__ = ["HttpDownload"]
 
 # Answers to HEAD of servers that do serve GET: not allowed, not implemented, or an URL that is signed for GET alone.
 _NO_HEAD = frozenset({403, 405, 501})
 
 
-class Download:
-    """One object, or one range of it. `rest` gives it whole, `part` in pieces; `close` when it is left early.
+class HttpDownload(Download[HttpClient, Version]):
+    """One object of a web server, or one range of it. The arguments are `Download`'s."""
 
-    Args:
-        client: sends the requests.
-        path: the object.
-        start: the first byte.
-        length: bytes; None for all up to the end of the object.
-        max_bytes: with `length` None, refuse an object that is larger.
-    """
+    peer = "server"
 
     def __init__(
         self, client: HttpClient, path: str, start: int = 0, length: int | None = None, max_bytes: int | None = None
     ) -> None:
-        self.version: Version | None = None
-        self._client = client
-        self._path = path
-        self._start = start
-        self._length = length
-        self._max_bytes = max_bytes
-        self._position = start  # of the next byte that is given
-        self._end = None if length is None else start + length
-        self._mark = start  # where the retries' budget started
+        super().__init__(client, path, start, length, max_bytes)
         self._skip = 0  # bytes of this answer that lie before the position
-        self._done = False
         self._response: aiohttp.ClientResponse | None = None
-        self._slots: asyncio.Semaphore | None = None  # while one of them is ours
-        self._attempts: Attempts | None = None
-        self._paused_at = 0.0
-        self._queued_s = 0.0  # waited for a slot since the last failure; no part of an outage
         self._digest: tuple[Any, bytes] | None = None
-        self._parts: list[bytes] = []
-
-    async def rest(self) -> bytes:
-        """Give all bytes."""
-        await self._run(self._read_all)
-        return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-
-    async def part(self, most: int) -> bytes:
-        """Give the next bytes, `most` at most; none at the end."""
-        if self._attempts is not None:
-            # What the caller did meanwhile is no part of the outage.
-            self._attempts.paused(asyncio.get_running_loop().time() - self._paused_at)
-        data = await self._run(lambda scope: self._next(scope, most), keep=True)
-        self._paused_at = asyncio.get_running_loop().time()
-        return data
 
     async def info(self) -> ObjectInfo:
         """Give the object's size and version; reads none of its bytes, or one."""
         return await self._run(self._measure)
 
-    def close(self) -> None:
-        """Drop the connection, unless the answer has been read to its end, and give the slot back."""
+    def _trouble(self, error: BaseException) -> Broken | None:
+        return trouble_of(error, answering=self._response is not None)
+
+    def _drop(self) -> None:
         if self._response is not None:
             self._response.release()  # keeps the connection only if the answer was read to its end
             self._response = None
-        if self._slots is not None:
-            self._slots.release()
-            self._slots = None
-
-    async def _run(self, step: Callable[[Scope], Awaitable[_R]], *, keep: bool = False) -> _R:
-        """Do `step` until it succeeds, or fails in a way that does not heal. `keep`: bytes given stay given."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        self._queued_s = 0.0
-        while True:
-            try:
-                async with self._client.owner.scope() as scope:
-                    return await step(scope)
-            except BaseException as error:
-                answering = self._response is not None
-                self.close()
-                broken = Broken.of(error, answering)
-                if broken is None:
-                    raise
-                proved = self.version is not None and self.version.validator is not None
-                if keep and self._position > self._start and not proved:
-                    raise self._client.failure(
-                        self._path,
-                        broken,
-                        f"{self._position - self._start:,} bytes were given already, and the server sends no "
-                        "strong ETag by which to go on safely",
-                    ) from broken.cause
-                if self._attempts is None:
-                    self._attempts = self._client.attempts(began)
-                self._attempts.paused(self._queued_s)
-                self._queued_s = 0.0
-                if proved and self._position - self._mark >= _PROGRESS:
-                    self._attempts.progressed(loop.time())
-                    self._mark = self._position
-                delay = self._client.judge(self._path, broken, self._attempts, loop.time())
-            if not proved:
-                self._restart()
-            elif self._position > self._start:
-                self._client.counts.resume()
-            await self._client.owner.sleep(delay)
 
     def _restart(self) -> None:
-        self._position = self._mark = self._start
-        self._end = None if self._length is None else self._start + self._length
-        self.version = self._digest = None
-        self._parts.clear()
-
-    async def _read_all(self, scope: Scope) -> None:
-        while data := await self._next(scope, 0):
-            self._parts.append(data)
+        super()._restart()
+        self._digest = None
 
     async def _measure(self, scope: Scope) -> ObjectInfo:
         response = await self._request(scope, "HEAD")
@@ -224,20 +138,11 @@ class Download:
             name = self._digest[0].name
             self.version = None  # nothing of this is worth keeping
             raise Broken.corrupt(name)
-        self._done = True
-        self.close()
+        super()._finish()
 
     async def _request(self, scope: Scope, measure: str = "") -> aiohttp.ClientResponse:
         """Take a slot and ask for what is left, or, with `measure` the method, for the object's size."""
-        _, slots = self._client.owner.use()
-        if slots.locked():
-            loop = asyncio.get_running_loop()
-            began = loop.time()
-            await slots.acquire()
-            self._queued_s += loop.time() - began
-        else:
-            await slots.acquire()  # does not wait
-        self._slots = slots
+        await self._take_slot()
         scope.limit(self._client.first_byte_s)
         headers: dict[str, str] = {}
         if measure:
@@ -338,16 +243,4 @@ class Download:
             raise self._changed(response)
 
     def _changed(self, response: aiohttp.ClientResponse) -> ReadFailed:
-        return self._client.refused(
-            self._path, response, "the object changed while it was read; the bytes of two versions are never mixed. "
-            "Read it again, and write objects under new names instead of replacing them"
-        )  # fmt: skip
-
-    def _out_of_bounds(self, size: int | None) -> RangeOutOfBounds:
-        has = "it ends before" if size is None else f"it has {size:,} bytes"
-        return RangeOutOfBounds(
-            f"bytes {self._start:,} to {self._start + (self._length or 0):,} of {self._path!r} were asked for, but "
-            f"{has}; the index that named the range may belong to another version of the object",
-            path=self._path,
-            size=size,
-        )
+        return self._client.refused(self._path, response, CHANGED)

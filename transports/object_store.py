@@ -2,36 +2,39 @@
 
 `ObjectStoreTransport` is the contract of `base.py` on obstore, Rust's object_store for Python; below it lie, in
 this order: `object_store_download` (one object over as many requests as it takes), `object_store_client`
-(requests, listings, retries), `object_store_session` (obstore's client, by loop and process), and the pure
-`object_store_trouble`. `object_store_config` finds credentials. Forks: `fork_hazard`.
+(requests, listings), `object_store_session` (obstore's clients, by loop and process), and the pure
+`object_store_trouble`. `object_store_config` finds credentials. What is the same for every network: `network`,
+`download`, `retrying_client`, `client_owner`. Forks: `fork_hazard`.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from functools import partial
-from math import isfinite
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, Self
 
-from asyncloader.transports.base import ObjectInfo, Transport
-from asyncloader.transports.checks import check_chunk_size, check_prefix, check_size, check_start
-from asyncloader.transports.errors import ReadFailed
+from asyncloader.transports.base import ObjectInfo
+from asyncloader.transports.checks import check_prefix
+from asyncloader.transports.network import NetworkTransport, check_limits
 from asyncloader.transports.object_store_client import StoreClient, check_key
 from asyncloader.transports.object_store_config import Settings, parse_place
-from asyncloader.transports.object_store_download import Download, strong_etag
-from asyncloader.transports.retry import RetryCounts, RetryPolicy
+from asyncloader.transports.object_store_download import StoreDownload, StoreVersion
+from asyncloader.transports.retry import RetryPolicy
 
 __all__ = ["ObjectStoreTransport"]
 
 
-class ObjectStoreTransport(Transport):
+class ObjectStoreTransport(NetworkTransport[StoreClient]):
     """The objects below a prefix of a bucket. Failures that heal are retried (`retry`); `retries` counts them.
 
     *Retries.* Requests for objects are tried again here, by `RetryPolicy` as it stands: a budget of time since
     the last progress, and the count in `retries`. ``Retry-After`` is not seen, since obstore does not give it.
     The pages of listings are tried again by obstore, where `budget_s`, `first_delay_s` and `cap_s` are mapped
     (`budget_s` then counts for each page), `statuses` is not (408, 429 and all 5xx), and nothing is counted.
+
+    *Ranges* are not read by obstore's own `get_ranges`, which neither says which version its bytes are of nor
+    refuses a range that the object does not have.
+
+    *Closing* drops the connections: obstore's threads close the idle ones a moment later, and stay themselves.
 
     *Checksums* of stores are not compared: obstore does not give them. TLS guards the way.
 
@@ -61,6 +64,8 @@ class ObjectStoreTransport(Transport):
         InvalidPath: the prefix is not canonical.
     """
 
+    _check = staticmethod(check_key)
+
     def __init__(
         self,
         root: str,
@@ -77,17 +82,12 @@ class ObjectStoreTransport(Transport):
         stalled_s: float = 30.0,
     ) -> None:
         place = parse_place(root)
-        if requests < 1:
-            raise ValueError(f"requests must be at least 1, got {requests}")
-        for name, seconds in {"connect_s": connect_s, "stalled_s": stalled_s}.items():
-            if not (isfinite(seconds) and seconds > 0):
-                raise ValueError(f"{name} must be above 0 seconds, got {seconds}")
+        check_limits(requests, connect_s=connect_s, stalled_s=stalled_s)
         if region is not None and place.kind != "s3":
             raise ValueError(f"region={region!r} does not fit {place.url}: only s3:// has regions")
         if endpoint is not None and not endpoint.lower().startswith(("http://", "https://")):
             raise ValueError(f"endpoint must be an http or https URL, got {endpoint!r}")
-        self._root = root
-        self._options: dict[str, Any] = {
+        options: dict[str, Any] = {
             "endpoint": endpoint,
             "region": region,
             "skip_signature": skip_signature,
@@ -99,93 +99,13 @@ class ObjectStoreTransport(Transport):
             "connect_s": connect_s,
             "stalled_s": stalled_s,
         }
-        settings = {name: self._options[name] for name in Settings.__slots__}
-        self._client = StoreClient(place, Settings(**settings), self._options["retry"], requests)
+        settings = Settings(**{name: options[name] for name in Settings.__slots__})
+        super().__init__(StoreClient(place, settings, options["retry"], requests), root, options)
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> Self:
         """Make the transport for ``s3://...``, ``gs://...`` or ``az://...``; the options are the constructor's."""
         return cls(url, **options)
-
-    def __repr__(self) -> str:
-        state = "closed" if self._client.owner.closed else "open"
-        return f"<ObjectStoreTransport {self._client.place.url!r} requests={self._options['requests']} {state}>"
-
-    def __reduce__(self) -> tuple[Callable[..., Self], tuple[str]]:
-        return partial(type(self), **self._options), (self._root,)
-
-    @property
-    def retries(self) -> RetryCounts:
-        """What was tried again so far, by this transport in this process; without listings."""
-        return self._client.counts
-
-    async def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
-        """Read a whole object; a download that breaks is resumed. As `Transport.read`."""
-        return (await self.read_with_info(path, max_bytes=max_bytes))[0]
-
-    async def read_with_info(self, path: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
-        """Read a whole object and its version in one request. As `Transport.read_with_info`."""
-        check_key(path)
-        check_size(path, 0, max_bytes)
-        download = Download(self._client, path, max_bytes=max_bytes)
-        data = await download.rest()
-        return data, download.info or ObjectInfo(len(data), None)
-
-    async def read_range(self, path: str, start: int, length: int) -> bytes:
-        """Read a range. As `Transport.read_range`."""
-        check_key(path)
-        if start < 0 or length < 0:
-            raise ValueError(f"a byte range needs start and length of 0 or more, got start={start}, length={length}")
-        if not length:
-            self._client.owner.use()
-            return b""
-        return await Download(self._client, path, start, length).rest()
-
-    async def read_ranges(self, path: str, ranges: Iterable[tuple[int, int]]) -> Sequence[bytes]:
-        """Read ranges, near ones in one request, all of one version of the object. As `Transport.read_ranges`.
-
-        Not by obstore's own `get_ranges`, which neither says which version its bytes are of nor refuses a range
-        that the object does not have.
-
-        Raises:
-            ReadFailed: also when the object changed between the requests.
-        """
-        check_key(path)
-        plan = self._plan(ranges)
-        self._client.owner.use()
-        slots = asyncio.Semaphore(self.range_requests)
-        downloads = [Download(self._client, path, *block) for block in plan.blocks]
-
-        async def fetch(download: Download) -> bytes:
-            async with slots:
-                return await download.rest()
-
-        if len(downloads) <= 1:
-            return plan.cut([await download.rest() for download in downloads])
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(fetch(download)) for download in downloads]
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from failures.exceptions[0].__cause__
-        if len({download.info for download in downloads}) > 1:
-            raise ReadFailed(
-                f"{path!r} in {self._client.place.url} changed between the requests for its parts; read it again, and "
-                "write objects under new names instead of replacing them",
-                path=path,
-            )
-        return plan.cut([task.result() for task in tasks])
-
-    async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
-        """Read an object in chunks as they arrive; a download that breaks is resumed. As `Transport.stream`."""
-        check_key(path)
-        check_chunk_size(chunk_size)
-        check_start(path, None, start)
-        download = Download(self._client, path, start)
-        try:
-            while chunk := await download.part(chunk_size):
-                yield chunk
-        finally:
-            download.close()
 
     async def list(self, prefix: str = "") -> AsyncGenerator[str, None]:
         """Give the objects' paths; all are asked for before the first is given. As `Transport.list`.
@@ -208,12 +128,10 @@ class ObjectStoreTransport(Transport):
     async def info(self, path: str) -> ObjectInfo:
         """Give an object's size and its ETag if that is strong, by HEAD. As `Transport.info`."""
         check_key(path)
-        meta = await self._client.meta(path)
-        return ObjectInfo(meta["size"], strong_etag(meta["e_tag"]))
+        version = StoreVersion.of(await self._client.meta(path))
+        return ObjectInfo(version.size, version.validator)
 
-    async def aclose(self) -> None:
-        """End calls in progress with TransportClosed, and drop the connections. As `Transport.aclose`.
-
-        obstore's threads close the idle connections a moment later, and stay themselves.
-        """
-        await self._client.owner.aclose()
+    def _download(
+        self, path: str, start: int = 0, length: int | None = None, max_bytes: int | None = None
+    ) -> StoreDownload:
+        return StoreDownload(self._client, path, start, length, max_bytes)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from asyncloader.transports.broken import Broken
 from asyncloader.transports.checks import check_path
-from asyncloader.transports.errors import InvalidPath, ObjectNotFound, ReadFailed, TransportError
-from asyncloader.transports.http_trouble import Broken
+from asyncloader.transports.client_owner import Scope
+from asyncloader.transports.errors import InvalidPath, ObjectNotFound
 from asyncloader.transports.object_store_config import Place, Settings, open_store
-from asyncloader.transports.object_store_session import Scope, StoreOwner
+from asyncloader.transports.object_store_session import OpenStore, StoreOwner
 from asyncloader.transports.object_store_trouble import trouble_of
-from asyncloader.transports.retry import Attempts, RetryCounts, RetryPolicy
+from asyncloader.transports.retry import Attempts, RetryPolicy
+from asyncloader.transports.retrying_client import RetryingClient
+from asyncloader.transports.together import together
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, ObjectMeta
+
+    from asyncloader.transports.object_store_config import Store
 
 __all__ = ["StoreClient", "check_key"]
 
@@ -25,18 +30,15 @@ _R = TypeVar("_R")
 _PAGE = 1000  # names that a store gives at a time
 
 
-class StoreClient:
+class StoreClient(RetryingClient[OpenStore]):
     """Requests below one root. The arguments are `ObjectStoreTransport`'s."""
 
     def __init__(self, place: Place, settings: Settings, retry: RetryPolicy, requests: int) -> None:
+        def open_one(retries: bool) -> Store:
+            return open_store(place, settings, retry if retries else None)
+
+        super().__init__(StoreOwner(f"the transport of {place.url}", requests, open_one), retry)
         self.place = place
-        self.counts = RetryCounts()
-        self.owner = StoreOwner(
-            f"the transport of {place.url}",
-            requests,
-            lambda retries: open_store(place, settings, retry if retries else None),
-        )
-        self._retry = retry
         # obstore keeps the two limits itself. This one ends the wait if its threads should not be there to do it.
         self._head_s = settings.connect_s + 2 * settings.stalled_s
 
@@ -64,7 +66,7 @@ class StoreClient:
         """Ask what an object is, until it is answered."""
 
         async def step(scope: Scope) -> ObjectMeta:
-            async with self.owner.use().slots:
+            async with self.owner.slots:
                 return await self.head(scope, path)
 
         return await self._until_done(path, step)
@@ -87,33 +89,15 @@ class StoreClient:
         }
         return [name for name in names if name not in folders] if folders else names
 
+    def where(self, path: str | None) -> str:  # noqa: ARG002 - the root says enough: texts name the path, too
+        """Give the root's URL, for an object as well. As `RetryingClient.where`."""
+        return self.place.url
+
     # --- failures
 
     def trouble(self, error: BaseException, path: str | None) -> Broken | None:
         """As `trouble_of`."""
         return trouble_of(error, path, self.place.url, self._retry.statuses)
-
-    def attempts(self, began: float) -> Attempts:
-        """Begin to keep account of an operation that has failed once."""
-        return Attempts(self._retry, began)
-
-    def judge(self, path: str | None, broken: Broken, attempts: Attempts, now: float) -> float:
-        """Give the seconds to wait before the next attempt, and count it; raise the error if there is none."""
-        if not broken.heals:
-            raise broken.final or self.failure(path, broken) from broken.cause
-        verdict = attempts.failed(now, broken.retry_after)
-        if verdict.delay is None:
-            self.counts.give_up()
-            times = "once" if attempts.failures == 1 else f"{attempts.failures} times"
-            raise self.failure(path, broken, f"tried {times}: {verdict.reason}") from broken.cause
-        self.counts.retry(broken.kind, verdict.delay)
-        return verdict.delay
-
-    def failure(self, path: str | None, broken: Broken, note: str = "") -> TransportError:
-        """Make the error of a request that failed for good."""
-        subject = "the listing" if path is None else repr(path)
-        text = f"reading {subject} failed: {self.place.url}: {broken.text}{'; ' + note if note else ''}"
-        return ReadFailed(text, path=path)
 
     async def _until_done(self, path: str | None, step: Callable[[Scope], Awaitable[_R]]) -> _R:
         loop = asyncio.get_running_loop()
@@ -139,7 +123,7 @@ class StoreClient:
         directory = prefix.rpartition("/")[0]
         opened = self.owner.use()
         sizes: dict[str, int] = {}
-        async with opened.slots:
+        async with self.owner.slots:
             # obstore tries each page again for as long as the budget is.
             limit = 2 * (self._retry.budget_s + self._retry.cap_s) + self._head_s
             scope.limit(limit)
@@ -155,24 +139,12 @@ class StoreClient:
             return True
         return False
 
-    async def _all(self, ask: Callable[[str], Awaitable[_R]], names: list[str]) -> list[_R]:
+    async def _all(self, ask: Callable[[str], Coroutine[Any, Any, _R]], names: list[str]) -> list[_R]:
         """Ask about every name, some at a time; in order."""
         answers: list[_R] = []
         for start in range(0, len(names), 64):
-            answers += await self._together(ask, names[start : start + 64])
+            answers += await together(ask(name) for name in names[start : start + 64])
         return answers
-
-    @staticmethod
-    async def _together(ask: Callable[[str], Awaitable[_R]], names: list[str]) -> list[_R]:
-        async def one(name: str) -> _R:
-            return await ask(name)
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(name)) for name in names]
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from failures.exceptions[0].__cause__
-        return [task.result() for task in tasks]
 
 
 def check_key(path: str) -> None:

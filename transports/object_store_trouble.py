@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 
+from asyncloader.transports.broken import Broken
 from asyncloader.transports.errors import AccessDenied, InvalidPath, ObjectNotFound, ReadFailed, TransportError
-from asyncloader.transports.http_trouble import Broken
 
 __all__ = ["status_of", "trouble_of"]
 

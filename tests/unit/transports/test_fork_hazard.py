@@ -6,23 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.transports.forking_programs import FORKED
+
 ROOT = Path(__file__).parents[3]
 
 HEAD = """
-import os, sys
+import sys
 from asyncloader.transports import fork_hazard
 from asyncloader.transports.fork_hazard import note_use, used_before_fork
-
-def forked(body):
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            body()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 def refused():
     assert used_before_fork()
@@ -72,4 +63,6 @@ def test_what_a_process_remembers(program: str) -> None:
     body = "\n".join(line.removeprefix("        ") for line in program.splitlines())
     # What importing any module of the package imports is not this module's doing.
     begin = "import sys, asyncloader.transports.errors\nbefore = set(sys.modules)\n"
-    subprocess.run([sys.executable, "-W", "error", "-c", begin + HEAD + body], cwd=ROOT, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", begin + FORKED + HEAD + body], cwd=ROOT, check=True, timeout=60
+    )

@@ -1,0 +1,21 @@
+"""What programs about forks begin with. Data path: none; the text is run by `python -c`."""
+
+from __future__ import annotations
+
+__all__ = ["FORKED"]
+
+FORKED = """
+import os
+
+def forked(body):
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            body()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+"""
+"""Defines ``forked(body)``: calls it in a child, and waits for its end; it must not raise."""

@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import weakref
+
+import pytest
+
+from asyncloader.transports.client_owner import ClientOwner
+from asyncloader.transports.errors import TransportClosed, TransportError
+from tests.integration.forking import fork
+
+
+class Client:
+    """A client of no network."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.left = False
+
+
+class Owner(ClientOwner[Client]):
+    """Owns such clients, and remembers those that it opened."""
+
+    def __init__(self, requests: int = 1) -> None:
+        super().__init__("the test's transport", requests)
+        self.opened: list[Client] = []
+        self.refuses = False
+
+    def open_client(self) -> Client:
+        """Make one; refuse while told so."""
+        if self.refuses:
+            raise TransportError("none can be made")
+        self.opened.append(Client())
+        return self.opened[-1]
+
+    async def close_client(self, client: Client) -> None:
+        """Close it after the loop has run."""
+        await asyncio.sleep(0)
+        client.closed = True
+
+    @staticmethod
+    def leave_to_parent(client: Client) -> object:
+        """Note it on the client."""
+        client.left = True
+        return client
+
+
+async def wait_for_ever(owner: Owner, entered: asyncio.Event, limit: float | None = None) -> None:
+    async with owner.scope() as scope:
+        scope.limit(limit)
+        entered.set()
+        await asyncio.get_running_loop().create_future()
+
+
+async def waiting(owner: Owner, limit: float | None = None) -> asyncio.Task[None]:
+    """A call that is in progress, and ends only by its limit or by the owner."""
+    entered = asyncio.Event()
+    task = asyncio.create_task(wait_for_ever(owner, entered, limit))
+    await entered.wait()
+    return task
+
+
+async def test_one_client_serves_all_calls_of_a_loop() -> None:
+    """It is opened by the first use, and no sooner."""
+    owner = Owner()
+    assert not owner.opened
+    client = owner.use()
+    async with owner.scope():
+        assert owner.use() is client
+    assert owner.opened == [client]
+    await owner.aclose()
+
+
+def test_the_next_loop_gets_a_client_and_slots_of_its_own() -> None:
+    """When a loop has ended, what it held is not counted: its slots, and the calls that it broke off."""
+    owner = Owner(requests=1)
+
+    async def hold() -> tuple[Client, asyncio.Semaphore]:
+        await owner.scope().__aenter__()  # is never left
+        await owner.slots.acquire()  # is never given back
+        return owner.use(), owner.slots
+
+    first, slots = asyncio.run(hold())
+
+    async def go_on() -> None:
+        assert owner.use() is not first
+        assert owner.slots is not slots
+        assert not owner.slots.locked()
+        await owner.aclose()
+
+    asyncio.run(go_on())
+    assert [client.closed for client in owner.opened] == [False, True]
+
+
+async def test_another_loop_is_refused_while_the_first_is_open() -> None:
+    """Neither use nor close can reach over from another thread, and the first loop works on."""
+    owner = Owner()
+    client = owner.use()
+
+    async def elsewhere() -> None:
+        with pytest.raises(TransportError, match="the test's transport is in use by another event loop"):
+            owner.use()
+        with pytest.raises(TransportError, match="in use by another event loop"):
+            await owner.aclose()
+
+    await asyncio.to_thread(asyncio.run, elsewhere())
+    assert owner.use() is client
+    await owner.aclose()
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
+async def test_a_client_that_cannot_be_opened_is_asked_for_again() -> None:
+    """The refusal is the call's error, and binds nothing."""
+    owner = Owner()
+    owner.refuses = True
+    with pytest.raises(TransportError, match="none can be made"):
+        async with owner.scope():
+            raise AssertionError
+    owner.refuses = False
+    assert owner.use() is owner.opened[0]
+    await owner.aclose()
+
+
+async def test_limits_of_many_calls_are_kept_by_one_timer() -> None:
+    """Each call ends by its own limit, whatever their order; one whose limit was taken back goes on."""
+    owner = Owner()
+    stays = await waiting(owner, None)
+    calls = [await waiting(owner, seconds) for seconds in (0.03, 0.01, 0.02, 0.01)]
+    async with owner.scope() as scope:
+        scope.limit(0.001)
+        scope.limit(None)
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(outcome, TimeoutError)
+    assert not stays.done()
+    await owner.aclose()
+    with pytest.raises(TransportClosed):
+        await stays
+
+
+async def test_closing_ends_the_calls_and_then_closes_once() -> None:
+    """The client is closed behind the last call, for all who close at the same time."""
+    owner = Owner()
+    client = owner.use()
+    seen: list[bool] = []
+
+    async def call() -> None:
+        async with owner.scope():
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                await asyncio.sleep(0)
+                seen.append(client.closed)
+
+    calls = [asyncio.create_task(call()) for _ in range(3)]
+    await asyncio.sleep(0)
+    await asyncio.gather(owner.aclose(), owner.aclose())
+    assert seen == [False] * 3
+    assert client.closed
+    for outcome in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(outcome, TransportClosed)
+    with pytest.raises(TransportClosed, match="the test's transport is closed; open another transport"):
+        owner.use()
+    await owner.aclose()
+
+
+async def test_closing_ends_a_sleep() -> None:
+    """A back-off is a call in progress like others."""
+    owner = Owner()
+    sleeping = asyncio.create_task(owner.sleep(10_000))
+    await asyncio.sleep(0)
+    await owner.aclose()
+    with pytest.raises(TransportClosed):
+        await sleeping
+
+
+async def test_a_cancelled_caller_leaves_the_closing_to_the_others() -> None:
+    """The client is closed, although the one who had begun with it was cancelled."""
+    owner = Owner()
+    client = owner.use()
+    first, second = (asyncio.create_task(owner.aclose()) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    await second
+    assert client.closed
+    assert first.cancelled()
+
+
+async def test_closing_begins_again_when_all_tasks_were_cancelled() -> None:
+    """A program that cancels every task of the loop, the closing one among them, can close after that."""
+    owner = Owner()
+    client = owner.use()
+    closing = asyncio.create_task(owner.aclose())
+    await asyncio.sleep(0)
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert not client.closed
+    await owner.aclose()
+    assert client.closed
+
+
+async def test_a_closed_client_is_let_go() -> None:
+    """The owner keeps nothing of it, so that what is closed by being dropped is dropped."""
+    owner = Owner()
+    client = weakref.ref(owner.use())
+    owner.opened.clear()
+    await owner.aclose()
+    assert client() is None
+
+
+def test_a_forked_child_leaves_the_parents_client_alone() -> None:
+    """In the child it is neither used, nor closed, nor collected; in the parent it works on."""
+    owner = Owner()
+    loop = asyncio.new_event_loop()
+
+    async def use() -> Client:
+        return owner.use()
+
+    clients = [loop.run_until_complete(use())]  # whoever empties this list and the owner's holds none of them
+
+    def child() -> None:
+        assert clients[0].left
+        assert asyncio.run(use()) is not clients[0]
+        inherited = weakref.ref(clients[0])
+        clients.clear()
+        owner.opened.clear()
+        gc.collect()
+        asyncio.run(owner.aclose())
+        kept = inherited()
+        assert kept is not None
+        assert not kept.closed
+
+    fork(child).wait()
+    assert not clients[0].left
+    assert loop.run_until_complete(use()) is clients[0]
+    loop.run_until_complete(owner.aclose())
+    loop.close()
+
+
+def test_a_child_with_its_parents_pid_knows_that_it_was_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pid namespace of its own a child can have the same number: the fork itself is what counts."""
+    owner = Owner()
+    pid = os.getpid()
+
+    async def use() -> Client:
+        return owner.use()
+
+    loop = asyncio.new_event_loop()
+    client = loop.run_until_complete(use())
+
+    def child() -> None:
+        monkeypatch.setattr(os, "getpid", lambda: pid)
+        assert asyncio.run(use()) is not client
+
+    fork(child).wait()
+    loop.run_until_complete(owner.aclose())
+    loop.close()

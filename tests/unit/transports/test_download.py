@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncloader.transports.broken import Broken
+from asyncloader.transports.client_owner import ClientOwner, Scope
+from asyncloader.transports.download import CHANGED, Download, read_blocks
+from asyncloader.transports.errors import ReadFailed, TransportError
+from asyncloader.transports.retry import RetryPolicy
+from asyncloader.transports.retrying_client import RetryingClient
+
+SOON = RetryPolicy(budget_s=60, first_delay_s=1e-6, cap_s=1e-6)
+
+
+class Tag(NamedTuple):
+    """A version by its number; `proves`: it stands for the bytes."""
+
+    number: int
+    proves: bool
+
+    @property
+    def validator(self) -> str | None:
+        """The number, if it proves."""
+        return str(self.number) if self.proves else None
+
+    def differs(self, other: Tag) -> bool:
+        """By the numbers."""
+        return self.number != other.number
+
+
+class Answer(NamedTuple):
+    """What the store says next: which version the object has, and how many bytes arrive (None: all)."""
+
+    number: int = 0
+    breaks_after: int | None = None
+
+
+class Store:
+    """One object, whose bytes all are its version's number, and the answers for it. The last one is given for ever."""
+
+    def __init__(self, size: int, answers: list[Answer], *, proves: bool) -> None:
+        self.size = size
+        self.answers = answers
+        self.proves = proves
+        self.asked: list[int] = []
+
+    def content(self, number: int) -> bytes:
+        """The bytes of a version."""
+        return bytes([number]) * self.size
+
+    def ask(self, position: int) -> Answer:
+        """Give the next answer."""
+        self.asked.append(position)
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+class StoreOwner(ClientOwner[Store]):
+    """Its client is the store itself."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__("the test's transport", 1)
+        self.store = store
+
+    def open_client(self) -> Store:
+        """Nothing is to be opened."""
+        return self.store
+
+    async def close_client(self, client: Store) -> None:
+        """Nothing is to be closed."""
+
+    @staticmethod
+    def leave_to_parent(client: Store) -> object:
+        """It only has to be kept."""
+        return client
+
+
+class StoreClient(RetryingClient[Store]):
+    """Requests to such a store."""
+
+    def where(self, path: str | None) -> str:
+        """A URL."""
+        return f"test://{path or ''}"
+
+
+class StoreDownload(Download[StoreClient, Tag]):
+    """Reads the store's answers, three bytes at a time."""
+
+    peer = "store"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.answer: Answer | None = None
+        self.left: int | None = None
+
+    async def _next(self, scope: Scope, most: int) -> bytes:
+        store = self._client.owner.use()
+        if self.answer is None:
+            await self._take_slot()
+            self.answer = store.ask(self._position)
+            self.left = self.answer.breaks_after
+            tag = Tag(self.answer.number, store.proves)
+            if self.version is not None and self.version.differs(tag):
+                raise ReadFailed(f"reading failed: {CHANGED}", path=self._path)
+            self.version = tag
+            self._end = store.size if self._end is None else self._end
+        await asyncio.sleep(0)
+        assert self._end is not None
+        wanted = min(most or 3, 3, self._end - self._position)
+        if self.left is not None:
+            if wanted > self.left:
+                raise Broken("broken body", "the connection broke")
+            self.left -= wanted
+        data = store.content(self.answer.number)[self._position : self._position + wanted]
+        self._position += wanted
+        if self._position == self._end:
+            self._finish()
+        return data
+
+    def _trouble(self, error: BaseException) -> Broken | None:
+        return error if isinstance(error, Broken) else None
+
+    def _drop(self) -> None:
+        self.answer = None
+
+
+@asynccontextmanager
+async def client_of(store: Store) -> AsyncGenerator[StoreClient]:
+    """A client, and the check that nothing it had is kept."""
+    client = StoreClient(StoreOwner(store), SOON)
+    try:
+        yield client
+        assert not client.owner.slots.locked()
+    finally:
+        await client.owner.aclose()
+
+
+def run(store: Store, use: Callable[[StoreClient], Awaitable[bytes]]) -> tuple[bytes, StoreClient]:
+    """Use a client of the store in a loop of its own."""
+
+    async def main() -> tuple[bytes, StoreClient]:
+        async with client_of(store) as client:
+            return await use(client), client
+
+    return asyncio.run(main())
+
+
+ANSWERS = st.lists(st.builds(Answer, st.integers(0, 1), st.integers(0, 12)), max_size=6)
+LAST = st.builds(Answer, st.integers(0, 1), st.none())
+
+
+@given(st.integers(0, 20), ANSWERS, LAST, st.booleans(), st.booleans())
+def test_bytes_are_of_one_version_or_there_is_an_error(
+    size: int, answers: list[Answer], last: Answer, proves: bool, streams: bool
+) -> None:
+    """Whatever breaks and changes on the way: a version whole, or an error, and never a mixture."""
+    store = Store(size, [*answers, last], proves=proves)
+    given_out: list[bytes] = []
+
+    async def use(client: StoreClient) -> bytes:
+        download = StoreDownload(client, "a")
+        if not streams:
+            return await download.rest()
+        while part := await download.part(2):
+            given_out.append(part)
+        return b"".join(given_out)
+
+    try:
+        data, _ = run(store, use)
+    except ReadFailed:
+        assert answers
+        assert len(set(b"".join(given_out))) <= 1
+        return
+    assert data in {store.content(0), store.content(1)}
+
+
+@given(st.integers(1, 20), st.lists(st.integers(0, 12), max_size=6))
+def test_a_proved_download_asks_for_no_byte_twice(size: int, breaks: list[int]) -> None:
+    """It goes on where it broke, and says how often it did; each failure is one retry."""
+    store = Store(size, [*(Answer(0, after) for after in breaks), Answer()], proves=True)
+    data, client = run(store, lambda client: StoreDownload(client, "a").rest())
+    assert data == store.content(0)
+    assert store.asked == sorted(store.asked)
+    assert client.counts.total == len(store.asked) - 1
+    assert client.counts.resumed == sum(position > 0 for position in store.asked)
+
+
+def test_an_unproved_read_begins_again() -> None:
+    """Nobody has seen its bytes, so those of the first version are dropped for the second's."""
+    store = Store(9, [Answer(0, 6), Answer(1)], proves=False)
+    data, client = run(store, lambda client: StoreDownload(client, "a").rest())
+    assert data == store.content(1)
+    assert store.asked == [0, 0]
+    assert (client.counts.total, client.counts.resumed) == (1, 0)
+
+
+async def test_an_unproved_stream_cannot_go_on() -> None:
+    """Bytes that were given stay given: the error says how many, and what the other side lacks."""
+    async with client_of(Store(9, [Answer(0, 3), Answer()], proves=False)) as client:
+        download = StoreDownload(client, "a")
+        assert await download.part(3) == bytes(3)
+        with pytest.raises(
+            ReadFailed, match=r"test://a: the connection broke; 3 bytes .* the store sends no strong ETag"
+        ):
+            await download.part(3)
+
+
+async def test_an_error_that_is_not_the_stores_is_raised_as_it_is() -> None:
+    """And the slot is free again."""
+
+    class Buggy(StoreDownload):
+        async def _next(self, scope: Scope, most: int) -> bytes:
+            await super()._next(scope, most)
+            raise ZeroDivisionError
+
+    async with client_of(Store(9, [Answer()], proves=True)) as client:
+        with pytest.raises(ZeroDivisionError):
+            await Buggy(client, "a").rest()
+        assert await StoreDownload(client, "a").rest() == bytes(9)
+
+
+async def test_a_download_that_waits_for_a_slot_can_be_cancelled() -> None:
+    """It gives back none that it does not have; one that is left in the middle gives its own back."""
+    async with client_of(Store(9, [Answer()], proves=True)) as client:
+        first, second = StoreDownload(client, "a"), StoreDownload(client, "a")
+        assert await first.part(3) == bytes(3)
+        waits = asyncio.create_task(second.rest())
+        await asyncio.sleep(0)
+        waits.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+        assert client.owner.slots.locked()
+        first.close()
+
+
+async def test_blocks_of_two_versions_are_refused() -> None:
+    """Ranges that were read by several requests are of one version, or there is an error that names the object."""
+    async with client_of(Store(9, [Answer(0), Answer(1)], proves=True)) as client:
+        downloads = [StoreDownload(client, "a", start, 3) for start in (0, 6)]
+        with pytest.raises(ReadFailed, match="'a' in test:// changed between the requests for its parts") as caught:
+            await read_blocks(client, "a", downloads, 2)
+        assert caught.value.path == "a"
+
+
+async def test_blocks_come_in_order() -> None:
+    """As many as there are, none among them."""
+    async with client_of(Store(9, [Answer(1)], proves=True)) as client:
+        for count in range(4):
+            downloads = [StoreDownload(client, "a", start, start + 1) for start in range(count)]
+            assert await read_blocks(client, "a", downloads, 2) == [bytes([1]) * (n + 1) for n in range(count)]
+
+
+def test_a_spent_budget_names_the_attempts() -> None:
+    """Without retries the first failure is the last, and counts as given up."""
+
+    async def main() -> StoreClient:
+        client = StoreClient(StoreOwner(Store(9, [Answer(0, 0)], proves=True)), RetryPolicy(budget_s=0))
+        with pytest.raises(TransportError, match=r"reading 'a' failed: test://a: .*tried once: retries are off"):
+            await StoreDownload(client, "a").rest()
+        await client.owner.aclose()
+        return client
+
+    assert asyncio.run(main()).counts.given_up == 1

@@ -1,0 +1,260 @@
+"""A network's client, owned by one loop and process. Data path: download -> [owner: client, slots, scopes] -> server.
+
+A client is opened by the first call and closed by `aclose`. Every wait of a call stands in a `Scope`, which is
+its time-out and the handle by which `aclose` ends it: the call then raises TransportClosed.
+
+*After a fork* the child leaves the parent's client alone. It must not even be collected there, because its end
+would reach what is the parent's as well. What the child does instead, open one of its own or raise, is said by
+`open_client`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cache
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from asyncloader.transports.errors import TransportClosed, TransportError
+
+__all__ = ["ClientOwner", "Scope"]
+
+_C = TypeVar("_C")
+
+_RESOLUTION = 0.001  # seconds by which a timer of uvloop may fire too early
+
+
+class ClientOwner(ABC, Generic[_C]):
+    """The client of one transport, and its calls in progress.
+
+    Args:
+        name: the transport for texts, without secrets.
+        requests: requests that are in progress at the same time at most, at least 1.
+    """
+
+    def __init__(self, name: str, requests: int) -> None:
+        self._name = name
+        self._requests = requests
+        self._client: _C | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pid = 0
+        self._scopes: set[Scope] = set()
+        self._timer: asyncio.TimerHandle | None = None  # one for all scopes: it looks at their deadlines when it fires
+        self._due = math.inf
+        self._idle: asyncio.Future[None] | None = None
+        self._closer: asyncio.Task[None] | None = None
+        self.closed = False
+        self.slots = asyncio.Semaphore(requests)
+        """One for each request that may be in progress; the loop's and process's own, from its first `use` on."""
+
+    @abstractmethod
+    def open_client(self) -> _C:
+        """Make a client for the running loop. Its class can be hashed by identity, and has weak references.
+
+        Raises:
+            TransportError: there can be none in this process.
+        """
+
+    @abstractmethod
+    async def close_client(self, client: _C) -> None:
+        """Close a client of which nothing is in progress any more."""
+
+    @staticmethod
+    @abstractmethod
+    def leave_to_parent(client: Any) -> object:
+        """In a forked child: keep an inherited client from closing anything, now and at the interpreter's end.
+
+        Returns:
+            What must never be collected in this process; None: nothing.
+        """
+
+    def use(self) -> _C:
+        """Give this loop's and process's client.
+
+        Raises:
+            TransportClosed: after `aclose`.
+            TransportError: the client belongs to another loop that is still open, or cannot be made.
+        """
+        if self.closed:
+            raise self.closed_error()
+        loop = asyncio.get_running_loop()
+        client = self._client
+        if client is None or self._loop is not loop or self._pid != os.getpid():
+            return self._make(loop)
+        return client
+
+    def closed_error(self) -> TransportClosed:
+        """Make the error of a call that meets the end of the transport."""
+        return TransportClosed(f"{self._name} is closed; open another transport")
+
+    def scope(self) -> Scope:
+        """Give a context for the waits of one attempt, without a limit as yet."""
+        return Scope(self)
+
+    async def sleep(self, seconds: float) -> None:
+        """Sleep. Raises TransportClosed when the transport is closed meanwhile."""
+        async with self.scope():
+            await asyncio.sleep(seconds)
+
+    async def aclose(self) -> None:
+        """End the calls in progress, wait for their end, and close the client. As `Transport.aclose`."""
+        loop = asyncio.get_running_loop()
+        foreign = self._loop is not loop or self._pid != os.getpid()
+        if self._client is not None and foreign:
+            self._refuse_foreign_loop()
+        self.closed = True
+        if self._client is None or foreign:
+            return
+        for scope in self._scopes:
+            scope.cut()
+        # Shared by all who close at once; a cancelled caller leaves it to the others.
+        if self._closer is None or self._closer.cancelled():
+            self._closer = loop.create_task(self._close(self._client), name="asyncloader-transport-close")
+        await asyncio.shield(self._closer)
+
+    def entered(self, scope: Scope) -> None:
+        """Note that a scope has begun. Errors as `use`."""
+        self.use()
+        self._scopes.add(scope)
+
+    def left(self, scope: Scope) -> None:
+        """Note that a scope has ended."""
+        self._scopes.discard(scope)
+        if not self._scopes:
+            self._disarm()
+            if self._idle is not None and not self._idle.done():
+                self._idle.set_result(None)
+
+    def watch(self, deadline: float) -> None:
+        """See to it that somebody looks at the scopes' deadlines at this time, or before."""
+        if deadline < self._due:
+            self._disarm()
+            self._due = deadline
+            self._timer = asyncio.get_running_loop().call_at(deadline, self._look)
+
+    def forked(self) -> None:
+        """In a forked child: the client is another process's. The pid alone does not always tell it.
+
+        A child in a pid namespace of its own can have its parent's pid.
+        """
+        self._pid = 0
+
+    def _look(self) -> None:
+        self._disarm()
+        now = asyncio.get_running_loop().time() + _RESOLUTION
+        for scope in self._scopes:
+            if scope.deadline <= now:
+                scope.cut()
+        later = [scope.deadline for scope in self._scopes if scope.deadline > now]
+        if later and min(later) < math.inf:
+            self.watch(min(later))
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._due = None, math.inf
+
+    async def _close(self, client: _C) -> None:
+        while self._scopes:
+            self._idle = asyncio.get_running_loop().create_future()
+            await self._idle
+        await self.close_client(client)
+        self._client = None
+
+    def _refuse_foreign_loop(self) -> None:
+        if self._pid == os.getpid() and self._loop is not None and not self._loop.is_closed():
+            raise TransportError(
+                f"{self._name} is in use by another event loop; close it there first, or open one transport for each "
+                "loop (a pickled copy is a new one)"
+            )
+
+    def _make(self, loop: asyncio.AbstractEventLoop) -> _C:
+        self._refuse_foreign_loop()
+        client = self.open_client()
+        # What the calls of a parent process, or of a loop that has ended, left here will never end.
+        self._scopes = set()
+        self._timer, self._due = None, math.inf
+        self._idle = self._closer = None
+        self.slots = asyncio.Semaphore(self._requests)
+        self._client, self._loop, self._pid = client, loop, os.getpid()
+        _owners.add(self)
+        _clients[client] = self.leave_to_parent
+        _watch_forks()
+        return client
+
+
+class Scope:
+    """The waits of one attempt: ``async with owner.scope() as scope``; `limit` sets when they time out.
+
+    Leaves with TimeoutError when the time was up, and with TransportClosed when the transport was closed,
+    whatever error the closing caused inside.
+    """
+
+    __slots__ = ("_owner", "_timeout", "deadline")
+
+    def __init__(self, owner: ClientOwner[Any]) -> None:
+        self.deadline = math.inf
+        """By the loop's clock."""
+        self._owner = owner
+        self._timeout = asyncio.timeout(None)
+
+    async def __aenter__(self) -> Self:
+        self._owner.entered(self)
+        await self._timeout.__aenter__()  # does not wait
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._owner.left(self)
+        try:
+            await self._timeout.__aexit__(kind, error, trace)
+        except TimeoutError:
+            if self._owner.closed:
+                raise self._owner.closed_error() from None
+            raise
+        if self._owner.closed and isinstance(error, Exception) and not isinstance(error, TransportError):
+            raise self._owner.closed_error() from None
+
+    def limit(self, seconds: float | None) -> None:
+        """Time out in `seconds` from now, None for never. Costs no timer of its own: most waits end before."""
+        if seconds is None:
+            self.deadline = math.inf
+        else:
+            self.deadline = asyncio.get_running_loop().time() + seconds
+            self._owner.watch(self.deadline)
+
+    def cut(self) -> None:
+        """End the waits now."""
+        if not self._timeout.expired():
+            self._timeout.reschedule(asyncio.get_running_loop().time())
+
+
+# ------------------------------------------------------------------------------------------------------- forks
+
+_owners: weakref.WeakSet[ClientOwner[Any]] = weakref.WeakSet()
+# Also those that their owners have no more: a loop ended, and nobody has collected what was its own.
+_clients: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakKeyDictionary()
+_left_in_parent: list[object] = []
+
+
+@cache  # once a process, by the first client: an import registers nothing
+def _watch_forks() -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_leave_all)
+
+
+def _leave_all() -> None:
+    """In a forked child: leave every inherited client to the parent."""
+    for client, leave in list(_clients.items()):
+        if (kept := leave(client)) is not None:
+            _left_in_parent.append(kept)
+    _clients.clear()
+    for owner in list(_owners):
+        owner.forked()
+    _owners.clear()
