@@ -189,6 +189,7 @@ class CacheStore:
         self._root = os.path.join(directory, ROOT_NAME)
         self._trusted = False
         self._started_in = 0  # the process that has begun to write
+        self._starting: dict[int, threading.Lock] = {}  # by process: a fork must not inherit one that is held
 
     def has(self, url_key: str) -> bool:
         """Whether any version of an object is cached."""
@@ -293,16 +294,23 @@ class CacheStore:
 
     def _start(self) -> None:
         """Make the directory if it is missing, and clean up in it once a process."""
-        if self._started_in == os.getpid() and os.path.isdir(os.path.join(self._root, "fills")):
+        if self._has_started():
             return
-        self._trusted = False
-        if not self._check_root():
-            self._make()
-            self._check_root()
-        for part in ["objects", "fills"]:
-            os.makedirs(os.path.join(self._root, part), mode=0o700, exist_ok=True)
-        self.usage.start()
-        self._started_in = os.getpid()
+        # One thread at a time: who cleans up looks at the others' files, and locks them for that.
+        with self._starting.setdefault(os.getpid(), threading.Lock()):
+            if self._has_started():
+                return
+            self._trusted = False
+            if not self._check_root():
+                self._make()
+                self._check_root()
+            for part in ["objects", "fills"]:
+                os.makedirs(os.path.join(self._root, part), mode=0o700, exist_ok=True)
+            self.usage.start()
+            self._started_in = os.getpid()
+
+    def _has_started(self) -> bool:
+        return self._started_in == os.getpid() and os.path.isdir(os.path.join(self._root, "fills"))
 
     def _make(self) -> None:
         """Make the cache's own directory. It is there with its marker or not at all, whoever looks."""

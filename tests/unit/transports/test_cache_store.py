@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,6 +55,30 @@ def test_looking_makes_nothing(folder: Path) -> None:
     assert held(store, "u") is None
     assert not store.has(hash_key("u"))
     assert not folder.exists()
+
+
+def test_threads_begin_at_the_same_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first write of a process cleans up; another thread's waits for that, and is not taken for a dead one's."""
+    store = opened(folder)
+    clean, cleaning, go_on = store.usage.start, threading.Event(), threading.Event()
+    calls: list[int] = []
+
+    def slowly() -> None:
+        calls.append(threading.get_ident())
+        cleaning.set()
+        assert go_on.wait(60)
+        clean()
+
+    monkeypatch.setattr(store.usage, "start", slowly)
+    threads = [threading.Thread(target=put, args=(store, url)) for url in "uv"]
+    threads[0].start()
+    assert cleaning.wait(60)
+    threads[1].start()
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert calls == [threads[0].ident]
+    assert held(store, "u") == held(store, "v") == DATA
 
 
 def test_only_this_user_may_look(folder: Path) -> None:
