@@ -171,9 +171,13 @@ class StateKeeper:
         if not is_iterable(spec):
             own = own_generator(base_sampler(spec._index_sampler)) is not None
             check_generators(state["generators"], own=own)
-        self._clock_of(spec).restore(state["epoch"], finished=state["finished"])
-        if not is_iterable(spec) and not state["finished"]:  # an epoch's length may depend on its number
-            check_length(state, _most_steps(spec._index_sampler))
+        take_back = self._clock_of(spec).restore(state["epoch"], finished=state["finished"])
+        try:
+            if not is_iterable(spec) and not state["finished"]:  # an epoch's length may depend on its number
+                check_length(state, _most_steps(spec._index_sampler))
+        except BaseException:
+            take_back()
+            raise
         self._loaded, self._pending = copy.deepcopy(given), state
 
 

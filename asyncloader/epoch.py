@@ -8,6 +8,7 @@ The number lives where users expect it: in the sampler, if that has `set_epoch` 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["EpochClock"]
@@ -58,21 +59,34 @@ class EpochClock:
         self.told = True
         self._count = epoch
 
-    def restore(self, epoch: int, *, finished: bool) -> None:
-        """A state was loaded that is of this epoch, or of its end.
+    def restore(self, epoch: int, *, finished: bool) -> Callable[[], None]:
+        """A state was loaded that is of this epoch, or of its end. Returns what takes that back, should it be refused.
 
         In torch mode the epochs of samplers and datasets are the user's to set, and so is the one after this: only a
         sampler that says to be in another epoch is told.
         """
+        before, count = self.value, self._count
+        moved: list[tuple[Any, int]] = []
         self.restored += 1
+        self._count = epoch + finished
         if self._seeded:
             self.set(epoch + finished)
-            return
-        self._count = epoch + finished
-        for sampler in self._samplers:
-            told = getattr(sampler, "epoch", None)
-            if isinstance(told, int) and told != epoch:
-                sampler.set_epoch(epoch)
+        else:
+            for sampler in self._samplers:
+                told = getattr(sampler, "epoch", None)
+                if isinstance(told, int) and told != epoch:
+                    sampler.set_epoch(epoch)
+                    moved.append((sampler, told))
+
+        def take_back() -> None:
+            self.restored -= 1
+            if self._seeded:
+                self.set(before)
+            self._count = count
+            for sampler, told in moved:
+                sampler.set_epoch(told)
+
+        return take_back
 
     def begin(self) -> None:
         """An iterator begins: in seeded mode all parts are in the same epoch."""

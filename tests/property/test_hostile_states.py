@@ -250,6 +250,7 @@ def hostile_states(draw: st.DrawFn) -> tuple[str, Any]:
 @given(hostile_states())
 @example(("stream", changed("stream", "step", 3)))
 @example(("seeded", changed("seeded", "step", 6)))
+@example(("seeded", STATES["seeded"] | {"epoch": 1, "step": 8}))
 @example(("torch", changed("torch", "sampler", {"at": 1, "ended": True, "sampler": None, "iterator": None})))
 def test_any_state_is_refused_or_gone_on_from(drawn: tuple[str, Any]) -> None:
     """`load_state_dict` says `StateError` and changes nothing, or takes the state: then an epoch comes to its end, with

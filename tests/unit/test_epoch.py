@@ -113,6 +113,22 @@ def test_a_state_sets_the_epoch(finished: bool) -> None:
     assert c.value == sampler.epoch == dataset.heard[-1] == 4 + finished
 
 
+@pytest.mark.parametrize("seeded", [True, False])
+def test_a_state_that_is_refused_is_taken_back(seeded: bool) -> None:
+    """The epochs are what they were before, and iterators that began before have their say."""
+    sampler, dataset = SeededSampler(range(3), 1) if seeded else distributed(), Told()
+    c = clock(sampler, dataset=dataset, seeded=seeded)
+    c.set(2)
+    take_back = c.restore(4, finished=False)
+    assert (c.value, sampler.epoch, c.restored) == (4, 4, 1)
+    take_back()
+    assert (c.value, sampler.epoch, c.restored, dataset.heard[-1]) == (2, 2, 0, 2)
+    bare = clock(seeded=seeded)
+    bare.set(2)
+    bare.restore(4, finished=True)()
+    assert bare.value == 2
+
+
 @pytest.mark.parametrize("finished", [False, True])
 def test_a_state_in_torch_mode_touches_a_sampler_only_if_it_must(finished: bool) -> None:
     """A sampler that is in the state's epoch is left alone, another is set to that; the one after is the user's."""
