@@ -73,6 +73,23 @@ CLEAN = """
         print("loop:", type(asyncio.get_running_loop()).__module__)
 """
 
+# What a failed test leaves is a cycle through the traceback, which pytest keeps until the next test is called.
+FAILING = """
+    import weakref
+    left = []
+    class Thing:
+        pass
+    def test_fails():
+        thing = Thing()
+        thing.itself = thing
+        left.append(weakref.ref(thing))
+        assert thing is None
+    def test_next():
+        assert left[0]() is not None
+    def test_after():
+        assert left[0]() is None
+"""
+
 
 def run_pytest(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
     """Run `source` as a test file under the suite's own conftest, in a fresh interpreter."""
@@ -109,3 +126,9 @@ def test_clean_tests_pass_on_both_loops(tmp_path: Path) -> None:
     assert ran.returncode == pytest.ExitCode.OK, ran.stdout + ran.stderr
     loops = {line.split()[-1] for line in ran.stdout.splitlines() if "loop:" in line}
     assert len(loops) == (1 if sys.platform == "win32" else 2), ran.stdout
+
+
+def test_what_a_failed_test_left_is_collected(tmp_path: Path) -> None:
+    """One test later it is gone: no later test finds its threads and descriptors."""
+    ran = run_pytest(tmp_path, FAILING)
+    assert "1 failed, 2 passed" in ran.stdout, ran.stdout + ran.stderr

@@ -1,16 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from asyncloader.transports import CachedTransport, HttpTransport, LocalTransport, MemoryTransport, Transport
+from tests.conformance.http_subject import HttpSubject
 from tests.conformance.transport import TransportConformance
 from tests.conformance.transport_subject import CONTENT, drain
-from tests.integration.http_store import LISTING, HttpStore, serving
+from tests.integration.http_store import LISTING
 
 
 class CachedConformance(TransportConformance):
@@ -59,21 +58,13 @@ class TestCachedSmall(TestCachedMemory):
 
 
 @pytest.mark.network
-class TestCachedHttp(CachedConformance):
-    @pytest_asyncio.fixture(autouse=True)
-    async def server(self) -> AsyncIterator[None]:
-        async with serving() as store:
-            self.store = store
-            yield
-
-    store: HttpStore
-
+class TestCachedHttp(HttpSubject, CachedConformance):
     def make(self) -> Transport:
         return CachedTransport(HttpTransport(self.store.url, listing=LISTING), self.store.url, self.cache_dir, 1 << 30)
 
     def put(self, transport: Transport, path: str, data: bytes) -> None:
         assert isinstance(transport, CachedTransport)
-        self.store.put(path, data)
+        super().put(transport, path, data)
 
 
 @pytest.mark.slow  # the same checks run over HTTP

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -10,30 +9,14 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
-EXAMPLE = ROOT / "docs" / "examples" / "digits.py"
-
-
-def run_example(folder: Path) -> str:
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLE), "--folder", str(folder)],
-        cwd=folder.parent,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},  # so that an uninstalled checkout will do
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=110,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stderr == ""
-    return ran.stdout
+from tests.docs.examples import EXAMPLES, environment, run_example
 
 
 @pytest.mark.slow
 def test_demo_trains_and_reports(tmp_path: Path) -> None:
     """More than 95 % of the test digits are named rightly; statistics, verdict and rates follow."""
     folder = tmp_path / "digits"
-    output = run_example(folder)
+    output = run_example("digits.py", folder)
 
     accuracy = re.search(r"test accuracy ([\d.]+)%", output)
     assert accuracy
@@ -56,7 +39,7 @@ def test_pictures_are_written_once(tmp_path: Path) -> None:
 
     def write() -> dict[str, int]:
         command = [sys.executable, "-c", program, str(folder)]
-        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": f"{EXAMPLE.parent}{os.pathsep}{ROOT}"})
+        subprocess.run(command, check=True, env=environment(EXAMPLES))
         return {path.name: path.stat().st_mtime_ns for path in folder.rglob("*.png")}
 
     first = write()

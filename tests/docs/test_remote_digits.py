@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -12,44 +11,30 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
-EXAMPLE = ROOT / "docs" / "examples" / "remote_digits.py"
-STORE = EXAMPLE.with_name("slow_store.py")
+from tests.docs.examples import EXAMPLES, environment, run_example
+
+STORE = EXAMPLES / "slow_store.py"
 
 pytestmark = [pytest.mark.slow, pytest.mark.network]
 
 
-def run_example(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLE), "--folder", str(folder), *arguments],
-        cwd=folder.parent,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},  # so that an uninstalled checkout will do
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=110,
-    )
-
-
 def test_killed_run_ends_like_the_other(tmp_path: Path) -> None:
     """With two epochs: a state before the kill was found, what came after it was repeated, and every fact holds."""
-    ran = run_example(tmp_path / "digits", "--epochs", "2")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stderr == ""
+    output = run_example("remote_digits.py", tmp_path / "digits", "--epochs", "2")
 
-    again = re.search(r"it went on from batch (\d+); the (\d+) after it were trained again", ran.stdout)
+    again = re.search(r"it went on from batch (\d+); the (\d+) after it were trained again", output)
     assert again
     resumed, repeated = map(int, again.groups())
-    killed = re.search(r"killed after (\d+) batches", ran.stdout)
+    killed = re.search(r"killed after (\d+) batches", output)
     assert killed
     assert 0 < resumed < int(killed[1]) == resumed + repeated
 
-    assert re.findall(r"^  (\S+) +(?=each|the)", ran.stdout, re.MULTILINE) == ["yes"] * 4
-    digests = re.search(r"digests of the keys (\w{16}) and (\w{16})$", ran.stdout, re.MULTILINE)
+    assert re.findall(r"^  (\S+) +(?=each|the)", output, re.MULTILINE) == ["yes"] * 4
+    digests = re.search(r"digests of the keys (\w{16}) and (\w{16})$", output, re.MULTILINE)
     assert digests
     assert digests[1] == digests[2]
     # Not a terminal: a line at the end of each epoch of the whole run, and of what the other run had of them.
-    assert len(re.findall(r"^  epoch +\d+/2 \[", ran.stdout, re.MULTILINE)) >= 4
+    assert len(re.findall(r"^  epoch +\d+/2 \[", output, re.MULTILINE)) >= 4
 
     names: set[str] = set()
     for shard in (tmp_path / "digits").iterdir():
@@ -72,10 +57,8 @@ for spoil in (lambda run: run["seen"][0].pop(), lambda run: run["seen"][0].appen
     spoil(other)
     assert not demo.compare(whole, other, 1)
 """
-    environment = {**os.environ, "PYTHONPATH": f"{EXAMPLE.parent}{os.pathsep}{ROOT}"}
-    ran = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False, timeout=100
-    )
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, env=environment(EXAMPLES), capture_output=True, text=True, check=False, timeout=100)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert (
         ran.stdout.count("NO ") == 3 * 2 + 1 + 1

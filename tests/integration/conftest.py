@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,14 @@ import torch
 for part in ["comparing", "running"]:
     pytest.register_assert_rewrite(f"tests.integration.{part}")
 
-from tests.integration.running import PATIENCE_S  # noqa: E402 - after the registration
+from tests.integration.remote_folders import SIZES, make_shards  # noqa: E402 - after the registration
+from tests.integration.running import PATIENCE_S  # noqa: E402
+
+
+@pytest.fixture
+def tars(tmp_path: Path) -> str:
+    """The URL of a folder of three small tar shards, of `SIZES` samples that count from 0 on."""
+    return make_shards(tmp_path, SIZES)
 
 
 @pytest.fixture

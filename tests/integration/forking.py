@@ -81,15 +81,17 @@ class Child:
     def __init__(self, pid: int, errors: int) -> None:
         self.pid = pid
         self._errors = errors
-        self._pidfd = os.pidfd_open(pid)
+        # Becomes readable at the child's end. Where there are no pidfds (macOS) it is the pipe that the child holds the
+        # other end of; that one also waits for whatever the child forked, which its words are waited for anyway.
+        self._end = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else os.dup(errors)
 
     def wait(self) -> None:
         """Until it has ended. Fails, with the child's own words, if it failed or hangs."""
-        ended = bool(select.select([self._pidfd], [], [], PATIENCE_S)[0])
+        ended = bool(select.select([self._end], [], [], PATIENCE_S)[0])
         if not ended:
             os.kill(self.pid, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        os.close(self._pidfd)
+        os.close(self._end)
         with os.fdopen(self._errors) as stream:
             words = stream.read()
         assert ended, f"the child hangs; {words}"

@@ -13,7 +13,10 @@ from hashlib import sha256
 from typing import NamedTuple
 from urllib.parse import unquote
 
+import pytest
 from aiohttp import web
+
+from asyncloader.transports import Transport
 
 LISTING = ".listing"  # one path on each line; no object of its own
 
@@ -209,3 +212,14 @@ def chunked(*, close: bool = False) -> Fault:
         return answer
 
     return fault
+
+
+async def read_behind_a_cancelled_one(store: HttpStore, transport: Transport, path: str) -> bytes:
+    """What a read of `path` gives that waited for the only slot, which a read of "a" had until it was cancelled."""
+    reading = asyncio.create_task(transport.read("a"))
+    waiting = asyncio.create_task(transport.read(path))
+    await store.seen(1)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    return await waiting

@@ -12,7 +12,26 @@ from tests.integration.faulty import Faults
 from tests.integration.seeded_runs import Stepwise
 from tests.unit.remote_shards import MAKERS, mds, mds_index, number_of
 
-__all__ = ["Killing", "dataset_of", "epochs_of", "flat", "make_shards", "number_of", "plain", "resumed", "with_method"]
+__all__ = [
+    "ALL",
+    "SIZES",
+    "Killing",
+    "dataset_of",
+    "epochs_of",
+    "flat",
+    "make_shards",
+    "number_of",
+    "plain",
+    "resumed",
+    "with_method",
+]
+
+
+SIZES = (7, 11, 5)
+"""Samples of each shard of a small data set, which `tars` makes: see the conftest."""
+
+ALL = list(range(sum(SIZES)))
+"""Its samples."""
 
 
 def make_shards(folder: Path, sizes: Sequence[int], *, ending: str = "tar") -> str:

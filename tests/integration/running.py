@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Coroutine, Iterable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -30,6 +30,7 @@ __all__ = [
     "Deaths",
     "Run",
     "assert_like_torch",
+    "cancelled_after",
     "children_of",
     "collect",
     "environment",
@@ -63,6 +64,16 @@ def run_async(coroutine: Coroutine[Any, Any, T], kind: str = "asyncio") -> T:
 
     with asyncio.Runner(loop_factory=LOOPS[kind]) as runner:
         return runner.run(bounded())
+
+
+async def cancelled_after(turns: int, awaitable: Coroutine[Any, Any, Any]) -> None:
+    """Begin it, cancel it when the loop has turned so many times, and wait for its end, whatever that is."""
+    task = asyncio.ensure_future(awaitable)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
 
 
 # ------------------------------------------------------------------------------------------- whole epochs
@@ -122,13 +133,14 @@ def collect(kind: str, dataset: Any, **options: Any) -> list[Any]:
     return run_loader(kind, dataset, **options).epochs[0]
 
 
-def assert_like_torch(kind: str, dataset: Any, *, epochs: int = 1, **options: Any) -> Run:
+def assert_like_torch(kind: str, dataset: Any, *, twin: Any = None, epochs: int = 1, **options: Any) -> Run:
     """Run torch's loader and one of ours from the same seeds: same batches, same generators afterwards.
 
+    torch's reads `twin` where it cannot read the dataset itself.
     torch's workers are always forked: the start method shows in nothing, and the others cost seconds.
     """
     forked: dict[str, Any] = {**options, "multiprocessing_context": None}
-    expected = run_loader("torch", dataset, epochs=epochs, **forked)
+    expected = run_loader("torch", dataset if twin is None else twin, epochs=epochs, **forked)
     got = run_loader(kind, dataset, epochs=epochs, **options)
     assert [len(e) for e in got.epochs] == [len(e) for e in expected.epochs]
     for number, (a, b) in enumerate(zip(got.epochs, expected.epochs, strict=True)):

@@ -13,7 +13,8 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 from asyncloader import AsyncDataLoader, DataLoader
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import AsyncNumbers, AsyncStream, AsyncWholeBatches, BothStreams, Numbers
-from tests.integration.running import BOTH, KINDS, collect, outcomes, run_async, run_loader
+from tests.integration.meeting import Meeting
+from tests.integration.running import BOTH, KINDS, assert_like_torch, collect, outcomes, run_async
 
 WORKERS = [0, 1, 2]
 
@@ -76,46 +77,20 @@ class _PlainStream(torch.utils.data.IterableDataset[Any]):
 def test_epochs_of_an_async_dataset(kind: str, workers: int) -> None:
     """Shuffled over several epochs with persistent workers: the order is torch's."""
     options: dict[str, Any] = {"batch_size": 3, "shuffle": True, "num_workers": workers}
-    got = run_loader(kind, AsyncNumbers(10), epochs=3, persistent_workers=bool(workers), **options)
-    expected = run_loader("torch", Numbers(10), epochs=3, persistent_workers=bool(workers), **options)
-    assert_same(got.epochs, expected.epochs)
-    assert got.after == expected.after
-
-
-class Rendezvous(Dataset[Any]):
-    """No sample of a batch is done before all of them have begun: sequential fetching would never end."""
-
-    def __init__(self, together: int) -> None:
-        self.together = together
-        self.waiting = 0
-        self.all_here: asyncio.Event | None = None
-
-    def __len__(self) -> int:
-        return 12
-
-    async def __getitem__(self, index: int) -> int:
-        if self.all_here is None:
-            self.all_here = asyncio.Event()
-        self.waiting += 1
-        if self.waiting % self.together == 0:
-            event, self.all_here = self.all_here, None
-            event.set()
-        else:
-            await self.all_here.wait()
-        return index
+    assert_like_torch(kind, AsyncNumbers(10), twin=Numbers(10), epochs=3, persistent_workers=bool(workers), **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_are_fetched_concurrently(kind: str, workers: int) -> None:
     """All samples of a batch are in flight at a time, and come back in order."""
-    got = collect(kind, Rendezvous(4), batch_size=4, num_workers=workers)
+    got = collect(kind, Meeting(12, 4), batch_size=4, num_workers=workers)
     assert [batch.tolist() for batch in got] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 def test_batches_of_one_worker_are_fetched_concurrently() -> None:
     """Two batches of two samples each that wait for one another: the worker has both in hand."""
-    got = collect("asyncio", Rendezvous(4), batch_size=2, num_workers=1, prefetch_factor=2)
+    got = collect("asyncio", Meeting(12, 4), batch_size=2, num_workers=1, prefetch_factor=2)
     assert [batch.tolist() for batch in got] == [[i, i + 1] for i in range(0, 12, 2)]
 
 

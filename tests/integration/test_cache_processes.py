@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import select
 import signal
@@ -21,8 +20,6 @@ from tests.integration import cache_process
 from tests.integration.cache_process import OBJECTS, content
 from tests.integration.forking import fork
 from tests.integration.running import PATIENCE_S, ROOT, environment, run_script
-
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd")
 
 LIMIT = 600_000  # about half of what the objects of `cache_process` take in all
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import threading
@@ -15,7 +14,7 @@ import torch
 from asyncloader import AsyncDataLoader, WorkerDied
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import AsyncNumbers, Numbers, Sized
-from tests.integration.running import PATIENCE_S, collect, run_async
+from tests.integration.running import PATIENCE_S, cancelled_after, collect, run_async
 
 SOURCES: dict[str, tuple[Any, dict[str, Any]]] = {
     "no workers": (Numbers(60), {"num_workers": 0}),
@@ -91,23 +90,14 @@ async def test_cancelled_start_goes_on() -> None:
     """The first call is cancelled while the workers start (spawned, in a thread); the second gets the first batch."""
     async with AsyncDataLoader[Any](Numbers(4), num_workers=1, multiprocessing_context="spawn") as loader:
         batches = aiter(loader)
-        first = asyncio.ensure_future(anext(batches))
-        for _ in range(3):
-            await asyncio.sleep(0)
-        first.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await first
+        await cancelled_after(3, anext(batches))
         assert [float(batch[0, 0]) async for batch in batches] == [0.0, 100.0, 200.0, 300.0]
 
 
 async def test_closed_during_the_start() -> None:
     """Closing while the workers start waits for them and ends them (the leak check looks)."""
     async with AsyncDataLoader[Any](Numbers(4), num_workers=1, multiprocessing_context="spawn") as loader:
-        first = asyncio.ensure_future(anext(aiter(loader)))
-        await asyncio.sleep(0)
-        first.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await first
+        await cancelled_after(1, anext(aiter(loader)))
 
 
 async def test_wait_for_that_expires_loses_nothing() -> None:

@@ -66,6 +66,19 @@ def test_programs_and_other_start_methods(method: str) -> None:
 # ------------------------------------------------------------------------------------------- children
 
 
+def test_a_child_that_fails_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pidfds and without: `Child.wait` is over when the child is, and fails with its words if it failed."""
+
+    def fails() -> None:
+        raise ValueError("the child's words")
+
+    for _ in range(2):
+        fork(lambda: None).wait()
+        with pytest.raises(AssertionError, match=r"exit code 1; (?s:.*)the child's words"):
+            fork(fails).wait()
+        monkeypatch.delattr(os, "pidfd_open", raising=False)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_child_at_every_step(kind: str) -> None:
     """A child that ends at once, after every batch, while some batches are held: the epoch is whole."""

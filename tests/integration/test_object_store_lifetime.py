@@ -17,8 +17,9 @@ import pytest_asyncio
 from asyncloader.transports import ObjectStoreTransport, RetryPolicy, Transport, TransportClosed, TransportError
 from tests.conformance.transport_subject import drain
 from tests.integration.forking import fork
-from tests.integration.http_store import broken, status
+from tests.integration.http_store import broken, read_behind_a_cancelled_one, status
 from tests.integration.object_stores import KEYS, BucketStore, Moto, moto_server, serving_bucket
+from tests.unit.transports.forking_programs import FORKED
 
 pytestmark = pytest.mark.network
 
@@ -75,13 +76,7 @@ async def test_a_cancelled_read_gives_its_slot_back(store: BucketStore, after: i
     """Cancelled in front of a store that stalls, a read ends at once, and the only slot is free again."""
     store.faults[A].append(broken(after, stall=True))
     async with store.transport(requests=1, stalled_s=1000) as transport:
-        reading = asyncio.create_task(transport.read("a"))
-        waiting = asyncio.create_task(transport.read("b"))
-        await store.seen(1)
-        reading.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reading
-        assert await waiting == b"data"
+        assert await read_behind_a_cancelled_one(store, transport, "b") == b"data"
         assert transport.retries.total == 0
 
 
@@ -206,30 +201,21 @@ async def test_a_child_forked_in_the_middle_of_a_read(moto: Moto) -> None:
         assert await reading == b"data"
 
 
-PROGRAM = """
-import asyncio, os, sys
+PROGRAM = (
+    FORKED
+    + """
+import asyncio, sys
 from asyncloader.transports import ObjectStoreTransport
 from asyncloader.transports.fork_hazard import used_before_fork
 
 def read():
     return asyncio.run(transport.read("a"))
 
-def in_child(body):
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            body()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
 def fine():
     assert not used_before_fork()
     assert read() == b"data"
     assert used_before_fork()
-    in_child(refused)
+    forked(refused)
 
 def refused():
     assert used_before_fork()
@@ -243,12 +229,13 @@ def refused():
 transport = ObjectStoreTransport("s3://bucket/root", endpoint=sys.argv[1])
 assert not used_before_fork()
 assert "obstore" not in sys.modules
-in_child(fine)
+forked(fine)
 assert not used_before_fork()
 assert read() == b"data"
-in_child(refused)
-in_child(lambda: in_child(refused))
+forked(refused)
+forked(lambda: forked(refused))
 """
+)
 
 
 def run(program: str, url: str) -> None:

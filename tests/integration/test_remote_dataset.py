@@ -15,20 +15,21 @@ import torch
 from asyncloader import AsyncDataLoader, DataLoader
 from asyncloader.formats import Located, ShardRange
 from asyncloader.transports import MemoryTransport
-from tests.integration.remote_folders import dataset_of, epochs_of, flat, make_shards, number_of, resumed, with_method
+from tests.integration.remote_folders import (
+    ALL,
+    dataset_of,
+    epochs_of,
+    flat,
+    make_shards,
+    number_of,
+    resumed,
+    with_method,
+)
 from tests.integration.running import BOTH, run_async
 from tests.integration.seeded_runs import Stepwise
 from tests.unit.remote_shards import tar
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-
-SIZES = (7, 11, 5)
-ALL = list(range(sum(SIZES)))
-
-
-@pytest.fixture
-def tars(tmp_path: Path) -> str:
-    return make_shards(tmp_path, SIZES)
 
 
 def whole(batches: list[list[int]], size: int, count: int = len(ALL)) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import select
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,8 @@ import pytest
 from asyncloader import DataLoader, LoaderTimeout, ShardError, WorkerDied
 from asyncloader.transports import ObjectNotFound
 from asyncloader.workers import wire
-from tests.integration import test_lying_workers
 from tests.integration.faulty import Faults, grown
+from tests.integration.lying import Liar, say_no_more, until_error
 from tests.integration.remote_folders import Killing, dataset_of, epochs_of, flat, make_shards, number_of, with_method
 from tests.integration.running import BOTH, PATIENCE_S
 from tests.integration.seeded_runs import Stepwise
@@ -202,7 +200,7 @@ ASKS: dict[str, tuple[int, int, Any]] = {
 }
 
 
-class Liar:
+class Asking:
     """`number_of`; the worker that decodes number 9 asks for something that cannot be, and says no more."""
 
     def __init__(self, how: str) -> None:
@@ -214,10 +212,7 @@ class Liar:
             channel, epoch = _channel()
             lease, batch, left = ASKS[self.how]
             channel.sock.sendall(wire.pack_ask(epoch, lease, batch, pickle.dumps(left)))
-            poll = select.poll()
-            poll.register(channel.fileno(), select.POLLRDHUP)
-            poll.poll()
-            os._exit(0)
+            say_no_more(channel)
         return number
 
 
@@ -232,13 +227,12 @@ def _channel() -> tuple[Any, int]:
     raise AssertionError("this is no worker")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="POLLRDHUP")
 @pytest.mark.parametrize("how", ASKS)
 def test_a_worker_that_asks_for_what_cannot_be(how: str, tmp_path: Path) -> None:
     """The consumer gets an error in words, and no worker is left; nobody waits for ever."""
     url = make_shards(tmp_path, SIZES)
     options = with_method({"batch_size": 4, "num_workers": 2, "seed": 1, "timeout": PATIENCE_S})
-    with DataLoader[Any](dataset_of(url, decode=Liar(how)), **options) as loader:
+    with DataLoader[Any](dataset_of(url, decode=Asking(how)), **options) as loader:
         with pytest.raises(ValueError, match=r"lane \d|a lane gives back") as caught:
             list(loader)
         assert not isinstance(caught.value, LoaderTimeout | WorkerDied)
@@ -246,12 +240,5 @@ def test_a_worker_that_asks_for_what_cannot_be(how: str, tmp_path: Path) -> None
 
 def test_a_worker_that_asks_where_nothing_is_leased() -> None:
     """A dataset of another kind: its workers have nothing to ask for."""
-    lies = test_lying_workers.LIES
-    lies["a request for a lease"] = lambda task: task.sends(wire.pack_ask(task.epoch, 0, 0, pickle.dumps(None)))
-    try:
-        _, error = test_lying_workers.until_error(
-            "sync", test_lying_workers.Liar("a request for a lease"), num_workers=1
-        )
-    finally:
-        del lies["a request for a lease"]
+    _, error = until_error("sync", Liar("a request for a lease, where nothing is leased"), num_workers=1)
     assert "asks for a lease" in str(error)

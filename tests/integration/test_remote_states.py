@@ -11,19 +11,11 @@ import torch
 from asyncloader import StateError, Stateful
 from asyncloader.remote.leases import LaneStart, LeaseBook, Ledger
 from asyncloader.remote.local_leases import LocalLeases
-from tests.integration.remote_folders import dataset_of, epochs_of, flat, make_shards, resumed, with_method
+from tests.integration.remote_folders import ALL, SIZES, dataset_of, epochs_of, flat, make_shards, resumed, with_method
 from tests.integration.running import BOTH, run_async
 from tests.integration.seeded_runs import Stepwise
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-
-SIZES = (7, 11, 5)
-ALL = list(range(sum(SIZES)))
-
-
-@pytest.fixture
-def tars(tmp_path: Path) -> str:
-    return make_shards(tmp_path, SIZES)
 
 
 @pytest.mark.parametrize("kind", BOTH)

@@ -6,7 +6,6 @@ The datasets here would wait for ever if fewer samples were in flight than is pr
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from asyncloader import AsyncDataLoader, DataLoader, sample_rng
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import AsyncNumbers, Numbers
 from tests.integration.faulty import AsyncFaulty, Faults
-from tests.integration.running import BOTH, KINDS, outcomes, run_async, run_loader
+from tests.integration.meeting import Meeting, MeetingBatches
+from tests.integration.running import BOTH, KINDS, assert_like_torch, cancelled_after, outcomes, run_async
 
 WORKERS = [0, 1, 2]
 
@@ -36,38 +36,6 @@ def collect(kind: str, dataset: Any, state: dict[str, Any] | None = None, **opti
             return [batch async for batch in loader]
 
     return run_async(run(), kind)
-
-
-class Meeting(Dataset[Any]):
-    """No sample is done before `together` of them are in flight in its process."""
-
-    def __init__(self, n: int, together: int) -> None:
-        self.n = n
-        self.together = together
-        self.waiting = 0
-        self.all_here: asyncio.Event | None = None
-
-    def __len__(self) -> int:
-        return self.n
-
-    async def __getitem__(self, index: int) -> int:
-        if self.all_here is None:
-            self.all_here = asyncio.Event()
-        self.waiting += 1
-        if self.waiting % self.together == 0:
-            event, self.all_here = self.all_here, None
-            event.set()
-        else:
-            await self.all_here.wait()
-        return index
-
-
-class MeetingBatches(Meeting):
-    """The same for whole batches."""
-
-    async def __getitems__(self, indices: list[int]) -> list[int]:
-        await Meeting.__getitem__(self, 0)
-        return list(indices)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -168,10 +136,7 @@ def _state_after(kind: str, dataset: Any, stop: int, options: dict[str, Any]) ->
 def test_a_generators_draws_are_those_of_one_epoch_after_another(kind: str, workers: int) -> None:
     """Shuffled epochs, persistent workers: the order and the generators afterwards are torch's."""
     options: dict[str, Any] = {"batch_size": 3, "shuffle": True, "num_workers": workers}
-    got = run_loader(kind, AsyncNumbers(50), epochs=3, persistent_workers=bool(workers), **options)
-    expected = run_loader("torch", Numbers(50), epochs=3, persistent_workers=bool(workers), **options)
-    assert_same(got.epochs, expected.epochs)
-    assert got.after == expected.after
+    assert_like_torch(kind, AsyncNumbers(50), twin=Numbers(50), epochs=3, persistent_workers=bool(workers), **options)
 
 
 class Fails(AsyncNumbers):
@@ -314,12 +279,7 @@ async def test_closing_ends_all_that_was_read_ahead() -> None:
     loader = AsyncDataLoader[Any](dataset, concurrency=50)
     batches = aiter(loader)
     assert (await anext(batches)).tolist() == [0]
-    waiting = asyncio.ensure_future(anext(batches))
-    for _ in range(5):
-        await asyncio.sleep(0)
-    waiting.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await waiting
+    await cancelled_after(5, anext(batches))
     assert dataset.begun > dataset.ended
     await loader.aclose()
     assert dataset.begun == dataset.ended >= 50

@@ -32,9 +32,11 @@ from asyncloader.events import (
     Task,
 )
 from asyncloader.recovery import CROWD
-from asyncloader.scheduler import Scheduler
+from asyncloader.scheduler import Assignment, Scheduler
 
-__all__ = ["Made", "Worker", "World"]
+__all__ = ["PLENTY", "Made", "Worker", "World", "map_world"]
+
+PLENTY = 1000  # restarts
 
 
 class Made(NamedTuple):
@@ -347,3 +349,48 @@ class World:
         assert (indices if self.scheduler.in_order else sorted(indices)) == self.indices
         poisoned = {outcome.task.index for outcome in outcomes if isinstance(outcome, Poisoned)}
         assert self.poison.intersection(self.indices) <= poisoned
+
+
+def map_world(
+    random: Random,
+    *,
+    workers: int = 2,
+    credits: int = 2,
+    count: int = 12,
+    in_order: bool = True,
+    assignment: Assignment = "round_robin",
+    run_ahead: int = 0,
+    turn: int = 0,
+    concurrent: bool = False,
+    max_restarts: int = PLENTY,
+    poison: frozenset[int] = frozenset(),
+    kills: int = 0,
+    retirements: int = 0,
+    spared: bool = False,
+    prompt: bool = False,
+    varying: bool = False,
+) -> World:
+    """A world whose sampler gives the indices below `count`. `run_ahead` and `turn` count where they mean something."""
+    scheduler = Scheduler(
+        workers=workers,
+        credits=credits,
+        in_order=in_order,
+        assignment=assignment,
+        run_ahead=run_ahead if in_order and assignment == "least_loaded" else 0,
+        turn=turn % workers,
+        max_restarts=max_restarts,
+        concurrent=concurrent,
+    )
+    return World(
+        scheduler,
+        random,
+        concurrent,
+        max_restarts,
+        indices=list(range(count)),
+        poison=poison,
+        kills=kills,
+        retirements=retirements,
+        spared=spared,
+        prompt=prompt,
+        varying=varying,
+    )

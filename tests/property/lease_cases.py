@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from asyncloader.formats import Located, OnBad, Sample, ShardError, ShardFormat
+from asyncloader import RemoteIterableDataset
+from asyncloader.formats import Located, OnBad, ShardError, ShardFormat
 from asyncloader.remote.catalogue import Piece, Shard
-from asyncloader.remote.lane import Lane
 from asyncloader.remote.leases import Lease
-from asyncloader.workers.leasing import LeaseSource
 
 __all__ = ["Case", "Shards", "pieces_of", "plan_of"]
 
@@ -89,23 +88,17 @@ def pieces_of(case: Case) -> list[Piece]:
     return plan
 
 
-class Shards:
-    """The data set: sample `n` is ``{"n": n}``, and `unit` bytes long. Async iterable, as the workers' parts ask."""
+class Shards(RemoteIterableDataset):
+    """The data set: sample `n` is ``{"n": n}``, and `unit` bytes long. Only its catalogue and bytes are made up."""
 
     def __init__(self, case: Case) -> None:
+        super().__init__("memory://", shuffle_buffer=case.shuffle)
         self._case = case
         self._first = [sum(map(sum, case.shards[:shard])) for shard in range(len(case.shards))]
-        self.shards = [
+        self._shards = [
             Shard(str(number), ShardFormat("jsonl", None), sum(pieces) * case.unit if case.sized else None)
             for number, pieces in enumerate(case.shards)
         ]
-
-    def __aiter__(self) -> AsyncIterator[Sample]:
-        raise NotImplementedError
-
-    def open_lane(self, source: LeaseSource) -> Lane:
-        """One worker's stream."""
-        return Lane(self.shards, self._open, source, self._case.shuffle)
 
     async def _open(self, shard: Shard, piece: Piece, on_bad: OnBad) -> AsyncGenerator[list[Located], None]:
         case = self._case

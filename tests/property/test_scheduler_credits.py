@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader.scheduler import Assignment, Scheduler
-from tests.property.healing_world import World as HealingWorld
-from tests.property.test_scheduler import World, assignments, check_end, randoms
+from tests.property.healing_world import map_world
+from tests.property.scheduler_world import World, assignments, check_each_once, check_end, randoms
 
 
 @settings(deadline=None, max_examples=300)
@@ -48,9 +49,7 @@ def test_credits_may_change_at_any_time(
         world.move(*random.choice(moves))
         scheduler.credits = random.randint(1, credits)
         world.raised = True
-    check_end(world)
-    given_indices = [item.outcome[1].index for item in world.delivered]
-    assert (given_indices if in_order else sorted(given_indices)) == world.indices
+    check_each_once(world)
 
 
 @settings(deadline=None)
@@ -87,54 +86,27 @@ def test_lowered_credits_are_kept_to(
 
 @settings(deadline=None, max_examples=300)
 @given(
-    workers=st.integers(1, 3),
-    credits=st.integers(1, 14),
-    count=st.integers(0, 30),
-    in_order=st.booleans(),
-    assignment=assignments,
-    run_ahead=st.integers(0, 4),
-    poison=st.frozensets(st.integers(0, 29), max_size=2),
-    kills=st.integers(0, 5),
-    retirements=st.integers(0, 2),
-    varying=st.booleans(),
+    options=st.fixed_dictionaries(
+        {
+            "workers": st.integers(1, 3),
+            "credits": st.integers(1, 14),
+            "count": st.integers(0, 30),
+            "in_order": st.booleans(),
+            "assignment": assignments,
+            "run_ahead": st.integers(0, 4),
+            "poison": st.frozensets(st.integers(0, 29), max_size=2),
+            "kills": st.integers(0, 5),
+            "retirements": st.integers(0, 2),
+            "varying": st.booleans(),
+        }
+    ),
     random=randoms,
 )
-def test_workers_with_many_tasks_in_hand_may_die(
-    workers: int,
-    credits: int,
-    count: int,
-    in_order: bool,
-    assignment: Assignment,
-    run_ahead: int,
-    poison: frozenset[int],
-    kills: int,
-    retirements: int,
-    varying: bool,
-    random: Random,
-) -> None:
+def test_workers_with_many_tasks_in_hand_may_die(options: dict[str, Any], random: Random) -> None:
     """Each index comes once, as a batch or as poisoned; suspects are tried alone, and a death in a crowd is counted
     against nobody, so no task is given up that did not kill twice when it was one of few.
     """
-    scheduler = Scheduler(
-        workers=workers,
-        credits=credits,
-        in_order=in_order,
-        assignment=assignment,
-        run_ahead=run_ahead if in_order and assignment == "least_loaded" else 0,
-        max_restarts=1000,
-        concurrent=True,
-    )
-    world = HealingWorld(
-        scheduler,
-        random,
-        True,
-        1000,
-        indices=list(range(count)),
-        poison=poison,
-        kills=kills,
-        retirements=retirements,
-        varying=varying,
-    )
+    world = map_world(random, concurrent=True, **options)
     world.run()
     world.check_delivered()
     world.check_end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,105 +14,36 @@ from asyncloader.errors import TaskQuarantined, WorkerDied
 from asyncloader.events import Action, Assign, Died, Fail, Finish, Poisoned
 from asyncloader.recovery import Recovery
 from asyncloader.scheduler import Assignment, Scheduler
-from tests.property.healing_world import World
-
-assignments = st.sampled_from(["round_robin", "least_loaded"])
-randoms = st.randoms(use_true_random=False)
-PLENTY = 1000  # restarts
-
-
-def map_world(
-    random: Random,
-    *,
-    workers: int = 2,
-    credits: int = 2,
-    count: int = 12,
-    in_order: bool = True,
-    assignment: Assignment = "round_robin",
-    run_ahead: int = 0,
-    turn: int = 0,
-    concurrent: bool = False,
-    max_restarts: int = PLENTY,
-    poison: frozenset[int] = frozenset(),
-    kills: int = 0,
-    retirements: int = 0,
-    spared: bool = False,
-    prompt: bool = False,
-) -> World:
-    scheduler = Scheduler(
-        workers=workers,
-        credits=credits,
-        in_order=in_order,
-        assignment=assignment,
-        run_ahead=run_ahead if in_order and assignment == "least_loaded" else 0,
-        turn=turn % workers,
-        max_restarts=max_restarts,
-        concurrent=concurrent,
-    )
-    return World(
-        scheduler,
-        random,
-        concurrent,
-        max_restarts,
-        indices=list(range(count)),
-        poison=poison,
-        kills=kills,
-        retirements=retirements,
-        spared=spared,
-        prompt=prompt,
-    )
+from tests.property.healing_world import PLENTY, World, map_world
+from tests.property.scheduler_world import assignments, randoms
 
 
 @settings(deadline=None, max_examples=300)
 @given(
-    workers=st.integers(1, 4),
-    credits=st.integers(1, 3),
-    count=st.integers(0, 20),
-    in_order=st.booleans(),
-    assignment=assignments,
-    run_ahead=st.integers(0, 6),
-    turn=st.integers(0, 3),
-    concurrent=st.booleans(),
-    poison=st.frozensets(st.integers(0, 19), max_size=3),
-    kills=st.integers(0, 6),
-    retirements=st.integers(0, 3),
-    prompt=st.booleans(),
+    options=st.fixed_dictionaries(
+        {
+            "workers": st.integers(1, 4),
+            "credits": st.integers(1, 3),
+            "count": st.integers(0, 20),
+            "in_order": st.booleans(),
+            "assignment": assignments,
+            "run_ahead": st.integers(0, 6),
+            "turn": st.integers(0, 3),
+            "concurrent": st.booleans(),
+            "poison": st.frozensets(st.integers(0, 19), max_size=3),
+            "kills": st.integers(0, 6),
+            "retirements": st.integers(0, 3),
+            "prompt": st.booleans(),
+        }
+    ),
     random=randoms,
 )
-def test_every_index_comes_once_whatever_dies(
-    workers: int,
-    credits: int,
-    count: int,
-    in_order: bool,
-    assignment: Assignment,
-    run_ahead: int,
-    turn: int,
-    concurrent: bool,
-    poison: frozenset[int],
-    kills: int,
-    retirements: int,
-    prompt: bool,
-    random: Random,
-) -> None:
+def test_every_index_comes_once_whatever_dies(options: dict[str, Any], random: Random) -> None:
     """With restarts enough each index comes once, as a batch or as poisoned, in order when asked, within the credits.
 
     What is quarantined was struck twice: at the head of a blocking worker's tasks, or the second time alone.
     """
-    world = map_world(
-        random,
-        workers=workers,
-        credits=credits,
-        count=count,
-        in_order=in_order,
-        assignment=assignment,
-        run_ahead=run_ahead,
-        turn=turn,
-        concurrent=concurrent,
-        poison=poison,
-        kills=kills,
-        retirements=retirements,
-        prompt=prompt,
-    )
+    world = map_world(random, **options)
     world.run()
     world.check_delivered()
     world.check_end()
@@ -119,93 +51,57 @@ def test_every_index_comes_once_whatever_dies(
 
 @settings(deadline=None, max_examples=200)
 @given(
-    workers=st.integers(1, 3),
-    credits=st.integers(1, 4),
-    assignment=assignments,
-    run_ahead=st.integers(0, 6),
-    concurrent=st.booleans(),
-    poison=st.frozensets(st.integers(0, 15), max_size=3),
-    kills=st.integers(0, 12),
+    options=st.fixed_dictionaries(
+        {
+            "workers": st.integers(1, 3),
+            "credits": st.integers(1, 4),
+            "assignment": assignments,
+            "run_ahead": st.integers(0, 6),
+            "concurrent": st.booleans(),
+            "poison": st.frozensets(st.integers(0, 15), max_size=3),
+            "kills": st.integers(0, 12),
+        }
+    ),
     random=randoms,
 )
-def test_no_innocent_task_is_quarantined(
-    workers: int,
-    credits: int,
-    assignment: Assignment,
-    run_ahead: int,
-    concurrent: bool,
-    poison: frozenset[int],
-    kills: int,
-    random: Random,
-) -> None:
+def test_no_innocent_task_is_quarantined(options: dict[str, Any], random: Random) -> None:
     """Kills from outside, however many, put nothing in quarantine as long as none strikes a suspect's second trial;
     nor do guilty neighbours. What is poison is found, and has killed two workers at most.
     """
-    world = map_world(
-        random,
-        workers=workers,
-        credits=credits,
-        count=16,
-        assignment=assignment,
-        run_ahead=run_ahead,
-        concurrent=concurrent,
-        poison=poison,
-        kills=kills,
-        spared=True,
-    )
+    world = map_world(random, count=16, spared=True, **options)
     world.run()
     world.check_delivered()
     world.check_end()
     quarantined = {item.outcome.task.index for item in world.delivered if isinstance(item.outcome, Poisoned)}
-    assert quarantined == poison
+    assert quarantined == options["poison"]
 
 
 @settings(deadline=None, max_examples=200)
 @given(
-    workers=st.integers(1, 3),
-    credits=st.integers(1, 3),
-    in_order=st.booleans(),
-    assignment=assignments,
-    concurrent=st.booleans(),
-    max_restarts=st.integers(0, 2),
-    poison=st.frozensets(st.integers(0, 11), max_size=2),
-    kills=st.integers(0, 6),
-    retirements=st.integers(0, 4),
-    prompt=st.booleans(),
+    options=st.fixed_dictionaries(
+        {
+            "workers": st.integers(1, 3),
+            "credits": st.integers(1, 3),
+            "in_order": st.booleans(),
+            "assignment": assignments,
+            "concurrent": st.booleans(),
+            "max_restarts": st.integers(0, 2),
+            "poison": st.frozensets(st.integers(0, 11), max_size=2),
+            "kills": st.integers(0, 6),
+            "retirements": st.integers(0, 4),
+            "prompt": st.booleans(),
+        }
+    ),
     random=randoms,
 )
-def test_the_epoch_ends_with_the_first_death_beyond_the_restarts(
-    workers: int,
-    credits: int,
-    in_order: bool,
-    assignment: Assignment,
-    concurrent: bool,
-    max_restarts: int,
-    poison: frozenset[int],
-    kills: int,
-    retirements: int,
-    prompt: bool,
-    random: Random,
-) -> None:
+def test_the_epoch_ends_with_the_first_death_beyond_the_restarts(options: dict[str, Any], random: Random) -> None:
     """A worker may die `max_restarts` times; the next death, and nothing else, is a `Fail`. Leaving by itself does not
     count. What came before the failure came once, and in order.
     """
-    world = map_world(
-        random,
-        workers=workers,
-        credits=credits,
-        in_order=in_order,
-        assignment=assignment,
-        concurrent=concurrent,
-        max_restarts=max_restarts,
-        poison=poison,
-        kills=kills,
-        retirements=retirements,
-        prompt=prompt,
-    )
+    world = map_world(random, **options)
     world.run()  # its own checks hold that a Fail comes with that death and no other
     world.check_delivered()
-    if any(worker.deaths > max_restarts for worker in world.workers):
+    if any(worker.deaths > options["max_restarts"] for worker in world.workers):
         assert isinstance(world.last[0], Fail)
     else:
         world.check_end()

@@ -1,0 +1,34 @@
+"""Runs the documentation's examples as a user would, from a checkout that need not be installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["EXAMPLES", "environment", "run_example"]
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "docs" / "examples"
+
+
+def environment(*folders: Path) -> dict[str, str]:
+    """The environment of a program that finds the package, and modules in these folders."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*folders, ROOT]))}
+
+
+def run_example(name: str, folder: Path, *arguments: str) -> str:
+    """Run an example to its end, with its files in `folder`; what it printed. It must not fail, or warn."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", str(EXAMPLES / name), "--folder", str(folder), *arguments],
+        cwd=folder.parent,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stderr == ""
+    return ran.stdout
