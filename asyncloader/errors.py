@@ -234,8 +234,8 @@ class PageLockError(LoaderError, MemoryError):
         limit = "no limit" if self.limit is None else f"{self.limit:,} bytes"
         return (
             f"a ring of {self.nbytes:,} bytes could not be page-locked: {self.reason}. This process may lock {limit} "
-            "(ulimit -l; in a container also its own, docker run --ulimit memlock=-1). Raise it, set ring_bytes to a "
-            "smaller ring, or use pin_memory=True instead of device=."
+            "(ulimit -l; in a container also its own, docker run --ulimit memlock=-1). Raise it, lower "
+            "num_workers or prefetch_factor, or use pin_memory=True instead of device=."
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader.cpus import usable_cpus
+from asyncloader.device.options import current_mover
 from asyncloader.epoch_plan import start_method
 from asyncloader.fault_options import max_restarts
 from asyncloader.flight_options import most_credits
@@ -134,14 +135,21 @@ def _device(spec: LoaderSpec[Any], statistics: Statistics) -> str:
     import torch
 
     device = torch.device(spec.device)  # type: ignore[arg-type]
+    ahead = f"{spec.prefetch_device} {'batch' if spec.prefetch_device == 1 else 'batches'} ahead"
     if device.type == "cpu":
-        return "cpu, where batches are made: nothing to copy"
-    ahead = f"{spec.prefetch_device} batches ahead"
+        if spec.device_transform is None and not spec.static_buffers:
+            return "cpu, where batches are made: nothing to copy"
+        return f"cpu, where batches are made; they are prepared {ahead if spec.num_workers else 'when asked for'}"
     if not spec.num_workers:
         return f"{device}, copied when they are asked for"
     if device.type != "cuda":
         return f"{device}, {ahead}, by plain copies: rings are page-locked for CUDA alone"
+    mover = current_mover(spec)
+    if mover is not None and mover.accelerator.lock is None:
+        return f"{device}, {ahead}, by way of page-locked copies: torch's CUDA here has no driver that locks rings"
     if not statistics.locked_bytes:
+        if statistics.staged > 1:
+            return f"{device}, {ahead}, by way of page-locked copies: batches do not fit into rings of this ring_bytes"
         return f"{device}, {ahead}, copied from rings that are page-locked when the first batch comes"
     staged = f"; {statistics.staged} batches were copied to page-locked memory first" if statistics.staged else ""
     return (

@@ -5,21 +5,32 @@ Data path: reorder -> delivery -> [stage: pin_memory, device] -> consumer.
 One thread, so that order is kept: every item that goes to the consumer passes through it, whether there is something
 to be done or not. `put` and `taken` never block; what the stage does, however long, holds up neither the event loop nor
 the consumer.
+
+No locks: the thread alone knows what was prepared, and is told by messages. `put`, `taken` and `close` may therefore be
+called by whatever the garbage collector runs, in the middle of each other, which an executor's `submit` and `shutdown`
+may not. The thread refers to the stage only while it has a message in hand, so a stage that is dropped ends by itself.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from contextlib import suppress
+from typing import Any, Final, TypeAlias
 
 from asyncloader.events import Action, Deliver, Fail
 from asyncloader.workers.listener import Answer
 
 __all__ = ["Stage"]
+
+_TAKEN: Final = object()
+_END: Final = None
+
+_Messages: TypeAlias = "queue.SimpleQueue[Any]"  # of actions, _TAKEN and _END
 
 
 class Stage(ABC):
@@ -29,7 +40,7 @@ class Stage(ABC):
         name: of the thread.
         forward: called in the stage's thread with each item, in order.
         ahead: batches that may be prepared and not taken by the consumer, which then calls `taken`; None: any number.
-        initializer: called in the thread when it starts.
+        initializer: called in the thread before the first item.
     """
 
     def __init__(
@@ -41,76 +52,122 @@ class Stage(ABC):
     ) -> None:
         self._forward = forward
         self._ahead = ahead
-        self._items: deque[Action] = deque()
-        self._lock = threading.Lock()
-        self._running = False  # a run of the thread will look at the items
+        self._initializer = initializer
+        self._items: deque[Action] = deque()  # the thread's, as is the number below
         self._prepared = 0  # batches that the consumer has not taken
         self._closed = False
-        self._thread = 0
-        self._executor = ThreadPoolExecutor(1, name, initializer=initializer)
+        self._ended = False
+        messages: _Messages = queue.SimpleQueue()
+        self._messages = messages
+        reference = weakref.ref(self, lambda _: messages.put(_END))
+        # A daemon: iterators that are left open are closed by a hook at exit, which comes after other threads are
+        # waited for.
+        self._thread = threading.Thread(target=_serve, args=(reference, messages), name=name, daemon=True)
+        self._thread.start()
 
     @abstractmethod
     def prepare(self, answer: Answer) -> Any:
         """The outcome to be delivered in the answer's place. An error fails the epoch. In the stage's thread."""
 
-    def rest(self) -> None:  # noqa: B027 - most stages have nothing to do then
-        """Nothing can be prepared at the moment. In the stage's thread, also before `close` returns."""
+    def finish(self) -> None:  # noqa: B027 - most stages have nothing to do then
+        """Nothing more will be prepared. In the stage's thread, before `close` returns; not where it was dropped."""
+
+    def threads(self) -> tuple[threading.Thread, ...]:
+        """Those without which it does not go on."""
+        return (self._thread,)
 
     def put(self, item: Action) -> None:
         """Take an item; returns at once. Any thread."""
-        self._items.append(item)
-        self._wake()
+        self._messages.put(item)
+        if self._ended:
+            self._discard()
 
     def taken(self) -> None:
         """The consumer took a batch that was prepared. Any thread."""
-        with self._lock:
-            self._prepared -= 1
-        self._wake()
+        self._messages.put(_TAKEN)
 
-    def _wake(self) -> None:
-        with self._lock:
-            if self._running or self._closed or not self._may_go_on():
-                return
-            self._running = True
-            self._executor.submit(self._run)
+    def close(self) -> None:
+        """Let the batch in hand be finished and discard the rest. Idempotent."""
+        self._closed = True
+        self._messages.put(_END)
+        # The last reference to an iterator may go while one of the stage's own threads collects garbage.
+        if threading.current_thread() not in self.threads():
+            self._thread.join()
+
+    def _work(self, message: Any) -> bool:
+        """Deal with messages, this one first, until there are none; whether there may be more. In the thread, which
+        lets go of the stage when there are none.
+        """
+        while message is not _END:
+            if message is _TAKEN:
+                self._prepared -= 1
+            else:
+                self._items.append(message)
+            message = _TAKEN  # or this frame would keep the item
+            while not self._closed and self._may_go_on():
+                self._pass_on(self._items.popleft())
+            if self._closed:
+                break
+            try:
+                message = self._messages.get_nowait()
+            except queue.Empty:
+                return True
+        self._finish()
+        self._ended = True  # what is put from here on is discarded by whoever puts it
+        self._discard()
+        return False
 
     def _may_go_on(self) -> bool:
         return bool(self._items) and (
             self._ahead is None or self._prepared < self._ahead or not _is_batch(self._items[0])
         )
 
-    def _run(self) -> None:
-        self._thread = threading.get_ident()
-        while (item := self._next()) is not None:
-            try:
-                if isinstance(item, Deliver) and isinstance(item.outcome, Answer):
-                    item = item._replace(outcome=self.prepare(item.outcome))
-            except Exception as error:
-                item = Fail(error)
-            self._forward(item)
-        # A wake that comes from here on submits another run, behind this one.
-        del item
-        self.rest()
+    def _pass_on(self, item: Action) -> None:
+        if _is_batch(item):
+            self._prepared += 1
+            item = self._with_outcome(item)
+        self._forward(item)
 
-    def _next(self) -> Action | None:
-        with self._lock:
-            if self._closed or not self._may_go_on():
-                self._running = False
-                return None
-            item = self._items.popleft()
-            self._prepared += _is_batch(item)
-            return item
+    def _with_outcome(self, item: Any) -> Action:
+        answer: Answer = item.outcome
+        try:
+            if self._initializer is not None:
+                self._initializer()
+                self._initializer = None
+        except Exception as error:
+            answer.discard()
+            return Fail(error)
+        try:
+            return Deliver(item.seq, item.worker, self.prepare(answer))
+        except Exception as error:
+            return Fail(error)
 
-    def close(self) -> None:
-        """Let the batch in hand be finished and discard the rest. Idempotent."""
-        with self._lock:
-            self._closed = True
-        # The last reference to an iterator may go while the stage's own thread collects garbage.
-        self._executor.shutdown(wait=threading.get_ident() != self._thread, cancel_futures=True)
-        while self._items:
-            item = self._items.popleft()
-            if isinstance(item, Deliver) and isinstance(item.outcome, Answer):
-                item.outcome.discard()
+    def _finish(self) -> None:
+        try:
+            self.finish()
+        except Exception as error:
+            self._forward(Fail(error))
+
+    def _discard(self) -> None:
+        """Nobody will take what is left. By any number of threads at a time."""
+        with suppress(queue.Empty):
+            while True:
+                self._items.append(self._messages.get_nowait())
+        with suppress(IndexError):
+            while True:
+                item = self._items.popleft()
+                if _is_batch(item):
+                    item.outcome.discard()  # type: ignore[union-attr]
+
+
+def _serve(reference: weakref.ref[Stage], messages: _Messages) -> None:
+    """The thread. Between two messages it refers to nothing of them, nor to the stage."""
+    while True:
+        message = messages.get()
+        stage = reference()
+        if stage is None or not stage._work(message):
+            return
+        del stage, message
 
 
 def _is_batch(item: Action) -> bool:

@@ -37,9 +37,9 @@ class StatefulDataLoader(DataLoader[T_co]):
     Args:
         snapshot_every_n_steps: stateful samplers and streams are asked for their states every so many batches (default
             1); a resumed loader reads and drops the batches since. 0 or None: never.
-        ring_bytes, concurrency, fetch_threads, decode, decode_threads, worker_timeout, max_worker_restarts, on_error,
-        max_bad_samples, worker_memory_limit, device, prefetch_device, device_transform, static_buffers: see
-            `DataLoader`.
+        ring_bytes, concurrency, fetch_threads, decode, decode_threads: see `DataLoader`.
+        worker_timeout, max_worker_restarts, on_error, max_bad_samples, worker_memory_limit: see `DataLoader`.
+        device, prefetch_device, device_transform, static_buffers: see `DataLoader`.
 
     A stream without a state of its own is read again from its beginning when it is resumed, and what was delivered is
     dropped, with a warning that says how much (``resume="replay"`` of `DataLoader`).

@@ -30,12 +30,16 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from asyncloader.workers import segment
 from asyncloader.workers.layout import PAGE, align
 from asyncloader.workers.lease import Anchor, Lease, make_anchor, make_lease
 
-__all__ = ["Ring", "WorkerRing", "oneoff_anchor"]
+__all__ = ["LOCK_BYTES", "Ring", "WorkerRing", "oneoff_anchor"]
+
+LOCK_BYTES = 1 << 30
+"""Memory that is page-locked by one call, if a slot is not larger."""
 
 
 class Ring:
@@ -114,7 +118,8 @@ class Ring:
 
         Args:
             lock: locks a range of addresses, given its first one and its length in bytes; returns what unlocks it.
-                That is called before the memory is unmapped, which is when the last view has gone.
+                That is called before the memory is unmapped, which is when the last view has gone. A ring of more than
+                `LOCK_BYTES` is locked in several ranges.
 
         Raises:
             RingMemoryError: there is no memory for the pages.
@@ -122,7 +127,16 @@ class Ring:
         """
         address = ctypes.addressof(make_anchor(self._memory, 0, self.nbytes))
         segment.populate(self._memory, address)
-        self._memory.before_unmapping = lock(address, self.nbytes)
+        unlocks: list[Callable[[], None]] = []
+        # In parts of whole slots: no batch is copied from two of them, and some kernels lock 2 GB at a time at most.
+        part = max(1, LOCK_BYTES // self.slot_bytes) * self.slot_bytes
+        try:
+            for start in range(0, self.nbytes, part):
+                unlocks.append(lock(address + start, min(part, self.nbytes - start)))  # noqa: PERF401
+        except BaseException:
+            _call_all(unlocks)
+            raise
+        self._memory.before_unmapping = partial(_call_all, unlocks)
         self.locked = True
 
     # ------------------------------------------------------------------------------------- loop thread
@@ -186,6 +200,11 @@ class Ring:
             self._generation[slot] += 1
             self._retired.add(slot)
             self._leases.pop(slot, None)
+
+
+def _call_all(functions: list[Callable[[], None]]) -> None:
+    while functions:
+        functions.pop()()
 
 
 class WorkerRing:

@@ -7,6 +7,7 @@ Data path: reorder -> delivery -> [device] -> consumer. In the order of a batch:
     cuda, driver   CUDA: a side stream, events, page-locking
     locking        rings are page-locked when their first batch comes
     stage          a batch is opened, and copied from its slot
+    release        its slot is kept until the copy is done
     mover          what happens to it on the device, and how the consumer gets it
     tensors        the tensors of a batch, wherever in it they are
     static         tensors that stay where they are, for CUDA graphs

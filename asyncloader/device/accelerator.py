@@ -11,9 +11,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
+
+from asyncloader.errors import DeviceUnavailable
 
 __all__ = ["OPENERS", "Accelerator", "DoneEvent", "Lock", "PlainAccelerator", "open_accelerator"]
 
@@ -32,7 +34,7 @@ class DoneEvent(Protocol):
 
 
 class Accelerator(ABC):
-    """One device. `work`, `event`, `lock`, and what happens within `work` are called by one thread at a time."""
+    """One device. `work`, `event`, and what happens within `work` are called by one thread at a time."""
 
     device: torch.device
     lock: Lock | None
@@ -43,9 +45,18 @@ class Accelerator(ABC):
     def work(self) -> AbstractContextManager[None]:
         """In it, this thread's copies to the device, and its computations there, go to the side stream."""
 
+    def follow(self) -> None:  # noqa: B027 - without a side stream there is nothing that could
+        """The side stream waits for what the current stream of this thread has been given so far."""
+
     @abstractmethod
-    def pin(self, batch: Any) -> Any:
-        """A copy of the batch in memory from which the device reads fast, made at once; or the batch itself."""
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor on the device; itself if it is there. It may be read at any time until `event`."""
+
+    @abstractmethod
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in memory from which the device reads fast, made at once, and kept by whoever gave that memory until
+        copies from it are done; or the tensor itself.
+        """
 
     @abstractmethod
     def event(self) -> DoneEvent | None:
@@ -70,9 +81,13 @@ class PlainAccelerator(Accelerator):
         """Nothing to prepare."""
         return nullcontext()
 
-    def pin(self, batch: Any) -> Any:
-        """The batch itself."""
-        return batch
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A plain copy."""
+        return tensor.to(self.device, non_blocking=True)
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself."""
+        return tensor
 
     def event(self) -> DoneEvent | None:
         """Waits for the device: another thread will use what was copied."""
@@ -102,4 +117,11 @@ def open_accelerator(device: torch.device) -> Accelerator | None:
     """
     if device.type in OPENERS:
         return OPENERS[device.type](device)
-    return None if device.type == "cpu" else PlainAccelerator(device)
+    if device.type == "cpu":
+        return None
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise DeviceUnavailable(str(device), f"torch {torch.__version__} says: {reason}") from error
+    return PlainAccelerator(device)

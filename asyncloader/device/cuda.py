@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from asyncloader.device.accelerator import Accelerator, DoneEvent
 from asyncloader.device.driver import open_driver
 from asyncloader.errors import DeviceUnavailable
-from asyncloader.pin_memory import torch_pin
 
 __all__ = ["CudaAccelerator"]
 
@@ -43,7 +41,6 @@ class CudaAccelerator(Accelerator):
         self._stream = torch.cuda.Stream(self.device)
         driver = open_driver(index)
         self.lock = None if driver is None else driver.lock
-        self._pin = torch_pin(None)
 
     @contextmanager
     def work(self) -> Generator[None]:
@@ -51,9 +48,17 @@ class CudaAccelerator(Accelerator):
         with torch.cuda.stream(self._stream):
             yield
 
-    def pin(self, batch: Any) -> Any:
-        """A copy in memory of torch's page-locking allocator, which keeps it until copies from it are done."""
-        return self._pin(batch)
+    def follow(self) -> None:
+        """A transform may use tensors that the consumer's stream still computes."""
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Asks for the copy; from memory that is not page-locked, waits for it."""
+        return tensor.to(self.device, non_blocking=True)
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in memory of torch's page-locking allocator."""
+        return tensor.pin_memory() if _can_be_pinned(tensor) else tensor
 
     def event(self) -> DoneEvent:
         """An event whose waiters sleep instead of spinning."""
@@ -68,3 +73,10 @@ class CudaAccelerator(Accelerator):
             stream.wait_event(event)  # type: ignore[arg-type]
         for tensor in tensors:
             tensor.record_stream(stream)
+
+
+def _can_be_pinned(tensor: torch.Tensor) -> bool:
+    """Whether torch can copy it to page-locked memory: as it is, so that no element may be in two places of it."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return all(step or size < 2 for size, step in zip(tensor.shape, tensor.stride(), strict=True))

@@ -2,7 +2,7 @@
 
 Data path: reorder -> delivery -> [locking] -> stage -> consumer.
 
-A whole ring at a time, by one call: it costs about 0.1 s for a GB, and 0.2 s more to get the pages of slots that were
+A whole ring at a time: it costs about 0.1 s for a GB, and several times as much to get the pages of slots that were
 never used. The locks go with the ring's memory, when nobody looks into it any more.
 """
 

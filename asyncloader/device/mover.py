@@ -8,7 +8,9 @@ Data path: delivery -> stage -> [mover] -> consumer.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +49,7 @@ class Mover:
         self.accelerator = accelerator
         self._transform = transform
         self._static = StaticTensors() if static else None
+        self._turn = threading.Lock()
 
     def move(self, batch: Any, *, locked: bool) -> Ready:
         """Begin to copy a batch. Its memory must stay as it is until the event.
@@ -54,20 +57,38 @@ class Mover:
         Args:
             batch: in the CPU's memory.
             locked: that is page-locked; other memory is copied to such first.
+
+        Raises:
+            Exception: the transform's, or the device's; the memory is not read any more then.
         """
         accelerator = self.accelerator
-        with accelerator.work():
-            moved = move(batch if locked else accelerator.pin(batch), accelerator.device)
-            if self._transform is not None:
-                moved = self._transform(moved)
-            event = accelerator.event()
-        device = accelerator.device.type
-        return Ready(moved, [tensor for tensor in tensors_of(moved) if tensor.device.type == device], event)
+        # Two iterators of a loader have a stage each; and a batch that takes the place of a lost one is moved by the
+        # consumer's own thread.
+        with self._turn, accelerator.work():
+            try:
+                moved = move(batch, accelerator.device, accelerator.copy if locked else self._copy_pinned)
+                if self._transform is not None:
+                    moved = self._transform(moved)
+                tensors = [tensor for tensor in tensors_of(moved) if self._is_there(tensor)]
+                return Ready(moved, tensors, accelerator.event())
+            except BaseException:
+                self._wait_for_what_was_begun()
+                raise
+
+    def _copy_pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.copy(self.accelerator.pin(tensor))
+
+    def _is_there(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self.accelerator.device.type
+
+    def _wait_for_what_was_begun(self) -> None:
+        with suppress(Exception):  # the device may be what failed
+            event = self.accelerator.event()
+            if event is not None:
+                event.synchronize()
 
     def take(self, ready: Ready) -> Any:
         """The batch, for the current stream of this thread."""
-        parts = [part for tensor in ready.tensors for part in dense_parts(tensor)]
+        parts = [part for tensor in ready.tensors for part in dense_parts(tensor) if self._is_there(part)]
         self.accelerator.hand_over(parts, ready.event)
-        if self._static is None:
-            return ready.batch
-        return self._static.fill(ready.batch, [each for each in ready.tensors if each.layout is torch.strided])
+        return ready.batch if self._static is None else self._static.fill(ready.batch, ready.tensors)

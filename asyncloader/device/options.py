@@ -15,7 +15,7 @@ import torch
 from asyncloader.device.accelerator import PlainAccelerator, open_accelerator
 from asyncloader.device.mover import Mover
 
-__all__ = ["DEFAULT_PREFETCH_DEVICE", "DeviceLike", "check_device_options", "mover_of"]
+__all__ = ["DEFAULT_PREFETCH_DEVICE", "DeviceLike", "check_device_options", "current_mover", "mover_of"]
 
 DeviceLike: TypeAlias = torch.device | str | int | None
 """As torch takes it: ``"cuda"``, ``"cuda:1"``, a `torch.device`, a number."""
@@ -58,22 +58,46 @@ class DeviceOptions(Protocol):
 
 def mover_of(loader: DeviceOptions) -> Mover | None:
     """What moves this loader's batches; None where nothing is to be done to them. All epochs of a loader share one: its
-    static tensors keep their addresses.
+    static tensors keep their addresses. Called at the beginning of each epoch, by the thread that iterates: what its
+    stream was given before is done before the epoch's copies and transforms.
 
     Raises:
         DeviceUnavailable: this process cannot use the device.
     """
     if loader.device is None:
         return None
-    key = (os.getpid(), loader.device, loader.device_transform, loader.static_buffers)
-    known = _movers.get(loader)
-    if known is None or known[0] != key:
-        known = _movers[loader] = key, _make_mover(loader)
-    return known[1]
+    asked = (os.getpid(), loader.device, loader.device_transform, loader.static_buffers)
+    kept: _Kept | None = loader.__dict__.get(_KEPT)
+    if kept is None or not kept.serves(loader, asked):
+        # In the loader, which a transform may refer to: anywhere else the two would keep each other for ever.
+        kept = loader.__dict__[_KEPT] = _Kept(loader, asked, _make_mover(loader))
+    if kept.mover is not None:
+        kept.mover.accelerator.follow()
+    return kept.mover
 
 
-# Not attributes of the loaders, which are copied and pickled.
-_movers: weakref.WeakKeyDictionary[DeviceOptions, tuple[Any, Mover | None]] = weakref.WeakKeyDictionary()
+def current_mover(loader: DeviceOptions) -> Mover | None:
+    """What moved this loader's batches last; None: nothing did."""
+    kept: _Kept | None = loader.__dict__.get(_KEPT)
+    return None if kept is None else kept.mover
+
+
+_KEPT = "_asyncloader_mover"
+
+
+class _Kept:
+    """A loader's mover. Copies of the loader, also those that are pickled, make their own."""
+
+    def __init__(self, loader: DeviceOptions | None = None, asked: Any = None, mover: Mover | None = None) -> None:
+        self._loader = None if loader is None else weakref.ref(loader)
+        self._asked = asked
+        self.mover = mover
+
+    def serves(self, loader: DeviceOptions, asked: Any) -> bool:
+        return self._loader is not None and self._loader() is loader and self._asked == asked
+
+    def __reduce__(self) -> Any:
+        return _Kept, ()
 
 
 def _make_mover(loader: DeviceOptions) -> Mover | None:

@@ -9,14 +9,14 @@ batch.
 
 from __future__ import annotations
 
-from collections import deque
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from asyncloader.delivery import Opener
-from asyncloader.device.accelerator import DoneEvent
 from asyncloader.device.locking import RingLocker
 from asyncloader.device.mover import Mover, Ready
+from asyncloader.device.release import Releaser
 from asyncloader.events import Action
 from asyncloader.stage import Stage
 from asyncloader.statistics import Statistics
@@ -25,7 +25,7 @@ from asyncloader.workers.listener import Answer
 
 __all__ = ["DeviceStage", "OnDevice"]
 
-_IN_FLIGHT = 2  # copies that the device has been asked for
+_IN_FLIGHT = 2  # copies that the device has been asked for when a batch is passed on: one is under way, one is next
 
 
 class OnDevice(NamedTuple):
@@ -56,21 +56,25 @@ class DeviceStage(Stage):
         self._mover = mover
         self._locker = RingLocker(mover.accelerator, statistics)
         self._statistics = statistics
-        self._in_flight: deque[tuple[DoneEvent, Any]] = deque()  # copies, and what keeps their sources as they are
+        self._releaser = Releaser()
 
     def prepare(self, answer: Answer) -> OnDevice:
         """Begin its copy."""
-        locked = self._locker.lock(answer.ring)
-        while self._in_flight and self._opener.will_copy(answer):
-            self._wait(len(self._in_flight) - 1)  # its slot is free then, and the batch need not leave its own
+        try:
+            locked = self._locker.lock(answer.ring)
+            while (held := self._releaser.count) and self._opener.will_copy(answer):
+                self._releaser.wait(held - 1)  # a slot is free then, and the batch need not leave its own
+        except BaseException:
+            answer.discard()
+            raise
         batch, source = self._opener.open_held(answer)
         locked = locked and source is not None
-        if not locked:
+        if not locked and answer.result.nbytes:
             self._statistics.staged += 1
         ready = self._mover.move(batch, locked=locked)
         if ready.event is not None:
-            self._in_flight.append((ready.event, batch if source is None else source))
-        self._wait(_IN_FLIGHT - 1)
+            self._releaser.hold(ready.event, batch if source is None else source)
+            self._releaser.wait(_IN_FLIGHT)
         return OnDevice(ready, answer.result, answer.cursor, answer.bad)
 
     def take(self, outcome: OnDevice) -> Any:
@@ -80,13 +84,13 @@ class DeviceStage(Stage):
         finally:
             self.taken()
 
-    def rest(self) -> None:
+    def finish(self) -> None:
         """The slots of all batches come back."""
-        self._wait(0)
+        try:
+            self._releaser.wait(0)
+        finally:
+            self._releaser.stop()
 
-    def _wait(self, most: int) -> None:
-        """Until no more than so many copies are under way."""
-        while len(self._in_flight) > most:
-            event, _ = self._in_flight[0]
-            event.synchronize()
-            self._in_flight.popleft()
+    def threads(self) -> tuple[threading.Thread, ...]:
+        """Its own, and the one that it waits for."""
+        return (*super().threads(), self._releaser.thread)

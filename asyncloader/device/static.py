@@ -31,8 +31,15 @@ class StaticTensors:
 
         Args:
             batch: on the device.
-            tensors: of the batch, each once.
+            tensors: of the batch, each once. Sparse and nested ones are delivered as they are.
         """
+        tensors = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_nested]
+        with torch.inference_mode(False), torch.no_grad():  # they serve training and validation
+            kept = self._filled(tensors)
+        replaced = {id(tensor): static for tensor, static in zip(tensors, kept, strict=True)}
+        return map_tensors(batch, lambda tensor: replaced.get(id(tensor), tensor))
+
+    def _filled(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         key = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors)
         kept = self._sets.get(key)
         if kept is None:
@@ -41,5 +48,4 @@ class StaticTensors:
         else:
             for static, tensor in zip(kept, tensors, strict=True):
                 static.copy_(tensor, non_blocking=True)
-        replaced = {id(tensor): static for tensor, static in zip(tensors, kept, strict=True)}
-        return map_tensors(batch, lambda tensor: replaced.get(id(tensor), tensor))
+        return kept

@@ -4,8 +4,11 @@ Data path: delivery -> stage -> mover -> [tensors] -> consumer.
 
 Containers are those that torch's own `pin_memory` and `default_collate` know (mappings, sequences, named tuples), and
 dataclasses; they come back as what they were. An object that has a method `to`, as most batch classes do, is moved by
-that (``.to(device, non_blocking=True)``), before it is looked at as a container: a PackedSequence, for one, is a named
-tuple of which one tensor belongs on the CPU.
+that (``.to(device, non_blocking=True)``) and by nothing else: a PackedSequence, for one, is a named tuple of which one
+tensor belongs on the CPU.
+
+What is in two places of a batch is in both of them afterwards. A reference back to what it is part of stays what it
+was.
 """
 
 from __future__ import annotations
@@ -13,57 +16,74 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from types import ModuleType
+from typing import Any, Final, TypeAlias
 
 import torch
 
 __all__ = ["dense_parts", "map_tensors", "move", "tensors_of"]
 
-_ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None))
-_NOTHING: frozenset[int] = frozenset()
+_ATOMS = (str, bytes, bytearray, memoryview, range, int, float, complex, bool, type(None))
+_LOOK_INSIDE: Final[Any] = object()
+
+_Known: TypeAlias = dict[int, tuple[Any, Any]]
+"""What was met, by identity: it (or another could get its identity), and what comes in its place."""
 
 
-def move(batch: Any, device: torch.device) -> Any:
-    """The batch on the device, without waiting for copies from page-locked memory. What is no tensor stays itself."""
-    seen: dict[int, torch.Tensor] = {}
+def move(batch: Any, device: torch.device, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The batch on the device. What is no tensor stays itself.
+
+    Args:
+        batch: anywhere.
+        device: for the `to` of objects that have one.
+        copy_tensor: gives a tensor's copy on the device, or the tensor itself if it is there.
+    """
 
     def moved(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            if id(value) not in seen:  # one tensor in two places is one tensor afterwards
-                seen[id(value)] = value.to(device, non_blocking=True)
-            return seen[id(value)]
-        to = None if isinstance(value, _ATOMS) else getattr(value, "to", None)
-        if to is None or not callable(to):
-            return value
+            return copy_tensor(value)
+        to = getattr(value, "to", None)
+        if to is None or not callable(to) or isinstance(value, type):
+            return _LOOK_INSIDE
         try:
-            return to(device, non_blocking=True)
+            result = to(device, non_blocking=True)
         except TypeError:
-            return to(device)
+            result = to(device)
+        return value if result is None else result  # some change themselves, and return nothing
 
-    return _mapped(batch, moved, attributes=False)
+    return _mapped(batch, moved, {}, attributes=False)
 
 
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The batch with each tensor replaced, also those that are attributes of its objects, which are copied for that."""
-    return _mapped(batch, lambda value: function(value) if isinstance(value, torch.Tensor) else value, attributes=True)
+
+    def replaced(value: Any) -> Any:
+        return function(value) if isinstance(value, torch.Tensor) else _LOOK_INSIDE
+
+    return _mapped(batch, replaced, {}, attributes=True)
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:
     """Each tensor of the batch once, in the order in which `map_tensors` meets them."""
-    found: dict[int, torch.Tensor] = {}
+    found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.setdefault(id(tensor), tensor)
+        found.append(tensor)
         return tensor
 
     map_tensors(batch, note)
-    return list(found.values())
+    return found
 
 
 def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that hold a tensor's elements: itself, or the parts of a sparse one."""
-    if tensor.layout is torch.strided:
-        return [tensor]
+    """The tensors that hold a tensor's elements: itself, or the parts of a sparse or nested one, or of a subclass that
+    wraps others.
+    """
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        return [part for name in flatten()[0] for part in dense_parts(getattr(tensor, name))]
+    if tensor.is_nested:
+        return [tensor.values()]
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -73,54 +93,65 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor]
 
 
-def _mapped(value: Any, function: Callable[[Any], Any], *, attributes: bool, inside: frozenset[int] = _NOTHING) -> Any:
-    """`function` gives something else than the value itself where that is to be looked into no further.
-
-    `inside`: what the value is part of, by identity: objects may refer to each other in circles.
-    """
-    if isinstance(value, _ATOMS) or id(value) in inside:
+def _mapped(value: Any, function: Callable[[Any], Any], known: _Known, *, attributes: bool) -> Any:
+    if isinstance(value, _ATOMS):
         return value
+    met = known.get(id(value))
+    if met is not None:
+        return met[1]
     result = function(value)
-    if result is not value or isinstance(value, torch.Tensor):
-        return result
-    inside |= {id(value)}
+    if result is _LOOK_INSIDE:
+        known[id(value)] = value, value  # objects may refer to each other in circles
+        result = _rebuilt(
+            value, lambda inner: _mapped(inner, function, known, attributes=attributes), attributes=attributes
+        )
+    known[id(value)] = value, result
+    return result
 
-    def deeper(inner: Any) -> Any:
-        return _mapped(inner, function, attributes=attributes, inside=inside)
 
+def _rebuilt(value: Any, deeper: Callable[[Any], Any], *, attributes: bool) -> Any:
+    """A container or an object with other things in it; the value itself if they are the same."""
+    if isinstance(value, (type, ModuleType)):
+        return value
     if isinstance(value, Mapping):
-        return _mapping(value, {key: deeper(inner) for key, inner in value.items()})
+        return _mapping(value, deeper)
     if isinstance(value, Sequence):
-        return _sequence(value, [deeper(inner) for inner in value])
-    if is_dataclass(value) and not isinstance(value, type):
-        return _with_attributes(value, {field.name: deeper(getattr(value, field.name)) for field in fields(value)})
-    if attributes and hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
-        return _with_attributes(value, {name: deeper(inner) for name, inner in vars(value).items()})
-    return value
+        return _sequence(value, deeper)
+    names: list[str] = [field.name for field in fields(value)] if is_dataclass(value) else []
+    if attributes and not callable(value):
+        names += [name for name in getattr(value, "__dict__", ()) if name not in names]
+    return _with_attributes(value, names, deeper)
 
 
-def _mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if all(items[key] is value[key] for key in items):
+def _mapping(value: Mapping[Any, Any], deeper: Callable[[Any], Any]) -> Any:
+    items = list(value.items())
+    changed = {key: new for key, old in items if (new := deeper(old)) is not old}
+    if not changed:
         return value
     if isinstance(value, MutableMapping):
         clone = copy.copy(value)
-        clone.update(items)
+        clone.update(changed)
         return clone
+    whole = {**dict(items), **changed}
     try:
-        return type(value)(items)  # type: ignore[call-arg]
+        return type(value)(whole)  # type: ignore[call-arg]
     except TypeError:
-        return items
+        return whole
 
 
-def _sequence(value: Sequence[Any], items: list[Any]) -> Any:
-    if all(new is old for new, old in zip(items, value, strict=True)):
+def _sequence(value: Sequence[Any], deeper: Callable[[Any], Any]) -> Any:
+    old = list(value)
+    items = [deeper(item) for item in old]
+    changed = [place for place, item in enumerate(items) if item is not old[place]]
+    if not changed:
         return value
-    if hasattr(value, "_fields"):
-        return type(value)(*items)
+    make = getattr(value, "_make", None)
+    if make is not None and isinstance(value, tuple):
+        return make(items)
     if isinstance(value, MutableSequence):
         clone = copy.copy(value)
-        for place, item in enumerate(items):
-            clone[place] = item
+        for place in changed:
+            clone[place] = items[place]
         return clone
     try:
         return type(value)(items)  # type: ignore[call-arg]
@@ -128,12 +159,16 @@ def _sequence(value: Sequence[Any], items: list[Any]) -> Any:
         return items
 
 
-def _with_attributes(value: Any, attributes: dict[str, Any]) -> Any:
-    """A copy with these attributes; the value itself if they are the same, or it cannot be copied."""
-    changed = {name: inner for name, inner in attributes.items() if inner is not getattr(value, name)}
+def _with_attributes(value: Any, names: list[str], deeper: Callable[[Any], Any]) -> Any:
+    changed: dict[str, Any] = {}
+    for name in names:
+        old = getattr(value, name, None)  # a field may have no value yet
+        new = deeper(old)
+        if new is not old:
+            changed[name] = new
     if not changed:
         return value
     clone = copy.copy(value)
-    for name, inner in changed.items():
-        object.__setattr__(clone, name, inner)  # also where the dataclass is frozen
+    for name, new in changed.items():
+        object.__setattr__(clone, name, new)  # also where the dataclass is frozen
     return clone

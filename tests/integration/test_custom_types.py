@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import multiprocessing
+import queue
 from types import FunctionType
 from typing import Any
 
@@ -186,13 +187,13 @@ def test_pin_memory_of_users_classes() -> None:
     assert slot is not None
     encoded.write(ring._memory, slot * ring.slot_bytes)
     result = wire.Result(0, 0, slot, encoded.nbytes, 0, 1, 0.5, same=False)
-    out: list[Action] = []
-    stage = PinStage(Opener(Statistics()), torch_pin(None), out.append)
+    out: queue.SimpleQueue[Action] = queue.SimpleQueue()
+    stage = PinStage(Opener(Statistics()), torch_pin(None), out.put)
     stage.put(Deliver(0, 0, Answer(result, Template(encoded.template), ring, None)))
     stage.put(Finish())
-    stage._executor.submit(lambda: None).result(60)  # one thread: what was put before is done by now
+    delivered, last = out.get(timeout=60), out.get(timeout=60)
     stage.close()
-    delivered, _ = out
+    assert last == Finish()
     assert isinstance(delivered, Deliver)
     assert isinstance(delivered.outcome, Pinned)
     first, rest = delivered.outcome.batch

@@ -11,33 +11,8 @@ from asyncloader.delivery import Opener
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.pin_memory import Pinned, PinStage
 from asyncloader.statistics import Statistics
-from asyncloader.workers import segment, wire
-from asyncloader.workers.codec import Encoder, Template
-from asyncloader.workers.layout import PAGE
-from asyncloader.workers.listener import Answer
-from asyncloader.workers.ring import Ring
-
-
-def new_ring() -> Ring:
-    ring = Ring(slots=12, slot_bytes=PAGE, credits=4)
-    ring.close_fd()
-    return ring
-
-
-def deliver(seq: int, ring: Ring | None) -> Deliver:
-    """An answered task: a tensor full of its number, in a slot of the ring or in a segment of its own."""
-    encoded = Encoder().encode(torch.full((10,), seq))
-    fd = None
-    if ring is None:
-        slot, fd = wire.ONEOFF, segment.create(encoded.nbytes)
-        encoded.write(segment.map_segment(fd, encoded.nbytes), 0)
-    else:
-        taken = ring.take()
-        assert taken is not None
-        slot = taken
-        encoded.write(ring._memory, slot * ring.slot_bytes)
-    result = wire.Result(0, seq, slot, encoded.nbytes, 0, 10, 0.5, same=False)
-    return Deliver(seq, 0, Answer(result, Template(encoded.template), ring, fd))
+from tests.device.answers import deliver, new_ring
+from tests.device.stages import closing
 
 
 class Stage:
@@ -117,7 +92,7 @@ def test_an_error_becomes_a_failure() -> None:
 
 
 @pytest.mark.parametrize("oneoff", [False, True], ids=["slot", "segment"])
-def test_closing_gives_back_what_was_not_pinned(oneoff: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_gives_back_what_was_not_pinned(oneoff: bool) -> None:
     """`close` lets the present copy end; slots and descriptors of the rest come back."""
     ring = new_ring()
     begun, go = threading.Event(), threading.Event()
@@ -133,15 +108,9 @@ def test_closing_gives_back_what_was_not_pinned(oneoff: bool, monkeypatch: pytes
     while items:
         stage.stage.put(items.pop(0))
     assert begun.wait(60)
-    shutdown = stage.stage._executor.shutdown
-
-    def cancel_then_let_go(wait: bool = True, *, cancel_futures: bool = False) -> None:
-        shutdown(wait=False, cancel_futures=cancel_futures)
-        go.set()
-        shutdown(wait=wait)
-
-    monkeypatch.setattr(stage.stage._executor, "shutdown", cancel_then_let_go)
-    stage.stage.close()
+    closer = closing(stage.stage)
+    go.set()
+    closer.join()
     assert [type(item) for item in stage.out] == [Deliver]
     assert ring.idle
     for fd in fds:
