@@ -11,6 +11,8 @@
     report.py, chart.py   the table, the page and its picture
     shared.py             the memory of a large list, a section of the page
     remote.py             reads from a store with a latency, another one; with the files remote_*.py
+    gpu.py                the way to a CUDA device, a command and a section of its own; with the files gpu_*.py
+    sections.py           puts sections into the page
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from . import chart, remote, report, shared
+from . import chart, gpu_report, remote, report, sections, shared
 from .harness import ROOT, JobFailed, Results, run_job, run_rounds
 from .plan import ROWS, THROUGHPUT, Job, jobs
 
@@ -103,7 +103,10 @@ def main(arguments: list[str]) -> int:
 def save(results: Results, command: str, rounds: int, memory: str = "", remotes: str = "", page: Path = PAGE) -> None:
     """Write the page, with the sections on memory and on remote objects, and its picture beside it."""
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(report.page(results, command, rounds, memory, remotes), encoding="utf-8")
+    text = report.page(results, command, rounds, memory, remotes)
+    # What was measured on a machine with a card stays; this one need not have any.
+    gpu = sections.find(page.read_text(encoding="utf-8"), gpu_report.TITLE) if page.exists() else ""
+    page.write_text(sections.insert(text, gpu) if gpu else text, encoding="utf-8")
     page.with_suffix(".svg").write_text(chart.draw(results), encoding="utf-8")
 
 

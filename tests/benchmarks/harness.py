@@ -142,18 +142,25 @@ def _record(job: Job, output: dict[str, Any], memory: list[tuple[float, Memory]]
         results.add("memory/held", job.loader, statistics.median(look.pss + look.unmapped for look in steady))
 
 
-def run_job(job: Job) -> tuple[dict[str, Any], list[tuple[float, Memory]]]:
+def run_job(
+    job: Job, module: str = "tests.benchmarks.child", limit_s: float = LIMIT_S
+) -> tuple[dict[str, Any], list[tuple[float, Memory]]]:
     """Run one job in a process of its own.
+
+    Args:
+        job: what to measure.
+        module: what does it, given the job's JSON and the file for the result's.
+        limit_s: the longest that it may take.
 
     Returns:
         Its result, and for the probe "memory" the samples: monotonic seconds, memory of the tree.
 
     Raises:
-        JobFailed: it ended with an error or took more than five minutes; the text has the end of its stderr.
+        JobFailed: it ended with an error or took too long; the text has the end of its stderr.
     """
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         output, errors = Path(folder, "result.json"), Path(folder, "stderr")
-        command = [sys.executable, "-m", "tests.benchmarks.child", job.to_json(), str(output)]
+        command = [sys.executable, "-m", module, job.to_json(), str(output)]
         with errors.open("wb") as stderr:
             process = subprocess.Popen(
                 command,
@@ -169,9 +176,9 @@ def run_job(job: Job) -> tuple[dict[str, Any], list[tuple[float, Memory]]]:
         if job.probe == "memory":
             sampler.start()
         try:
-            code: int | str = process.wait(LIMIT_S)
+            code: int | str = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            code = f"none after {LIMIT_S:.0f} s"
+            code = f"none after {limit_s:.0f} s"
         finally:
             done.set()
             if sampler.ident is not None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import remote_report
+from . import remote_report, sections
 from .harness import PEER_ATTEMPTS, ROOT, JobFailed, Results, run_job
 from .remote_plan import LATENCIES, OURS, Row, rows
 from .remote_store import running_store
@@ -85,7 +85,7 @@ def _section(measured: Measured, command: str) -> str:
 
 def save(text: str, page: Path = PAGE) -> None:
     """Put the section into the page."""
-    page.write_text(remote_report.insert(page.read_text(encoding="utf-8"), text), encoding="utf-8")
+    page.write_text(sections.insert(page.read_text(encoding="utf-8"), text), encoding="utf-8")
 
 
 def main(arguments: list[str]) -> int:

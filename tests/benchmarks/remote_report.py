@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 
 from .harness import Results
@@ -167,15 +166,6 @@ def section(results: Results, command: str, rounds: int, load: float) -> str:
             METHOD,
         ]
     )
-
-
-def insert(page: str, text: str) -> str:
-    """The page with this section: in the place of the one that it has, or before "Memory bandwidth"."""
-    cut = re.compile(rf"^{re.escape(TITLE)}\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
-    if cut.search(page):
-        return cut.sub(lambda _: text + "\n\n", page, count=1)
-    before, heading, after = page.partition("## Memory bandwidth")
-    return f"{before}{text}\n\n{heading}{after}" if heading else f"{page.rstrip()}\n\n{text}\n"
 
 
 METHOD = f"""\
