@@ -241,7 +241,8 @@ def test_signature() -> None:
     own = {name: parameter.default for name, parameter in parameters.items() if name not in torchs}
     faults = {"worker_timeout": None, "max_worker_restarts": None, "on_error": "raise", "max_bad_samples": 1000}
     flights = {"concurrency": 256, "fetch_threads": 0, "decode": None, "decode_threads": 1}
-    ours = {"ring_bytes": None, **flights, "worker_memory_limit": None}
+    device = {"device": None, "prefetch_device": 1, "device_transform": None, "static_buffers": False}
+    ours = {"ring_bytes": None, **flights, "worker_memory_limit": None, **device}
     assert own == {"snapshot_every_n_steps": 1, **ours, **faults}
     assert isinstance(StatefulDataLoader(Rows()), DataLoader)
 

@@ -78,6 +78,10 @@ def test_attributes_that_may_not_be_set() -> None:
 
 
 OURS = {
+    "device",
+    "prefetch_device",
+    "device_transform",
+    "static_buffers",
     "ring_bytes",
     "concurrency",
     "fetch_threads",
