@@ -257,7 +257,7 @@ def cases(draw: st.DrawFn) -> Case:
         if len(worlds) > 1 and draw(st.booleans()):
             size, worlds = draw(st.integers(1, 6)), [1]
     elif len(worlds) > 1:
-        worlds = [draw(st.sampled_from([1, 1, 2, 3]))]  # the number of ranks decides what a step is
+        worlds = [draw(st.sampled_from([1, 2, 3]))]  # the number of ranks decides what a step is
     common["drop_last"] = size is not None and common["drop_last"]
     shares = drawn == "global" or order == "loader's generator"
     dataset = draw(st.sampled_from(list(DATASETS)))

@@ -317,7 +317,7 @@ def test_the_comparison_bites(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 DRAWN: list[Case] = []
 
 
-@settings(max_examples=1500, deadline=None, derandomize=True, database=None)
+@settings(max_examples=2500, deadline=None, derandomize=True, database=None)
 @given(cases())
 def _draw(case: Case) -> None:
     DRAWN.append(case)
