@@ -94,6 +94,10 @@ class Stage(ABC):
         if threading.current_thread() not in self.threads():
             self._thread.join()
 
+    def __del__(self) -> None:
+        if hasattr(self, "_messages"):  # else it was never made
+            self._discard()  # dropped without an end
+
     def _work(self, message: Any) -> bool:
         """Deal with messages, this one first, until there are none; whether there may be more. In the thread, which
         lets go of the stage when there are none.
@@ -103,7 +107,6 @@ class Stage(ABC):
                 self._prepared -= 1
             else:
                 self._items.append(message)
-            message = _TAKEN  # or this frame would keep the item
             while not self._closed and self._may_go_on():
                 self._pass_on(self._items.popleft())
             if self._closed:

@@ -1,4 +1,4 @@
-"""Statistics, explanations and names: what a loader tells about itself; and pinning, with and without a device."""
+"""Statistics, explanations and names: what a loader tells about itself; and pinning without a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from asyncloader import AsyncDataLoader, DataLoader
 from tests.integration.datasets import AsyncNumbers, Custom, Images, Numbers, UnevenStream
-from tests.integration.running import BOTH, collect, run_async, run_loader
+from tests.integration.running import BOTH, collect, run_async
 from tests.unit.figures import FIGURES
 
 KEYS = [*FIGURES, "data/dropped", "data/repeated"]
@@ -156,32 +156,3 @@ def _custom(samples: list[Any]) -> Custom:
 def test_explain_says_why_nothing_is_pinned(kind: str) -> None:
     """pin_memory without an accelerator shows in `explain()`."""
     assert "no accelerator" in LOADERS[kind](Numbers(3), pin_memory=True).explain()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("kind", ["sync", "asyncio", "uvloop"])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_pin_memory_with_cuda(kind: str, workers: int) -> None:
-    """Every tensor of every batch is page-locked, equal to torch's, in order, over two epochs."""
-    run = run_loader(kind, Images(40), epochs=2, num_workers=workers, batch_size=4, pin_memory=True)
-    plain = run_loader("torch", Images(40), epochs=2, num_workers=workers, batch_size=4)
-    for epoch, expected in zip(run.epochs, plain.epochs, strict=True):
-        for batch, twin in zip(epoch, expected, strict=True):
-            assert batch["image"].is_pinned()
-            assert batch["pair"].left.is_pinned()
-            assert torch.equal(batch["image"], twin["image"])
-            assert batch["name"] == twin["name"]
-    (custom, *_) = collect(kind, Numbers(3), num_workers=workers, pin_memory=True, collate_fn=_custom)
-    assert custom.pinned_by == "pin_memory"
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_pinned_epoch_left_early() -> None:
-    """Leaving epochs early while copies are in flight leaves no slot, thread or process behind."""
-    with DataLoader[Any](Images(80), batch_size=4, num_workers=2, pin_memory=True, persistent_workers=True) as loader:
-        for taken in (1, 5, 2, 9, 1, 1, 1, 1, 1, 1):
-            got = [int(batch["label"][0]) for batch, _ in zip(loader, range(taken), strict=False)]
-            assert got == [4 * i for i in range(taken)]
-        assert len(list(loader)) == 20

@@ -1,0 +1,34 @@
+"""What the tests on a card share."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from asyncloader.device.tensors import map_tensors, tensors_of
+
+__all__ = ["NEEDS_CARD", "ON_CARD", "all_there", "on_cpu", "settled"]
+
+ON_CARD = torch.cuda.is_available()
+NEEDS_CARD = [pytest.mark.gpu, pytest.mark.skipif(not ON_CARD, reason="needs CUDA")]
+
+
+def on_cpu(batch: Any) -> Any:
+    """The batch in the CPU's memory, once the current stream is there."""
+    return map_tensors(batch, lambda tensor: tensor.cpu())
+
+
+def all_there(batch: Any) -> bool:
+    """Whether every tensor of the batch is on a card."""
+    return all(tensor.is_cuda for tensor in tensors_of(batch))
+
+
+def settled() -> int:
+    """Bytes of tensors on the card when all that was asked of it is done, and all garbage is collected."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # looks at the events of memory that other streams have used
+    return torch.cuda.memory_allocated()

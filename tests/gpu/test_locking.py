@@ -1,0 +1,127 @@
+"""Page-locking by the real driver."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import threading
+
+import pytest
+import torch
+
+from asyncloader.delivery import Opener
+from asyncloader.device.driver import Driver, open_driver
+from asyncloader.errors import PageLockError
+from asyncloader.statistics import Statistics
+from asyncloader.workers import segment
+from asyncloader.workers.layout import PAGE
+from tests.device.answers import batch_of, deliver, new_ring
+from tests.gpu.card import NEEDS_CARD
+
+pytestmark = NEEDS_CARD
+
+
+def driver() -> Driver:
+    found = open_driver(torch.cuda.current_device())
+    assert found is not None
+    return found
+
+
+def works() -> bool:
+    """Whether the device still computes, and no error waits to be told."""
+    torch.cuda.synchronize()
+    return bool((torch.ones(1000, device="cuda") * 2).sum().item() == 2000)
+
+
+def test_a_locked_ring_counts_as_pinned_memory() -> None:
+    """For torch as well: a batch in it is page-locked, as no other memory of ours is; it is copied without a wait."""
+    ring = new_ring()
+    before = Opener(Statistics()).open(deliver(3, ring).outcome)
+    assert not before.is_pinned()
+    ring.lock_pages(driver().lock)
+    batch = Opener(Statistics()).open(deliver(7, ring).outcome)
+    assert before.is_pinned()
+    assert batch.is_pinned()
+    assert torch.from_numpy(batch.numpy()).is_pinned()
+    copy = batch.to("cuda", non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(copy.cpu(), batch_of(7))
+    assert works()
+
+
+def test_a_range_can_be_locked_again_when_it_was_unlocked() -> None:
+    """And not before: the driver says that it is locked, and goes on working."""
+    fd = segment.create(64 * PAGE)
+    mapping = segment.map_segment(fd, 64 * PAGE)
+    os.close(fd)
+    address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+    lock = driver().lock
+    undo = lock(address, 64 * PAGE)
+    with pytest.raises(PageLockError, match="ALREADY_REGISTERED"):
+        lock(address, 64 * PAGE)
+    assert works()
+    undo()
+    lock(address, 64 * PAGE)()
+    assert works()
+
+
+def test_rings_are_unlocked_before_they_are_unmapped() -> None:
+    """A thousand of them, at addresses that come again: one that was left locked would be refused."""
+    lock = driver().lock
+    for number in range(1000):
+        ring = new_ring()
+        ring.lock_pages(lock)
+        batch = Opener(Statistics()).open(deliver(number, ring).outcome)
+        del ring
+        assert batch.is_pinned()
+        del batch
+    gc.collect()
+    assert works()
+
+
+@pytest.mark.parametrize("nbytes", [PAGE, 1 << 20])
+def test_a_refusal_leaves_no_error_behind(nbytes: int) -> None:
+    """Memory that is not there cannot be locked. The next one who asks the device for anything gets it."""
+    with pytest.raises(PageLockError) as caught:
+        driver().lock(1 << 46, nbytes)
+    assert caught.value.reason.startswith("CUDA_ERROR_")
+    assert torch.zeros(1, device="cuda").item() == 0
+    assert works()
+
+
+def test_any_thread_may_lock_and_another_unlock() -> None:
+    """Also those that have never used CUDA, whose context is left as it was: none."""
+    ring = new_ring()
+    lock = driver()
+    contexts: list[int | None] = []
+
+    def current() -> int | None:
+        context = ctypes.c_void_p()
+        assert lock._library.cuCtxGetCurrent(ctypes.byref(context)) == 0
+        return context.value
+
+    def begin() -> None:
+        contexts.append(current())
+        ring.lock_pages(lock.lock)
+        contexts.append(current())
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    thread.join()
+    assert contexts == [None, None]
+    assert ring.locked
+    undo = ring._memory.before_unmapping
+    assert undo is not None
+    ring._memory.before_unmapping = None
+
+    def end() -> None:
+        undo()
+        contexts.append(current())
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    thread.join()
+    assert contexts == [None, None, None]
+    assert not Opener(Statistics()).open(deliver(0, ring).outcome).is_pinned()
+    assert works()
