@@ -13,7 +13,7 @@ from tests.property.lease_cases import Case, plan_of
 
 __all__ = ["expected"]
 
-AHEAD = 8 << 20
+AHEAD = 12 << 20
 """Bytes before a lease's end at which the next one is asked for."""
 
 

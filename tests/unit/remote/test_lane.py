@@ -91,13 +91,13 @@ async def test_shards_one_after_the_other() -> None:
 
 
 async def test_the_next_lease_is_asked_for_before_the_end() -> None:
-    """When 8 MiB are left of the present one; small ones at their beginning."""
+    """When 12 MiB are left of the present one; small ones at their beginning."""
     store = Store(20, 2, 2)
     leases = Leases(store)
     lane = Lane(store.shards, store.open, leases, 0)
     await batches_of(lane, 4)
     assert [(number, left) for number, _, left in leases.asked] == [(0, None), (1, None), (2, None), (3, None), (3, [])]
-    assert next(batch for number, batch, _ in leases.asked if number == 1) == 2  # 12 of 20 samples are taken
+    assert next(batch for number, batch, _ in leases.asked if number == 1) == 1  # 8 of 20 samples are taken
     await lane.aclose()
 
 
