@@ -24,6 +24,22 @@ from typing import Any
 
 import pytest
 
+# Helpers that assert are not named test_*, and their asserts should speak as well. All of them here, because files of
+# one folder import those of another: who registers a module that was imported already gets a warning, hence an error.
+ASSERTING = [
+    "conformance.transport_lifetime",
+    "conformance.transport_reading",
+    "conformance.transport_subject",
+    "device.answers",
+    "device.fake",
+    "device.stages",
+    "integration.comparing",
+    "integration.forking",
+    "integration.running",
+    "integrations.helping",
+]
+pytest.register_assert_rewrite(*(f"tests.{helper}" for helper in ASSERTING))
+
 LINUX = sys.platform.startswith("linux")
 
 # How long an ending thread or process may take. Reached only by a leak, or on a badly overloaded machine.

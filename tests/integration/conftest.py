@@ -9,12 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-# Helpers that assert are not named test_*, and their asserts should speak as well.
-for part in ["comparing", "running"]:
-    pytest.register_assert_rewrite(f"tests.integration.{part}")
-
-from tests.integration.remote_folders import SIZES, make_shards  # noqa: E402 - after the registration
-from tests.integration.running import PATIENCE_S  # noqa: E402
+from tests.integration.remote_folders import SIZES, make_shards
+from tests.integration.running import PATIENCE_S
 
 
 @pytest.fixture

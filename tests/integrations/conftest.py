@@ -15,9 +15,6 @@ os.environ |= {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
-for helper in ["integration.comparing", "integration.running", "integrations.helping"]:
-    pytest.register_assert_rewrite(f"tests.{helper}")
-
 
 @pytest.fixture
 def accelerate_state() -> Iterator[None]:
