@@ -1,4 +1,4 @@
-"""Page-locking by CUDA's driver: four functions of libcuda.so.1, called without the GIL.
+"""Page-locking by CUDA's driver: a few functions of libcuda.so.1, called without the GIL.
 
 Data path: ring -> locking -> cuda -> [driver].
 

@@ -56,9 +56,8 @@ class Releaser:
                 finally:
                     del error  # its traceback refers to this frame
 
-    @property
     def count(self) -> int:
-        """How many are held, as far as is known."""
+        """How many are held, as far as is known. Raises as `wait`."""
         while not self._done.empty():
             self.wait(self._count - 1)
         return self._count

@@ -62,7 +62,7 @@ class DeviceStage(Stage):
         """Begin its copy."""
         try:
             locked = self._locker.lock(answer.ring)
-            while (held := self._releaser.count) and self._opener.will_copy(answer):
+            while (held := self._releaser.count()) and self._opener.will_copy(answer):
                 self._releaser.wait(held - 1)  # a slot is free then, and the batch need not leave its own
         except BaseException:
             answer.discard()

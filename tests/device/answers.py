@@ -28,8 +28,8 @@ def batch_of(seq: int) -> torch.Tensor:
     return torch.full((10,), seq)
 
 
-def answer(seq: int, ring: Ring | None, value: Any = None) -> Answer:
-    """A worker's answer to task `seq`: `batch_of` it, or another value."""
+def answer(seq: int, ring: Ring | None, value: Any = None, *, pickled: int = 0) -> Answer:
+    """A worker's answer to task `seq`: `batch_of` it, or another value, with so many bytes `pickled`."""
     encoded = Encoder().encode(batch_of(seq) if value is None else value)
     slot, fd = wire.NO_SLOT, None
     if encoded.nbytes and ring is not None:
@@ -40,7 +40,7 @@ def answer(seq: int, ring: Ring | None, value: Any = None) -> Answer:
     elif encoded.nbytes:
         slot, fd = wire.ONEOFF, segment.create(encoded.nbytes)
         encoded.write(segment.map_segment(fd, encoded.nbytes), 0)
-    result = wire.Result(0, seq, slot, encoded.nbytes, 0, 10, 0.5, same=False)
+    result = wire.Result(0, seq, slot, encoded.nbytes, pickled, 10, 0.5, same=False)
     return Answer(result, Template(encoded.template), ring if slot >= 0 else None, fd)
 
 

@@ -181,7 +181,6 @@ def test_the_limit_is_told(soft: int, limit: int | None, monkeypatch: pytest.Mon
     assert asked == [resource.RLIMIT_MEMLOCK]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_unlocks_nothing() -> None:
     """It has the parent's objects, and may lose them; the parent's device still reads there. No call is made."""
     library = FakeLibrary()

@@ -68,7 +68,6 @@ def test_a_program_that_closes_nothing(end: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[[0, 0, 0]]", "")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_fork_in_the_middle_of_an_epoch() -> None:
     """The child unlocks nothing and waits for no thread of its parent's; the parent's epoch goes on, and is right."""
     with installed() as machine, DataLoader[Any](Numbers(60), num_workers=2, device="cpu", prefetch_device=2) as loader:

@@ -8,6 +8,8 @@ import os
 import pickle
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from asyncloader.delivery import Opener
 from asyncloader.device.locking import RingLocker
 from asyncloader.errors import PageLockError, RingMemoryError
 from asyncloader.statistics import Statistics
+from asyncloader.workers import ring as ring_module
 from asyncloader.workers import segment
 from asyncloader.workers.layout import PAGE
 from asyncloader.workers.ring import Ring
@@ -217,3 +220,31 @@ def test_pages_that_cannot_be_had_are_an_error_of_memory() -> None:
     address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
     with pytest.raises(RingMemoryError, match="madvise of the ring: Cannot allocate memory"):
         segment.populate(mapping, 1 << 46 | address & (PAGE - 1))
+
+
+@pytest.mark.parametrize("refused", [None, 0, 1, 2])
+def test_a_large_ring_is_locked_in_parts(refused: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whole slots, one after the other, undone together; if one is refused, those before it are undone at once."""
+    monkeypatch.setattr(ring_module, "LOCK_BYTES", 2 * PAGE + 1)
+    ring = new_ring(slots=5, credits=2)
+    asked: list[tuple[int, int]] = []
+    undone: list[int] = []
+
+    def lock(address: int, nbytes: int) -> Callable[[], None]:
+        if len(asked) == refused:
+            raise PageLockError(nbytes, None, "no more")
+        asked.append((address, nbytes))
+        return partial(undone.append, address)
+
+    if refused is None:
+        ring.lock_pages(lock)
+    else:
+        with pytest.raises(PageLockError):
+            ring.lock_pages(lock)
+    assert ring.locked is (refused is None)
+    first = asked[0][0] if asked else 0
+    parts = [(first, 2 * PAGE), (first + 2 * PAGE, 2 * PAGE), (first + 4 * PAGE, PAGE)]
+    assert asked == parts[:refused]
+    assert len(undone) == (refused or 0)
+    del ring
+    assert sorted(undone) == [address for address, _ in asked]

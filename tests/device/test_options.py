@@ -130,7 +130,6 @@ def test_a_transform_may_refer_to_its_loader() -> None:
     assert gone() is None
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_opens_its_own() -> None:
     """A device that the parent has opened is of no use to a child."""
     with installed() as machine:
@@ -145,12 +144,12 @@ def test_a_forked_child_opens_its_own() -> None:
 # ------------------------------------------------------------------------------------ devices that are not there
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
 @BOTH
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda", 3)], ids=str)
-def test_cuda_without_cuda(make: Any, workers: int, device: Any) -> None:
+def test_cuda_without_cuda(make: Any, workers: int, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loader can be made anywhere; when it is iterated the error names the device and says why. Nothing is left."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     loader = make(Numbers(3), num_workers=workers, device=device)
     assert "device: cuda" in loader.explain()
     with pytest.raises(DeviceUnavailable) as caught:
@@ -165,7 +164,7 @@ def test_another_accelerator_that_is_not_there(name: str) -> None:
     """The same; torch's own words are the reason."""
     try:
         torch.empty(0, device=name)
-    except (AssertionError, NotImplementedError, RuntimeError):
+    except (AssertionError, RuntimeError):
         with pytest.raises(DeviceUnavailable, match=f"'{name}' cannot be used: torch .* says: "):
             next(iter(DataLoader[Any](Numbers(3), device=name)))
     else:

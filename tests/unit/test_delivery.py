@@ -11,33 +11,18 @@ from torch._utils import ExceptionWrapper
 from asyncloader.delivery import _MOST_ONEOFFS, Opener, raise_worker_error
 from asyncloader.errors import RingMemoryError
 from asyncloader.statistics import Statistics
-from asyncloader.workers import segment, wire
-from asyncloader.workers.codec import Encoder, Template
-from asyncloader.workers.layout import PAGE
 from asyncloader.workers.listener import Answer
 from asyncloader.workers.ring import Ring
+from tests.device import answers
 
 
 def new_ring() -> Ring:
-    ring = Ring(slots=3, slot_bytes=PAGE, credits=2)
-    ring.close_fd()
-    return ring
+    return answers.new_ring(slots=3, credits=2)
 
 
 def answer(ring: Ring | None, value: object, *, pickled: int = 0) -> Answer:
     """What the pool gives for a batch: in a slot, in a segment of its own (no ring), or without bytes."""
-    encoded = Encoder().encode(value)
-    slot, fd = wire.NO_SLOT, None
-    if encoded.nbytes and ring is not None:
-        taken = ring.take()
-        assert taken is not None
-        slot = taken
-        encoded.write(ring._memory, slot * ring.slot_bytes)
-    elif encoded.nbytes:
-        slot, fd = wire.ONEOFF, segment.create(encoded.nbytes)
-        encoded.write(segment.map_segment(fd, encoded.nbytes), 0)
-    result = wire.Result(0, 0, slot, encoded.nbytes, pickled, 1, 0.0, same=False)
-    return Answer(result, Template(encoded.template), ring if slot >= 0 else None, fd)
+    return answers.answer(0, ring, value, pickled=pickled)
 
 
 def test_a_view_while_the_ring_can_spare_it() -> None:
