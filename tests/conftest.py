@@ -24,6 +24,8 @@ from typing import Any
 
 import pytest
 
+from tests.processes import children_of
+
 # Helpers that assert are not named test_*, and their asserts should speak as well. All of them here, because files of
 # one folder import those of another: who registers a module that was imported already gets a warning, hence an error.
 ASSERTING = [
@@ -128,7 +130,7 @@ def _children() -> dict[int, str]:
         return {}
     helpers, _ = _multiprocessing_helpers()
     found = {}
-    for pid in _pids_of_children():
+    for pid in children_of(os.getpid()):
         if pid in helpers:
             continue
         entry = Path("/proc", str(pid))
@@ -142,15 +144,6 @@ def _children() -> dict[int, str]:
             what = "ended, but nobody waited for it" if state == "Z" else f"state {state}"
             found[int(entry.name)] = f"pid {entry.name} ({what}) {command.strip()}"
     return found
-
-
-def _pids_of_children() -> list[int]:
-    """Pids of this process's children. The kernel lists them by thread; one built without that lists all processes."""
-    try:
-        lists = [(thread / "children").read_text() for thread in Path("/proc/self/task").iterdir()]
-    except OSError:
-        return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [int(pid) for line in lists for pid in line.split()]
 
 
 def _descriptors() -> dict[tuple[int, str], str]:

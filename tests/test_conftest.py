@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +104,7 @@ def run_pytest(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-s", "-rA", "-p", "no:cacheprovider"],
         cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(HERE.parent)},
         capture_output=True,
         text=True,
         check=False,

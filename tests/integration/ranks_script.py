@@ -23,9 +23,10 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset, get_worker_info
 
 from tests.integration.remote_folders import dataset_of, with_method
-from tests.integration.running import PATIENCE_S, children_of
+from tests.integration.running import PATIENCE_S
 from tests.integration.seeded_datasets import AllDraws, Rows
 from tests.integration.seeded_runs import Stepwise
+from tests.processes import children_of
 
 __all__ = ["Lengthless", "Shard", "SizedShard", "main"]
 

@@ -31,7 +31,6 @@ __all__ = [
     "Run",
     "assert_like_torch",
     "cancelled_after",
-    "children_of",
     "collect",
     "environment",
     "outcomes",
@@ -222,12 +221,6 @@ class Deaths:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def children_of(pid: int) -> list[int]:
-    """Living children of a process, of whichever of its threads."""
-    tasks = Path(f"/proc/{pid}/task")
-    return [int(p) for task in tasks.iterdir() for p in (task / "children").read_text().split()]
 
 
 # ------------------------------------------------------------------------------------------- scripts

@@ -16,7 +16,8 @@ import pytest
 from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed
 from tests.integration.datasets import Sized
 from tests.integration.forking import AT, Child, Here, at, epoch, expected, fork, value
-from tests.integration.running import BOTH, KINDS, PATIENCE_S, children_of
+from tests.integration.running import BOTH, KINDS, PATIENCE_S
+from tests.processes import children_of
 
 # Python 3.12 and later warn of what is tested here.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -15,7 +15,8 @@ from asyncloader import DataLoader
 from asyncloader.workers import process as worker_process
 from tests.integration.datasets import Numbers
 from tests.integration.forking import fork
-from tests.integration.running import PATIENCE_S, children_of
+from tests.integration.running import PATIENCE_S
+from tests.processes import children_of
 
 
 def whole(loader: Any) -> bool:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.running import Deaths, children_of, run_script, start_script
+from tests.integration.running import Deaths, run_script, start_script
+from tests.processes import children_of
 
 LIVE = {
     "sync": """

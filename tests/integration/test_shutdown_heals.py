@@ -10,8 +10,9 @@ import pytest
 
 from asyncloader import AsyncDataLoader, DataLoader
 from tests.integration.datasets import Numbers
-from tests.integration.running import BOTH, children_of, run_async
+from tests.integration.running import BOTH, run_async
 from tests.integration.stuck import is_worker
+from tests.processes import children_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

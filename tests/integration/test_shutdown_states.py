@@ -20,8 +20,9 @@ import pytest
 
 from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed
 from tests.integration.datasets import Numbers
-from tests.integration.running import BOTH, KINDS, PATIENCE_S, Deaths, children_of, run_async
+from tests.integration.running import BOTH, KINDS, PATIENCE_S, Deaths, run_async
 from tests.integration.stuck import STUCK, NeverArrives, StuckAt, Told, get_stuck, is_worker
+from tests.processes import children_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

@@ -12,10 +12,11 @@ import torch
 
 from asyncloader import AsyncDataLoader, DataLoader
 from tests.integration.comparing import assert_same
-from tests.integration.running import BOTH, children_of
+from tests.integration.running import BOTH
 from tests.integration.seeded_datasets import AllDraws, Rows
 from tests.integration.seeded_runs import Stepwise, epochs_of
 from tests.integration.state_parts import Failing, StreamOfCursors
+from tests.processes import children_of
 
 N = 22
 SEEDED: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 7}

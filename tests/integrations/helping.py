@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from asyncloader import DataLoader
-from tests.integration.running import Deaths, children_of
+from tests.integration.running import Deaths
+from tests.processes import children_of
 
 __all__ = ["Line", "RowStream", "Rows", "batches_given", "draws", "seed_all", "workers_of_now"]
 

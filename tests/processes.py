@@ -1,0 +1,38 @@
+"""Which processes are the children of which, from Linux's /proc."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["children_of"]
+
+
+def children_of(pid: int) -> list[int]:
+    """Children of a process, of whichever of its threads, also those that ended and that nobody waited for.
+
+    Raises:
+        FileNotFoundError: there is no such process.
+    """
+    tasks = Path(f"/proc/{pid}/task")
+    while True:
+        threads = set(tasks.iterdir())
+        if not any((thread / "children").exists() for thread in threads):
+            return _children_by_parent(pid)  # a kernel built without those lists
+        with suppress(FileNotFoundError, ProcessLookupError):
+            lists = [(thread / "children").read_text() for thread in threads]
+            if threads <= set(tasks.iterdir()):
+                return [int(child) for children in lists for child in children.split()]
+        # A thread ended while we looked: its children are now another's, whose list may have been read before.
+
+
+def _children_by_parent(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):  # it ended while we looked
+                # pid (command) state ppid ...: the command may hold spaces and brackets, so split after the last
+                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                if int(parent) == pid:
+                    found.append(int(entry.name))
+    return found

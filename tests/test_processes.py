@@ -1,0 +1,49 @@
+"""The list of a process's children is right while its threads come and go."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+
+import pytest
+
+from tests import processes
+
+
+@pytest.mark.parametrize("lists", [True, False], ids=["the kernel's lists", "by parent"])
+def test_children_while_threads_end(lists: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that another, ended thread began is found every time, and nothing is that is not a child."""
+    if not lists:
+        monkeypatch.setattr(processes.Path, "exists", lambda _: False)
+    before = set(processes.children_of(os.getpid()))
+    begun: list[subprocess.Popen[bytes]] = []
+    done = threading.Event()
+
+    def churn() -> None:
+        while not done.is_set():
+            thread = threading.Thread(target=int)
+            thread.start()
+            thread.join()
+
+    starter = threading.Thread(target=lambda: begun.append(subprocess.Popen(["cat"], stdin=subprocess.PIPE)))
+    starter.start()
+    starter.join()
+    churning = threading.Thread(target=churn)
+    churning.start()
+    try:
+        for _ in range(100):
+            assert set(processes.children_of(os.getpid())) - before == {begun[0].pid}
+    finally:
+        done.set()
+        churning.join()
+        begun[0].communicate()
+    assert set(processes.children_of(os.getpid())) == before
+
+
+def test_no_process() -> None:
+    """It says so, instead of giving an empty list."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    with pytest.raises(FileNotFoundError):
+        processes.children_of(ended.pid)
