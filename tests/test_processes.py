@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests import processes
 def test_children_while_threads_end(lists: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that another, ended thread began is found every time, and nothing is that is not a child."""
     if not lists:
-        monkeypatch.setattr(processes.Path, "exists", lambda _: False)
+        monkeypatch.setattr(Path, "exists", lambda _: False)
     before = set(processes.children_of(os.getpid()))
     begun: list[subprocess.Popen[bytes]] = []
     done = threading.Event()

@@ -9,8 +9,9 @@ batch that is dropped would be given to the next copy while kernels still read i
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeAlias
 
 import torch
 
@@ -19,6 +20,9 @@ from asyncloader.device.driver import open_driver
 from asyncloader.errors import DeviceUnavailable
 
 __all__ = ["CudaAccelerator"]
+
+Relaxed: TypeAlias = Callable[[], AbstractContextManager[None]]
+"""As `Driver.relaxed`."""
 
 
 class CudaAccelerator(Accelerator):
@@ -41,11 +45,12 @@ class CudaAccelerator(Accelerator):
         self._stream = torch.cuda.Stream(self.device)
         driver = open_driver(index)
         self.lock = None if driver is None else driver.lock
+        self._relaxed: Relaxed = nullcontext if driver is None else driver.relaxed
 
     @contextmanager
     def work(self) -> Generator[None]:
         """Makes the side stream this thread's current one."""
-        with torch.cuda.stream(self._stream):
+        with self._relaxed(), torch.cuda.stream(self._stream):
             yield
 
     def follow(self) -> None:
@@ -61,18 +66,31 @@ class CudaAccelerator(Accelerator):
         return tensor.pin_memory() if _can_be_pinned(tensor) else tensor
 
     def event(self) -> DoneEvent:
-        """An event whose waiters sleep instead of spinning."""
-        event = torch.cuda.Event(blocking=True)
-        event.record(self._stream)
-        return event
+        """The side stream's, see `_Event`."""
+        return _Event(self._stream, self._relaxed)
 
     def hand_over(self, tensors: Sequence[torch.Tensor], event: DoneEvent | None) -> None:
         """See `Accelerator`. The consumer's stream is the current one of its thread."""
         stream = torch.cuda.current_stream(self.device)
         if event is not None:
-            stream.wait_event(event)  # type: ignore[arg-type]
+            stream.wait_event(event.raw)  # type: ignore[attr-defined]
         for tensor in tensors:
             tensor.record_stream(stream)
+
+
+class _Event:
+    """The end of what a stream was given so far. Waiters sleep instead of spinning, and spoil no CUDA graph that the
+    consumer captures meanwhile.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, relaxed: Relaxed) -> None:
+        self.raw = torch.cuda.Event(blocking=True)
+        self.raw.record(stream)
+        self._relaxed = relaxed
+
+    def synchronize(self) -> None:
+        with self._relaxed():
+            self.raw.synchronize()
 
 
 def _can_be_pinned(tensor: torch.Tensor) -> bool:

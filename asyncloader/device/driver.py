@@ -1,4 +1,4 @@
-"""Page-locking by CUDA's driver: a few functions of libcuda.so.1, called without the GIL.
+"""What is asked of CUDA's driver itself: a few functions of libcuda.so.1, called without the GIL.
 
 Data path: ring -> locking -> cuda -> [driver].
 
@@ -6,6 +6,10 @@ The driver's own interface and not the runtime's, because a runtime call that fa
 next call of anybody in the process reports it as its own. Memory that was locked here is page-locked for the runtime,
 and for all devices (CU_MEMHOSTREGISTER_PORTABLE). Source: CUDA Driver API, "Memory Management" and "Primary Context
 Management".
+
+While a CUDA graph is captured in torch's default mode, "global", many calls of *other* threads fail, and spoil the
+capture: memory that is locked, an event that is waited for. A thread whose own mode is "relaxed" is exempt. Source:
+CUDA Driver API, `cuThreadExchangeStreamCaptureMode`.
 
 Assumption: the mapping is shared memory. A private one would be copied page by page after a fork, and the device would
 go on reading the old pages.
@@ -29,6 +33,7 @@ __all__ = ["Driver", "open_driver"]
 
 _PORTABLE = 0x01
 _SUCCESS = 0
+_RELAXED = 2
 
 
 class Driver:
@@ -49,7 +54,7 @@ class Driver:
         Raises:
             PageLockError: the driver refuses.
         """
-        with self._context() as refused:
+        with self.relaxed(), self._context() as refused:
             code = refused or self._library.cuMemHostRegister_v2(
                 ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_uint(_PORTABLE)
             )
@@ -57,10 +62,25 @@ class Driver:
             raise PageLockError(nbytes, _memlock_limit(), self._text(code))
         return partial(self._unlock, os.getpid(), address)
 
+    @contextmanager
+    def relaxed(self) -> Generator[None]:
+        """In it, nothing that this thread asks of the device fails over a CUDA graph that is captured, or spoils it."""
+        mode = ctypes.c_int(_RELAXED)
+        exchanged = self._exchange_mode(mode)
+        try:
+            yield
+        finally:
+            if exchanged:
+                self._exchange_mode(mode)
+
+    def _exchange_mode(self, mode: ctypes.c_int) -> bool:
+        """`mode` has the thread's former one then. A refusal costs graphs that are captured now, no batch."""
+        return bool(self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)) == _SUCCESS)
+
     def _unlock(self, owner: int, address: int) -> None:
         if os.getpid() != owner:
             return  # a fork's copy: the parent's device still reads there
-        with self._context() as refused:
+        with self.relaxed(), self._context() as refused:
             if not refused:
                 # At the interpreter's end the driver may be gone already, and its locks with it: no error of ours.
                 self._library.cuMemHostUnregister(ctypes.c_void_p(address))
@@ -105,6 +125,7 @@ def _load() -> Any:
         library = ctypes.CDLL("libcuda.so.1")
         if library.cuInit(ctypes.c_uint(0)) != _SUCCESS:  # a no-op where torch has called it
             return None
+        _ = library.cuDevicePrimaryCtxRelease_v2  # CUDA 11's, the youngest of what is used here
     except (OSError, AttributeError):
         return None
     return library

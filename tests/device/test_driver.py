@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -25,6 +26,7 @@ GET, RETAIN, PUSH, POP, RELEASE = (
     "cuCtxPopCurrent_v2",
     "cuDevicePrimaryCtxRelease_v2",
 )
+EXCHANGE = "cuThreadExchangeStreamCaptureMode"
 REGISTER, UNREGISTER = "cuMemHostRegister_v2", "cuMemHostUnregister"
 
 
@@ -39,6 +41,9 @@ class FakeLibrary:
         self.calls: list[tuple[str, Any]] = []
         self.retained = 0
         self.stack: list[int | None] = []
+        self.mode = 0
+        self.modes: list[int] = []
+        """The thread's mode at each locking and unlocking."""
 
     @property
     def names(self) -> list[str]:
@@ -51,6 +56,12 @@ class FakeLibrary:
 
     def cuInit(self, flags: Any) -> int:  # noqa: N802
         return self._call("cuInit", flags)
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
+        code = self.codes.get(EXCHANGE, 0)
+        if code == 0:
+            mode._obj.value, self.mode = self.mode, mode._obj.value
+        return code
 
     def cuDeviceGet(self, device: Any, index: Any) -> int:  # noqa: N802
         code = self._call(GET, index)
@@ -80,10 +91,12 @@ class FakeLibrary:
 
     def cuMemHostRegister_v2(self, address: Any, nbytes: Any, flags: Any) -> int:  # noqa: N802
         assert self.stack == [CONTEXT]
+        self.modes.append(self.mode)
         return self._call(REGISTER, address, nbytes, flags)
 
     def cuMemHostUnregister(self, address: Any) -> int:  # noqa: N802
         assert self.stack == [CONTEXT]
+        self.modes.append(self.mode)
         return self._call(UNREGISTER, address)
 
     def cuGetErrorName(self, code: Any, text: Any) -> int:  # noqa: N802
@@ -123,6 +136,36 @@ def test_locking_and_unlocking() -> None:
         (RELEASE, (43,)),
     ]
     assert (library.retained, library.stack) == (0, [])
+
+
+RELAXED = 2
+
+
+@pytest.mark.parametrize("before", [0, 1, RELAXED])
+@pytest.mark.parametrize("codes", [{}, {REGISTER: OOM}, {GET: OOM}], ids=["done", "refused", "refused at once"])
+def test_captures_of_the_users_thread(before: int, codes: dict[str, int]) -> None:
+    """Locking and unlocking spoil no CUDA graph that is captured now, in whichever thread; the mode of the thread in
+    which they happen is what it was, also after a refusal.
+    """
+    library = FakeLibrary()
+    undo = Driver(library, 0).lock(ADDRESS, NBYTES)
+    library.mode, library.codes = before, codes
+    library.modes.clear()
+    with contextlib.suppress(PageLockError):
+        Driver(library, 0).lock(ADDRESS + NBYTES, NBYTES)
+    assert library.mode == before
+    undo()
+    assert library.mode == before
+    assert library.modes == [RELAXED] * (0 if GET in codes else 2)
+
+
+def test_a_driver_that_does_not_relax() -> None:
+    """It locks all the same, and no mode is made up."""
+    library = FakeLibrary(**{EXCHANGE: 999})
+    Driver(library, 0).lock(ADDRESS, NBYTES)()
+    with Driver(library, 0).relaxed():
+        pass
+    assert (library.mode, library.modes) == (0, [0, 0])
 
 
 STEPS = [
