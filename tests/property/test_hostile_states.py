@@ -23,6 +23,7 @@ from asyncloader.state_layout import VERSION, check_state, generator_state
 
 LENGTH = 12
 HUGE = 10**5000  # more digits than Python will write
+DEEP = 10_000  # deeper than Python recurses
 
 
 class Indices(Dataset[int]):
@@ -111,21 +112,21 @@ FOUND: dict[str, tuple[dict[str, Any], str]] = {
     "true beyond": (changed("seeded", "beyond", [5, True]), r"beyond=\[5, True\]"),
     "a length of very many digits": (changed("seeded", "length", HUGE), "length is <int>"),
     "a batch size of very many digits": (changed("seeded", "batch_size", -HUGE), "batch_size is <int>"),
-    "a seed nested too deep": (changed("seeded", "seed", nested(100_000)), "seed is <list>"),
+    "a seed nested too deep": (changed("seeded", "seed", nested(DEEP)), "seed is <list>"),
     "a mode of a million letters": (changed("seeded", "mode", "s" * 1_000_000), r"mode='s{199}\.\.\., but"),
     "a drop_last of a million letters": (
         changed("seeded", "drop_last", "s" * 1_000_000),
         r"drop_last is 's{199}\.\.\.$",
     ),
     "a sampler's state nested too deep": (
-        changed("seeded", "sampler", {"at": 0, "ended": False, "sampler": nested(100_000), "iterator": None}),
+        changed("seeded", "sampler", {"at": 0, "ended": False, "sampler": nested(DEEP), "iterator": None}),
         "cannot be copied: RecursionError",
     ),
     "a key of others nested too deep": (
-        changed("seeded", "other", nested(100_000)),
+        changed("seeded", "other", nested(DEEP)),
         "cannot be copied: RecursionError",
     ),
-    "a cursor nested too deep": (changed("stream", "workers.cursors.0.dataset", nested(100_000)), "cannot be copied"),
+    "a cursor nested too deep": (changed("stream", "workers.cursors.0.dataset", nested(DEEP)), "cannot be copied"),
     "a sampler of very many steps": (
         changed("seeded", "sampler", {"at": HUGE, "ended": False, "sampler": None, "iterator": None}),
         "at is <int>",
@@ -291,7 +292,7 @@ def test_no_value_is_a_state_by_chance(value: Any) -> None:
 # Not among the values drawn: hypothesis writes those into its reports, which nobody can with these.
 @pytest.mark.parametrize(
     "value",
-    [nested(100_000), HUGE, {"version": HUGE}, {"version": -HUGE}, {1: 2, None: HUGE, "version": nested(100_000)}],
+    [nested(DEEP), HUGE, {"version": HUGE}, {"version": -HUGE}, {1: 2, None: HUGE, "version": nested(DEEP)}],
     ids=["nested", "huge", "huge version", "negative", "nested version"],
 )
 def test_what_cannot_be_written_is_refused_in_words(value: Any) -> None:
