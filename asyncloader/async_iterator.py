@@ -310,6 +310,10 @@ class AsyncLoaderIterator:
         """Free the workers, and wait until they are gone unless they are persistent. Idempotent."""
         if self._starting is not None and not self._starting.done():
             await asyncio.wait([self._starting])
+        if not self._closed:
+            if self._ended is None:
+                self._ended = "this iterator was closed"
+            await self._consumer.end_stage()
         pool, reader = self._let_go()
         if reader is not None:
             with contextlib.suppress(asyncio.CancelledError):

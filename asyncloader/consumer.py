@@ -8,6 +8,7 @@ advanced after the batch has come, and before an error in its place is raised.
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import warnings
 from collections import deque
@@ -141,6 +142,13 @@ class Consumer:
         )
         self._notices = pipeline.notices
         return pipeline
+
+    async def end_stage(self) -> None:
+        """Let the stage finish the batch in hand and end, without holding up the loop meanwhile. If this is cancelled,
+        it ends all the same.
+        """
+        if self._stage is not None:
+            await asyncio.shield(asyncio.to_thread(self._stage.close))
 
     def close(self) -> None:
         """End the stages."""

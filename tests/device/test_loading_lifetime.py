@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncloader import AsyncDataLoader, DataLoader, PageLockError
+from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed, PageLockError
 from tests.device.fake import PATIENCE_S, FakeMachine, installed
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import Images, Numbers
@@ -210,6 +212,50 @@ def test_a_cancelled_consumer_loses_no_batch(kind: str) -> None:
 
     with installed():
         assert run_async(iterate(), kind) == list(range(30))
+
+
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_closing_does_not_hold_up_the_loop(kind: str, persistent: bool, cancelled: bool) -> None:
+    """While a batch is in hand, which takes its time, the loop goes on. A closing that is cancelled then is done by the
+    next one; and the next epoch is whole.
+    """
+    begun, go, calls = threading.Event(), threading.Event(), itertools.count()
+    let_go: list[bool] = []
+
+    def transform(batch: torch.Tensor) -> torch.Tensor:
+        if next(calls) == 1:
+            begun.set()
+            let_go.append(go.wait(PATIENCE_S))
+        return batch
+
+    async def run() -> list[int]:
+        async with AsyncDataLoader[Any](
+            Numbers(40), num_workers=2, device="cpu", device_transform=transform, persistent_workers=persistent
+        ) as loader:
+            batches: Any = aiter(loader)
+            await anext(batches)
+            assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+            closing = asyncio.ensure_future(batches.aclose())
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert not closing.done()
+            with pytest.raises(LoaderClosed):
+                await anext(batches)
+            if cancelled:
+                closing.cancel()
+                await asyncio.wait([closing])
+                assert closing.cancelled()
+                closing = asyncio.ensure_future(batches.aclose())
+            asyncio.get_running_loop().call_soon(go.set)
+            await closing
+            return [int(batch[0, 0]) async for batch in loader]
+
+    with installed() as machine:
+        assert run_async(run(), kind) == [100 * index for index in range(40)]
+        assert let_go == [True]
+        assert unlocked(machine)
 
 
 # -------------------------------------------------------------------------------------- several, and resumed
