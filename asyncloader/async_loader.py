@@ -24,7 +24,7 @@ from asyncloader.errors import LoaderClosed
 from asyncloader.explain import explain
 from asyncloader.fault_options import DEFAULT_MAX_BAD_SAMPLES, BadSamples, OnError
 from asyncloader.inline import InlineIterator
-from asyncloader.options import DEFAULT_CONCURRENCY, DEFAULT_RUN_AHEAD, OPTION_NAMES, LoaderSpec
+from asyncloader.options import DEFAULT_CONCURRENCY, DEFAULT_RUN_AHEAD, OPTION_NAMES, OUR_OPTION_NAMES, LoaderSpec
 from asyncloader.progress import Progress
 from asyncloader.rank_view import OnUneven
 from asyncloader.rebuild import constructor_arguments
@@ -38,6 +38,7 @@ __all__ = ["AsyncDataLoader"]
 T_co = TypeVar("T_co", covariant=True)
 
 _SPEC_NAMES = frozenset(OPTION_NAMES) - {"shuffle"}
+_SETTABLE = _SPEC_NAMES - set(OUR_OPTION_NAMES)
 
 
 class AsyncDataLoader(Generic[T_co]):
@@ -177,7 +178,9 @@ class AsyncDataLoader(Generic[T_co]):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _SPEC_NAMES:
+        if name not in _SETTABLE:
+            if name in _SPEC_NAMES and type(self) is AsyncDataLoader:  # a subclass may have attributes of any name
+                raise ValueError(f"{name} is fixed when a loader is made; clone({name}=...) makes another one")
             super().__setattr__(name, value)
             return
         try:
@@ -220,7 +223,7 @@ class AsyncDataLoader(Generic[T_co]):
         if self._kept is not None and self._idle_pool is not None:
             draws = self._kept[0]
             draws._reset(source)
-            if self._spec.seed is not None:
+            if self._spec._ours.seed is not None:
                 draws._index_sampler = self._spec._index_sampler  # the ranks may be others, and the share with them
             return self._kept
         draws = _BaseDataLoaderIter(source)

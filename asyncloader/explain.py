@@ -35,7 +35,7 @@ def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: Work
         lines.append(f"faults: {_faults(spec)}")
     lines.append(f"order: {_order(spec)}")
     lines.append(f"pinning: {_pinning(spec)}")
-    if spec.device is not None:
+    if spec._ours.device is not None:
         lines.append(f"device: {_device(spec, statistics)}")
     if statistics.copy_outs:
         lines.append(
@@ -58,30 +58,32 @@ def _workers(spec: LoaderSpec[Any]) -> str:
 
 
 def _concurrent(spec: LoaderSpec[Any]) -> bool:
-    return is_concurrent(spec.dataset, spec.fetch_threads)
+    return is_concurrent(spec.dataset, spec._ours.fetch_threads)
 
 
 def _credits(spec: LoaderSpec[Any]) -> int:
-    return most_credits(spec, spec.concurrency, spec.fetch_threads, iterable=is_iterable(spec))
+    return most_credits(spec, spec._ours.concurrency, spec._ours.fetch_threads, iterable=is_iterable(spec))
 
 
 def _flights(spec: LoaderSpec[Any], statistics: Statistics) -> list[str]:
+    ours = spec._ours
     lines = []
     if _concurrent(spec) and not is_iterable(spec):
         most = _credits(spec)
         room = "" if statistics.credits in (0, most) else f" ({statistics.credits} now, as large as they are)"
-        how = f"by {spec.fetch_threads} threads" if spec.fetch_threads else f"{spec.concurrency} at a time"
+        how = f"by {ours.fetch_threads} threads" if ours.fetch_threads else f"{ours.concurrency} at a time"
         where = "each worker's" if spec.num_workers else "the"
         lines.append(f"samples: fetched {how}, over {where} {most} batches in hand{room}")
-    if spec.decode is not None:
-        threads = spec.decode_threads if _concurrent(spec) else 0
-        name = getattr(spec.decode, "__qualname__", repr(spec.decode))
+    if ours.decode is not None:
+        threads = ours.decode_threads if _concurrent(spec) else 0
+        name = getattr(ours.decode, "__qualname__", repr(ours.decode))
         lines.append(f"decoding: {name}, " + (f"in {threads} threads" if threads else "inline"))
     return lines
 
 
 def _rings(spec: LoaderSpec[Any], pool: WorkerPool | None) -> str:
-    bound = "following the batches seen" if spec.ring_bytes is None else f"bounded by ring_bytes={spec.ring_bytes:,}"
+    most = spec._ours.ring_bytes
+    bound = "following the batches seen" if most is None else f"bounded by ring_bytes={most:,}"
     if pool is None:
         return f"one anonymous ring a worker, {bound}"
     sizes = ", ".join(f"{keeper.nbytes:,}" for keeper in pool.rings)
@@ -96,29 +98,31 @@ def _collation(spec: LoaderSpec[Any]) -> str:
 
 
 def _faults(spec: LoaderSpec[Any]) -> str:
-    most = max_restarts(spec.max_worker_restarts, seeded=spec.seed is not None)
+    ours = spec._ours
+    most = max_restarts(ours.max_worker_restarts, seeded=ours.seed is not None)
     deaths = (
         f"a worker that dies is replaced, {most} times an epoch at most" if most else "a worker's death ends the epoch"
     )
-    hangs = "" if spec.worker_timeout is None else f", one that is at a task for {spec.worker_timeout:g} s is killed"
-    if spec.on_error == "raise":
+    hangs = "" if ours.worker_timeout is None else f", one that is at a task for {ours.worker_timeout:g} s is killed"
+    if ours.on_error == "raise":
         return f"{deaths}{hangs}; a sample that raises fails its batch"
-    what = "is left out" if spec.on_error == "skip" else "is replaced by on_error"
-    if spec.bad_samples == "refill":
+    what = "is left out" if ours.on_error == "skip" else "is replaced by on_error"
+    if ours.bad_samples == "refill":
         what = "is replaced by another one"
     return f"{deaths}{hangs}; a sample that raises {what}"
 
 
 def _order(spec: LoaderSpec[Any]) -> str:
+    ours = spec._ours
     delivery = "in task order" if spec.in_order else "as batches complete"
-    if spec.seed is None:
+    if ours.seed is None:
         return f"the sampler's, {delivery}" if spec.num_workers else "the sampler's"
     rank, world_size = topology(spec)
-    share = f", rank {rank} of {world_size} (on_uneven={spec.on_uneven!r})" if world_size > 1 else ""
+    share = f", rank {rank} of {world_size} (on_uneven={ours.on_uneven!r})" if world_size > 1 else ""
     if not spec.num_workers:
-        return f"seeded by {spec.seed}{share}"
-    ahead = f", up to {spec.run_ahead} batches ahead of a slow one" if spec.in_order and not is_iterable(spec) else ""
-    return f"seeded by {spec.seed}{share}, {delivery}{ahead}"
+        return f"seeded by {ours.seed}{share}"
+    ahead = f", up to {ours.run_ahead} batches ahead of a slow one" if spec.in_order and not is_iterable(spec) else ""
+    return f"seeded by {ours.seed}{share}, {delivery}{ahead}"
 
 
 def _pinning(spec: LoaderSpec[Any]) -> str:
@@ -134,10 +138,11 @@ def _pinning(spec: LoaderSpec[Any]) -> str:
 def _device(spec: LoaderSpec[Any], statistics: Statistics) -> str:
     import torch
 
-    device = torch.device(spec.device)  # type: ignore[arg-type]
-    ahead = f"{spec.prefetch_device} {'batch' if spec.prefetch_device == 1 else 'batches'} ahead"
+    ours = spec._ours
+    device = torch.device(ours.device)  # type: ignore[arg-type]
+    ahead = f"{ours.prefetch_device} {'batch' if ours.prefetch_device == 1 else 'batches'} ahead"
     if device.type == "cpu":
-        if spec.device_transform is None and not spec.static_buffers:
+        if ours.device_transform is None and not ours.static_buffers:
             return "cpu, where batches are made: nothing to copy"
         return f"cpu, where batches are made; they are prepared {ahead if spec.num_workers else 'when asked for'}"
     if not spec.num_workers:

@@ -33,6 +33,7 @@ __all__ = [
     "DEFAULT_CONCURRENCY",
     "DEFAULT_RUN_AHEAD",
     "OPTION_NAMES",
+    "OUR_OPTION_NAMES",
     "LoaderSpec",
     "async_index_source",
     "is_iterable",
@@ -44,8 +45,41 @@ DEFAULT_CONCURRENCY = 256
 DEFAULT_RUN_AHEAD = 16
 
 
-class LoaderSpec(torch.utils.data.DataLoader[T_co]):
+class OurOptions:
+    """What torch's loader has no argument for, by name; see `LoaderSpec`. As given, and fixed from then on."""
+
+    ring_bytes: int | None
+    concurrency: int
+    fetch_threads: int
+    decode: Callable[[Any], Any] | None
+    decode_threads: int
+    seed: int | None
+    rank: int | None
+    world_size: int | None
+    on_uneven: OnUneven
+    resume: Literal["exact", "replay"]
+    snapshot_every_n_steps: int | None
+    run_ahead: int
+    worker_timeout: float | None
+    max_worker_restarts: int | None
+    on_error: OnError
+    bad_samples: BadSamples
+    max_bad_samples: int | None
+    worker_memory_limit: int | None
+    device: DeviceLike
+    prefetch_device: int
+    device_transform: Callable[[Any], Any] | None
+    static_buffers: bool
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+
+class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
     """torch's loader with our options beside torch's. Both are stored unmodified under their own names.
+
+    A subclass may have attributes of any name: where one is called as an option of ours, it is the subclass's. Of ours,
+    only what the constructor was given counts, and it is read from `_ours`.
 
     Args:
         ring_bytes: upper bound of each worker's ring in bytes, at least 4096 a slot; default None: the ring follows
@@ -98,28 +132,7 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
     _replays = False
     """Whether `resume` is "replay" whatever it says."""
 
-    ring_bytes: int | None
-    concurrency: int
-    fetch_threads: int
-    decode: Callable[[Any], Any] | None
-    decode_threads: int
-    seed: int | None
-    rank: int | None
-    world_size: int | None
-    on_uneven: OnUneven
-    resume: Literal["exact", "replay"]
-    snapshot_every_n_steps: int | None
-    run_ahead: int
-    worker_timeout: float | None
-    max_worker_restarts: int | None
-    on_error: OnError
-    bad_samples: BadSamples
-    max_bad_samples: int | None
-    worker_memory_limit: int | None
-    device: DeviceLike
-    prefetch_device: int
-    device_transform: Callable[[Any], Any] | None
-    static_buffers: bool
+    _ours: OurOptions
 
     def __init__(
         self,
@@ -229,28 +242,33 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
             device_transform=device_transform,
             static_buffers=static_buffers,
         )
-        self.ring_bytes = ring_bytes
-        self.concurrency = concurrency
-        self.fetch_threads = fetch_threads
-        self.decode = decode
-        self.decode_threads = decode_threads
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
-        self.on_uneven = on_uneven
-        self.resume = resume
-        self.snapshot_every_n_steps = snapshot_every_n_steps
-        self.run_ahead = run_ahead
-        self.worker_timeout = worker_timeout
-        self.max_worker_restarts = max_worker_restarts
-        self.on_error = on_error
-        self.bad_samples = bad_samples
-        self.max_bad_samples = max_bad_samples
-        self.worker_memory_limit = worker_memory_limit
-        self.device = device
-        self.prefetch_device = prefetch_device
-        self.device_transform = device_transform
-        self.static_buffers = static_buffers
+        self._ours = OurOptions(
+            ring_bytes=ring_bytes,
+            concurrency=concurrency,
+            fetch_threads=fetch_threads,
+            decode=decode,
+            decode_threads=decode_threads,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            on_uneven=on_uneven,
+            resume=resume,
+            snapshot_every_n_steps=snapshot_every_n_steps,
+            run_ahead=run_ahead,
+            worker_timeout=worker_timeout,
+            max_worker_restarts=max_worker_restarts,
+            on_error=on_error,
+            bad_samples=bad_samples,
+            max_bad_samples=max_bad_samples,
+            worker_memory_limit=worker_memory_limit,
+            device=device,
+            prefetch_device=prefetch_device,
+            device_transform=device_transform,
+            static_buffers=static_buffers,
+        )
+        for name, value in vars(self._ours).items():
+            if name not in vars(self) and not hasattr(type(self), name):  # else it is the subclass's
+                setattr(self, name, value)
         self.__dict__["_asyncloader_maker"] = os.getpid()  # made here, and not a copy
 
     @property
@@ -258,7 +276,7 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co]):
         # torch's iterator calls `iter()` on it at once; an async sampler answers with nothing and is read elsewhere.
         plain = super()._index_sampler
         source = as_async_source(plain)
-        if self.seed is None or is_iterable(self):
+        if self._ours.seed is None or is_iterable(self):
             return plain if source is None else source
         if source is None:
             return rank_view(self, plain)
@@ -307,6 +325,9 @@ class _AsyncStream(IterableDataset[Any]):
 
 OPTION_NAMES = tuple(inspect.signature(LoaderSpec).parameters)
 """Every argument of the loaders; each but `shuffle`, which becomes a sampler, is an attribute under the same name."""
+
+OUR_OPTION_NAMES = tuple(OurOptions.__annotations__)
+"""Those that torch's loader does not have."""
 
 LoaderSpec.__init__.__qualname__ = "DataLoader.__init__"  # what Python's own errors about arguments call it
 

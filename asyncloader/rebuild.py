@@ -19,34 +19,37 @@ from torch.utils.data import RandomSampler, SequentialSampler, default_collate, 
 from torch.utils.data import _DatasetKind as DatasetKind
 from torch.utils.data.datapipes.datapipe import _IterDataPipeSerializationWrapper, _MapDataPipeSerializationWrapper
 
-from asyncloader.options import OPTION_NAMES, LoaderSpec
+from asyncloader.options import OPTION_NAMES, OUR_OPTION_NAMES, LoaderSpec
 from asyncloader.seeded_sampler import SeededSampler
 
 __all__ = ["constructor_arguments"]
 
 _ONLY_WITH_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
 _BATCHING = ("batch_size", "shuffle", "sampler", "drop_last")
-_OURS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(LoaderSpec).parameters.items()
-    if name not in inspect.signature(torch.utils.data.DataLoader).parameters
-}
-_PLAIN = [name for name in OPTION_NAMES if name not in ("dataset", "collate_fn", "batch_sampler", *_BATCHING)]
+_PLAIN = [
+    name
+    for name in OPTION_NAMES
+    if name not in ("dataset", "collate_fn", "batch_sampler", *_BATCHING, *OUR_OPTION_NAMES)
+]
+_DEFAULTS = {name: inspect.signature(LoaderSpec).parameters[name].default for name in OUR_OPTION_NAMES}
 
 
-def constructor_arguments(loader: torch.utils.data.DataLoader[Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def constructor_arguments(
+    loader: torch.utils.data.DataLoader[Any], changes: Mapping[str, Any], kind: type | None = None
+) -> dict[str, Any]:
     """Keyword arguments for a constructor that make a loader like `loader`, `changes` applied.
 
     Args:
         loader: torch's loader or one of ours; its options as they are now.
         changes: arguments that replace the loader's. ``batch_sampler`` replaces all that speaks of batches;
             ``sampler`` replaces ``shuffle`` and the other way round. ``num_workers=0`` drops what needs workers.
+        kind: the class whose constructor it is; default None: one of ours.
     """
     arguments: dict[str, Any] = {"dataset": _plain_dataset(loader.dataset)}
     for name in _PLAIN:
-        # torch's own has none of our options, and a subclass need not have all of them.
-        if hasattr(loader, name) and (name not in _OURS or getattr(loader, name) != _OURS[name]):
+        if hasattr(loader, name):  # not every torch has all of them
             arguments[name] = getattr(loader, name)
+    arguments |= _ours(loader, kind)
     if loader.collate_fn is not (default_collate if loader._auto_collation else default_convert):
         arguments["collate_fn"] = loader.collate_fn
     if not changes.get("num_workers", loader.num_workers):
@@ -56,6 +59,25 @@ def constructor_arguments(loader: torch.utils.data.DataLoader[Any], changes: Map
         del arguments["prefetch_factor"]  # None, there
     arguments |= _batching(loader, changes)
     return arguments | dict(changes)
+
+
+def _ours(loader: torch.utils.data.DataLoader[Any], kind: type | None) -> dict[str, Any]:
+    if isinstance(loader, LoaderSpec):
+        given = dict(vars(loader._ours))
+        # A subclass whose constructor has an argument of the same name keeps what it was given under that name.
+        taken = vars(loader).keys() & _own_arguments(kind) if kind is not None and isinstance(loader, kind) else ()
+        given |= {name: getattr(loader, name) for name in taken}
+    else:
+        # Of other classes' attributes just the one that means the same, in torchdata's StatefulDataLoader.
+        given = {name: getattr(loader, name) for name in ("snapshot_every_n_steps",) if hasattr(loader, name)}
+    return {name: value for name, value in given.items() if value != _DEFAULTS[name]}
+
+
+def _own_arguments(kind: type) -> set[str]:
+    """Options of ours that the constructor of a user's subclass takes by name."""
+    if kind.__init__.__module__.partition(".")[0] == __name__.partition(".")[0]:  # type: ignore[misc]
+        return set()
+    return inspect.signature(kind).parameters.keys() & set(OUR_OPTION_NAMES)
 
 
 def _plain_dataset(dataset: Any) -> Any:
@@ -87,7 +109,7 @@ def _order(loader: torch.utils.data.DataLoader[Any]) -> dict[str, Any]:
     if source is loader.dataset or source is _plain_dataset(loader.dataset):
         if type(sampler) is SequentialSampler:
             return {}
-        if type(sampler) is SeededSampler and sampler.seed == getattr(loader, "seed", None):
+        if isinstance(loader, LoaderSpec) and type(sampler) is SeededSampler and sampler.seed == loader._ours.seed:
             return {"shuffle": True} if sampler.shuffle else {}
         if (
             type(sampler) is RandomSampler

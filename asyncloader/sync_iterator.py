@@ -117,7 +117,7 @@ class WorkerIterator(CountedNext):
         if first_iter:
             self._shared_seed = begun_with  # torch draws another one here, too, but its workers have got the first
         if not first_iter:
-            if loader.seed is not None:
+            if loader._ours.seed is not None:
                 self._index_sampler = loader._index_sampler  # the ranks may be others, and the share with them
             if not self._shutdown and self._pool.broken:
                 self._shutdown_workers()
@@ -132,7 +132,7 @@ class WorkerIterator(CountedNext):
         starts, self._acquired = self._acquired, None
         if starts is None:
             _, starts = self._begin_workers(loader)
-        self._statistics.log = BadSampleLog(loader.max_bad_samples)
+        self._statistics.log = BadSampleLog(loader._ours.max_bad_samples)
         self._consumer = Consumer(
             self._plan,
             self,
@@ -140,7 +140,7 @@ class WorkerIterator(CountedNext):
             self._progress,
             quarantine(loader, self),
             mover_of(loader),
-            loader.prefetch_device,
+            loader._ours.prefetch_device,
         )
         self._replacer = Replacer(self._pool, weakly(self._setup_for), partial(put, None))
         self._pipeline = self._consumer.pipeline(self._pool, put, put, self._replacer)

@@ -48,15 +48,18 @@ def check_device_options(*, device: Any, prefetch_device: Any, device_transform:
         raise ValueError(f"device should be what torch.device takes, but got device={device!r}: {error}") from None
 
 
-class DeviceOptions(Protocol):
-    """Those of a loader."""
-
+class _Options(Protocol):
     device: DeviceLike
     device_transform: Callable[[Any], Any] | None
     static_buffers: bool
 
 
-def mover_of(loader: DeviceOptions) -> Mover | None:
+class _Loader(Protocol):
+    @property
+    def _ours(self) -> _Options: ...
+
+
+def mover_of(loader: _Loader) -> Mover | None:
     """What moves this loader's batches; None where nothing is to be done to them. All epochs of a loader share one: its
     static tensors keep their addresses. Called at the beginning of each epoch, by the thread that iterates: what its
     stream was given before is done before the epoch's copies and transforms.
@@ -64,19 +67,18 @@ def mover_of(loader: DeviceOptions) -> Mover | None:
     Raises:
         DeviceUnavailable: this process cannot use the device.
     """
-    if loader.device is None:
+    if loader._ours.device is None:
         return None
-    asked = (os.getpid(), loader.device, loader.device_transform, loader.static_buffers)
     kept: _Kept | None = loader.__dict__.get(_KEPT)
-    if kept is None or not kept.serves(loader, asked):
+    if kept is None or not kept.serves(loader):
         # In the loader, which a transform may refer to: anywhere else the two would keep each other for ever.
-        kept = loader.__dict__[_KEPT] = _Kept(loader, asked, _make_mover(loader))
+        kept = loader.__dict__[_KEPT] = _Kept(loader, _make_mover(loader))
     if kept.mover is not None:
         kept.mover.accelerator.follow()
     return kept.mover
 
 
-def current_mover(loader: DeviceOptions) -> Mover | None:
+def current_mover(loader: _Loader) -> Mover | None:
     """What moved this loader's batches last; None: nothing did."""
     kept: _Kept | None = loader.__dict__.get(_KEPT)
     return None if kept is None else kept.mover
@@ -88,23 +90,24 @@ _KEPT = "_asyncloader_mover"
 class _Kept:
     """A loader's mover. Copies of the loader, also those that are pickled, make their own."""
 
-    def __init__(self, loader: DeviceOptions | None = None, asked: Any = None, mover: Mover | None = None) -> None:
+    def __init__(self, loader: _Loader | None = None, mover: Mover | None = None) -> None:
         self._loader = None if loader is None else weakref.ref(loader)
-        self._asked = asked
+        self._owner = os.getpid()
         self.mover = mover
 
-    def serves(self, loader: DeviceOptions, asked: Any) -> bool:
-        return self._loader is not None and self._loader() is loader and self._asked == asked
+    def serves(self, loader: _Loader) -> bool:
+        return self._loader is not None and self._loader() is loader and self._owner == os.getpid()
 
     def __reduce__(self) -> Any:
         return _Kept, ()
 
 
-def _make_mover(loader: DeviceOptions) -> Mover | None:
-    device = torch.device(loader.device)  # type: ignore[arg-type]
+def _make_mover(loader: _Loader) -> Mover | None:
+    options = loader._ours
+    device = torch.device(options.device)  # type: ignore[arg-type]
     accelerator = open_accelerator(device)
     if accelerator is None:
-        if loader.device_transform is None and not loader.static_buffers:
+        if options.device_transform is None and not options.static_buffers:
             return None
         accelerator = PlainAccelerator(device)
-    return Mover(accelerator, loader.device_transform, static=loader.static_buffers)
+    return Mover(accelerator, options.device_transform, static=options.static_buffers)

@@ -62,9 +62,9 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
         return skipping
     if wrapper:
         inside.load_state_dict({})  # or the next epoch would begin there
-    if inside.seed is None or is_iterable(inside):
+    if inside._ours.seed is None or is_iterable(inside):
         return adopt(skipping, inside)
-    ours = _skipping(type(inside), num_batches)(**constructor_arguments(inside, {}))
+    ours = _skipping(type(inside), num_batches)(**constructor_arguments(inside, {}, type(inside)))
     if not wrapper:
         return ours
     _tell(ours, getattr(inside.batch_sampler, "num_processes", 1))
@@ -107,7 +107,7 @@ def adopt(prepared: Any, like: DataLoader[Any] | None = None) -> Any:
     stateful = _one_state_for_all(prepared, inside)
     if not isinstance(inside, DataLoader):
         inside = prepared.base_dataloader = _exchanged(prepared, inside, like)
-        if like is not None and like.seed is not None and not getattr(prepared, "iteration", 1):
+        if like is not None and like._ours.seed is not None and not getattr(prepared, "iteration", 1):
             prepared.iteration = like.state_dict()["epoch"]
     _keep_state(prepared, inside, stateful)
     return prepared

@@ -1,0 +1,185 @@
+"""A subclass's attributes may be called as options of ours are: they are the subclass's, and switch nothing on."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch.utils.data
+
+from asyncloader import AsyncDataLoader, DataLoader, StatefulDataLoader
+from asyncloader.options import OUR_OPTION_NAMES
+from tests.integration.comparing import assert_same
+from tests.integration.datasets import Numbers
+from tests.integration.running import collect, run_async
+
+# What programs keep under these names, and what would change their batches, or fail, if it were taken for an option.
+THEIRS: dict[str, Any] = dict.fromkeys(OUR_OPTION_NAMES, "theirs") | {
+    "seed": 7,
+    "rank": 3,
+    "world_size": 4,
+    "device": "meta",
+    "decode": str,
+    "device_transform": str,
+    "static_buffers": True,
+    "worker_timeout": 1e-9,
+    "max_bad_samples": 0,
+}
+
+
+def keep(loader: Any) -> None:
+    for name, value in THEIRS.items():
+        setattr(loader, name, value)
+
+
+class Before(DataLoader[Any]):
+    """Has them when our constructor begins."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        keep(self)
+        super().__init__(*args, **options)
+
+
+class After(DataLoader[Any]):
+    """Gets them when it has ended."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        keep(self)
+
+
+class StatefulAfter(StatefulDataLoader[Any]):
+    """The same of the class that stands for torchdata's."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        keep(self)
+
+
+class Properties(DataLoader[Any]):
+    """Computes them, and nobody can set them."""
+
+
+def _computed(name: str) -> property:
+    return property(lambda _: THEIRS[name])
+
+
+for each in THEIRS:
+    setattr(Properties, each, _computed(each))
+
+
+class AsyncAfter(AsyncDataLoader[Any]):
+    """The asynchronous one."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        keep(self)
+
+
+WORKERS = pytest.mark.parametrize("workers", [0, 2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "plain"),
+    [
+        (Before, torch.utils.data.DataLoader),
+        (After, torch.utils.data.DataLoader),
+        (Properties, torch.utils.data.DataLoader),
+        (StatefulAfter, StatefulDataLoader),  # shuffles as torchdata's does
+    ],
+)
+@WORKERS
+def test_batches_are_as_without(kind: Any, plain: Any, workers: int) -> None:
+    """Two epochs of them, shuffled; and the attributes are as the subclass left them."""
+    options = {"batch_size": 4, "shuffle": True, "num_workers": workers}
+    torch.manual_seed(5)
+    expected = [list(plain(Numbers(18), **options)) for _ in range(2)]
+    torch.manual_seed(5)
+    found = []
+    for _ in range(2):
+        with kind(Numbers(18), **options) as loader:
+            found.append(list(loader))
+            assert {name: getattr(loader, name) for name in THEIRS} == THEIRS
+    assert_same(found, expected)
+
+
+@WORKERS
+def test_batches_of_the_asynchronous_one(workers: int) -> None:
+    """The same."""
+
+    async def run() -> list[Any]:
+        async with AsyncAfter(Numbers(18), batch_size=4, num_workers=workers) as loader:
+            found = [batch async for batch in loader]
+            assert {name: getattr(loader, name) for name in THEIRS} == THEIRS
+            return found
+
+    assert_same(run_async(run()), collect("torch", Numbers(18), batch_size=4))
+
+
+@pytest.mark.parametrize("kind", [Before, After, Properties])
+def test_what_was_given_counts(kind: Any) -> None:
+    """Options that the subclass passes on are in force, whatever it keeps under their names; a clone has them, too."""
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 11, "max_bad_samples": 5}
+    expected = list(DataLoader[Any](Numbers(18), **options))
+    with kind(Numbers(18), **options) as loader:
+        for other in (loader, loader.clone(), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+            assert_same(list(other), expected)
+            assert "seeded by 11" in other.explain()
+
+
+class Moving(DataLoader[Any]):
+    """Takes an argument of the name of an option of ours, and means another thing."""
+
+    def __init__(self, dataset: Any, *, device: str = "cpu", **options: Any) -> None:
+        super().__init__(dataset, **options)
+        self.device = device
+
+
+def test_an_argument_of_its_own() -> None:
+    """A clone is given what the subclass keeps; a loader of another class is not."""
+    loader = Moving(Numbers(6), device="meta", batch_size=2, concurrency=9)
+    assert vars(loader.clone())["device"] == "meta"
+    assert "device:" not in loader.clone().explain()
+    assert vars(loader.clone(device="cuda"))["device"] == "cuda"
+    stock = DataLoader[Any].from_torch(loader)
+    assert (stock.device, stock.concurrency) == (None, 9)
+    assert_same(list(stock), collect("torch", Numbers(6), batch_size=2))
+
+
+class OfTorch(torch.utils.data.DataLoader[Any]):
+    """A subclass of torch's loader, from before the switch."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        keep(self)
+        self.snapshot_every_n_steps = 3  # torchdata's loader has it, and means the same
+
+
+@pytest.mark.parametrize("kind", [DataLoader, AsyncDataLoader])
+def test_from_a_subclass_of_torchs(kind: Any) -> None:
+    """What it keeps is no option."""
+    loader = kind.from_torch(OfTorch(Numbers(6), batch_size=2))
+    fresh = kind(Numbers(6))
+    given = {name: getattr(loader, name) for name in THEIRS}
+    assert given == {name: getattr(fresh, name) for name in THEIRS} | {"snapshot_every_n_steps": 3}
+    run = collect("torch", Numbers(6), batch_size=2)
+    assert_same(list(loader) if kind is DataLoader else run_async(_all(loader)), run)
+
+
+async def _all(loader: AsyncDataLoader[Any]) -> list[Any]:
+    async with loader:
+        return [batch async for batch in loader]
+
+
+def test_options_are_fixed() -> None:
+    """The asynchronous loader says so; the other keeps what it is told, as torch's does, and goes by what it was
+    given.
+    """
+    with pytest.raises(ValueError, match=r"seed is fixed when a loader is made; clone\(seed=\.\.\.\)"):
+        AsyncDataLoader[Any](Numbers(6)).seed = 3
+    loader: Any = DataLoader[Any](Numbers(6), batch_size=2)
+    loader.device = "meta"
+    assert loader.device == "meta"
+    assert_same(list(loader), collect("torch", Numbers(6), batch_size=2))
