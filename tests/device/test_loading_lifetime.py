@@ -218,11 +218,8 @@ def test_a_cancelled_consumer_loses_no_batch(kind: str) -> None:
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_closing_does_not_hold_up_the_loop(kind: str, persistent: bool, cancelled: bool) -> None:
-    """While a batch is in hand, which takes its time, the loop goes on. A closing that is cancelled then is done by the
-    next one; and the next epoch is whole.
-    """
-    begun, go, calls = threading.Event(), threading.Event(), itertools.count()
-    let_go: list[bool] = []
+    """It goes on while a batch in hand takes its time. The next closing does what a cancelled one left; all is well."""
+    begun, go, calls, let_go = threading.Event(), threading.Event(), itertools.count(), list[bool]()
 
     def transform(batch: torch.Tensor) -> torch.Tensor:
         if next(calls) == 1:
