@@ -363,7 +363,7 @@ def _release(
 def _abandon(
     pipeline: Pipeline | None, consumer: Consumer, queue: ReadyQueue, shelf: LoaderShelf, pool: WorkerPool | None
 ) -> None:
-    """End the parts of an iterator that nobody refers to any more. Waits for no process, only for the batch that a stage
+    """End the parts of an iterator that nobody refers to any more. Waits for no process, but for the batch that a stage
     has in hand.
     """
     pool, _ = _release(pipeline, consumer, queue, shelf, pool)
