@@ -317,7 +317,7 @@ class Progress:
         if self.leases is not None:
             leases = self.leases.state(cursors, self._given)
         elif leases is None and self.leases_key is not None:
-            leases = {"key": self.leases_key, "plan": None, "done": 0, "back": []}
+            leases = {"key": self.leases_key, "plan": None, "done": 0, "back": [], "returned": []}
         return {
             **streams,
             **({} if leases is None else {"leases": leases}),

@@ -3,8 +3,9 @@
 Data path: dataset -> [epoch_leases: plan, book] -> pipeline -> lanes. Made when an iterator starts, before its workers.
 
 The part of the state, beside the cursors of the lanes: ``{"key": int, "plan": str, "done": int, "back": [[[shard,
-start, stop, sync], ...], ...]}``: what chose the epoch's orders, a digest of the plan (None: there was none yet), how
-many of its leases were given, and the leases that come before the rest.
+start, stop, sync], ...], ...], "returned": [[[batch, number, lane], [[shard, start, stop, sync], ...]], ...]}``: what
+chose the epoch's orders, a digest of the plan (None: there was none yet), how many of its leases were given, the leases
+that come before the rest, and what lanes gave back, with the stamps of their requests.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from asyncloader.errors import StateError
 from asyncloader.remote.catalogue import Piece
 from asyncloader.remote.lane_state import check_lane, is_count, is_piece
-from asyncloader.remote.leases import LaneStart, Lease, LeaseBook, Ledger
+from asyncloader.remote.leases import LaneStart, Lease, LeaseBook, Ledger, Returned
 from asyncloader.workers.cursor import Cursor
 from asyncloader.workers.info import EpochStart
 from asyncloader.workers.seeding import derive
@@ -74,22 +75,29 @@ class EpochLeases:
         if saved is None and any(start.cursor is not None or start.skip for start in starts):
             raise StateError("the state is broken: workers have read shards, but nothing says which are left")
         self._digest = _digest(names, plan, shuffle)
-        done, back = (0, []) if saved is None else self._checked(saved, plan, len(names))
-        self._ledger = Ledger(plan, done, back)
+        self._lanes = len(starts)
+        self._ledger = Ledger(plan) if saved is None else self._restored(saved, plan, len(names))
         for start in starts:
             if start.cursor is not None and start.cursor.iterator is not None:
                 check_lane(start.cursor.iterator, len(names))
         self._first = [_taken(start.cursor.iterator if start.cursor else None) for start in starts]
         self.book = LeaseBook(self._ledger, [_lane_start(start) for start in starts], ordered=ordered)
 
-    def _checked(self, saved: Any, plan: Sequence[Lease], shards: int) -> tuple[int, list[Lease]]:
+    def _restored(self, saved: Any, plan: Sequence[Lease], shards: int) -> Ledger:
         try:
             digest, done = saved["plan"], saved["done"]
-            back = [tuple(Piece(*piece) for piece in lease) for lease in saved["back"]]
+            back = [_lease(lease) for lease in saved["back"]]
+            returned = [Returned(tuple(stamp), _lease(lease)) for stamp, lease in saved["returned"]]
+            returned.sort(key=lambda each: each.stamp)
+            leases = back + [each.lease for each in returned]
             right = (
-                is_count(done) and done <= len(plan) and all(is_piece(each, shards) for lease in back for each in lease)
+                is_count(done)
+                and done <= len(plan)
+                and all(is_piece(each, shards) for lease in leases for each in lease)
+                and all(len(each.stamp) == 3 and all(map(is_count, each.stamp)) for each in returned)
+                and all(each.giver < self._lanes for each in returned)
             )
-        except (TypeError, KeyError) as error:
+        except (TypeError, ValueError, KeyError) as error:
             raise StateError(f"the state is broken: its part about shards lacks something: {error}") from error
         if digest != self._digest:
             raise StateError(
@@ -97,8 +105,10 @@ class EpochLeases:
                 "URLs, number of workers and of ranks, and shuffling, or begin anew without the state"
             )
         if not right:
-            raise StateError(f"the state is broken: {done} of {len(plan)} leases were given, and {len(back)} came back")
-        return done, back
+            raise StateError(
+                f"the state is broken: {done} of {len(plan)} leases were given, and {len(leases)} came back"
+            )
+        return Ledger(plan, done, back, returned)
 
     def state(self, cursors: list[dict[str, Any] | None], given: Sequence[int]) -> dict[str, Any]:
         """This part of the loader's state, for lanes at these places. Any thread.
@@ -110,12 +120,25 @@ class EpochLeases:
             for first, cursor in zip(self._first, cursors, strict=True)
         ]
         ended = {lane for lane, cursor in enumerate(cursors) if cursor is not None and cursor["ended"]}
-        done, back, over = self._ledger.state(taken, ended)
-        for lane in over:
+        state = self._ledger.state(taken, ended)
+        for lane in state.over:
             samples = (cursors[lane] or {"samples": 0})["samples"]
             cursors[lane] = Cursor(given[lane], samples, True, None, None)._asdict()
-        plain = [[list(piece) for piece in lease] for lease in back]
-        return {"key": self._key, "plan": self._digest, "done": done, "back": plain}
+        return {
+            "key": self._key,
+            "plan": self._digest,
+            "done": state.done,
+            "back": [_plain(lease) for lease in state.back],
+            "returned": [[list(stamp), _plain(lease)] for stamp, lease in state.returned],
+        }
+
+
+def _lease(plain: Any) -> Lease:
+    return tuple(Piece(*piece) for piece in plain)
+
+
+def _plain(lease: Lease) -> list[list[Any]]:
+    return [list(piece) for piece in lease]
 
 
 def _taken(state: Any) -> int:

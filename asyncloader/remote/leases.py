@@ -12,26 +12,29 @@ stamps. So one waits until every other lane is known to be past it, or to have a
 a piece while it still reads another, and hardly ever has to wait. (With ``in_order=False`` nothing is promised about
 the order, and requests are answered as they come.)
 
-A lane that can fill no more batch *gives back* what it has left, and is over; another one reads that again. Only the
-last lane ends with a short batch.
+A lane that can fill no more batch *gives back* what it has left, and is over; another one reads that again: one whose
+request has a later stamp. Only the last lane ends with a short batch.
 
 *Healing.* A worker that takes another's place asks again for what it does not remember, and is answered as that one
 was.
 
 *Resuming.* `Ledger` has what was leased to whom, in order. Together with the states of the lanes at their delivered
-batches it says what nobody has begun: leases that were taken later are as good as never given.
+batches it says what nobody has begun: leases that were taken later are as good as never given. Lanes then make again
+the requests that they made since, with the same stamps, and are answered as before. What a lane gave back whose end was
+delivered keeps its stamp, so that requests which were made before it do not get it now.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from bisect import insort
 from collections.abc import Collection, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from asyncloader.remote.catalogue import Piece
 
-__all__ = ["LaneStart", "Lease", "LeaseBook", "Ledger", "Reply"]
+__all__ = ["LaneStart", "Lease", "LeaseBook", "Ledger", "LedgerState", "Reply", "Returned"]
 
 Lease = tuple[Piece, ...]
 """Pieces for one lane to read, one after the other."""
@@ -72,6 +75,42 @@ class LaneStart(NamedTuple):
     over: bool = False
 
 
+class Returned(NamedTuple):
+    """What a lane that is over gave back.
+
+    Attributes:
+        stamp: of the request with which it did: the lane's batch, the leases that it has had, its number.
+        lease: what it had left.
+    """
+
+    stamp: tuple[int, int, int]
+    lease: Lease
+
+    @property
+    def giver(self) -> int:
+        """The lane."""
+        return self.stamp[2]
+
+
+_STAMP = attrgetter("stamp")
+
+
+class LedgerState(NamedTuple):
+    """Where an epoch stands.
+
+    Attributes:
+        done: how many leases of the plan were given.
+        back: leases that come before the rest of the plan, in their order.
+        returned: what was given back by lanes whose end was delivered, and is nobody's yet, in the order of stamps.
+        over: the lanes that are over because another one has what they gave back.
+    """
+
+    done: int
+    back: list[Lease]
+    returned: list[Returned]
+    over: list[int]
+
+
 class _Entry(NamedTuple):
     lane: int
     number: int
@@ -87,14 +126,19 @@ class Ledger:
         plan: the epoch's leases, in their order.
         done: how many of them were given before the epoch was resumed.
         back: leases that come before the rest of the plan: they were taken, but not used, when the state was saved.
+        returned: what had been given back, and was nobody's, in the order of stamps.
     """
 
-    def __init__(self, plan: Sequence[Lease], done: int = 0, back: Sequence[Lease] = ()) -> None:
+    def __init__(
+        self, plan: Sequence[Lease], done: int = 0, back: Sequence[Lease] = (), returned: Sequence[Returned] = ()
+    ) -> None:
         self._plan = plan
         self._done = done
         self._back = list(back)
         self._entries: list[_Entry] = []
-        self._returned: list[tuple[int, Lease]] = []
+        self._returned = list(returned)
+        self.left = tuple(returned)
+        """What had been given back before the epoch was resumed."""
         self._takers: dict[int, _Entry] = {}  # giver -> who got what it gave back
 
     def __len__(self) -> int:
@@ -114,34 +158,30 @@ class Ledger:
         if giver >= 0:
             self._takers[giver] = entry
 
-    def note_return(self, giver: int, lease: Lease) -> None:
+    def note_return(self, returned: Returned) -> None:
         """A lane that is over gave back what it had left."""
-        self._returned.append((giver, lease))
+        self._returned.append(returned)
 
-    def state(self, taken: Sequence[int], ended: Collection[int] = ()) -> tuple[int, list[Lease], list[int]]:
+    def state(self, taken: Sequence[int], ended: Collection[int] = ()) -> LedgerState:
         """Where the epoch stands when the lanes have had so many leases.
 
         Takes time for the leases since each lane's last one that counts.
 
         Args:
             taken: of each lane.
-            ended: lanes whose place is behind their end.
-
-        Returns:
-            How many leases of the plan were given; leases that come before the rest of it, in their order; the lanes
-            that are over because another one has what they gave back. What was given back and is nobody's yet is its
-            lane's again, if that lane is where it was before its end.
+            ended: lanes whose place is behind their end. What another one gave back and is nobody's yet is its own
+                again, as it is where it was before its end.
         """
         had = [math.inf if lane in ended else number for lane, number in enumerate(taken)]
         over: list[int] = []
-        returned: list[Lease] = []
-        for giver, lease in reversed(self._returned[:]):
-            taker = self._takers.get(giver)
+        returned: list[Returned] = []
+        for each in reversed(self._returned[:]):
+            taker = self._takers.get(each.giver)
             if taker is not None and taker.number < had[taker.lane]:
-                over.append(giver)
-                had[giver] = math.inf  # what it gave back may be what it had last
-            elif giver in ended:
-                returned.append(lease)
+                over.append(each.giver)
+                had[each.giver] = math.inf  # what it gave back may be what it had last
+            elif each.giver in ended:
+                returned.append(each)
         unseen = set(range(len(taken)))
         later: list[Lease] = []
         used = -1
@@ -154,8 +194,10 @@ class Ledger:
             if not unseen and used >= 0 and entry.source >= 0:
                 break  # what was given back comes at the end, when the source is used up
         used += 1
-        back = [*reversed(later), *self._back[used:], *reversed(returned)]
-        return self._done + max(0, used - len(self._back)), back, sorted(over)
+        back = [*reversed(later), *self._back[used:]]
+        return LedgerState(
+            self._done + max(0, used - len(self._back)), back, sorted(returned, key=_STAMP), sorted(over)
+        )
 
 
 class LeaseBook:
@@ -171,7 +213,7 @@ class LeaseBook:
         self.ledger = ledger
         self._ordered = ordered
         self._used = 0  # leases of the source
-        self._returned: deque[tuple[Lease, int]] = deque()
+        self._returned = list(ledger.left)  # in the order of stamps, if answers are
         self._batch = [lane.asks for lane in lanes]  # the first batch in which the lane may still ask
         self._next = [lane.answers for lane in lanes]
         self._first = [lane.taken for lane in lanes]
@@ -242,7 +284,7 @@ class LeaseBook:
             if self._ordered and any(self._may_come_before(other, (batch, number, lane)) for other in self._running()):
                 break
             del self._pending[lane]
-            reply = self._reply(lane, number, left)
+            reply = self._reply((batch, number, lane), left)
             if lane in self._gone:
                 self._gone.remove(lane)
             else:
@@ -258,8 +300,10 @@ class LeaseBook:
             return False
         return (self._batch[other], self._first[other] + len(self._had[other]), other) < stamp
 
-    def _reply(self, lane: int, number: int, left: Lease | None) -> Reply:
-        lease, source, giver = self._first_left()
+    def _reply(self, stamp: tuple[int, int, int], left: Lease | None) -> Reply:
+        _, number, lane = stamp
+        last = self._running() == [lane]
+        lease, source, giver = self._first_left(stamp, whatever=last and left is not None)
         if lease is not None:
             self._had[lane].append(lease)
             self.ledger.note(lane, number, lease, source, giver)
@@ -267,19 +311,26 @@ class LeaseBook:
         if left is None:
             self._refused[lane].add(number)
             return Reply(lane, number)
-        reply = self._over[lane] = Reply(lane, number, over=True, last=self._running() == [lane])
-        if left and not reply.last:
-            self._returned.append((left, lane))
-            self.ledger.note_return(lane, left)
+        reply = self._over[lane] = Reply(lane, number, over=True, last=last)
+        if left and not last:
+            returned = Returned(stamp, left)
+            if self._ordered:
+                insort(self._returned, returned, key=_STAMP)
+            else:
+                self._returned.append(returned)
+            self.ledger.note_return(returned)
         return reply
 
-    def _first_left(self) -> tuple[Lease | None, int, int]:
+    def _first_left(self, stamp: tuple[int, int, int], *, whatever: bool) -> tuple[Lease | None, int, int]:
+        """The next lease for a request, its place in the source, and who gave it back. `whatever`: nobody else is left
+        who could take what was given back.
+        """
         if self._used < len(self.ledger):
             self._used += 1
             return self.ledger.source(self._used - 1), self._used - 1, -1
-        if self._returned:
-            lease, giver = self._returned.popleft()
-            return lease, -1, giver
+        if self._returned and (whatever or not self._ordered or self._returned[0].stamp < stamp):
+            returned = self._returned.pop(0)
+            return returned.lease, -1, returned.giver
         return None, -1, -1
 
 

@@ -75,7 +75,7 @@ def test_states_that_do_not_fit(workers: int, tars: str, tmp_path: Path) -> None
         run.take(2)
         state = run.loader.state_dict()
     lane = state["workers"]["cursors"][0]["iterator"]
-    assert {"key", "plan", "done", "back"} == set(state["workers"]["leases"])
+    assert {"key", "plan", "done", "back", "returned"} == set(state["workers"]["leases"])
 
     def spoiled(**leases: Any) -> dict[str, Any]:
         changed: dict[str, Any] = state | {

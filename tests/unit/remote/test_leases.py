@@ -9,7 +9,7 @@ import pytest
 from asyncloader.errors import StateError
 from asyncloader.remote.catalogue import Piece
 from asyncloader.remote.epoch_leases import EpochLeases, saved_key
-from asyncloader.remote.leases import LaneStart, Lease, LeaseBook, Ledger, Reply
+from asyncloader.remote.leases import LaneStart, Lease, LeaseBook, Ledger, LedgerState, Reply, Returned
 from asyncloader.workers.cursor import Cursor
 from asyncloader.workers.info import EpochStart
 
@@ -120,10 +120,10 @@ def test_a_state_gives_back_what_nobody_had_begun() -> None:
     book.ask(1, 0, 0)
     book.ask(0, 1, 0)
     book.ask(1, 1, 0)
-    assert ledger.state([0, 0]) == (4, PLAN, [])
-    assert ledger.state([1, 1]) == (4, [PLAN[2], PLAN[3]], [])
-    assert ledger.state([2, 1]) == (4, [PLAN[3]], [])
-    assert ledger.state([1, 2]) == (4, [PLAN[2]], [])
+    assert ledger.state([0, 0]) == LedgerState(4, PLAN, [], [])
+    assert ledger.state([1, 1]) == LedgerState(4, [PLAN[2], PLAN[3]], [], [])
+    assert ledger.state([2, 1]) == LedgerState(4, [PLAN[3]], [], [])
+    assert ledger.state([1, 2]) == LedgerState(4, [PLAN[2]], [], [])
     again = Ledger(PLAN, 4, [PLAN[2], PLAN[3]])
     assert (len(again), again.source(1)) == (2, PLAN[3])
     assert LeaseBook(again, [LaneStart(taken=1)] * 2).ask(0, 1, 0) == [Reply(0, 1, PLAN[2])]
@@ -135,14 +135,60 @@ def test_a_state_knows_who_is_over_for_what_it_gave_back() -> None:
     requests: list[tuple[Any, ...]] = [(0, 0, 0), (1, 0, 0), (0, 1, 0, [REST]), (1, 1, 0, [])]
     for request in requests:
         book.ask(*request)
-    assert book.ledger.state([1, 1]) == (2, [], [])
-    assert book.ledger.state([1, 2]) == (2, [], [0])
+    assert book.ledger.state([1, 1]) == LedgerState(2, [], [], [])
+    assert book.ledger.state([1, 2]) == LedgerState(2, [], [], [0])
+
+
+def test_what_was_given_back_is_given_to_later_requests_alone() -> None:
+    """Where the giver's end was delivered and no taker's batch, the lease is kept with its stamp: lanes that go on from
+    before it ask again what they asked before it, and are answered as they were.
+    """
+    book = book_of(3, 3)
+    requests: list[tuple[Any, ...]] = [(0, 0, 0), (1, 0, 0), (2, 0, 0), (0, 1, 0), (1, 1, 0), (2, 1, 0, [REST])]
+    for request in requests:
+        book.ask(*request)
+    assert [book.answered(lane) for lane in (0, 1)] == [[Reply(1, 1)], [Reply(2, 1, over=True)]]
+    state = book.ledger.state([0, 1, 1], [2])
+    returned = Returned((0, 1, 2), (REST,))
+    assert state == LedgerState(3, [PLAN[0]], [returned], [])
+
+    ledger = Ledger(PLAN[:3], *state[:3])
+    again = LeaseBook(ledger, [LaneStart(), LaneStart(0, 0, 1), LaneStart(1, 1, 1, over=True)])
+    assert ledger.state([0, 1, 1], [2]) == state
+    assert again.ask(0, 0, 0) == [Reply(0, 0, PLAN[0])]
+    assert again.ask(0, 1, 0) == [Reply(0, 1)]  # refused, as it was
+    assert again.ask(1, 1, 0) == []
+    assert again.answered(0) == [Reply(1, 1)]  # this one as well
+    assert again.ask(0, 1, 1, [PLAN[0][0]]) == []
+    assert again.answered(1) == [Reply(0, 1, (REST,))]
+    assert ledger.state([2, 1, 1], [2]) == LedgerState(3, [], [], [2])
+
+
+def test_returns_are_taken_in_the_order_of_stamps() -> None:
+    """Also where one was there when the epoch was resumed, and an earlier one is made again after that."""
+    late, early = Returned((0, 2, 1), (REST,)), Piece(1, 5)
+    ledger = Ledger(PLAN[:1], 1, [], [late])
+    book = LeaseBook(ledger, [LaneStart(), LaneStart(over=True), LaneStart(0, 0, 1)])
+    assert book.ask(0, 0, 0, [early]) == [Reply(0, 0, over=True)]
+    assert ledger.state([0, 0, 1], [0, 1]).returned == [Returned((0, 0, 0), (early,)), late]
+    assert book.ask(2, 1, 0) == [Reply(2, 1, (early,))]
+    assert book.ask(2, 2, 0) == [Reply(2, 2, (REST,))]
+    assert ledger.state([0, 0, 3], [0, 1]) == LedgerState(1, [], [], [0, 1])
+
+
+def test_whoever_is_last_takes_what_was_given_back() -> None:
+    """Also if its stamp is one that no request can have: a state that was edited loses no sample silently."""
+    never = Returned((1 << 60, 0, 1), (REST,))
+    book = LeaseBook(Ledger(PLAN[:1], 1, [], [never]), [LaneStart(0, 0, 1), LaneStart(over=True)])
+    assert book.ask(0, 1, 0) == [Reply(0, 1)]
+    assert book.ask(0, 1, 0, []) == [Reply(0, 1, (REST,))]
+    assert book.ask(0, 2, 0, []) == [Reply(0, 2, over=True, last=True)]
 
 
 def test_a_new_epoch_s_state_is_its_beginning() -> None:
     """Nothing was leased: nothing comes back."""
-    assert Ledger(PLAN).state([0, 0]) == (0, [], [])
-    assert Ledger(PLAN, 2, [(REST,)]).state([1, 1]) == (2, [(REST,)], [])
+    assert Ledger(PLAN).state([0, 0]) == LedgerState(0, [], [], [])
+    assert Ledger(PLAN, 2, [(REST,)]).state([1, 1]) == LedgerState(2, [(REST,)], [], [])
 
 
 # ------------------------------------------------------------------------------------------ the part of a state
@@ -161,7 +207,7 @@ def whole() -> dict[str, Any]:
 def test_part_of_a_state() -> None:
     """It is plain, and another epoch's leases begin with it."""
     state = whole()
-    assert state == {"key": 5, "plan": state["plan"], "done": 1, "back": [[[0, 0, None, False]]]}
+    assert state == {"key": 5, "plan": state["plan"], "done": 1, "back": [[[0, 0, None, False]]], "returned": []}
     book = leases_of(state).book
     assert given(book.ask(0, 0, 0)) == [(0, 0)]
     assert given(book.ask(1, 0, 0)) == [(1, 1)]
@@ -193,13 +239,22 @@ def test_states_of_other_shards() -> None:
         {"back": [[[0, 0, None, 0]]]},
         {"back": [[5]]},
         {"back": "abc"},
+        {"returned": None},
+        {"returned": [5]},
+        {"returned": [[[0, 0, 0]]]},
+        {"returned": [[[0, 0], [[0, 0, None, False]]]]},
+        {"returned": [[[0, 0, 2], [[0, 0, None, False]]]]},
+        {"returned": [[[0, -1, 0], [[0, 0, None, False]]]]},
+        {"returned": [["abc", [[0, 0, None, False]]]]},
+        {"returned": [[[0, "1", 0], [[0, 0, None, False]]], [[0, 1, 0], [[0, 0, None, False]]]]},
+        {"returned": [[[0, 0, 1], [[4, 0, None, False]]]]},
     ],
 )
 def test_broken_parts(change: dict[str, Any]) -> None:
     """Whatever it holds, the outcome is a StateError."""
     with pytest.raises(StateError, match=r"the state is broken|was saved of other shards"):
         leases_of(whole() | change)
-    for name in ("plan", "done", "back"):
+    for name in ("plan", "done", "back", "returned"):
         part = whole()
         del part[name]
         with pytest.raises(StateError, match="lacks something"):
