@@ -136,7 +136,7 @@ class Ring:
         except BaseException:
             _call_all(unlocks)
             raise
-        self._memory.before_unmapping = partial(_call_all, unlocks)
+        self._memory.watch(partial(_call_all, unlocks))
         self.locked = True
 
     # ------------------------------------------------------------------------------------- loop thread

@@ -34,13 +34,23 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 class Mapping(mmap.mmap):
-    """A mapped segment; `before_unmapping` is called before the memory goes, in whatever thread drops the last view.
+    """A mapped segment.
 
-    By `__del__`, because a weak reference to an `mmap` tells of its end only after the pages are gone.
+    It goes without Python code, unless it is watched: the last view may die inside of torch, in a daemon thread, when
+    the interpreter is ending. Python code would give up the GIL there, and a thread that cannot have it back is ended;
+    in the middle of C++ that ends the process with an error.
     """
 
     before_unmapping: Callable[[], None] | None = None
 
+    def watch(self, before_unmapping: Callable[[], None]) -> None:
+        """Have this called before the memory goes, in whatever thread drops the last view."""
+        self.before_unmapping = before_unmapping
+        self.__class__ = _Watched
+
+
+class _Watched(Mapping):
+    # Not a weak reference: one to an `mmap` tells of its end only after the pages are gone.
     def __del__(self) -> None:
         if self.before_unmapping is not None:
             self.before_unmapping()

@@ -157,20 +157,12 @@ def test_before_unmapping_the_bytes_can_still_be_read() -> None:
     found: list[bytes] = []
     view = torch.frombuffer(mapping, dtype=torch.uint8)
     address = view.data_ptr()
-    mapping.before_unmapping = lambda: found.append(ctypes.string_at(address, 5))
+    mapping.watch(lambda: found.append(ctypes.string_at(address, 5)))
     del mapping
     assert found == []
     del view
     gc.collect()
     assert found == [b"hello"]
-
-
-def test_a_mapping_with_nothing_to_do() -> None:
-    """Most are never locked."""
-    mapping = new_mapping()
-    assert mapping.before_unmapping is None
-    del mapping
-    gc.collect()
 
 
 # --------------------------------------------------------------------------------------------- pages

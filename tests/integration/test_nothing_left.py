@@ -134,12 +134,16 @@ def test_exit_with_a_live_iterator(name: str, tmp_path: Path) -> None:
 
 
 def test_exit_while_a_daemon_thread_iterates(tmp_path: Path) -> None:
-    """The exit is not held up, and the workers go; a thread that asks for one batch more may be told `LoaderClosed`."""
+    """The exit is not held up, and the workers go; a thread that asks for one batch more may be told `LoaderClosed`.
+
+    Batches are no tensors: torch gives up the GIL while one is freed, and a thread that cannot have it back, as the
+    interpreter is ending, ends the process then.
+    """
     body = """
         begun = threading.Event()
         def work():
             with contextlib.suppress(LoaderClosed):
-                for batch in DataLoader(Slow(), num_workers=2):
+                for batch in DataLoader(Slow(), num_workers=2, collate_fn=list):
                     begun.set()
         threading.Thread(target=work, daemon=True).start()
         begun.wait()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import sys
 import threading
 import weakref
 
@@ -32,6 +33,26 @@ def lend(ring: Ring, nbytes: int = 64) -> torch.Tensor:
 def free(ring: Ring) -> int:
     ring.reclaim()
     return len(ring._free)
+
+
+@pytest.mark.parametrize("oneoff", [False, True])
+def test_the_last_view_goes_without_python_code(oneoff: bool) -> None:
+    """Also when the memory goes with it: inside of torch, at the interpreter's end, that code could end the process."""
+    ring = new_ring()
+    batch = lend(ring)
+    if oneoff:
+        batch = torch.frombuffer(oneoff_anchor(segment.create(PAGE), PAGE), dtype=torch.uint8)
+    memory = weakref.ref(batch.untyped_storage())
+    del ring
+    gc.collect()
+    ran: list[str] = []
+    sys.setprofile(lambda frame, event, _: ran.append(frame.f_code.co_qualname) if event == "call" else None)
+    try:
+        del batch
+    finally:
+        sys.setprofile(None)
+    assert ran == []
+    assert memory() is None
 
 
 def test_slots_are_handed_out_until_none_is_left() -> None:
