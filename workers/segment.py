@@ -46,7 +46,7 @@ class Mapping(mmap.mmap):
     def watch(self, before_unmapping: Callable[[], None]) -> None:
         """Have this called before the memory goes, in whatever thread drops the last view."""
         self.before_unmapping = before_unmapping
-        self.__class__ = _Watched
+        self.__class__ = _Watched  # pyright: ignore[reportAttributeAccessIssue] - only `__del__` is added
 
 
 class _Watched(Mapping):
