@@ -303,7 +303,7 @@ class AsyncDataLoader(Generic[T_co]):
 
     def clone(self, **changes: Any) -> Self:
         """A new loader with this one's options, `changes` applied; see `DataLoader.clone`."""
-        return type(self)(**constructor_arguments(self._spec, changes))
+        return type(self)(**constructor_arguments(self._spec, changes, self))
 
     @classmethod
     def from_torch(cls, loader: torch.utils.data.DataLoader[Any], **changes: Any) -> Self:

@@ -152,7 +152,7 @@ class DataLoader(LoaderSpec[T_co]):
                 anew, for the dataset that the clone gets.
         """
         _ = self._state  # it was of use
-        return type(self)(**constructor_arguments(self, changes, type(self)))
+        return type(self)(**constructor_arguments(self, changes, self))
 
     @classmethod
     def from_torch(cls, loader: torch.utils.data.DataLoader[Any], **changes: Any) -> Self:

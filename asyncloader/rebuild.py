@@ -35,7 +35,7 @@ _DEFAULTS = {name: inspect.signature(LoaderSpec).parameters[name].default for na
 
 
 def constructor_arguments(
-    loader: torch.utils.data.DataLoader[Any], changes: Mapping[str, Any], kind: type | None = None
+    loader: torch.utils.data.DataLoader[Any], changes: Mapping[str, Any], own: object | None = None
 ) -> dict[str, Any]:
     """Keyword arguments for a constructor that make a loader like `loader`, `changes` applied.
 
@@ -43,13 +43,14 @@ def constructor_arguments(
         loader: torch's loader or one of ours; its options as they are now.
         changes: arguments that replace the loader's. ``batch_sampler`` replaces all that speaks of batches;
             ``sampler`` replaces ``shuffle`` and the other way round. ``num_workers=0`` drops what needs workers.
-        kind: the class whose constructor it is; default None: one of ours.
+        own: the loader that is made again, in its own class: a user's, whose constructor has an argument of the name of
+            an option of ours, keeps that under this name. Default None: the constructor is one of ours.
     """
     arguments: dict[str, Any] = {"dataset": _plain_dataset(loader.dataset)}
     for name in _PLAIN:
         if hasattr(loader, name):  # not every torch has all of them
             arguments[name] = getattr(loader, name)
-    arguments |= _ours(loader, kind)
+    arguments |= _ours(loader, own)
     if loader.collate_fn is not (default_collate if loader._auto_collation else default_convert):
         arguments["collate_fn"] = loader.collate_fn
     if not changes.get("num_workers", loader.num_workers):
@@ -61,12 +62,11 @@ def constructor_arguments(
     return arguments | dict(changes)
 
 
-def _ours(loader: torch.utils.data.DataLoader[Any], kind: type | None) -> dict[str, Any]:
+def _ours(loader: torch.utils.data.DataLoader[Any], own: object | None) -> dict[str, Any]:
     if isinstance(loader, LoaderSpec):
         given = dict(vars(loader._ours))
-        # A subclass whose constructor has an argument of the same name keeps what it was given under that name.
-        taken = vars(loader).keys() & _own_arguments(kind) if kind is not None and isinstance(loader, kind) else ()
-        given |= {name: getattr(loader, name) for name in taken}
+        if own is not None:
+            given |= {name: getattr(own, name) for name in vars(own).keys() & _own_arguments(type(own))}
     else:
         # Of other classes' attributes just the one that means the same, in torchdata's StatefulDataLoader.
         given = {name: getattr(loader, name) for name in ("snapshot_every_n_steps",) if hasattr(loader, name)}

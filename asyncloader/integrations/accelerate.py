@@ -64,7 +64,7 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
         inside.load_state_dict({})  # or the next epoch would begin there
     if inside._ours.seed is None or is_iterable(inside):
         return adopt(skipping, inside)
-    ours = _skipping(type(inside), num_batches)(**constructor_arguments(inside, {}, type(inside)))
+    ours = _skipping(type(inside), num_batches)(**constructor_arguments(inside, {}, inside))
     if not wrapper:
         return ours
     _tell(ours, getattr(inside.batch_sampler, "num_processes", 1))

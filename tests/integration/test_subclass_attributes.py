@@ -137,13 +137,27 @@ class Moving(DataLoader[Any]):
         self.device = device
 
 
-def test_an_argument_of_its_own() -> None:
-    """A clone is given what the subclass keeps; a loader of another class is not."""
-    loader = Moving(Numbers(6), device="meta", batch_size=2, concurrency=9)
-    assert vars(loader.clone())["device"] == "meta"
-    assert "device:" not in loader.clone().explain()
-    assert vars(loader.clone(device="cuda"))["device"] == "cuda"
-    stock = DataLoader[Any].from_torch(loader)
+class AsyncMoving(AsyncDataLoader[Any]):
+    """The same."""
+
+    def __init__(self, dataset: Any, *, device: str = "cpu", **options: Any) -> None:
+        super().__init__(dataset, **options)
+        self.device = device
+
+
+@pytest.mark.parametrize("kind", [Moving, AsyncMoving])
+def test_an_argument_of_its_own(kind: Any) -> None:
+    """A clone is given what the subclass keeps."""
+    loader = kind(Numbers(6), device="meta", batch_size=2, concurrency=9)
+    clone = loader.clone()
+    assert (clone.device, clone.batch_size, clone.concurrency) == ("meta", 2, 9)
+    assert "device:" not in clone.explain()
+    assert loader.clone(device="cuda").device == "cuda"
+
+
+def test_another_class_is_not_given_it() -> None:
+    """A plain loader is made from what the plain constructor was given."""
+    stock = DataLoader[Any].from_torch(Moving(Numbers(6), device="meta", batch_size=2, concurrency=9))
     assert (stock.device, stock.concurrency) == (None, 9)
     assert_same(list(stock), collect("torch", Numbers(6), batch_size=2))
 
