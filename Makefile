@@ -7,7 +7,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-# Test files that run at a time; 0 runs them in one process, where --pdb works.
+# Test files that run at a time, in the order of their names: xdist's own order, by the number of tests, ends with the
+# few that take long. 0 runs them in one process, where --pdb works.
 JOBS ?= 2
 # Cases that `make chaos` draws.
 SEEDS ?= 2000
@@ -32,7 +33,7 @@ demo-remote: $(VENV)/.stamp-demo-remote ## train from a store that is far away, 
 	$(BIN)/python docs/examples/remote_digits.py $(ARGS)
 
 test: $(VENV)/.stamp-test ## run the whole suite
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-integrations: $(VENV)/.stamp-test-integrations ## run the tests with more frameworks that hold a loader (1 GB)
 	$(BIN)/python -m pytest -m clients tests/integrations $(ARGS)
