@@ -137,13 +137,16 @@ class Ledger:
         self._back = list(back)
         self._entries: list[_Entry] = []
         self._returned = list(returned)
-        self.left = tuple(returned)
-        """What had been given back before the epoch was resumed."""
         self._takers: dict[int, _Entry] = {}  # giver -> who got what it gave back
 
     def __len__(self) -> int:
         """Leases of the source: those that came back, and the rest of the plan."""
         return len(self._back) + len(self._plan) - self._done
+
+    @property
+    def returned(self) -> tuple[Returned, ...]:
+        """What lanes have given back so far, whoever has it now."""
+        return tuple(self._returned)
 
     def source(self, number: int) -> Lease:
         """Lease `number` of the source."""
@@ -213,7 +216,7 @@ class LeaseBook:
         self.ledger = ledger
         self._ordered = ordered
         self._used = 0  # leases of the source
-        self._returned = list(ledger.left)  # in the order of stamps, if answers are
+        self._returned = list(ledger.returned)  # in the order of stamps, if answers are
         self._batch = [lane.asks for lane in lanes]  # the first batch in which the lane may still ask
         self._next = [lane.answers for lane in lanes]
         self._first = [lane.taken for lane in lanes]
