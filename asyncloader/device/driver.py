@@ -1,4 +1,4 @@
-"""What is asked of CUDA's driver itself: a few functions of libcuda.so.1, called without the GIL.
+"""What is asked of CUDA's driver itself: a few functions of libcuda.so.1, called without the GIL if they take time.
 
 Data path: ring -> locking -> cuda -> [driver].
 
@@ -42,10 +42,12 @@ class Driver:
     Args:
         library: libcuda, loaded.
         index: of the device.
+        quick: the same, for calls that keep the GIL; default None: there is only the one.
     """
 
-    def __init__(self, library: Any, index: int) -> None:
+    def __init__(self, library: Any, index: int, quick: Any = None) -> None:
         self._library = library
+        self._quick = library if quick is None else quick
         self._index = index
 
     def lock(self, address: int, nbytes: int) -> Callable[[], None]:
@@ -74,8 +76,11 @@ class Driver:
                 self._exchange_mode(mode)
 
     def _exchange_mode(self, mode: ctypes.c_int) -> bool:
-        """`mode` has the thread's former one then. A refusal costs graphs that are captured now, no batch."""
-        return bool(self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)) == _SUCCESS)
+        """`mode` has the thread's former one then. A refusal costs graphs that are captured now, no batch.
+
+        It only sets a variable of the thread: to give up the GIL for it, twice a batch, would be to wait for it.
+        """
+        return bool(self._quick.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)) == _SUCCESS)
 
     def _unlock(self, owner: int, address: int) -> None:
         if os.getpid() != owner:
@@ -116,7 +121,7 @@ class Driver:
 def open_driver(index: int) -> Driver | None:
     """The driver; None where there is none that we know: ROCm's, for one."""
     library = None if torch.version.cuda is None else _load()
-    return None if library is None else Driver(library, index)
+    return None if library is None else Driver(library, index, ctypes.PyDLL("libcuda.so.1"))
 
 
 @cache

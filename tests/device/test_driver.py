@@ -159,6 +159,16 @@ def test_captures_of_the_users_thread(before: int, codes: dict[str, int]) -> Non
     assert library.modes == [RELAXED] * (0 if GET in codes else 2)
 
 
+def test_modes_are_exchanged_with_the_gil() -> None:
+    """By the library that keeps it; pages are locked by the other, which does not."""
+    slow, quick = FakeLibrary(), FakeLibrary()
+    driver = Driver(slow, 0, quick)
+    with driver.relaxed():
+        assert (slow.mode, quick.mode) == (0, RELAXED)
+    driver.lock(ADDRESS, NBYTES)()
+    assert (slow.modes, quick.calls) == ([0, 0], [])
+
+
 def test_a_driver_that_does_not_relax() -> None:
     """It locks all the same, and no mode is made up."""
     library = FakeLibrary(**{EXCHANGE: 999})
@@ -255,6 +265,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
             return result
 
         monkeypatch.setattr(ctypes, "CDLL", load_library)
+        monkeypatch.setattr(ctypes, "PyDLL", load_library)
 
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     driver._load.cache_clear()
