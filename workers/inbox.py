@@ -63,6 +63,8 @@ class Inbox:
         elif kind == wire.ASK:
             said, number, batch, left = wire.unpack_ask(body)
             if said == epoch and listener is not None:
+                if watch is not None:
+                    watch.asked(self._worker)
                 listener.on_ask(self._worker, number, batch, pickle.loads(left))
         elif kind == wire.COUNTS:
             if listener is not None:

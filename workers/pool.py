@@ -70,8 +70,9 @@ class WorkerPool:
         self.start_method: str = context.get_start_method()
         self.concurrent = is_concurrent(setup.dataset, setup.fetch_threads)
         """Whether a worker has several tasks in hand at a time."""
-        # Threads take samples in the order of the tasks: one that is late waits for those before it.
-        self._all_at_once = self.concurrent and not setup.fetch_threads
+        # Threads take samples in the order of the tasks, and streams are read by one task after the other: one that is
+        # late waits for those before it.
+        self._all_at_once = self.concurrent and not setup.fetch_threads and not setup.iterable
         self.epoch = 0
         self._context = context
         self._worker_timeout = worker_timeout
@@ -264,6 +265,8 @@ class WorkerPool:
 
     def lease(self, worker: int, epoch: int, number: int, answer: Any) -> None:
         """Answer the worker's request for lease `number`."""
+        if self._watch is not None:
+            self._watch.leased(worker)
         self._send(self.processes[worker], wire.pack_lease(epoch, number, pickle.dumps(answer, 5)))
 
     def _send(self, process: WorkerProcess, frame: bytes, fds: list[int] | None = None) -> None:

@@ -6,7 +6,10 @@ One timer for all workers. It is set for the first deadline that there could be,
 still stands: answers do not touch it. While nobody has a task there is none.
 
 A worker is not blamed for our own delay: what it has sent and nobody has read is read first; and if the loop itself was
-held up (by a long call in its thread, or because the whole job was suspended), everybody's time begins anew.
+held up (by a long call in its thread, or because the whole job was suspended), everybody's time begins anew. Nor for
+that of others: while it has asked for a lease that depends on them, or on a consumer that takes its time, no time
+counts. That hides no worker that hangs: it asks in the task that it is at, and the others are past that task sooner or
+later, or are late themselves.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ class Watch:
         self._tasks: list[dict[int, float]] = [{} for _ in range(workers)]  # task -> when it was given
         self._since = [loop.time()] * workers  # the last start, or answer
         self._starting = [True] * workers
+        self._waiting = [False] * workers  # for a lease
         self._timer: asyncio.Handle | None = None
         self._due = (
             0.0  # when it fires: uvloop gives a handle that does not tell if that is less than a millisecond away
@@ -62,6 +66,7 @@ class Watch:
         """A new process starts, or an epoch: the user's start-up code runs now."""
         self._since[worker] = self._loop.time()
         self._starting[worker] = True
+        self._waiting[worker] = False
 
     def started(self, worker: int) -> None:
         """That code has run."""
@@ -72,8 +77,17 @@ class Watch:
     def assigned(self, worker: int, seq: int) -> None:
         """The worker was given a task."""
         now = self._tasks[worker][seq] = self._loop.time()
-        if self._timer is None or self._due > now + self._seconds:  # it waits for another's start-up
-            self._arm()
+        self._arm_by(now)
+
+    def asked(self, worker: int) -> None:
+        """The worker asked for a lease."""
+        self._waiting[worker] = True
+
+    def leased(self, worker: int) -> None:
+        """It got the answer."""
+        self._waiting[worker] = False
+        now = self._since[worker] = self._loop.time()
+        self._arm_by(now)
 
     def answered(self, worker: int, seq: int) -> None:
         """The worker answered a task."""
@@ -95,11 +109,16 @@ class Watch:
 
     def _deadline(self, worker: int) -> float | None:
         tasks = self._tasks[worker]
-        if not tasks:
+        if not tasks or self._waiting[worker]:
             return None
         if self._starting[worker]:
             return self._since[worker] + max(self._seconds, START_SECONDS)
         return max(next(iter(tasks.values())), self._since[worker]) + self._seconds
+
+    def _arm_by(self, now: float) -> None:
+        """See to it that the timer is there for a worker's deadline that is counted from now."""
+        if self._timer is None or self._due > now + self._seconds:  # it waits for another's start-up
+            self._arm()
 
     def _arm(self) -> None:
         deadlines = [due for worker in range(len(self._tasks)) if (due := self._deadline(worker)) is not None]

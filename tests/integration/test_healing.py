@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import warnings
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,24 @@ def test_hanging_worker_is_replaced(kind: str, way: str, tmp_path: Path) -> None
     dataset = Faulty(24, Faults(tmp_path, {9: way}))
     got = collect(kind, dataset, batch_size=4, seed=1, num_workers=2, worker_timeout=0.5)
     assert_same(got, expected)
+
+
+def test_tasks_of_a_stream_wait_for_one_another() -> None:
+    """An asynchronous stream is read by one task after the other: what waits for its turn is not late."""
+    options: dict[str, Any] = {"batch_size": 1, "num_workers": 1, "prefetch_factor": 10, "max_worker_restarts": 0}
+    assert len(collect("sync", SlowStream(12, 0.2), worker_timeout=1.2, **options)) == 12
+
+
+class SlowStream:
+    """Gives a number every `seconds`."""
+
+    def __init__(self, count: int, seconds: float) -> None:
+        self.count, self.seconds = count, seconds
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        for number in range(self.count):
+            await asyncio.sleep(self.seconds)
+            yield number
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,16 @@ from asyncloader.transports import ObjectNotFound
 from asyncloader.workers import wire
 from tests.integration.faulty import Faults, grown
 from tests.integration.lying import Liar, say_no_more, until_error
-from tests.integration.remote_folders import Killing, dataset_of, epochs_of, flat, make_shards, number_of, with_method
+from tests.integration.remote_folders import (
+    Killing,
+    dataset_of,
+    epochs_of,
+    flat,
+    make_shards,
+    number_of,
+    plain,
+    with_method,
+)
 from tests.integration.running import BOTH, PATIENCE_S
 from tests.integration.seeded_runs import Stepwise
 
@@ -64,6 +74,36 @@ def test_workers_that_grow_are_replaced(tmp_path: Path) -> None:
                   worker_memory_limit=24 << 20) as run:  # fmt: skip
         assert [batch.tolist() for batch in run.epoch()] == expected[0]
         assert run.loader.stats()["data/worker_retirements"] > 1
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_workers_that_hang_are_replaced(kind: str, tmp_path: Path) -> None:
+    """After `worker_timeout`: one alone, both at their first samples, and one that waits for no lease any more."""
+    url = make_shards(tmp_path, SIZES)
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "seed": 5}
+    expected = epochs_of(kind, dataset_of(url, shuffle_buffer=6), **options)
+    first = {batch[0] for batch in expected[0][:2]}
+    for number, places in enumerate(({expected[0][5][1]}, first, {expected[0][-1][-1]})):
+        struck = tmp_path / f"struck{number}"
+        struck.mkdir()
+        dataset = dataset_of(url, shuffle_buffer=6, decode=Killing(Faults(struck, dict.fromkeys(places, "hang"))))
+        assert epochs_of(kind, dataset, worker_timeout=1.0, **options) == expected
+        assert len(list(struck.iterdir())) == len(places)
+
+
+def test_a_consumer_that_takes_its_time_kills_nobody(tmp_path: Path) -> None:
+    """A worker whose next lease waits for another's batch, which waits for the consumer, is not at a task itself."""
+    # Of four shards the first worker reads the short ones, and is then told that it is over when the other one has made
+    # its third batch: for that the other's first one has to be taken.
+    url = make_shards(tmp_path, (4, 40, 4))
+    with Stepwise("sync", dataset_of(url), batch_size=4, num_workers=2, max_worker_restarts=1, worker_timeout=2.0,
+                  multiprocessing_context="fork") as run:  # fmt: skip
+        run.begin()
+        batches = run.take(1)
+        time.sleep(5)  # that is the consumer's time
+        batches += run.rest()
+        assert sorted(number for batch in batches for number in plain(batch)) == list(range(48))
+        assert run.loader.stats()["data/worker_restarts"] == 0
 
 
 class Hoard:

@@ -328,6 +328,53 @@ def test_being_held_up_for_less_than_a_period_excuses_nobody(clock: Clock, late:
     assert late == [(0, 5.75)]
 
 
+# ------------------------------------------------------------------------------------- leases of others
+
+
+def test_waiting_for_a_lease_does_not_count(clock: Clock, late: Late) -> None:
+    """The answer may take as long as other workers or the consumer do; the task has its whole time after it."""
+    watch = watching(clock, late)
+    watch.assigned(0, 0)
+    clock.at(4)
+    watch.asked(0)
+    clock.at(100)
+    assert late == []
+    watch.leased(0)
+    clock.at(104.9)
+    assert late == []
+    clock.at(105)
+    assert late == [(0, 5.0)]
+
+
+def test_an_answered_lease_hides_nobody(clock: Clock, late: Late) -> None:
+    """An answer at once takes the time of a message; and one worker's waiting is not another's."""
+    watch = watching(clock, late, workers=3)
+    for worker in range(3):
+        watch.assigned(worker, worker)
+    watch.asked(0)
+    watch.leased(0)
+    watch.asked(2)
+    clock.at(5)
+    assert late == [(0, 5.0), (1, 5.0)]
+    clock.at(7)
+    watch.leased(2)
+    clock.at(12)
+    assert late == [(0, 5.0), (1, 5.0), (2, 5.0)]
+
+
+def test_a_replacement_waits_for_no_lease(clock: Clock, late: Late) -> None:
+    """What its predecessor had asked for is not what it is at."""
+    watch = watching(clock, late)
+    watch.assigned(0, 0)
+    watch.asked(0)
+    watch.forget(0)
+    watch.starts(0)
+    watch.started(0)
+    watch.assigned(0, 0)
+    clock.at(5)
+    assert late == [(0, 5.0)]
+
+
 # ---------------------------------------------------------------------------------------------------- ends
 
 
