@@ -24,6 +24,10 @@ class LaneLike(Protocol):
         """The next batch begins."""
         ...
 
+    async def refill(self) -> None:
+        """Take again what was taken already where the lane goes on from a state."""
+        ...
+
     async def take(self, size: int) -> list[Any]:
         """Its samples, fewer only where the epoch ends."""
         ...
@@ -41,6 +45,7 @@ class LaneFetcher(TurnFetcher):
     async def _batch(self, size: int, bad: list[BadSample]) -> list[Any]:
         before = len(bad)
         self.dataset_iter.next_batch()
+        await self.dataset_iter.refill()  # an error is no sample's: there is no place behind it
         data = await self._filled(size, bad)
         if len(data) < size and (not data or self._how.drop_last):
             if len(bad) > before:

@@ -89,6 +89,19 @@ class Lane:
         """The next batch begins."""
         self._batch += 1
 
+    async def refill(self) -> None:
+        """Read again what was taken and not given out when the state was saved that the lane goes on from.
+
+        May be called again when it has raised. The lane cannot go on without: no sample may be left out for it.
+
+        Raises:
+            StateError: the shards are not what they were.
+            ShardError, TransportError: they cannot be read.
+        """
+        if self._saved is not None:
+            await self._refill(self._saved)
+            self._saved = None
+
     async def take(self, size: int) -> list[Sample]:
         """Samples for the present batch: `size` of them, fewer only where the epoch ends.
 
@@ -97,10 +110,9 @@ class Lane:
         Raises:
             StopAsyncIteration: there are no more.
             ShardError, TransportError: a sample, or the rest of a piece, cannot be read. The next call goes on behind.
+            Exception: as `refill`, which is done first where it was not.
         """
-        if self._saved is not None:
-            await self._refill(self._saved)
-            self._saved = None
+        await self.refill()
         if self._over:
             raise StopAsyncIteration
         if not self._taken and self._asked is None and not self._dry:
@@ -300,7 +312,7 @@ class Lane:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; the buffer is filled again by the first `take`."""
+        """Go on from there; `refill` fills the buffer again."""
         self._batch, self._taken, self._asked = state["batch"], state["taken"], state["asked"]
         self._dry, self._over, self._passed = state["dry"], state["over"], state["passed"]
         self._todo.extend(Piece(*piece) for piece in state["todo"])

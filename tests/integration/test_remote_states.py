@@ -11,6 +11,7 @@ import torch
 from asyncloader import StateError, Stateful
 from asyncloader.remote.leases import LaneStart, LeaseBook, Ledger
 from asyncloader.remote.local_leases import LocalLeases
+from asyncloader.transports import ObjectNotFound
 from tests.integration.remote_folders import ALL, SIZES, dataset_of, epochs_of, flat, make_shards, resumed, with_method
 from tests.integration.running import BOTH, run_async
 from tests.integration.seeded_runs import Stepwise
@@ -109,6 +110,26 @@ def test_states_that_do_not_fit(workers: int, tars: str, tmp_path: Path) -> None
         for data, bad, words in cases:
             with Stepwise(kind, data, **options) as run, pytest.raises(StateError, match=words):
                 begin_with(run, bad)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_buffer_that_cannot_be_filled_again(kind: str, workers: int, tmp_path: Path) -> None:
+    """Its error is raised, and is no sample's: ``on_error="skip"`` finds no place behind it to go on from."""
+    options = with_method({"batch_size": 4, "num_workers": workers, "seed": 5, "on_error": "skip"})
+    dataset = dataset_of(make_shards(tmp_path, SIZES), shuffle_buffer=6)
+    with Stepwise(kind, dataset, **options) as run:
+        run.begin()
+        run.take(2)
+        state = run.loader.state_dict()
+    for path in tmp_path.glob("*.tar"):
+        path.write_bytes(bytes(path.stat().st_size))  # ends at once
+    with Stepwise(kind, dataset, **options) as run, pytest.raises(StateError, match="the shards are not the same"):
+        begin_with(run, state)
+    for path in tmp_path.glob("*.tar"):
+        path.unlink()
+    with Stepwise(kind, dataset, **options) as run, pytest.raises(ObjectNotFound):
+        begin_with(run, state)
 
 
 def test_states_of_other_numbers_of_workers(tars: str) -> None:
