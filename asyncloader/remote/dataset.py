@@ -6,7 +6,6 @@ Nothing is read before the first iteration, or before somebody asks for a length
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -122,10 +121,13 @@ class RemoteIterableDataset(IterableDataset[Any]):
             )
         )
         self._pieces_each = PIECES_EACH if cache_dir is None else 1  # cut shards are not kept
-        self._shards: list[Shard] | None = None
+        self._listed: list[Shard] | None = None  # as they were found
+        self._told: list[Shard] | None = None  # with what was asked for a length
+        self._shards: list[Shard] | None = None  # with what the newest plan rests on
+        self._parts: int | None = None  # that this plan wanted
 
     def __repr__(self) -> str:
-        found = "" if self._shards is None else f", {len(self._shards)} shards"
+        found = "" if self._listed is None else f", {len(self._listed)} shards"
         return f"<RemoteIterableDataset {self.urls!r}{found}>"
 
     def __iter__(self) -> Iterator[Any]:
@@ -205,7 +207,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
     @property
     def shard_urls(self) -> list[str]:
         """The shards that were found; empty before `plan`."""
-        return [shard.url for shard in self._shards or []]
+        return [shard.url for shard in self._listed or []]
 
     def open_lane(self, source: LeaseSource) -> Lane:
         """One worker's stream. `plan` was called, here or in the process that this dataset came from."""
@@ -232,30 +234,42 @@ class RemoteIterableDataset(IterableDataset[Any]):
     # ------------------------------------------------------------------------------------- what is known of shards
 
     async def _found(self, stores: Stores) -> list[Shard]:
-        if self._shards is None:
+        if self._listed is None:
             custom = callable(self.format) and not isinstance(self.format, ShardFormat)
-            self._shards = await find_shards(self.urls, stores, CUSTOM if custom else self.format)  # type: ignore[arg-type]
-        return self._shards
+            self._listed = await find_shards(self.urls, stores, CUSTOM if custom else self.format)  # type: ignore[arg-type]
+        return self._told or self._listed
 
     async def _measured(self, parts: int) -> list[Shard]:
+        """The shards with what a plan of `parts` pieces rests on.
+
+        That depends on the shards and on `parts` alone, not on what else was asked of this object: other ranks plan the
+        same epoch, and a state is found again in a later process, with objects that were not asked.
+        """
+        if self._shards is not None and self._parts == parts:
+            return self._shards
         async with aclosing(self._own_stores()) as stores:
-            shards = await self._found(stores)
+            shards, done = await self._found(stores), parts
+            assert self._listed is not None
             if len(shards) < parts and any(map(can_cut, shards)):
-                shards = self._shards = await with_edges(shards, stores, parts)
-            if len(shards) <= MEASURED and any(shard.size is None for shard in shards):
-                with contextlib.suppress(TransportError):  # who reads that shard will say so
+                shards = await with_edges(shards, stores, parts)
+            elif len(shards) > MEASURED:
+                shards = self._listed
+            else:
+                try:
                     shards = await with_sizes(shards, stores)
-                self._shards = shards
+                except TransportError:  # who reads that shard will say so
+                    shards, done = self._listed, 0  # asked again for the next plan
+            self._shards, self._parts = shards, done
             return shards
 
     async def _counted(self) -> list[Shard]:
         async with aclosing(self._own_stores()) as stores:
-            self._shards = await with_counts(await self._found(stores), stores)
-            return self._shards
+            self._told = await with_counts(await self._found(stores), stores)
+            return self._told
 
     async def _estimate(self) -> int:
         async with aclosing(self._own_stores()) as stores:
-            shards = self._shards = await with_sizes(await self._found(stores), stores)
+            shards = self._told = await with_sizes(await self._found(stores), stores)
             counted = sum(shard.samples or 0 for shard in shards)
             others = [shard for shard in shards if shard.samples is None]
             if not others:

@@ -6,6 +6,7 @@ Workers are forked where shards are local files, which is fast; three tests have
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 
 from asyncloader import AsyncDataLoader, DataLoader
 from asyncloader.formats import Located, ShardRange
+from asyncloader.remote.leases import LeaseBook, Ledger
+from asyncloader.remote.local_leases import LocalLeases
 from asyncloader.transports import MemoryTransport
 from tests.integration.remote_folders import (
     ALL,
@@ -240,6 +243,45 @@ def test_length_under_a_running_loop(tmp_path: Path) -> None:
         return len(dataset_of(make_shards(tmp_path, (5, 4), ending="mds")))
 
     assert run_async(run()) == 9
+
+
+# ------------------------------------------------------------------------------------------- plans
+
+
+@pytest.mark.parametrize("shards", [1, 40])
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "mds"])
+def test_a_plan_depends_on_nothing_that_was_done_before(
+    ending: str, shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that has looked at a sample, or asked for a length, plans what the others do; many shards or few."""
+    monkeypatch.setattr("asyncloader.remote.dataset.MEASURED", 20)
+    url = make_shards(tmp_path, (600 // shards,) * shards, ending=ending)
+
+    async def look(dataset: Any) -> None:
+        async with aclosing(aiter(dataset)) as samples:
+            await anext(samples)
+
+    def plan(*before: Any) -> Any:
+        dataset = dataset_of(url)
+        for each in before:
+            each(dataset)
+        return asyncio.run(dataset.plan(3, 0, 1, 5)), dataset.open_lane(
+            LocalLeases(LeaseBook(Ledger([]), []), 0)
+        )._shards
+
+    def plan_more(dataset: Any) -> None:
+        asyncio.run(dataset.plan(30, 0, 2, 5))
+
+    def ask(dataset: Any) -> None:
+        dataset.estimated_len()
+        with suppress(TypeError):
+            len(dataset)
+
+    fresh = plan()
+    for before in ((lambda dataset: asyncio.run(look(dataset)),), (ask,), (plan_more,), (ask, plan_more, ask)):
+        leases, read = plan(*before)
+        assert leases == fresh[0]
+        assert [shard.size for shard in read] == [shard.size for shard in fresh[1]]  # lanes ask for leases by these
 
 
 # ------------------------------------------------------------------------------------------- leaving early
