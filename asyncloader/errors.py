@@ -246,12 +246,15 @@ class ShardError(LoaderError, ValueError):
         url: the shard.
         offset: where the trouble is: bytes from the shard's beginning (decompressed bytes, in a compressed shard). None
             when it is about no single place.
+        resume: of a sample that can be stepped over, where the next one begins: as the shard's reader counts (rows, in
+            Parquet). None where there is nothing to go on with.
     """
 
-    def __init__(self, message: str, *, url: str = "", offset: int | None = None) -> None:
+    def __init__(self, message: str, *, url: str = "", offset: int | None = None, resume: int | None = None) -> None:
         super().__init__(message)
         self.url = url
         self.offset = offset
+        self.resume = resume
 
     def __str__(self) -> str:
         place = "" if self.offset is None else f" at byte {self.offset:,}"

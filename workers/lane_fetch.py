@@ -24,6 +24,11 @@ class LaneLike(Protocol):
         """The next batch begins."""
         ...
 
+    @property
+    def gave_back(self) -> bool:
+        """The stream has ended, and what it gave and told of for the present batch is another lane's."""
+        ...
+
     async def refill(self) -> None:
         """Take again what was taken already where the lane goes on from a state."""
         ...
@@ -55,12 +60,16 @@ class LaneFetcher(TurnFetcher):
 
     async def _filled(self, size: int, bad: list[BadSample]) -> list[Any]:
         data: list[Any] = []
+        before = len(bad)
         while len(data) < size and not self.ended:
             wanted = size - len(data)
             try:
                 samples = await self.dataset_iter.take(wanted)
             except StopAsyncIteration:
                 self.ended = True
+                if self.dataset_iter.gave_back:  # with what was bad: who gets it is told of that, too
+                    data.clear()
+                    del bad[before:]
                 break
             except Exception as error:
                 await self._bad(error, data, bad)

@@ -50,7 +50,8 @@ Sample: TypeAlias = dict[str, Any]
 
 
 OnBad: TypeAlias = Callable[[ShardError], None]
-"""Is told of a bad sample that can be stepped over; the reader goes on with the next one when it returns."""
+"""Is told of a bad sample that can be stepped over; the reader goes on with the next one, at the error's `resume`, when
+it returns."""
 
 
 class Located(NamedTuple):

@@ -101,12 +101,12 @@ class JsonlReader(Reader):
             try:
                 value: Any = json.loads(line.decode())
             except (ValueError, RecursionError) as error:
-                self._bad(f"a line that is no JSON: {error}", at, error)
+                self._bad(f"a line that is no JSON: {error}", at, resume, error)
             else:
                 if type(value) is dict:
                     self._give(value, at, resume)
                 else:
-                    self._bad(f"a line that is a JSON {type(value).__name__}; a sample is an object", at)
+                    self._bad(f"a line that is a JSON {type(value).__name__}; a sample is an object", at, resume)
         self._at = resume
 
 

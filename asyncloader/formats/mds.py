@@ -78,7 +78,7 @@ class MdsReader(PushReader):
             try:
                 fields[name] = decode(data[pos : pos + size_here])
             except (ValueError, ArithmeticError, RecursionError) as error:
-                self._bad(f"column {name!r} cannot be decoded: {error}", at, error)
+                self._bad(f"column {name!r} cannot be decoded: {error}", at, self._at, error)
                 return
             pos += size_here
         self._give(fields, at, self._at)

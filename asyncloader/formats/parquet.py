@@ -345,6 +345,7 @@ class _Rows:
             except Exception as error:
                 text = str(error)[:300]
                 bad = self._error(f"row {first + row:,} has a value with no Python form: {text}")
+                bad.resume = first + row + 1
                 bad.__cause__ = error
                 if self._on_bad is None:
                     return bad

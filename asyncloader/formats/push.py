@@ -117,9 +117,9 @@ class Reader(ABC):
     def _fail(self, message: str, offset: int) -> NoReturn:
         raise ShardError(message, url=self._url, offset=offset)
 
-    def _bad(self, message: str, offset: int, cause: BaseException | None = None) -> None:
+    def _bad(self, message: str, offset: int, resume: int, cause: BaseException | None = None) -> None:
         """A bad sample whose end is known: raise it, or tell `on_bad` of it and go on."""
-        error = ShardError(message, url=self._url, offset=offset)
+        error = ShardError(message, url=self._url, offset=offset, resume=resume)
         error.__cause__ = cause
         if self._on_bad is None:
             raise error

@@ -72,13 +72,13 @@ class TFRecordReader(PushReader):
             data = yield length
             (told,) = unpack("<I", (yield 4))
             if self._checksum is not None and told != masked(self._checksum(data)):
-                self._bad("a damaged TFRecord: the checksum of its data is wrong", at)
+                self._bad("a damaged TFRecord: the checksum of its data is wrong", at, self._at)
                 continue
             fields: Sample = {"record": data}
             if self._example:
                 try:
                     fields = dict(parse_example(data))
                 except ValueError as error:
-                    self._bad(f"no tf.train.Example: {error}", at, error)
+                    self._bad(f"no tf.train.Example: {error}", at, self._at, error)
                     continue
             self._give(fields, at, self._at)

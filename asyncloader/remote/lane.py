@@ -71,8 +71,8 @@ class Lane:
         self._asked: int | None = None  # the batch in which the next one was asked for
         self._dry = False  # there was none
         self._over = False
+        self._gave_back = False
         self._todo: deque[Piece] = deque()  # of the present lease; the first begins where reading goes on
-        self._passed = 0  # bad samples that were stepped over since the first piece's beginning
         self._reading: PieceReading | None = None  # of that one
         self._ahead = LookAhead(shards, open, ASK_AHEAD)
         self._answer: asyncio.Future[LeaseAnswer] | None = None  # to the present request
@@ -81,6 +81,9 @@ class Lane:
         self._block: list[Piece] = []  # what the shuffle buffer's blocks were filled from
         self._filling: list[Piece] = []
         self._carry: list[Entry] = []  # taken for a batch that failed; the next one has them
+        self._given: list[Piece] = []  # what the present batch was given
+        self._bad: list[Piece] = []  # bad samples that were told of while it was made
+        self._lost: list[Piece] = []  # rests of pieces that could not be read on meanwhile
         self._saved: dict[str, Any] | None = None
 
     # ------------------------------------------------------------------------------------------------ batches
@@ -88,6 +91,14 @@ class Lane:
     def next_batch(self) -> None:
         """The next batch begins."""
         self._batch += 1
+        self._given, self._bad, self._lost = [], [], []
+
+    @property
+    def gave_back(self) -> bool:
+        """The stream has ended, and everything that the present batch was given or told of is another lane's now: the
+        batch is none.
+        """
+        return self._gave_back
 
     async def refill(self) -> None:
         """Read again what was taken and not given out when the state was saved that the lane goes on from.
@@ -105,10 +116,12 @@ class Lane:
     async def take(self, size: int) -> list[Sample]:
         """Samples for the present batch: `size` of them, fewer only where the epoch ends.
 
+        May be called again for the same batch to fill it up, where some of its samples turned out to be bad.
+
         May be called again for the same batch when it has raised: what was taken until then is not lost.
 
         Raises:
-            StopAsyncIteration: there are no more.
+            StopAsyncIteration: there are no more; see `gave_back`.
             ShardError, TransportError: a sample, or the rest of a piece, cannot be read. The next call goes on behind.
             Exception: as `refill`, which is done first where it was not.
         """
@@ -124,20 +137,32 @@ class Lane:
                 out += got
                 if got:
                     continue
-                answer = await self._source.ask(self._taken, self._batch, merged(entry.piece for entry in out))
+                answer = await self._source.ask(self._taken, self._batch, self._present(out))
                 if answer.lease is not None:
                     self._begin(answer.lease)
                     continue
                 self._over = True
                 if not answer.last:
-                    out = []  # another lane has them
+                    out, self._gave_back = [], True
                 break
         except BaseException:
             self._carry = out
             raise
         if not out:
             raise StopAsyncIteration
+        self._given += (entry.piece for entry in out)
         return [entry.sample for entry in out]
+
+    def _present(self, out: Iterable[Entry]) -> list[Piece]:
+        """What the present batch has, `out` included, and what was bad meanwhile: each before what it stood before.
+
+        A rest stays a piece of its own: who cannot read it either must not lose what is behind it.
+        """
+        pieces = [*self._given, *(entry.piece for entry in out)]
+        for bad in reversed(self._bad):
+            behind = (at for at, piece in enumerate(pieces) if (piece.shard, piece.start) == (bad.shard, bad.stop))
+            pieces.insert(next(behind, len(pieces)), bad)
+        return merged(pieces) + self._lost
 
     async def _some(self, most: int) -> list[Entry]:
         """Between 1 and `most` samples; none: there is nothing to read now."""
@@ -169,12 +194,13 @@ class Lane:
                 continue
             reading = self._reading
             if reading is None:
-                reading = self._reading = self._ahead.open(self._todo[0], self._passed)
+                reading = self._reading = self._ahead.open(self._todo[0])
                 self._look_ahead()
             if got := self._pull_found(reading, most):
                 return got
             if self._fault is not None:
                 fault, self._fault = self._fault, None
+                self._lost.append(self._todo[0])
                 await self._end_piece()
                 try:
                     raise fault
@@ -195,26 +221,25 @@ class Lane:
     def _pull_found(self, reading: PieceReading, most: int) -> list[Entry]:
         got: list[Entry] = []
         found, bad = reading.found, reading.bad
-        limit = bad[0].offset if bad else None
+        limit = bad[0].resume if bad else None
         shard, start, stop, sync = self._todo[0]
-        while found and len(got) < most and (limit is None or found[0].resume <= limit):
+        while found and len(got) < most and (limit is None or found[0].resume < limit):
             sample, resume = found.popleft()
             got.append(Entry(sample, Piece(shard, start, resume, sync)))
             start, sync = resume, False
         if got:
             self._todo[0] = Piece(shard, start, stop, sync)
-            self._passed = 0
             self._ask_near_end()
             self._look_ahead()
-        elif bad:
-            self._passed += 1
+        elif bad and limit is not None:
+            self._bad.append(Piece(shard, start, limit, sync))
+            self._todo[0] = Piece(shard, limit, stop, False)
             raise bad.popleft()
         return got
 
     async def _end_piece(self) -> None:
         reading, self._reading = self._reading, None
         self._todo.popleft()
-        self._passed = 0
         self._ask_near_end()
         if reading is not None:
             await reading.aclose()
@@ -296,7 +321,6 @@ class Lane:
             "dry": self._dry,
             "over": self._over,
             "todo": [list(piece) for piece in self._todo],
-            "passed": self._passed,
             "carry": _plain(merged(entry.piece for entry in self._carry)),
             "blocks": None,
         }
@@ -314,7 +338,7 @@ class Lane:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; `refill` fills the buffer again."""
         self._batch, self._taken, self._asked = state["batch"], state["taken"], state["asked"]
-        self._dry, self._over, self._passed = state["dry"], state["over"], state["passed"]
+        self._dry, self._over = state["dry"], state["over"]
         self._todo.extend(Piece(*piece) for piece in state["todo"])
         self._saved = state
         if self._asked is not None and not self._over:

@@ -9,7 +9,6 @@ sync]``:
     dry        there was none
     over       its stream has ended
     todo       pieces to be read; the first begins where reading goes on
-    passed     bad samples behind that place that were told of
     carry      pieces that the next batch begins with
     blocks     of the shuffle buffer: {number, aim, given, size, block, filling}, the last two being pieces; or None
 """
@@ -59,7 +58,6 @@ def check_lane(state: Any, shards: int) -> None:
             "dry": _is_flag,
             "over": _is_flag,
             "todo": pieces,
-            "passed": is_count,
             "carry": pieces,
             "blocks": lambda value: value is None or isinstance(value, dict),
         },

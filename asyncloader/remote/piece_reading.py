@@ -27,19 +27,19 @@ class PieceReading:
     """One piece being read.
 
     Args:
-        stream: gives its samples.
-        skip: bad samples at its beginning that were told of before.
+        open: reads it.
+        shard: that it is of.
+        piece: the part of the shard.
     """
 
-    def __init__(self, open: Open, shard: Shard, piece: Piece, skip: int) -> None:
+    def __init__(self, open: Open, shard: Shard, piece: Piece) -> None:
         self.piece = piece
         self.found: deque[Located] = deque()
         """Samples that were read and not taken."""
         self.bad: deque[ShardError] = deque()
         """Bad samples before, among and behind them; they come with the list that has the samples around them."""
         self._told: list[ShardError] = []
-        self._skip = skip
-        self._stream = open(shard, piece, self._note)
+        self._stream = open(shard, piece, self._told.append)
         self._begun: asyncio.Task[list[Located]] | None = None
 
     def begin(self) -> None:
@@ -68,12 +68,6 @@ class PieceReading:
             begun.cancel()
             await asyncio.wait([begun])
         await self._stream.aclose()
-
-    def _note(self, error: ShardError) -> None:
-        if self._skip:
-            self._skip -= 1
-        else:
-            self._told.append(error)
 
 
 def _heard(begun: asyncio.Future[list[Located]]) -> None:
@@ -107,15 +101,15 @@ class LookAhead:
             size = self._bytes(piece)
             near += self._enough if size is None else size
             if number == len(self._readings):
-                reading = PieceReading(self._open, self._shards[piece.shard], piece, 0)
+                reading = PieceReading(self._open, self._shards[piece.shard], piece)
                 reading.begin()
                 self._readings.append(reading)
 
-    def open(self, piece: Piece, skip: int) -> PieceReading:
+    def open(self, piece: Piece) -> PieceReading:
         """The reading of the next piece: the first that was opened, or a new one."""
-        if self._readings and self._readings[0].piece == piece and not skip:
+        if self._readings and self._readings[0].piece == piece:
             return self._readings.popleft()
-        return PieceReading(self._open, self._shards[piece.shard], piece, skip)
+        return PieceReading(self._open, self._shards[piece.shard], piece)
 
     async def aclose(self) -> None:
         """Stop reading."""

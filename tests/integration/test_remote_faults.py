@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 import pickle
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from asyncloader import DataLoader, LoaderTimeout, ShardError, WorkerDied
@@ -220,6 +223,77 @@ def test_decode_errors(workers: int, tmp_path: Path) -> None:
         pytest.raises(ArithmeticError, match="five"),
     ):
         run.epoch()
+
+
+@pytest.mark.parametrize("on_error", ["skip", "function"])
+@pytest.mark.parametrize("bad", ["line", "decode"])
+def test_bad_samples_at_the_end_of_an_epoch(bad: str, on_error: str, tmp_path: Path) -> None:
+    """What was bad in a batch that a worker cannot fill goes to another worker with the rest: told of once, no gaps."""
+    count = 4 * 13
+    wrong = set(range(3, count, 7))
+    for shard in range(4):
+        lines = [
+            b"bad line %d\n" % n if bad == "line" and n in wrong else b'{"n": %d}\n' % n
+            for n in range(13 * shard, 13 * shard + 13)
+        ]
+        (tmp_path / f"{shard}.jsonl").write_bytes(b"".join(lines))
+    dataset = dataset_of(f"{tmp_path}/", decode=_no_threes_of_seven if bad == "decode" else number_of)
+    policy = "skip" if on_error == "skip" else _minus_one
+    options = with_method({"batch_size": 16, "num_workers": 4, "seed": 1, "on_error": policy})
+    with Stepwise("sync", dataset, **options) as run:
+        batches = [batch.tolist() for batch in run.epoch()]
+        assert len(run.loader.errors) == len(wrong)
+    assert [len(batch) for batch in batches] == [16, 16, 13] if on_error == "skip" else [16, 16, 16, 4]
+    substitutes = [] if on_error == "skip" else [-1] * len(wrong)
+    assert sorted(flat(batches)) == substitutes + sorted(set(range(count)) - wrong)
+
+
+def _minus_one(index: Any, error: Exception) -> int:
+    return -1
+
+
+def _no_threes_of_seven(sample: dict[str, Any]) -> int:
+    number = number_of(sample)
+    if number % 7 == 3:
+        raise ArithmeticError(number)
+    return number
+
+
+@pytest.mark.parametrize("steps", [2, 8, 22])
+def test_bad_rows_of_parquet_are_told_of_at_their_place(steps: int, tmp_path: Path) -> None:
+    """Before the rows behind them; a run that goes on in the middle tells of the same ones, each once."""
+    values = [b"%d" % n for n in range(60)]
+    values[10] = values[40] = b"\xff"
+    table = pa.table({"n": list(range(60)), "text": pa.array(values, pa.binary()).view(pa.string())})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=60)
+    dataset = dataset_of(tmp_path / "a.parquet", decode=operator.itemgetter("n"))
+
+    def outcomes(run: Stepwise, most: int) -> list[Any]:
+        found: list[Any] = []
+        while len(found) < most:
+            try:
+                found.append(run.step().tolist())
+            except StopIteration:
+                break
+            except ShardError as error:
+                found.append(str(error)[:6])
+        return found
+
+    def pairs(first: int, after: int) -> list[Any]:
+        return [[number, number + 1] for number in range(first, after, 2)]
+
+    whole = [*pairs(0, 10), "row 10", *pairs(11, 39), "row 40", [39, 41], *pairs(42, 60)]
+    with Stepwise("sync", dataset, batch_size=2) as run:
+        run.begin()
+        assert outcomes(run, 100) == whole
+    with Stepwise("sync", dataset, batch_size=2) as run:
+        run.begin()
+        head = outcomes(run, steps)
+        state = run.loader.state_dict()
+    with Stepwise("sync", dataset, batch_size=2) as run:
+        run.loader.load_state_dict(state)
+        run.begin()
+        assert head + outcomes(run, 100) == whole
 
 
 def _no_five(sample: dict[str, Any]) -> int:

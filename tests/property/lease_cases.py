@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from typing import Any
 
 from asyncloader import RemoteIterableDataset
 from asyncloader.formats import Located, OnBad, ShardError, ShardFormat
@@ -30,6 +31,7 @@ class Case:
         bad: samples that cannot be read, stepped over by the reader.
         broken: samples at which a shard cannot be read on.
         skips: bad samples are left out; else they are raised.
+        replaces: instead of being left out, each is replaced; see `substitutes`.
         drop_last: no short batch.
         in_order: batches come in the order of tasks.
         every: a lane's state is taken every so many batches.
@@ -47,6 +49,7 @@ class Case:
     bad: frozenset[int] = frozenset()
     broken: frozenset[int] = frozenset()
     skips: bool = True
+    replaces: bool = False
     drop_last: bool = False
     in_order: bool = True
     every: int = 1
@@ -68,6 +71,32 @@ class Case:
                         break
                 first += size
         return lost
+
+    def substitutes(self) -> list[int]:
+        """What takes the places of bad samples, and of the rests of pieces, ascending."""
+        found: list[int] = []
+        first = 0
+        for shard, pieces in enumerate(self.shards):
+            begin = first
+            for size in pieces:
+                for number in range(first, first + size):
+                    if number in self.bad or number in self.broken:
+                        found.append(substitute_of(shard, number - begin))
+                    if number in self.broken:
+                        break
+                first += size
+        return sorted(found)
+
+    def replace(self, _: Any, error: Exception) -> dict[str, int]:
+        """The `on_error` function."""
+        assert isinstance(error, ShardError)
+        assert error.offset is not None
+        return {"n": substitute_of(int(error.url), error.offset // self.unit)}
+
+
+def substitute_of(shard: int, place: int) -> int:
+    """What takes the place of a sample."""
+    return -1 - 1000 * shard - place
 
 
 def plan_of(case: Case) -> list[Lease]:
@@ -111,7 +140,8 @@ class Shards(RemoteIterableDataset):
                     yield found
                 raise ShardError("broken", url=shard.url, offset=place * case.unit)
             if number in case.bad:
-                on_bad(ShardError("bad", url=shard.url, offset=place * case.unit))
+                resume = (place + 1) * case.unit
+                on_bad(ShardError("bad", url=shard.url, offset=place * case.unit, resume=resume))
             else:
                 found.append(Located({"n": number}, (place + 1) * case.unit))
             if len(found) == case.chunk:

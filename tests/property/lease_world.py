@@ -75,7 +75,7 @@ class Worker:
             concurrency=8,
             starts=[],
             snapshot_every=case.every,
-            policy=ErrorPolicy() if case.skips else None,
+            policy=ErrorPolicy(case.replace if case.replaces else "skip") if case.skips else None,
         )
         self._reader = Reader(setup, setup.dataset, _collate, worker_id=number, in_worker=False, leases=self._leasing)
         self._reader.begin(start)

@@ -47,7 +47,7 @@ class Store:
             if number in self._broken:
                 raise ShardError("broken", url=shard.url, offset=place * UNIT)
             if number in self._bad:
-                on_bad(ShardError("bad", url=shard.url, offset=place * UNIT))
+                on_bad(ShardError("bad", url=shard.url, offset=place * UNIT, resume=(place + 1) * UNIT))
             else:
                 yield [Located({"n": number}, (place + 1) * UNIT)]
 

@@ -280,7 +280,7 @@ def test_workers_that_have_read_without_a_part_of_a_state() -> None:
 
 
 LANE: dict[str, Any] = {
-    "batch": 0, "taken": 1, "asked": None, "dry": False, "over": False, "todo": [[0, 5, None, False]], "passed": 0,
+    "batch": 0, "taken": 1, "asked": None, "dry": False, "over": False, "todo": [[0, 5, None, False]],
     "carry": [], "blocks": {"number": 0, "aim": 2, "given": 1, "size": 2, "block": [[0, 0, 5, False]], "filling": []},
 }  # fmt: skip
 
