@@ -16,7 +16,7 @@ from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, ShardError, Sh
 from asyncloader.remote.catalogue import PARQUET, Piece, Shard
 from asyncloader.remote.read_ahead import ReadAhead
 from asyncloader.remote.stores import Stores
-from asyncloader.transports import RangeOutOfBounds, Transport
+from asyncloader.transports import RangeOutOfBounds, Transport, TransportError
 
 __all__ = ["READ_AHEAD", "MakeReader", "read_piece"]
 
@@ -109,12 +109,13 @@ async def read_piece(
                 _tell(on_bad, bad)
                 if batch:
                     yield batch
+            _tell(on_bad, bad)
         except RangeOutOfBounds as error:
             size = "fewer" if error.size is None else f"{error.size:,}"
             raise ShardError(
                 f"the shard is truncated, or was replaced: it has {size} bytes", url=shard.url, offset=piece.start
             ) from error
-        except ShardError:
+        except (ShardError, TransportError):
             _tell(on_bad, bad)
             raise
 

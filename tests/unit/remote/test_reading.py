@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import io
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from asyncloader.formats import JsonlReader, ShardError, ShardFormat, ShardRange, ShardReader
@@ -138,6 +141,20 @@ async def test_bad_samples_are_told_of_in_the_loop() -> None:
             found = await read_all(Stores(transport=transport), Shard(url, format_of(url)), on_bad=on_bad)
             assert [sample["n"] for sample, _ in found] == [0, 1, 2]
             assert [error.offset for error in told] == [9, 27]
+
+
+async def test_bad_samples_at_the_end_are_told_of() -> None:
+    """Also where no good one is left to come with them, as in a file without any."""
+    table = pa.table({"text": pa.array([b"a"] * 1500 + [b"\xff"] * 3, pa.binary()).view(pa.string())})
+    for first, good in ((0, 1500), (1500, 0)):
+        file = io.BytesIO()
+        pq.write_table(table.slice(first), file)
+        async with MemoryTransport({"a.parquet": file.getvalue()}) as transport:
+            told: list[ShardError] = []
+            shard = Shard("a.parquet", format_of("a.parquet"))
+            found = await read_all(Stores(transport=transport), shard, on_bad=told.append)
+            assert len(found) == good
+            assert [error.resume for error in told] == [good + 1, good + 2, good + 3]
 
 
 async def test_an_error_of_on_bad_ends_the_piece() -> None:
