@@ -111,7 +111,8 @@ class StoreClient(RetryingClient[OpenStore]):
                 broken = self.trouble(error, path)
                 if broken is None:
                     raise
-                attempts = attempts or self.attempts(began)
+                # obstore has tried the pages of a listing again for as long as the budget is.
+                attempts = attempts or self.attempts(began, share=1.0 if path is None else 0.5)
                 delay = self.judge(path, broken, attempts, loop.time())
             await self.owner.sleep(delay)
 

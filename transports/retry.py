@@ -13,7 +13,9 @@ sleeps or sends: the caller says what failed and what time it is, and is told ho
 
 *The budget is time, not a number of attempts*: an outage lasts so and so long, however often one asks. The
 time counts from the last progress on, so a download of hours that breaks now and then goes on, and one that
-gets nowhere ends.
+gets nowhere ends. One attempt uses up half of the budget at most. One that takes longer was given bytes, or its
+process stood still: suspended, or with a loop that somebody blocked. Neither is an outage, and to give up then
+would be to give up without a second attempt.
 
 *Exponential back-off with full jitter*: the n-th wait is uniform between 0 and ``min(cap, first * 2**n)``.
 Source: Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015, where it needs the fewest calls
@@ -68,7 +70,8 @@ class RetryPolicy:
     """How failed requests are tried again. Frozen; pickles; shared freely.
 
     Args:
-        budget_s: seconds without progress after which an operation gives up, 0 or more. 0 never tries again.
+        budget_s: seconds without progress after which an operation gives up, 0 or more; one attempt counts for half
+            of them at most. 0 never tries again.
             Default 120: a rolling restart of a store or of a node's network takes tens of seconds, and users
             report that budgets below 30 s end their runs; much more would hide a wrong address for too long.
         first_delay_s: upper bound of the first wait, above 0. Default 0.2: a few round trips.
@@ -121,13 +124,23 @@ class Attempts:
         policy: the rules.
         began: when the operation began, by the caller's clock, in seconds. Any clock that never goes back.
         jitter: gives numbers uniform in 0..1. Default: a generator of this module's own.
+        share: how much of the budget one attempt uses up at most. 1 for attempts that try again by themselves.
     """
 
-    __slots__ = ("_in_a_row", "_jitter", "_policy", "_since", "failures")
+    __slots__ = ("_attempt", "_in_a_row", "_jitter", "_most", "_policy", "_since", "failures")
 
-    def __init__(self, policy: RetryPolicy, began: float, jitter: Callable[[], float] = _OWN_RANDOM.random) -> None:
+    def __init__(
+        self,
+        policy: RetryPolicy,
+        began: float,
+        jitter: Callable[[], float] = _OWN_RANDOM.random,
+        *,
+        share: float = 0.5,
+    ) -> None:
         self._policy = policy
         self._since = began
+        self._attempt = began  # when the attempt in progress was to begin
+        self._most = share * policy.budget_s
         self._jitter = jitter
         self._in_a_row = 0
         self.failures = 0
@@ -138,12 +151,13 @@ class Attempts:
         The caller decides what counts. A byte is too little: a server that gives one a connection would be
         asked for ever.
         """
-        self._since = max(self._since, now)
+        self._since = self._attempt = max(self._since, now)
         self._in_a_row = 0
 
     def paused(self, seconds: float) -> None:
         """Leave out a time in which the operation was not under way, so that it does not use up the budget."""
         self._since += max(0.0, seconds)
+        self._attempt += max(0.0, seconds)
 
     def failed(self, now: float, retry_after: float | None = None) -> Verdict:
         """Say what to do after a failure that can heal.
@@ -158,7 +172,12 @@ class Attempts:
         self.failures += 1
         self._in_a_row += 1
         budget = self._policy.budget_s
-        left = self._since + budget - now
+        self._since += max(0.0, now - self._attempt - self._most)
+        verdict = self._judge(budget, self._since + budget - now, retry_after)
+        self._attempt = now + (verdict.delay or 0.0)
+        return verdict
+
+    def _judge(self, budget: float, left: float, retry_after: float | None) -> Verdict:
         if left <= 0:
             return Verdict(None, "retries are off" if not budget else f"no progress for {budget:g} s, the retry budget")
         delay = self._policy.delay(self._in_a_row, self._jitter())

@@ -34,9 +34,9 @@ class RetryingClient(ABC, Generic[_C]):
     def where(self, path: str | None) -> str:
         """Give the URL of an object, or of what is nearest to it, for texts: without secrets. None: of the root."""
 
-    def attempts(self, began: float) -> Attempts:
-        """Begin to keep account of an operation that has failed once."""
-        return Attempts(self._retry, began)
+    def attempts(self, began: float, *, share: float = 0.5) -> Attempts:
+        """Begin to keep account of an operation that has failed once; `share` as in `Attempts`."""
+        return Attempts(self._retry, began, share=share)
 
     def judge(self, path: str | None, broken: Broken, attempts: Attempts, now: float) -> float:
         """Give the seconds to wait before the next attempt, and count it; raise the error if there is none."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
@@ -100,6 +101,20 @@ async def test_the_budget_ends_a_hopeless_read(store: HttpStore) -> None:
         with pytest.raises(ReadFailed, match=r"tried \d+ times: no progress for 0.3 s, the retry budget"):
             await transport.read("a")
         assert transport.retries.total == len(store.asked) - 1 > 0
+
+
+async def test_a_loop_that_stood_still_uses_no_budget_up(store: HttpStore) -> None:
+    """Who blocks the loop for longer than the budget, or stops the process, ends no read by its first failure."""
+
+    async def stand_still(store: HttpStore, request: web.Request) -> web.StreamResponse:
+        time.sleep(0.3)  # noqa: ASYNC251 - as an evaluation in the body of an ``async for``
+        return web.Response(status=503)
+
+    store.put("a", b"data")
+    store.faults["a"].append(stand_still)
+    async with opened(store, RetryPolicy(budget_s=0.2, first_delay_s=0.001, cap_s=0.01)) as transport:
+        assert await transport.read("a") == b"data"
+        assert transport.retries.kinds == {"status 503": 1}
 
 
 async def test_nobody_listens() -> None:
