@@ -28,6 +28,10 @@ _C = TypeVar("_C")
 
 _RESOLUTION = 0.001  # seconds by which a timer of uvloop may fire too early
 
+# Seconds by which a timer is late when the process was stopped, or its loop blocked; and how long what came
+# meanwhile may then take to be read.
+_STOOD_STILL = 1.0
+
 
 class ClientOwner(ABC, Generic[_C]):
     """The client of one transport, and its calls in progress.
@@ -46,6 +50,7 @@ class ClientOwner(ABC, Generic[_C]):
         self._scopes: set[Scope] = set()
         self._timer: asyncio.TimerHandle | None = None  # one for all scopes: it looks at their deadlines when it fires
         self._due = math.inf
+        self._excused = False  # the last look came late, and let everything wait a little longer
         self._idle: asyncio.Future[None] | None = None
         self._closer: asyncio.Task[None] | None = None
         self.closed = False
@@ -127,6 +132,7 @@ class ClientOwner(ABC, Generic[_C]):
         self._scopes.discard(scope)
         if not self._scopes:
             self._disarm()
+            self._excused = False
             if self._idle is not None and not self._idle.done():
                 self._idle.set_result(None)
 
@@ -145,8 +151,14 @@ class ClientOwner(ABC, Generic[_C]):
         self._pid = 0
 
     def _look(self) -> None:
-        self._disarm()
         now = asyncio.get_running_loop().time() + _RESOLUTION
+        # Nobody could read while the loop stood still: what lies in the sockets by now is no stall. Once in a row, or
+        # a loop that is blocked again and again would never see a time-out.
+        self._excused = not self._excused and now - self._due > _STOOD_STILL
+        self._disarm()
+        if self._excused:
+            self.watch(now + _STOOD_STILL)
+            return
         for scope in self._scopes:
             if scope.deadline <= now:
                 scope.cut()
@@ -178,7 +190,7 @@ class ClientOwner(ABC, Generic[_C]):
         client = self.open_client()
         # What the calls of a parent process, or of a loop that has ended, left here will never end.
         self._scopes = set()
-        self._timer, self._due = None, math.inf
+        self._timer, self._due, self._excused = None, math.inf, False
         self._idle = self._closer = None
         self.slots = asyncio.Semaphore(self._requests)
         self._client, self._loop, self._pid = client, loop, os.getpid()

@@ -3,10 +3,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import time
 import weakref
 
 import pytest
 
+from asyncloader.transports import client_owner
 from asyncloader.transports.client_owner import ClientOwner
 from asyncloader.transports.errors import TransportClosed, TransportError
 from tests.integration.forking import fork
@@ -137,6 +139,30 @@ async def test_limits_of_many_calls_are_kept_by_one_timer() -> None:
     await owner.aclose()
     with pytest.raises(TransportClosed):
         await stays
+
+
+async def test_what_came_while_the_loop_stood_still_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was stopped, or a loop that was blocked, for longer than a limit does not end the wait."""
+    monkeypatch.setattr(client_owner, "_STOOD_STILL", 0.05)
+    owner = Owner()
+    async with owner.scope() as scope:
+        scope.limit(0.01)
+        time.sleep(0.2)  # noqa: ASYNC251 - nobody can read meanwhile
+        for _ in range(10):  # what came is read in a few turns of the loop
+            await asyncio.sleep(0)
+    await owner.aclose()
+
+
+async def test_a_loop_that_is_blocked_again_and_again_has_time_outs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first of two limits in a row that were noticed late is given more time."""
+    monkeypatch.setattr(client_owner, "_STOOD_STILL", 0.05)
+    owner = Owner()
+    call = await waiting(owner, 0.01)
+    while not call.done():
+        time.sleep(0.12)  # noqa: ASYNC251 - as above
+        await asyncio.sleep(0)
+    assert isinstance(call.exception(), TimeoutError)
+    await owner.aclose()
 
 
 async def test_closing_ends_the_calls_and_then_closes_once() -> None:
