@@ -122,12 +122,15 @@ def foreign_encoding(headers: Headers) -> str | None:
 def declared_digest(headers: Headers) -> tuple[str, bytes] | None:
     """Give the digest of the whole body that the server declares: hashlib's name and the value.
 
-    Of ``Repr-Digest`` (RFC 9530; sha-256, sha-512), ``x-goog-hash`` (md5) and ``Content-MD5``, the first.
+    Of ``Repr-Digest`` (RFC 9530; sha-256, sha-512), ``x-goog-hash`` (md5) and ``Content-MD5``, the first. Google's is
+    of the bytes as they are stored: where it unpacks them on the way, nothing is declared for what arrives.
     """
     if match := _REPR_DIGEST.search(headers.get("Repr-Digest", "")):
         name = match[1].replace("-", "")
         return _digest(name, match[2], 32 if name == "sha256" else 64)
-    if match := _GOOGLE_MD5.search(headers.get("x-goog-hash", "")):
+    stored = headers.get("x-goog-stored-content-encoding", "").strip().lower()
+    as_stored = stored in {"", "identity", headers.get("Content-Encoding", "").strip().lower()}
+    if as_stored and (match := _GOOGLE_MD5.search(headers.get("x-goog-hash", ""))):
         return _digest("md5", match[1], 16)
     return _digest("md5", headers.get("Content-MD5", "").strip(), 16)
 

@@ -128,6 +128,21 @@ def test_declared_digests() -> None:
 
 
 @pytest.mark.parametrize(
+    ("stored", "sent", "declared"),
+    [("identity", None, True), ("gzip", "gzip", True), ("gzip", None, False), (None, None, True)],
+)
+def test_googles_digest_is_of_the_bytes_as_stored(stored: str | None, sent: str | None, declared: bool) -> None:
+    """An object that is kept packed and arrives unpacked has none."""
+    md5 = hashlib.md5(b"x").digest()
+    headers = {"x-goog-hash": f"crc32c=AAAAAA==,md5={base64.b64encode(md5).decode()}"}
+    if stored is not None:
+        headers["x-goog-stored-content-encoding"] = stored
+    if sent is not None:
+        headers["Content-Encoding"] = sent
+    assert declared_digest(headers) == (("md5", md5) if declared else None)
+
+
+@pytest.mark.parametrize(
     ("url", "shown"),
     [
         ("https://host/a/b", "https://host/a/b"),
