@@ -18,6 +18,7 @@ from asyncloader.transports.broken import Broken
 from asyncloader.transports.errors import ReadFailed
 from asyncloader.transports.http_answers import safe_url, status_error
 from asyncloader.transports.http_session import SessionOwner
+from asyncloader.transports.http_trouble import trouble_of
 from asyncloader.transports.retry import RetryPolicy, parse_retry_after
 from asyncloader.transports.retrying_client import RetryingClient
 
@@ -108,6 +109,10 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
         raise AssertionError("count() does not end")
 
     # --- failures
+
+    def trouble(self, error: BaseException, answering: bool) -> Broken | None:
+        """As `trouble_of`."""
+        return trouble_of(error, answering, self._retry.statuses)
 
     def bad_status(self, path: str, response: aiohttp.ClientResponse) -> Broken:
         """Say what an answer without an object means."""

@@ -23,7 +23,6 @@ from asyncloader.transports.http_answers import (
     parse_content_range,
 )
 from asyncloader.transports.http_client import HttpClient
-from asyncloader.transports.http_trouble import trouble_of
 
 if TYPE_CHECKING:
     import aiohttp
@@ -52,7 +51,7 @@ class HttpDownload(Download[HttpClient, Version]):
         return await self._run(self._measure)
 
     def _trouble(self, error: BaseException) -> Broken | None:
-        return trouble_of(error, answering=self._response is not None)
+        return self._client.trouble(error, answering=self._response is not None)
 
     def _drop(self) -> None:
         if self._response is not None:

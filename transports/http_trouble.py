@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import ssl
+import time
 
 from asyncloader.transports.broken import Broken
 from asyncloader.transports.errors import TransportError
-from asyncloader.transports.retry import error_heals
+from asyncloader.transports.retry import error_heals, parse_retry_after
 
 __all__ = ["trouble_of"]
 
 
-def trouble_of(error: BaseException, answering: bool) -> Broken | None:
+def trouble_of(error: BaseException, answering: bool, statuses: frozenset[int]) -> Broken | None:
     """Say what `error` means; None when it is not the network's.
 
     Args:
         error: what the attempt raised.
         answering: whether the head of the answer had arrived.
+        statuses: the statuses that heal.
     """
     if isinstance(error, Broken):
         return error
@@ -40,6 +42,11 @@ def trouble_of(error: BaseException, answering: bool) -> Broken | None:
             return Broken("stalled" if answering else "no answer", text)
         case aiohttp.ClientPayloadError():
             return Broken("broken body", "the connection broke in the middle of the answer", cause=error)
+        case aiohttp.ClientHttpProxyError():  # https through a proxy: it was asked for a way, and not for the object
+            text = f"the proxy answered {error.status} {error.message[:80]}".rstrip()
+            asked = error.headers.get("Retry-After") if error.headers is not None else None
+            after = parse_retry_after(asked, time.time())
+            return Broken(f"proxy {error.status}", text, heals=error.status in statuses, retry_after=after)
         case aiohttp.ClientResponseError():
             # Its own text has the whole URL in it.
             return Broken("not http", f"the answer is not legal HTTP: {error.message[:200]!r}", heals=False)

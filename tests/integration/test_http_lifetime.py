@@ -286,6 +286,25 @@ async def test_a_proxy_of_the_environment(store: HttpStore, monkeypatch: pytest.
     assert [asked.headers["Host"] for asked in store.asked][1] == "nowhere.invalid"
 
 
+async def test_a_proxy_in_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it answers instead of the way to an https server heals or not, as an answer of that server would."""
+    answers = [b"503 Service Unavailable\r\nRetry-After: 0", b"407 Proxy Authentication Required"]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 " + answers.pop(0) + b"\r\nContent-Length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as proxy:
+        monkeypatch.setenv("https_proxy", "http://{}:{}".format(*proxy.sockets[0].getsockname()))
+        async with HttpTransport("https://nowhere.invalid/", retry=SOON) as transport:
+            with pytest.raises(ReadFailed, match=r"'a'.*the proxy answered 407 Proxy Authentication Required$"):
+                await transport.read("a")
+            assert transport.retries.kinds == {"proxy 503": 1}
+
+
 # ------------------------------------------------------------------------------------------------------- listing
 
 
