@@ -42,7 +42,9 @@ class SessionOwner(ClientOwner["aiohttp.ClientSession"]):
                 "http and https need aiohttp, which is not installed; install it by: pip install 'asyncloader[http]'"
             ) from error
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),  # the slots are the limit
+            # The slots are the limit. The system looks names up, also where aiodns is installed, which aiohttp would
+            # prefer: its errors do not tell a name server without an answer from a name that does not exist.
+            connector=aiohttp.TCPConnector(limit=0, resolver=aiohttp.ThreadedResolver()),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),

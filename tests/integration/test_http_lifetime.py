@@ -305,6 +305,14 @@ async def test_a_proxy_in_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
             assert transport.retries.kinds == {"proxy 503": 1}
 
 
+async def test_the_system_looks_names_up(store: HttpStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another resolver is installed, by which one could not say which failures heal."""
+    monkeypatch.setattr("aiohttp.connector.DefaultResolver", None)
+    async with HttpTransport(store.url.replace("127.0.0.1", "localhost"), retry=SOON) as transport:
+        assert await transport.read("a") == b"data"
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
 # ------------------------------------------------------------------------------------------------------- listing
 
 
