@@ -166,6 +166,7 @@ class Transport(ABC):
         """Give an object's size in bytes.
 
         Raises:
+            SizeUnknown: the store does not say it.
             ObjectNotFound, AccessDenied, InvalidPath, ReadFailed, TransportClosed: see `errors`.
         """
 

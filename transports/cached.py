@@ -24,7 +24,7 @@ from asyncloader.transports.cache_store import CacheEntry, CacheFill, CacheStore
 from asyncloader.transports.cache_tee import Tee
 from asyncloader.transports.cache_usage import CacheCounts
 from asyncloader.transports.checks import check_chunk_size, check_path, check_range, check_size, check_start
-from asyncloader.transports.errors import ReadFailed, TransportError
+from asyncloader.transports.errors import ReadFailed, SizeUnknown, TransportError
 
 __all__ = ["CachedTransport"]
 
@@ -45,7 +45,7 @@ class CachedTransport(Transport):
 
     Whole objects are cached: those that `read` reads, and those that a `stream` gave from byte 0 to the end, in
     passing. Reads, ranges and streams from any byte on are then given from the directory. What has no version
-    (`info(path).etag` is None) is not cached.
+    (`info(path).etag` is None), or no size that the store would tell, is read as without a cache.
 
     Any number of workers, processes and runs on a node share a directory, each with transports of its own. Which
     objects stay is decided by their last use, known to the minute. A run that goes through more bytes than
@@ -244,8 +244,15 @@ class CachedTransport(Transport):
             return partial(self._store.open_newest, key), None
         if not await self._attempt(partial(self._store.has, key)):
             return None, None
-        info = await self.inner.info(path)
-        return None if info.etag is None else partial(self._store.open, key, info.etag), info
+        info = await self._ask(path)
+        return None if info is None or info.etag is None else partial(self._store.open, key, info.etag), info
+
+    async def _ask(self, path: str) -> ObjectInfo | None:
+        """Ask what the object is now; None if the store can only give it."""
+        try:
+            return await self.inner.info(path)
+        except SizeUnknown:
+            return None
 
     async def _stream_entry(
         self, path: str, entry: CacheEntry, start: int, chunk_size: int
@@ -291,7 +298,7 @@ class CachedTransport(Transport):
 
     async def _stream_filling(self, path: str, chunk_size: int, info: ObjectInfo | None) -> AsyncGenerator[bytes, None]:
         if info is None:
-            info = await self.inner.info(path)
+            info = await self._ask(path) or ObjectInfo(0, None)
         fill: CacheFill | None = None
         if info.etag is not None and info.size:
             begin = partial(self._store.begin, self._key(path), info.etag, info.size)
@@ -305,10 +312,10 @@ class CachedTransport(Transport):
                     received += len(chunk)
                     await tee.add(chunk)
                     after: bytes | None = None
-                    if received >= info.size:
+                    if tee.open and received >= info.size:
                         # Settled before the last chunk is given: its reader may know that it is the last, and stop.
                         after = await anext(chunks, b"")
-                        if not after and tee.open and await self._still(path, info):
+                        if not after and await self._still(path, info):
                             await tee.keep()
                     yield chunk
                     chunk = await anext(chunks, b"") if after is None else after

@@ -9,6 +9,7 @@
         +-- ObjectTooLarge          larger than the caller's `max_bytes` (also a ValueError)
         +-- RangeOutOfBounds        the range ends after the object does (also a ValueError)
         +-- ReadFailed              broken: the disk, server or network failed (also an OSError)
+        |   +-- SizeUnknown         it can be read; how large it is, the store does not say
         +-- TransportClosed         closed: we ended it, by `aclose()` (also a RuntimeError)
 
 Each error takes its message first and keeps what it is about as attributes. All of them pickle, and all can
@@ -28,6 +29,7 @@ __all__ = [
     "ObjectTooLarge",
     "RangeOutOfBounds",
     "ReadFailed",
+    "SizeUnknown",
     "TransportClosed",
     "TransportError",
     "UnknownScheme",
@@ -100,6 +102,10 @@ class RangeOutOfBounds(TransportError, ValueError):
 
 class ReadFailed(TransportError, OSError):
     """The store broke while it was read. `__cause__` is the original error, `errno` its number if any."""
+
+
+class SizeUnknown(ReadFailed):
+    """The store gives the object, and does not say how large it is when asked for that."""
 
 
 class TransportClosed(TransportError, RuntimeError):

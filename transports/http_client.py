@@ -127,10 +127,12 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
             final=final,
         )
 
-    def refused(self, path: str, response: aiohttp.ClientResponse, why: str) -> ReadFailed:
+    def refused(
+        self, path: str, response: aiohttp.ClientResponse, why: str, kind: type[ReadFailed] = ReadFailed
+    ) -> ReadFailed:
         """Make the error for an answer that must not be used."""
         where = safe_url(str(response.url))
-        return ReadFailed(f"reading {path!r} failed: {where} answered {response.status}, but {why}", path=path)
+        return kind(f"reading {path!r} failed: {where} answered {response.status}, but {why}", path=path)
 
     # --- headers and proxies
 

@@ -14,7 +14,7 @@ from asyncloader.transports.broken import Broken
 from asyncloader.transports.checks import check_size, check_start
 from asyncloader.transports.client_owner import Scope
 from asyncloader.transports.download import CHANGED, Download
-from asyncloader.transports.errors import ReadFailed
+from asyncloader.transports.errors import ReadFailed, SizeUnknown
 from asyncloader.transports.http_answers import (
     Version,
     content_length,
@@ -77,7 +77,7 @@ class HttpDownload(Download[HttpClient, Version]):
             return ObjectInfo(size, Version.of(response.headers, size).validator if known else None)
         if response.status not in {200, 206}:
             raise self._client.bad_status(self._path, response)
-        raise self._client.refused(self._path, response, "it does not state the object's size")
+        raise self._client.refused(self._path, response, "it does not state the object's size", SizeUnknown)
 
     def _stated_size(self, response: aiohttp.ClientResponse) -> int | None:
         if response.status in {200, 206}:

@@ -5,13 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from asyncloader.transports import HttpTransport, ObjectNotFound, RangeOutOfBounds, ReadFailed, RetryPolicy
+from asyncloader.transports import (
+    CachedTransport,
+    HttpTransport,
+    ObjectNotFound,
+    RangeOutOfBounds,
+    ReadFailed,
+    RetryPolicy,
+    SizeUnknown,
+)
 from tests.conformance.transport_subject import drain
 from tests.integration.http_store import Fault, HttpStore, broken, change, chunked, serving, status
 
@@ -211,3 +220,21 @@ async def test_a_read_that_is_resumed_knows_its_version(store: HttpStore) -> Non
     async with opened(store) as transport:
         data, info = await transport.read_with_info("a")
         assert (data, info.etag) == (CONTENT, store.objects["a"].etag)
+
+
+async def test_a_size_that_the_server_does_not_tell(store: HttpStore, tmp_path: Path) -> None:
+    """It is an error for who asks for it. Objects are read all the same, with a cache around them, too."""
+
+    async def sizeless(store: HttpStore, request: web.Request) -> web.StreamResponse | None:
+        return web.Response(status=405) if request.method == "HEAD" else await chunked()(store, request)
+
+    store.faults["a"].extend([sizeless] * 50)
+    inner = opened(store)
+    with pytest.raises(SizeUnknown, match=r"'a'.*answered 200, but it does not state the object's size"):
+        await inner.info("a")
+    async with CachedTransport(inner, store.url, tmp_path) as transport:
+        for _ in range(2):
+            assert await transport.read("a") == CONTENT
+            assert b"".join(await drain(transport.stream("a"))) == CONTENT
+        with pytest.raises(SizeUnknown):
+            await transport.size("a")
