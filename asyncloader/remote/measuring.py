@@ -17,7 +17,7 @@ from asyncloader.formats.base import ShardRange
 from asyncloader.remote.catalogue import PARQUET, Shard, can_cut
 from asyncloader.remote.reading import MakeReader
 from asyncloader.remote.stores import Stores
-from asyncloader.transports import RangeOutOfBounds
+from asyncloader.transports import RangeOutOfBounds, SizeUnknown
 
 __all__ = ["REQUESTS", "bytes_per_sample", "with_counts", "with_edges", "with_sizes"]
 
@@ -33,8 +33,13 @@ PROBE_SAMPLES = 1000
 T = TypeVar("T")
 
 
-async def with_sizes(shards: Sequence[Shard], stores: Stores) -> list[Shard]:
+async def with_sizes(shards: Sequence[Shard], stores: Stores, *, every: bool = True) -> list[Shard]:
     """Give the shards with `Shard.size`.
+
+    Args:
+        shards: the shards.
+        stores: where their URLs lead.
+        every: raise `SizeUnknown` for a shard of which the store does not say it; False leaves it as it is.
 
     Raises:
         TransportError: one of them cannot be asked about; the first such error, the other requests are cancelled.
@@ -44,7 +49,12 @@ async def with_sizes(shards: Sequence[Shard], stores: Stores) -> list[Shard]:
         if shard.size is not None:
             return shard
         transport, path = stores.find(shard.url)
-        return shard._replace(size=(await transport.info(path)).size)
+        try:
+            return shard._replace(size=(await transport.info(path)).size)
+        except SizeUnknown:
+            if every:
+                raise
+            return shard
 
     return await _each(shards, measure)
 
@@ -67,7 +77,7 @@ async def with_counts(shards: Sequence[Shard], stores: Stores) -> list[Shard]:
 async def with_edges(shards: Sequence[Shard], stores: Stores, parts: int) -> list[Shard]:
     """Give the shards with what `catalogue.cut` needs to make `parts` pieces: sizes, and places to cut.
 
-    Asks nothing if there are that many shards.
+    Asks nothing if there are that many shards. One whose size the store does not say stays without, and whole.
 
     Raises:
         ShardError: an MDS header or a Parquet footer is damaged, or contradicts the index.
@@ -84,7 +94,7 @@ async def with_edges(shards: Sequence[Shard], stores: Stores, parts: int) -> lis
             return await _with_footer(shard, stores)
         return await _with_offsets(shard, stores, parts)
 
-    return await _each(await with_sizes(shards, stores), measure)
+    return await _each(await with_sizes(shards, stores, every=False), measure)
 
 
 async def bytes_per_sample(

@@ -10,12 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from asyncloader import RemoteIterableDataset
 from asyncloader.formats import JsonlReader, ShardError
 from asyncloader.remote.catalogue import Shard, cut, format_of
 from asyncloader.remote.measuring import REQUESTS, bytes_per_sample, with_counts, with_edges, with_sizes
 from asyncloader.remote.sources import find_shards
 from asyncloader.remote.stores import Stores
-from asyncloader.transports import MemoryTransport, ObjectInfo, ObjectNotFound
+from asyncloader.transports import MemoryTransport, ObjectInfo, ObjectNotFound, SizeUnknown
 from tests.unit.remote_shards import MAKERS, jsonl, mds, mds_index, parquet, shard_of, tar
 
 
@@ -34,6 +35,15 @@ class Counting(MemoryTransport):
             return await super().info(path)
         finally:
             self.now -= 1
+
+
+class Vague(MemoryTransport):
+    """Does not say how large one of its objects is."""
+
+    async def info(self, path: str) -> ObjectInfo:
+        if path == "vague.jsonl":
+            raise SizeUnknown("it does not say", path=path)
+        return await super().info(path)
 
 
 async def test_sizes_are_asked_for_many_at_a_time() -> None:
@@ -56,6 +66,21 @@ async def test_a_missing_shard_is_named() -> None:
         with pytest.raises(ObjectNotFound, match=r"(b|gone)\.tar"):
             await with_sizes(shards, Stores(transport=transport))
         assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_shard_whose_size_nobody_tells_is_read_whole() -> None:
+    """It is no error but for who needs the size; the other shards are measured, and cut."""
+    lines = b"{}\n" * 100
+    async with Vague({"a.jsonl": lines, "vague.jsonl": lines}) as transport:
+        stores = Stores(transport=transport)
+        shards = [Shard(url, format_of(url)) for url in ("a.jsonl", "vague.jsonl")]
+        measured = await with_edges(shards, stores, 4)
+        assert [shard.size for shard in measured] == [300, None]
+        assert [piece.shard for piece in cut(measured, 4)] == [0, 0, 0, 1]
+        with pytest.raises(SizeUnknown):
+            await with_sizes(shards, stores)
+        dataset = RemoteIterableDataset("vague.jsonl", transport=transport)
+        assert len([sample async for sample in dataset]) == 100
 
 
 async def test_nothing_is_asked_if_there_are_shards_enough() -> None:
