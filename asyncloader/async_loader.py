@@ -220,6 +220,10 @@ class AsyncDataLoader(Generic[T_co]):
         Persistent workers keep their base seed and their options, as in torch: only the sampler is begun anew.
         """
         source = draw_source(self._spec, progress.epoch)
+        if self._idle_pool is not None and self._idle_pool.broken:
+            # New workers get a seed of their own, or they would draw again what those before drew.
+            pool, self._idle_pool = self._idle_pool, None
+            pool.stop_soon()
         if self._kept is not None and self._idle_pool is not None:
             draws = self._kept[0]
             draws._reset(source)

@@ -37,6 +37,7 @@ from asyncloader.statistics import Statistics
 from asyncloader.sync_inline import CountedNext
 from asyncloader.workers.info import EpochStart, WorkerSetup
 from asyncloader.workers.leasing import is_leased
+from asyncloader.workers.seeding import derive
 
 __all__ = ["WorkerIterator"]
 
@@ -122,6 +123,10 @@ class WorkerIterator(CountedNext):
             if not self._shutdown and self._pool.broken:
                 self._shutdown_workers()
             if self._shutdown:  # a worker died in the last epoch, or since: begin with new ones
+                if loader._ours.seed is None:
+                    # Or they would draw again what those before drew since their first epoch. The user's generator
+                    # stays where it is: it may be the sampler's, too.
+                    self._base_seed = derive(int(self._base_seed), "anew") >> 1
                 self._acquire(loader)
             else:
                 self._end_epoch()

@@ -1,6 +1,6 @@
 """How much memory of its own this process has: for workers that must not grow beyond a bound.
 
-Data path: beside the worker's tasks, after each of them where a bound is set.
+Data path: beside the worker's tasks, before each of them where a bound is set.
 
 Counted is anonymous memory that is mapped here: what Python, its libraries and the dataset allocated. Pages of the
 rings are not counted, nor are files. A forked worker begins with all that its parent had, so that only the growth says

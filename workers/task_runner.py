@@ -31,6 +31,7 @@ from asyncloader.workers.bad_samples import BadSample, NoSamples
 from asyncloader.workers.channel import Channel
 from asyncloader.workers.codec import Encoded, Encoder
 from asyncloader.workers.collate import Collator, use_private_memory
+from asyncloader.workers.cursor import is_stateful
 from asyncloader.workers.dataset_context import DatasetContext
 from asyncloader.workers.error_notes import add_note, collation_place
 from asyncloader.workers.error_pickle import pickle_error
@@ -78,6 +79,7 @@ class TaskRunner:
         self._suspect: int | None = None  # where the next task's standard error is to be kept
         self._footprint: Footprint | None = None
         self._memory_limit = 0
+        self._worked = False  # this process has carried out a task, after which it may leave
         torch.multiprocessing._set_thread_name("pt_data_worker")
         torch.set_num_threads(1)
         use_private_memory()
@@ -195,8 +197,12 @@ class TaskRunner:
 
     @property
     def outgrown(self) -> bool:
-        """Whether this worker has grown beyond its bound, and should leave before its next task."""
-        if self._footprint is None or self._ended or self._footprint.growth() <= self._memory_limit:
+        """Whether this worker has grown beyond its bound, and should leave in place of the task that it was given now.
+        Not without one: when its epoch is over nobody takes what it hands over.
+        """
+        if self._footprint is None or self._ended or not self._worked:
+            return False
+        if self._footprint.growth() <= self._memory_limit:
             return False
         # A stream that another worker could not read on is left to this one.
         return self._setup.replays or (self._reader is not None and self._reader.can_go_on)
@@ -219,6 +225,8 @@ class TaskRunner:
         reader = self._reader
         if reader is None:
             return  # the set-up did not unpickle: that stays the answer to every task
+        if self._setup.iterable or is_stateful(reader.dataset):
+            self._worked = False  # before its first answer in this epoch nobody knows where its dataset stands
         self._start_error = None
         start = EpochStart(*pickle.loads(payload))
         try:
@@ -232,6 +240,7 @@ class TaskRunner:
         """Carry out one task of a blocking dataset."""
         if self._ended:
             return
+        self._worked = True
         epoch, seq, slot, ring, index = wire.unpack_task(body)
         begin = perf_counter()
         bad: list[BadSample] = []
@@ -253,6 +262,7 @@ class TaskRunner:
         """Carry out one task of an asynchronous dataset; several run at a time."""
         if self._ended:
             return
+        self._worked = True
         epoch, seq, slot, ring_number, index = wire.unpack_task(body)
         ring = self._ring if ring_number == self._ring_number else None
         bad: list[BadSample] = []

@@ -108,10 +108,10 @@ def _serve_blocking(runner: TaskRunner) -> None:
         if kind != wire.TASK:
             runner.control(kind, body)
             continue
-        runner.task(body)
         if runner.outgrown:
             runner.retire()
             return
+        runner.task(body)
 
 
 def _receive(channel: Channel, inbox: deque[tuple[int, bytes]], *, wait: bool) -> None:
@@ -176,28 +176,30 @@ class _AsyncShell:
     def _take(self, kind: int, body: bytes) -> None:
         if self._retiring and kind not in (wire.LEASE, wire.RESET, wire.STOP):
             return  # for the one that comes in its place
-        if kind == wire.TASK:
+        if kind == wire.TASK and self._runner.outgrown:
+            self._retiring = True
+            self._retire()
+        elif kind == wire.TASK:
             task = self._loop.create_task(self._runner.task_async(body))
             self._tasks.add(task)
             task.add_done_callback(self._finished)
-            return
-        if kind == wire.RESET:
+        elif kind == wire.RESET:
             for task in self._tasks:
                 task.cancel()
-            if self._retiring:
-                return
-        self._runner.control(kind, body)
+            if not self._retiring:
+                self._runner.control(kind, body)
+        else:
+            self._runner.control(kind, body)
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._end(task.exception())
-        elif self._retiring or self._runner.outgrown:
+        elif self._retiring:
             self._retire()
 
     def _retire(self) -> None:
-        """Take no more tasks; leave when those in hand are answered. They may have to wait for leases."""
-        self._retiring = True
+        """Leave when the tasks in hand are answered. They may have to wait for leases. No more are taken."""
         if not self._tasks and not self._done.done():
             self._runner.retire()
             self._end(None)

@@ -1,0 +1,58 @@
+"""Persistent workers that leave or die at the end of an epoch, or after it: the next one's batches do not repeat it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.comparing import assert_same
+from tests.integration.faulty import Growing
+from tests.integration.running import BOTH, Deaths
+from tests.integration.seeded_runs import Stepwise
+
+OPTIONS: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "persistent_workers": True}
+
+
+def epochs(kind: str, **options: Any) -> tuple[list[list[Any]], set[int]]:
+    """Three epochs of a dataset that grows by 4 MB a worker and epoch; and which processes made them."""
+    torch.manual_seed(7)
+    with Stepwise(kind, Growing(8), **OPTIONS, **options) as run:
+        found = [run.epoch() for _ in range(3)]
+    return found, {int(pid) for epoch in found for batch in epoch for pid in batch.pop("pid")}
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("megabytes", [1, 3, 4, 7])
+def test_workers_that_grow_go_on_with_their_random_numbers(kind: str, megabytes: int) -> None:
+    """Whichever task of an epoch made it too large, the last one, too: a worker leaves when there is another that its
+    successor can take with its random numbers. The batches of all epochs are those of workers that stayed.
+    """
+    expected, _ = epochs(kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got, pids = epochs(kind, worker_memory_limit=(megabytes << 20) - (1 << 19))
+    assert len(pids) > 2
+    for one, other in zip(got, expected, strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("restarts", [None, 3])
+def test_new_workers_do_not_draw_again(kind: str, restarts: int | None) -> None:
+    """A worker was killed between two epochs, and all begin anew: with random numbers that were not drawn before."""
+    torch.manual_seed(7)
+    with Stepwise(kind, Growing(8), **OPTIONS, max_worker_restarts=restarts) as run:
+        drawn: set[float] = set()
+        for number in range(1, 4):
+            batches = run.epoch()
+            assert [int(index) for batch in batches for index in batch["index"]] == list(range(8))
+            drawn |= {float(value) for batch in batches for value in batch["random"]}
+            assert len(drawn) == 8 * number
+            with Deaths([int(batches[0]["pid"][0])]) as deaths:
+                os.kill(int(batches[0]["pid"][0]), signal.SIGKILL)
+                deaths.wait()
