@@ -262,7 +262,10 @@ class AsyncLoaderIterator:
     def _deliver(self, item: Deliver, waited: float, opened: Callable[[], Any] | None) -> Any:
         if self._pipeline is None:
             raise LoaderClosed("this iterator was closed")
-        batch = self._consumer.deliver(item, waited, self._pipeline.advance, opened)
+        try:
+            batch = self._consumer.deliver(item, waited, self._pipeline.advance, opened)
+        except StopAsyncIteration as error:  # of a worker: here it would pass for the end of the epoch
+            raise RuntimeError("the dataset's code raised StopAsyncIteration") from error
         if batch is NO_BATCH:
             return batch
         self._yielded += 1

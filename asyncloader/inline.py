@@ -328,6 +328,8 @@ class InlineIterator:
             return self._reader.fetch(index, self._bad)
         except StopIteration:
             raise StopAsyncIteration from None  # a future cannot carry StopIteration
+        except StopAsyncIteration as error:  # no end of a blocking dataset
+            raise RuntimeError("the dataset's code raised StopAsyncIteration") from error
 
     async def _next_index(self) -> Any:
         if self._source is not None:

@@ -39,6 +39,7 @@ from asyncloader.remote.leases import LeaseBook, Reply
 from asyncloader.replacing import Replacer, Request
 from asyncloader.report import report
 from asyncloader.scheduler import Scheduler
+from asyncloader.workers.error_notes import cancelled_itself
 from asyncloader.workers.info import EpochStart
 from asyncloader.workers.listener import Answer, Listener
 from asyncloader.workers.pool import WorkerPool
@@ -353,6 +354,10 @@ class Pipeline(Listener):
                 # Closed in this task, rather than whenever the loop finds it abandoned.
                 if isinstance(indices, AsyncGenerator):
                     await indices.aclose()
+        except asyncio.CancelledError as error:
+            if self._closed:
+                raise  # by us
+            self._source_error = cancelled_itself("sampler", error)
         except Exception as error:  # raised to the consumer after the batches that were asked for before it
             self._source_error = error
         if not self._closed:

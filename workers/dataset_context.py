@@ -14,6 +14,8 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, StackDataset, Subset
 
+from asyncloader.workers.error_notes import cancelled_itself
+
 __all__ = ["EXIT_SECONDS", "DatasetContext", "context_managers"]
 
 EXIT_SECONDS = 1.5
@@ -95,6 +97,8 @@ class DatasetContext:
                 await leave.wait()
         except BaseException as error:
             if not opened.done():
+                if isinstance(error, asyncio.CancelledError) and not leave.is_set():
+                    error = cancelled_itself("dataset", error)
                 if isinstance(error, Exception):
                     opened.set_exception(error)
                     opened.exception()  # it may be that nobody waits any more

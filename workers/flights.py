@@ -139,6 +139,10 @@ class _Batch:
             if not self.over:
                 self.fail(task, RuntimeError("the sample's code cancelled itself, or let what it awaited be cancelled"))
         elif (error := task.exception()) is not None and not self.over:
+            if isinstance(error, StopAsyncIteration):  # it would pass for the end of all batches
+                wrapped = RuntimeError("the sample's code raised StopAsyncIteration")
+                wrapped.__cause__ = error
+                error = wrapped
             self.fail(task, error)
         if not self.flying and len(self.tasks) >= self.count and not self.done.done():
             self.done.set_result(None)

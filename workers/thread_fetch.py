@@ -263,7 +263,8 @@ class _Batch:
             return
         self._over = True
         self.failed = item
-        if not isinstance(error, Exception):  # SystemExit in a thread ends the sample, not the process
+        # SystemExit in a thread ends the sample, not the process; the others would pass for the end of all batches.
+        if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
             wrapped = RuntimeError(f"the sample's code raised {type(error).__name__}")
             wrapped.__cause__ = error
             error = wrapped
