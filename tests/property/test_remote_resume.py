@@ -138,6 +138,7 @@ def check(case: Case) -> None:
         assert got == whole, "interrupted"
 
 
+@pytest.mark.timeout(600)
 @settings(max_examples=max(6, EXAMPLES // 4), **SETTINGS)
 @given(cases())
 def test_an_interrupted_run_gives_what_it_would_have_given(case: Case) -> None:
