@@ -20,15 +20,17 @@ _SECONDS = 1.0
 
 async def report(pool: WorkerPool, scheduler: Scheduler) -> str:
     """The oldest task, and each worker: its state, its tasks, its ring, and the Python stacks of its threads."""
-    alive = [process for process in pool.processes if not process.released]
+    processes = list(pool.processes)  # others may be in their places when these have answered
+    alive = [process for process in processes if not process.released]
     lines = [_head(scheduler)]  # before the signal, which may end what a worker waits for
-    found = iter(await stacks.ask([stacks.Target(p.pid, p.death_fd, p.stacks) for p in alive], _SECONDS))
-    for process in pool.processes:
+    answers = await stacks.ask([stacks.Target(p.pid, p.death_fd, p.stacks) for p in alive], _SECONDS)
+    found = {process.worker_id: answer for process, answer in zip(alive, answers, strict=True)}
+    for process in processes:
         worker = process.worker_id
-        if process.released:
+        if process.released or worker not in found:
             lines.append(f"worker {worker} (pid {process.pid}) has died and is being replaced")
             continue
-        state, text = next(found)
+        state, text = found[worker]
         at = "" if process.started else ", still at its start-up code"
         lines.append(
             f"worker {worker} (pid {process.pid}) is {state}{at}; "

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +128,33 @@ def test_report_on_an_async_worker() -> None:
     report, _ = report_of("asyncio", AsyncStuck(), num_workers=1, timeout=1.5)
     assert "the next batch of its stream" in report
     assert "worker.py" in report
+
+
+@pytest.mark.parametrize("number", [0, 1])
+async def test_report_while_a_worker_dies(number: int) -> None:
+    """A worker dies, and another takes its place, while all are asked: nobody's state is shown for another's."""
+    async with AsyncDataLoader[Any](Hanging(), num_workers=2, max_worker_restarts=1) as loader:
+        batches: Any = aiter(loader)
+        await anext(batches)
+        pids = [process.pid for process in batches.pool.processes]
+        asking = asyncio.ensure_future(batches._pipeline.report())
+        await asyncio.sleep(0)
+        os.kill(pids[number], signal.SIGKILL)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            report = await asking
+    assert f"worker {number} (pid {pids[number]}) has died and is being replaced" in report
+    other = report.partition(f"worker {1 - number} (pid {pids[1 - number]}) is ")[2]
+    assert "worker_main" in other.partition("worker 1 ")[0]
+
+
+class Hanging(Dataset[Any]):
+    """Gives its first sample alone."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        if index:
+            threading.Event().wait()
+        return index
