@@ -192,6 +192,8 @@ class AsyncLoaderIterator:
     async def _start(self) -> None:
         spec = self._spec
         leases, self._starts = await open_leases(spec, self._progress, self._starts)
+        if self._closed:  # `close` does not wait for this
+            return
         if leases is not None:
             self._setup = self._setup._replace(starts=self._starts, dataset=self._draws._dataset)
         pool = self._shelf.take()
@@ -200,6 +202,9 @@ class AsyncLoaderIterator:
             # A fork must happen in the thread that the user's code runs in; the other methods need not block the loop.
             pool = make() if start_method(spec) == "fork" else await asyncio.to_thread(make)
             self._shelf.note(pool)
+            if self._closed:
+                pool.stop_soon()
+                return
         self.pool = pool
         put_from_thread = partial(_put_from_thread, asyncio.get_running_loop(), self._queue)
         replacer = Replacer(pool, weakly(self._setup_for), None)

@@ -288,3 +288,16 @@ async def test_an_error_that_was_caught_holds_nothing(workers: int) -> None:
         assert held() is None
     finally:
         gc.enable()
+
+
+async def test_close_during_the_start() -> None:
+    """`close` does not wait for workers that are being started in a thread: they end as soon as they are there."""
+    loader = AsyncDataLoader[Any](Numbers(4), num_workers=1, multiprocessing_context="forkserver")
+    batches: Any = aiter(loader)
+    waiting = asyncio.ensure_future(anext(batches))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    loader.close()
+    with pytest.raises(LoaderClosed, match="was closed"):
+        await waiting
+    assert batches.pool is None
