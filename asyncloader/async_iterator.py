@@ -323,11 +323,16 @@ class AsyncLoaderIterator:
                 self._ended = "this iterator was closed"
             await self._consumer.end_stage()
         pool, reader = self._let_go()
-        if reader is not None:
-            with contextlib.suppress(asyncio.CancelledError):
-                await reader
-        if pool is not None:
-            await asyncio.shield(asyncio.to_thread(pool.stop))
+        try:
+            if reader is not None:
+                await asyncio.wait([reader])  # it was cancelled; that is not the caller's cancellation
+        except asyncio.CancelledError:
+            assert reader is not None
+            reader.cancel()  # once more: also what it does at its end
+            raise
+        finally:
+            if pool is not None:
+                await asyncio.shield(asyncio.to_thread(pool.stop))
 
     def close(self) -> None:
         """`aclose` for code that is not async: blocks until the workers are gone. In the loop's thread, or after it."""

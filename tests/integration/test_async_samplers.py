@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler
 from asyncloader import AsyncDataLoader, AsyncSampler, DataLoader
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import AsyncNumbers, Numbers
-from tests.integration.running import BOTH, KINDS, collect, outcomes, run_async
+from tests.integration.running import BOTH, KINDS, Deaths, collect, outcomes, run_async
 
 
 class Ticking:
@@ -207,3 +207,34 @@ def test_a_waiting_sampler_does_not_hold_up_the_end() -> None:
     with DataLoader[Any](Numbers(3), batch_sampler=Stuck(), num_workers=1) as loader:
         next(iter(loader))
     assert Stuck.cancelled
+
+
+async def test_cancelling_the_wait_for_a_sampler_cancels_the_caller() -> None:
+    """`aclose` waits for what the sampler does at its end. Who is cancelled there is cancelled, and the sampler's end
+    is broken off; the workers are gone all the same.
+    """
+    reached, broken_off = asyncio.Event(), asyncio.Event()
+
+    class Tidy:
+        async def __aiter__(self) -> AsyncIterator[list[int]]:
+            try:
+                yield [0]
+                await asyncio.Event().wait()
+            finally:
+                reached.set()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    broken_off.set()
+
+    loader = AsyncDataLoader[Any](Numbers(3), batch_sampler=Tidy(), num_workers=1)
+    batches: Any = aiter(loader)
+    await anext(batches)
+    with Deaths([process.pid for process in batches.pool.processes]) as deaths:
+        closing = asyncio.ensure_future(batches.aclose())
+        await reached.wait()
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert deaths.ended()
+    await broken_off.wait()
