@@ -52,7 +52,10 @@ class Inbox:
         elif kind == wire.READY:
             process.ready = True
         elif kind == wire.RESET_DONE:
-            self._keeper.reset_done(self._epoch_in(body, epoch))
+            said = self._epoch_in(body, epoch)
+            self._keeper.reset_done(said)
+            if watch is not None and said == epoch:
+                watch.cleared(self._worker)
         elif kind == wire.STARTED:
             if self._epoch_in(body, epoch) == epoch:
                 process.started = True
@@ -91,7 +94,7 @@ class Inbox:
             if fd is not None:
                 os.close(fd)
             raise
-        bad = self._answered(result.seq, watch if result.epoch == epoch else None)
+        bad = self._answered(result.epoch == epoch, result.seq, watch)
         answer = Answer(result, template, ring, fd, cursor, bad)
         if result.epoch == epoch and listener is not None:
             listener.on_answer(self._worker, answer)
@@ -126,7 +129,7 @@ class Inbox:
         said, seq, busy, payload = wire.unpack_answer(body)
         self._check_expected(said, seq, epoch)
         self._keeper.answered(said, seq, wire.NO_SLOT, 0)
-        bad = self._answered(seq, watch if said == epoch else None)
+        bad = self._answered(said == epoch, seq, watch)
         if said != epoch or listener is None:
             return
         if kind == wire.EXHAUSTED:
@@ -139,10 +142,12 @@ class Inbox:
         else:
             listener.on_error(worker, seq, busy, pickle.loads(payload), bad)
 
-    def _answered(self, seq: int, watch: Watch | None) -> bytes:
-        """A task was answered, of the present epoch if there is a watch. Returns its records of bad samples."""
-        if watch is not None:
+    def _answered(self, present: bool, seq: int, watch: Watch | None) -> bytes:
+        """A task was answered, of the present epoch or an older one. Returns its records of bad samples."""
+        if watch is not None and present:
             watch.answered(self._worker, seq)
+        elif watch is not None:
+            watch.cleared(self._worker)
         if self._process.suspect is not None:
             self._process.cleared()
         bad, self._bad = self._bad, b""

@@ -68,6 +68,12 @@ class Watch:
         self._starting[worker] = True
         self._waiting[worker] = False
 
+    def cleared(self, worker: int) -> None:
+        """The worker is past one more task of the epoch before, or past all of them: its start-up code begins only
+        then.
+        """
+        self._since[worker] = self._loop.time()
+
     def started(self, worker: int) -> None:
         """That code has run."""
         self._since[worker] = self._loop.time()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import warnings
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 
+from asyncloader.workers import watch
 from tests.integration.comparing import assert_same
 from tests.integration.faulty import Growing
 from tests.integration.running import BOTH, Deaths
@@ -56,3 +59,28 @@ def test_new_workers_do_not_draw_again(kind: str, restarts: int | None) -> None:
             with Deaths([int(batches[0]["pid"][0])]) as deaths:
                 os.kill(int(batches[0]["pid"][0]), signal.SIGKILL)
                 deaths.wait()
+
+
+class Slow(Dataset[Any]):
+    """Samples that take a fifth of a second, and tell which process made them."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.2)
+        return os.getpid()
+
+
+def test_what_an_abandoned_epoch_left_to_do_is_no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker in torch mode does the tasks of an abandoned epoch first. It is not killed for what all of them take,
+    which may be longer than a start-up has.
+    """
+    monkeypatch.setattr(watch, "START_SECONDS", 0.0)
+    options: dict[str, Any] = {"num_workers": 1, "prefetch_factor": 8, "persistent_workers": True}
+    with Stepwise("sync", Slow(), **options, max_worker_restarts=3, worker_timeout=1) as run:
+        firsts = []
+        for _ in range(3):
+            run.begin()
+            firsts.append(int(run.step()))
+    assert len(set(firsts)) == 1
