@@ -38,6 +38,8 @@ __all__ = ["WorkerPool"]
 
 _DEATH_SECONDS = 2.0
 """How long a worker that we killed may take to end. After that it is taken for dead: it hangs in the system."""
+_LEAVE_SECONDS = 2.0
+"""How long one that leaves by itself may take to end: what threads of the user's do is not waited for longer."""
 
 
 class WorkerPool:
@@ -218,6 +220,8 @@ class WorkerPool:
         loop.add_reader(process.death_fd, self._on_death, process)
         if self._watch is not None:
             (self._watch.started if process.started and not self._used else self._watch.starts)(process.worker_id)
+        if process.retired is not None:  # in the epoch before
+            loop.call_later(_LEAVE_SECONDS, self._on_staying, process)
 
     def detach(self) -> None:
         """Stop listening. In the loop's thread, or in any once the loop is closed. Idempotent."""
@@ -296,6 +300,8 @@ class WorkerPool:
         inbox = self._inboxes[process.worker_id]
         for kind, body in process.channel.receive():
             inbox.frame(kind, body, self.epoch, self._listener, self._watch)
+            if kind == wire.RETIRING and self._loop is not None:
+                self._loop.call_later(_LEAVE_SECONDS, self._on_staying, process)
 
     def _on_death(self, process: WorkerProcess) -> None:
         # What it sent before it died is still in the socket.
@@ -317,6 +323,11 @@ class WorkerPool:
         )
         assert loop is not None  # a watch is there only while attached
         loop.call_later(_DEATH_SECONDS, self._on_lingering, process)
+
+    def _on_staying(self, process: WorkerProcess) -> None:
+        """It has said that it leaves, and has nothing more to say."""
+        if not process.released:
+            process.kill()
 
     def _on_lingering(self, process: WorkerProcess) -> None:
         """SIGKILL has not ended it, which only the system itself can hold back: nothing of it runs any more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import warnings
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -295,6 +296,22 @@ def test_retirements_are_counted() -> None:
         assert len(list(loader)) == 20
         assert loader.stats()["data/worker_retirements"] >= 1
         assert loader.stats()["data/worker_restarts"] == 0
+
+
+class Accompanied(Growing):
+    """Its process has a thread that never ends, and that an interpreter's end waits for."""
+
+    def __getitem__(self, index: int) -> Any:
+        if not self.kept:
+            threading.Thread(target=threading.Event().wait).start()
+        return super().__getitem__(index)
+
+
+def test_worker_that_grew_and_cannot_end() -> None:
+    """A worker that leaves, and whose threads do not let it, is ended; its successor goes on where it was."""
+    with DataLoader[Any](Accompanied(5), num_workers=1, worker_memory_limit=7 << 19) as loader:
+        assert [int(batch["index"]) for batch in loader] == list(range(5))
+        assert loader.stats()["data/worker_retirements"] >= 1
 
 
 # ------------------------------------------------------------------------------------------- ends during a heal
