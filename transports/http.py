@@ -33,7 +33,8 @@ class HttpTransport(NetworkTransport[HttpClient]):
 
     Args:
         root: ``https://host/directory``. A user and password in it are sent as basic authentication. A query
-            (``?sig=...``) is added to every object's URL. Neither is shown in texts.
+            (``?sig=...``) is added to every object's URL. Neither is shown in texts. An escaped slash (``%2F``) at its
+            end is followed by the object's path as ``/`` is.
         headers: sent to the root's own host with every request, for example
             ``{"Authorization": "Bearer ..."}``; or a function that gives them, plain or async, and is asked
             before every attempt, so that it can renew a token. It must pickle if the transport is to.

@@ -64,7 +64,8 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
         self.range_gap = range_gap
         self._headers = headers
         self._origin = (parts.scheme.lower(), parts.netloc.rpartition("@")[2].lower())
-        self._base = urlunsplit((*self._origin, parts.path.rstrip("/") + "/", "", ""))
+        folder = parts.path if parts.path.lower().endswith("%2f") else parts.path.rstrip("/") + "/"
+        self._base = urlunsplit((*self._origin, folder, "", ""))
         self._query = f"?{parts.query}" if parts.query else ""
         self._own = {"Authorization": _basic(parts.username, parts.password)} if parts.username is not None else {}
         if isinstance(headers, Mapping):
@@ -73,7 +74,7 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
 
     def url(self, path: str) -> str:
         """Give an object's URL, without userinfo."""
-        return f"{self._base}{quote(path, safe=PATH_SAFE)}{self._query}"
+        return self._base + quote(path, PATH_SAFE, errors="surrogateescape") + self._query
 
     def where(self, path: str | None) -> str:
         """Give the URL of an object, or of the root, without secrets. As `RetryingClient.where`."""

@@ -75,7 +75,7 @@ class LocalTransport(Transport):
             raise ValueError(f"{url!r} is not a local file URL; write file:///absolute/directory, or a plain path")
         if parts.query or parts.fragment:
             raise ValueError(f"{url!r} holds a bare '?' or '#'; escape it as %3F or %23, or give a plain path")
-        return cls(unquote(parts.path), **options)
+        return cls(unquote(parts.path, errors="surrogateescape"), **options)
 
     def __repr__(self) -> str:
         state = "closed" if self._pool.closed else "open"

@@ -160,7 +160,7 @@ def _lane_start(start: EpochStart) -> LaneStart:
 def _digest(names: Sequence[str], plan: Sequence[Lease], shuffle: int) -> str:
     digest = hashlib.blake2b(b"%d" % shuffle, digest_size=16)
     for name in names:
-        digest.update(name.encode() + b"\n")
+        digest.update(name.encode(errors="surrogatepass") + b"\n")  # files may have names that are no text
     for lease in plan:
         digest.update(repr([tuple(piece) for piece in lease]).encode())
     return digest.hexdigest()

@@ -130,7 +130,7 @@ def _join(folder: str, path: str) -> str:
     """The URL of what lies at `path` below a prefix's URL."""
     address, query = _split(folder)
     escaped = scheme_of(folder) in _ESCAPED or folder.lower().startswith("file://")
-    return address + (quote(path, safe="/!$&'()*+,;=:@~") if escaped else path) + query
+    return address + (quote(path, "/!$&'()*+,;=:@~", errors="surrogateescape") if escaped else path) + query
 
 
 async def _with_directories(urls: Sequence[str], stores: Stores) -> list[str]:

@@ -5,6 +5,7 @@ Shards share transports, and so connections and threads, as far as their URLs al
     /data/a.tar, file:///data/a.tar        one transport for all local files
     https://host/a.tar                     one a scheme and host (and port, user, password)
     https://host/a.tar?sig=...             one a scheme, host and query: the query belongs to the transport
+    https://host/o/x%2Fa.tar               one for what stands before the last ``%2F``, which is not the same as ``/``
     s3://bucket/a.tar, gs://, az://        one a bucket
     other://x/y/a.tar                      one a folder, what stands before the last ``/``
 """
@@ -174,14 +175,15 @@ class Stores:
                 raise ValueError(f"{url!r} is not a local file URL; write file:///absolute/file, or a plain path")
             if parts.query or parts.fragment:
                 raise ValueError(f"{url!r} holds a bare '?' or '#'; escape it as %3F or %23, or give a plain path")
-            path = unquote(parts.path)
+            path = _unquoted(parts.path)
         whole = os.path.normpath(os.path.join(self._folder, path)).strip("/")  # noqa: PTH118 - strings in, strings out
         return whole + "/" if path.endswith("/") and whole else whole
 
     def _web_place(self, url: str) -> Place:
         parts = urlsplit(url)
         folder, _, name = parts.path.rpartition("/")
-        path = unquote(parts.path[1:])
+        folder += "/"
+        path = _unquoted(parts.path[1:])
         try:
             check_path(path.removesuffix("/"))
             plain = "listing" not in self._options and "%2f" not in parts.path.lower()
@@ -189,7 +191,16 @@ class Stores:
             plain = False  # empty parts and dots: they are the server's business
         if plain:
             return Place(urlunsplit((parts.scheme, parts.netloc, "", parts.query, "")), path)
-        return Place(urlunsplit((parts.scheme, parts.netloc, folder + "/", parts.query, "")), unquote(name))
+        # A name that holds "/" itself: what is before the last one is the root's, and stays as it is written.
+        cut = name.lower().rfind("%2f") + 3
+        if 2 < cut < len(name):
+            folder, name = folder + name[:cut], name[cut:]
+        return Place(urlunsplit((parts.scheme, parts.netloc, folder, parts.query, "")), _unquoted(name))
+
+
+def _unquoted(text: str) -> str:
+    """Bytes that are no UTF-8 become what the system's names have for them, so that they can be told again."""
+    return unquote(text, errors="surrogateescape")
 
 
 async def _close(transport: Transport, failures: list[Exception]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asyncloader import AsyncDataLoader, RemoteIterableDataset
 from asyncloader.formats import ShardError, ShardFormat
 from asyncloader.remote.catalogue import PARQUET
 from asyncloader.remote.sources import MAX_INDEX_BYTES, expand_urls, find_shards
@@ -72,6 +74,14 @@ async def test_a_prefix_is_all_known_shards_below_it(tmp_path: Path, written: st
     paths = [stores.find(shard.url)[1] for shard in shards]
     assert paths[0] == f"{os.fspath(tmp_path)[1:]}/a b.tar"
     await stores.aclose()
+
+
+@pytest.mark.parametrize("written", ["{}/", "file://{}/"])
+async def test_names_that_are_no_text(tmp_path: Path, written: str) -> None:
+    """A file's name may be any bytes; the URL that it is listed with leads to it."""
+    (tmp_path / os.fsdecode(b"caf\xe9.jsonl")).write_bytes(b'{"n": 7}\n')
+    loader = AsyncDataLoader[Any](RemoteIterableDataset(written.format(tmp_path), decode=itemgetter("n")), batch_size=2)
+    assert [batch.tolist() async for batch in loader] == [[7]]
 
 
 async def test_with_a_format_every_object_is_a_shard(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,11 @@ from asyncloader.transports.cached import CachedTransport
         ("https://host/train/", "https://host", "train/"),
         ("https://host//twice/c.tar", "https://host//twice/", "c.tar"),
         ("https://host/a%2Fb/c.tar", "https://host/a%2Fb/", "c.tar"),
+        ("https://host/o/a%2Fb%2fc%20d.tar?alt=media", "https://host/o/a%2Fb%2f?alt=media", "c d.tar"),
+        ("https://host/o/a.tar%2F", "https://host/o/", "a.tar/"),
+        ("https://host/%2Fa.tar", "https://host/%2F", "a.tar"),
+        ("http://host/caf%E9.tar", "http://host", "caf\udce9.tar"),
+        ("file:///data/caf%E9.tar", "/", "data/caf\udce9.tar"),
         ("s3://bucket/a/b?c#d%20.tar", "s3://bucket", "a/b?c#d%20.tar"),
         ("gs://bucket/train/", "gs://bucket", "train/"),
         ("gopher://host/a/b.tar", "gopher://host/a/", "b.tar"),
@@ -33,6 +39,18 @@ from asyncloader.transports.cached import CachedTransport
 def test_places(url: str, root: str, path: str) -> None:
     """As many URLs as possible share a root: all files, all objects of a server or bucket."""
     assert Stores().place(url) == Place(root, path)
+
+
+@pytest.mark.parametrize(
+    "name", ["o/a%2Fb%20c.tar?alt=media", "caf%E9.tar", "%C3%BC%23%3F%25.tar?sig=a%2Fb%2B", "%2Fa.tar"]
+)
+async def test_web_urls_are_asked_for_as_they_are_written(name: str) -> None:
+    """What is escaped stays so: an escaped slash is no slash, and bytes need be no UTF-8."""
+    stores = Stores()
+    transport: Any
+    transport, path = stores.find(f"https://host/{name}")
+    assert transport._client.url(path) == f"https://host/{name}"
+    await stores.aclose()
 
 
 def test_relative_paths_belong_to_the_directory_of_construction(
