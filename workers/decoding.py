@@ -79,9 +79,12 @@ class Decoder:
         """The decoded sample; made in a copy of `context` (default: the present one)."""
         if self.threads is not None:
             return await self.threads.call(self.function, sample, context)
-        if context is not None:
-            return context.copy().run(self.function, sample)
-        return self.function(sample)
+        try:
+            if context is not None:
+                return context.copy().run(self.function, sample)
+            return self.function(sample)
+        except StopAsyncIteration as error:  # a stream would end by it
+            raise RuntimeError("decode raised StopAsyncIteration") from error
 
 
 class DecodedMap:

@@ -154,8 +154,8 @@ def _done(future: asyncio.Future[Any], result: Any) -> None:
 def _failed(future: asyncio.Future[Any], error: BaseException) -> None:
     if future.done():
         return
-    if isinstance(error, StopIteration):  # a future cannot carry it
-        wrapped = RuntimeError("a call in a thread raised StopIteration")
+    if isinstance(error, StopIteration | StopAsyncIteration):  # a future cannot carry it; a stream would end by it
+        wrapped = RuntimeError(f"a call in a thread raised {type(error).__name__}")
         wrapped.__cause__ = error
         error = wrapped
     future.set_exception(error)

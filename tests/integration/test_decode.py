@@ -199,6 +199,26 @@ def test_seeded_streams_draw_the_same_numbers(workers: int) -> None:
         assert_same(collect("sync", AsyncStream(), decode_threads=threads, **options), expected)
 
 
+def ends(sample: int) -> int:
+    """As ``asyncio.run(anext(iterator))`` does, where the iterator has nothing."""
+    if sample == 5:
+        raise StopAsyncIteration
+    return sample
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("threads", [0, 2])
+def test_an_end_inside_decode_is_no_end_of_the_stream(threads: int, workers: int) -> None:
+    """It is an error of its sample."""
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "decode": ends, "decode_threads": threads}
+    dataset: Any = AsyncStream()
+    with DataLoader[Any](dataset, **options) as loader:
+        batches = iter(loader)
+        assert next(batches).tolist() == [0, 1, 2, 3]
+        with pytest.raises(RuntimeError, match="raised StopAsyncIteration"):
+            next(batches)
+
+
 def picky(sample: int) -> int:
     if sample in (7, 12):
         raise ValueError(f"bad {sample}")

@@ -57,7 +57,7 @@ async def test_a_call_has_a_copy_of_the_context() -> None:
 
 
 async def test_errors_are_raised_where_it_is_awaited() -> None:
-    """Any exception travels; StopIteration, which a future cannot carry, as the cause of another."""
+    """Any exception travels; one that says the end of something else as the cause of another."""
     threads = JobThreads(1, "lane-c")
 
     def fail(error: BaseException) -> Any:
@@ -68,6 +68,8 @@ async def test_errors_are_raised_where_it_is_awaited() -> None:
     with pytest.raises(RuntimeError, match="StopIteration") as raised:
         await threads.call(fail, StopIteration(1))
     assert isinstance(raised.value.__cause__, StopIteration)
+    with pytest.raises(RuntimeError, match="StopAsyncIteration"):
+        await threads.call(fail, StopAsyncIteration(1))
     threads.close()
     join("lane-c")
 
