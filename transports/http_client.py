@@ -24,8 +24,9 @@ from asyncloader.transports.retrying_client import RetryingClient
 
 if TYPE_CHECKING:
     import aiohttp
+    from yarl import URL
 
-__all__ = ["HeaderSource", "HttpClient"]
+__all__ = ["HeaderSource", "HttpClient", "origin_of"]
 
 HeaderSource = Mapping[str, str] | Callable[[], Mapping[str, str] | Awaitable[Mapping[str, str]]]
 """Headers, or what gives them, plain or async, before each request."""
@@ -106,7 +107,7 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
             if url.scheme == "https" and target.scheme == "http":
                 raise self.refused(path, response, f"it redirects from https to {safe_url(str(target))}")
             url, origin = target, (target.scheme, target.raw_authority.lower())
-            sent = {**headers, **secret} if origin == self._origin else headers
+            sent = {**headers, **secret} if origin_of(target) == origin_of(URL(self._base, encoded=True)) else headers
         raise AssertionError("count() does not end")
 
     # --- failures
@@ -149,6 +150,11 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
         found = getproxies().get(origin[0])
         self._proxies[origin] = proxy = found if found and not proxy_bypass(host or "") else None
         return proxy
+
+
+def origin_of(url: URL) -> tuple[str, str, int | None]:
+    """Give the origin of a URL (RFC 6454): ``https://host`` and ``https://HOST:443`` have the same."""
+    return url.scheme, (url.raw_host or "").lower(), url.port
 
 
 def _basic(user: str, password: str | None) -> str:
