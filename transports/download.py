@@ -157,12 +157,10 @@ class Download(ABC, Generic[_K, _V]):
                     raise
                 proved = self.version is not None and self.version.validator is not None
                 if keep and self._position > self._start and not proved:
-                    raise self._client.failure(
-                        self._path,
-                        broken,
-                        f"{self._position - self._start:,} bytes were given already, and the {self.peer} sends no "
-                        "strong ETag by which to go on safely",
-                    ) from broken.cause
+                    note = f"{self._position - self._start:,} bytes were given already"
+                    if self.version is not None:
+                        note += f", and the {self.peer} sends no strong ETag by which to go on safely"
+                    raise self._client.failure(self._path, broken, note) from broken.cause
                 if self._attempts is None:
                     self._attempts = self._client.attempts(began)
                 self._attempts.paused(self._queued_s)

@@ -35,7 +35,7 @@ def trouble_of(error: BaseException, answering: bool, statuses: frozenset[int]) 
             return Broken("certificate", text, heals=False, cause=certificate)
         case aiohttp.ClientConnectorError():
             inner = error.os_error
-            text = f"no connection to {error.host}:{error.port}: {inner.strerror or inner}"
+            text = f"no connection to {error.host}:{error.port}: {_words(inner)}"
             return Broken("connection", text, heals=error_heals(inner), cause=inner)
         case aiohttp.ServerTimeoutError() | TimeoutError():
             text = "the answer stalled" if answering else "no answer came in time"
@@ -52,7 +52,7 @@ def trouble_of(error: BaseException, answering: bool, statuses: frozenset[int]) 
             return Broken("not http", f"the answer is not legal HTTP: {error.message[:200]!r}", heals=False)
         case aiohttp.ClientOSError():
             heals = error_heals(error) or isinstance(error.__cause__, ssl.SSLEOFError)
-            return Broken("connection", f"the connection broke: {error.strerror or error}", heals=heals, cause=error)
+            return Broken("connection", f"the connection broke: {_words(error)}", heals=heals, cause=error)
         case aiohttp.ClientConnectionError():
             return Broken("connection", f"the connection broke: {type(error).__name__}", cause=error)
         case aiohttp.ClientError():
@@ -61,3 +61,7 @@ def trouble_of(error: BaseException, answering: bool, statuses: frozenset[int]) 
             return Broken("connection", f"the connection broke: {error}", heals=error_heals(error), cause=error)
         case _:
             return None
+
+
+def _words(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__
