@@ -339,7 +339,7 @@ class CacheStore:
             if footer is None or footer.url_key != url_key or not _verify(descriptor, path, footer):
                 if same_file(descriptor, path):
                     with suppress(OSError):  # a directory that cannot be written to
-                        self.usage.release(charge(status.st_size))
+                        # Its bytes stay in the account: several may find it at once, and each would give them back.
                         os.unlink(path)
                 os.close(descriptor)
                 return None

@@ -8,7 +8,8 @@ Whoever finds the limit passed takes the lock of the directory if it is free, co
 the files used longest ago, and writes the account anew. If the lock is taken, somebody else is at it, and the
 object in hand is not cached.
 
-The account may be too high, until it is rewritten, and is never too low. What a killed process took stays in it.
+The account may be too high, until it is rewritten, and is never too low. What a killed process took stays in it, and
+so does what a file took that was found torn.
 Of what happens while it is rewritten, what is taken may count twice and what is given back may not count; so a
 file is made before its bytes are taken, its bytes are given back before it is deleted, and files that are being
 written are counted before those that are finished.

@@ -125,6 +125,17 @@ def test_the_account_heals(folder: Path) -> None:
         assert disk_use(folder) <= 6 * 4096
 
 
+def test_a_torn_file_gives_nothing_back(folder: Path) -> None:
+    """What it took is not told by what is left of it, and whoever else finds it would give it back as well."""
+    store = opened(folder, 4 * 4096)
+    put(store, "torn")
+    file_of(folder, "torn").write_bytes(bytes(20 * 4096))
+    assert held(store, "torn") is None
+    for number in range(12):
+        put(store, str(number))
+        assert disk_use(folder) <= 4 * 4096
+
+
 def test_a_long_account_is_made_short(folder: Path) -> None:
     """An account that has grown is rewritten when a process begins to write."""
     put(opened(folder), "a")
