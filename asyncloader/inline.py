@@ -46,6 +46,7 @@ from asyncloader.workers.dataset_context import DatasetContext
 from asyncloader.workers.leasing import is_leased
 from asyncloader.workers.reader import Reader
 from asyncloader.workers.recycle import recycling_collate
+from asyncloader.workers.unasked import Unasked
 
 __all__ = [
     "InlineIterator",
@@ -262,11 +263,12 @@ class InlineIterator:
     async def _agreed_next(self) -> tuple[Any, int, bytes]:
         index = None
         try:
-            if self._ahead is not None:
-                index, batch = await self._ahead.take(self._bad)
-            else:
-                index = await self._next_index()
-                batch = await self._fetch_now(index)
+            with Unasked("the dataset's or sampler's"):
+                if self._ahead is not None:
+                    index, batch = await self._ahead.take(self._bad)
+                else:
+                    index = await self._next_index()
+                    batch = await self._fetch_now(index)
         except NoSamples:
             ranks = even_ranks(self._spec, iterable=is_iterable(self._spec))
             if ranks > 1:

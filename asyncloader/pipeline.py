@@ -39,11 +39,11 @@ from asyncloader.remote.leases import LeaseBook, Reply
 from asyncloader.replacing import Replacer, Request
 from asyncloader.report import report
 from asyncloader.scheduler import Scheduler
-from asyncloader.workers.error_notes import cancelled_itself
 from asyncloader.workers.info import EpochStart
 from asyncloader.workers.listener import Answer, Listener
 from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.process import WorkerProcess
+from asyncloader.workers.unasked import Unasked
 
 __all__ = ["ENDED", "NOTHING", "LeftOut", "Notice", "Pipeline", "WorkerFailure"]
 
@@ -341,23 +341,20 @@ class Pipeline(Listener):
         """Read the async source ahead, as far as credits allow."""
         assert self._allow is not None
         try:
-            await self._allow.wait()
-            indices = aiter(source)
-            try:
-                async for index in indices:
-                    self._allowed -= 1
-                    self._handle(Offered(index))
-                    if not self._allowed:
-                        self._allow.clear()
-                        await self._allow.wait()
-            finally:
-                # Closed in this task, rather than whenever the loop finds it abandoned.
-                if isinstance(indices, AsyncGenerator):
-                    await indices.aclose()
-        except asyncio.CancelledError as error:
-            if self._closed:
-                raise  # by us
-            self._source_error = cancelled_itself("sampler", error)
+            with Unasked("the sampler's"):
+                await self._allow.wait()
+                indices = aiter(source)
+                try:
+                    async for index in indices:
+                        self._allowed -= 1
+                        self._handle(Offered(index))
+                        if not self._allowed:
+                            self._allow.clear()
+                            await self._allow.wait()
+                finally:
+                    # Closed in this task, rather than whenever the loop finds it abandoned.
+                    if isinstance(indices, AsyncGenerator):
+                        await indices.aclose()
         except Exception as error:  # raised to the consumer after the batches that were asked for before it
             self._source_error = error
         if not self._closed:

@@ -39,6 +39,7 @@ from asyncloader.read_ahead import ReadAhead
 from asyncloader.seeded_mode import even_ranks, without_batch
 from asyncloader.statistics import Statistics
 from asyncloader.workers.bad_samples import BadSample, NoSamples
+from asyncloader.workers.unasked import Unasked
 
 __all__ = ["CountedNext", "InlineIterator"]
 
@@ -182,11 +183,12 @@ class InlineIterator(CountedNext):
             raise StopIteration from None
 
     async def _fetch(self, bad: list[BadSample]) -> tuple[Any, Any]:
-        index = await self._next_index_async()
-        if self._reader.asynchronous:
-            await self._context.open()
-            return index, await self._reader.fetch_async(index, bad)
-        return index, self._reader.fetch(index, bad)
+        with Unasked("the dataset's or sampler's"):
+            index = await self._next_index_async()
+            if self._reader.asynchronous:
+                await self._context.open()
+                return index, await self._reader.fetch_async(index, bad)
+            return index, self._reader.fetch(index, bad)
 
     def _more(self, ahead: ReadAhead) -> list[Any]:
         """Indices to be given out, from a plain sampler, which is advanced here, in the caller's thread. An exception
@@ -215,7 +217,8 @@ class InlineIterator(CountedNext):
                 ahead.start(index)
         while self._stream is None and ahead.room > 0:
             ahead.start_next(self._next_index_async)
-        return await ahead.take(bad)
+        with Unasked("the dataset's or sampler's"):
+            return await ahead.take(bad)
 
     def _next_index_plain(self) -> Any:
         if self._stream is None:  # an iterable dataset's indices say no more than how many samples

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, StackDataset, Subset
 
-from asyncloader.workers.error_notes import cancelled_itself
+from asyncloader.workers.unasked import Unasked
 
 __all__ = ["EXIT_SECONDS", "DatasetContext", "context_managers"]
 
@@ -89,16 +89,15 @@ class DatasetContext:
     async def _hold(self, opened: asyncio.Future[None], leave: asyncio.Event) -> None:
         try:
             async with contextlib.AsyncExitStack() as stack:
-                await self._await_before()
-                for manager in self._managers:
-                    await stack.enter_async_context(manager)
+                with Unasked("the dataset's"):
+                    await self._await_before()
+                    for manager in self._managers:
+                        await stack.enter_async_context(manager)
                 if not opened.done():
                     opened.set_result(None)
                 await leave.wait()
         except BaseException as error:
             if not opened.done():
-                if isinstance(error, asyncio.CancelledError) and not leave.is_set():
-                    error = cancelled_itself("dataset", error)
                 if isinstance(error, Exception):
                     opened.set_exception(error)
                     opened.exception()  # it may be that nobody waits any more

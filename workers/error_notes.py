@@ -15,7 +15,6 @@ from typing import Any
 __all__ = [
     "add_note",
     "batch_place",
-    "cancelled_itself",
     "collation_place",
     "index_text",
     "sample_place",
@@ -100,10 +99,3 @@ def _one(index: Any) -> str:
     if type(index) is list:
         return f"[{', '.join(map(_repr.repr, index))}]"
     return _repr.repr(index)
-
-
-def cancelled_itself(what: str, error: BaseException) -> RuntimeError:
-    """In place of a cancellation that is not ours, and that nobody would hear of: the dataset's, or the sampler's."""
-    raised = RuntimeError(f"the {what}'s code cancelled itself, or let what it awaited be cancelled")
-    raised.__cause__ = error
-    return raised

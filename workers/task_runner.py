@@ -8,7 +8,6 @@ for; that is `worker.py`'s.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 import os
@@ -34,7 +33,7 @@ from asyncloader.workers.codec import Encoded, Encoder
 from asyncloader.workers.collate import Collator, use_private_memory
 from asyncloader.workers.cursor import is_stateful
 from asyncloader.workers.dataset_context import DatasetContext
-from asyncloader.workers.error_notes import add_note, cancelled_itself, collation_place
+from asyncloader.workers.error_notes import add_note, collation_place
 from asyncloader.workers.error_pickle import pickle_error
 from asyncloader.workers.footprint import Footprint
 from asyncloader.workers.handover import restore_generators, save_generators
@@ -44,6 +43,7 @@ from asyncloader.workers.leasing import WorkerLeasing
 from asyncloader.workers.payload import Payload
 from asyncloader.workers.reader import Reader
 from asyncloader.workers.ring import WorkerRing
+from asyncloader.workers.unasked import Unasked
 
 __all__ = ["TaskRunner"]
 
@@ -271,7 +271,7 @@ class TaskRunner:
             if self._context is not None:
                 await self._entered()
             reader = self._reader_or_error()
-            with self._watched():
+            with self._watched(), Unasked("the dataset's"):
                 encoded = await reader.fetch_async(pickle.loads(index), bad)
             # A task that outlived its epoch (it would not be cancelled) may not touch its slot: it is another's now.
             if epoch == self._epoch:
@@ -280,10 +280,6 @@ class TaskRunner:
                 place = self._place(encoded, slot, ring, index)
                 # Nothing was awaited since the fetch: no other task has read on.
                 self._answer(epoch, seq, place, encoded, reader.cursor(), self._cpu_time())
-        except asyncio.CancelledError as error:
-            if epoch != self._epoch or self._ended or self.stopped or self.channel.ended:
-                raise  # by us
-            self._answer_error(epoch, seq, self._cpu_time, cancelled_itself("dataset", error), bad)
         except Exception as error:
             if epoch == self._epoch and not self._ended:
                 self._answer_error(epoch, seq, self._cpu_time, error, bad)
