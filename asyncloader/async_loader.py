@@ -7,6 +7,7 @@ workers.
 from __future__ import annotations
 
 import asyncio
+import copy
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, Literal, Self, TypeVar
@@ -39,6 +40,9 @@ T_co = TypeVar("T_co", covariant=True)
 
 _SPEC_NAMES = frozenset(OPTION_NAMES) - {"shuffle"}
 _SETTABLE = _SPEC_NAMES - set(OUR_OPTION_NAMES)
+_RUNNING = frozenset(
+    ("_statistics", "_keeper", "_iterators", "_pools", "_outdated", "_newest", "_kept", "_idle_pool", "_closed")
+)
 
 
 class AsyncDataLoader(Generic[T_co]):
@@ -166,10 +170,12 @@ class AsyncDataLoader(Generic[T_co]):
         self._closed = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_spec": self._spec}
+        # What `_begin` makes stays here; a subclass's attributes go along. An option that is set on a copy is its own.
+        state = {name: value for name, value in self.__dict__.items() if name not in _RUNNING}
+        return state | {"_spec": copy.copy(self._spec)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._spec = state["_spec"]
+        self.__dict__.update(state)
         self._begin()
 
     def __getattr__(self, name: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -160,6 +161,36 @@ def test_another_class_is_not_given_it() -> None:
     stock = DataLoader[Any].from_torch(Moving(Numbers(6), device="meta", batch_size=2, concurrency=9))
     assert (stock.device, stock.concurrency) == (None, 9)
     assert_same(list(stock), collect("torch", Numbers(6), batch_size=2))
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda loader: pickle.loads(pickle.dumps(loader)),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("kind", [Moving, AsyncMoving])
+def test_copies_have_them_too(kind: Any, way: str) -> None:
+    """Copies and pickles of a subclass keep what it keeps, as any object's do; none is closed because the first is."""
+    loader = kind(Numbers(6), device="meta", batch_size=2)
+    loader.tags = ["a"]
+    loader.close()
+    other = COPIES[way](loader)
+    assert (other.device, other.tags, other.batch_size) == ("meta", ["a"], 2)
+    found = list(other) if kind is Moving else run_async(_all(other))
+    assert_same(found, collect("torch", Numbers(6), batch_size=2))
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("kind", [DataLoader, AsyncDataLoader])
+def test_an_option_of_a_copy_is_its_own(kind: Any, way: str) -> None:
+    """Options that torch lets a user set are set on one loader, not on those that it was copied from."""
+    loader = kind(Numbers(6), batch_size=2)
+    other = COPIES[way](loader)
+    other.num_workers = 3
+    assert (loader.num_workers, other.num_workers) == (0, 3)
 
 
 class OfTorch(torch.utils.data.DataLoader[Any]):
