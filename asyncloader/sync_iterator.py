@@ -228,6 +228,9 @@ class WorkerIterator(CountedNext):
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
             consumer.close()
+        self._discard_ready()
+
+    def _discard_ready(self) -> None:
         while not self._queue.empty():
             item = self._queue.get()
             if item is not None:
@@ -248,6 +251,7 @@ class WorkerIterator(CountedNext):
             # Collected by the loop's own thread, which cannot wait for itself.
             if self._pipeline is not None:
                 self._pipeline.close()
+            self._discard_ready()
             self._pool.stop_soon()
             self._bridge.release()
             return
