@@ -107,7 +107,11 @@ class Bridge:
         self._calls.append((function, args))
         if not self._woken:
             self._woken = True
-            loop.call_soon_threadsafe(self._run_calls)
+            try:
+                loop.call_soon_threadsafe(self._run_calls)
+            except BaseException:  # Ctrl-C: the next call wakes it
+                self._woken = False
+                raise
 
     def _run_calls(self) -> None:
         # Cleared first: a call that comes from now on wakes the loop again.

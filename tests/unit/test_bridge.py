@@ -246,3 +246,26 @@ def test_loop_factory_makes_loops() -> None:
     assert isinstance(loops[0], uvloop.Loop)
     for loop in loops:
         loop.close()
+
+
+def test_an_interrupted_call_does_not_stop_those_after_it(bridge: Bridge) -> None:
+    """Ctrl-C may come just where the loop is to be woken: the next call wakes it, for both."""
+    loop = bridge._loop
+    assert loop is not None
+    done: list[int] = []
+    heard = threading.Event()
+
+    class Interrupted:
+        def call_soon_threadsafe(self, *_: object) -> None:
+            raise KeyboardInterrupt
+
+    bridge._loop = Interrupted()  # type: ignore[assignment]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            bridge.call(done.append, 1)
+    finally:
+        bridge._loop = loop
+    bridge.call(done.append, 2)
+    bridge.call(heard.set)
+    assert heard.wait(60)
+    assert done == [1, 2]
