@@ -120,16 +120,16 @@ class WorkerIterator(CountedNext):
         if not first_iter:
             if loader._ours.seed is not None:
                 self._index_sampler = loader._index_sampler  # the ranks may be others, and the share with them
-            if not self._shutdown and self._pool.broken:
-                self._shutdown_workers()
+            if not self._shutdown:
+                self._end_epoch()  # first: until then the loop lets go of workers that die
+                if self._pool.broken:
+                    self._shutdown_workers()
             if self._shutdown:  # a worker died in the last epoch, or since: begin with new ones
                 if loader._ours.seed is None:
                     # Or they would draw again what those before drew since their first epoch. The user's generator
                     # stays where it is: it may be the sampler's, too.
                     self._base_seed = derive(int(self._base_seed), "anew") >> 1
                 self._acquire(loader)
-            else:
-                self._end_epoch()
         self._ended = None
         self._fresh = True
         self._queue = queue.SimpleQueue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from asyncloader import DataLoader
 from asyncloader.workers import watch
 from tests.integration.comparing import assert_same
 from tests.integration.faulty import Growing
@@ -84,3 +86,25 @@ def test_what_an_abandoned_epoch_left_to_do_is_no_delay(monkeypatch: pytest.Monk
             run.begin()
             firsts.append(int(run.step()))
     assert len(set(firsts)) == 1
+
+
+@pytest.mark.filterwarnings("ignore:DataLoader worker . died and was replaced:RuntimeWarning")
+def test_worker_that_dies_while_the_next_epoch_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the abandoned epoch has ended the loop still hears of deaths. One that comes then makes all begin anew."""
+    with DataLoader[Any](Growing(8), **OPTIONS, max_worker_restarts=1) as loader:
+        batches: Any = iter(loader)
+        next(batches)
+        end_epoch, process = batches._end_epoch, batches._pool.processes[0]
+
+        async def released() -> None:
+            while not process.released:  # noqa: ASYNC110 - the loop is to hear of it
+                await asyncio.sleep(0)
+
+        def dies_then() -> None:
+            monkeypatch.undo()
+            os.kill(process.pid, signal.SIGKILL)
+            loader._state.bridge.run(released())
+            end_epoch()
+
+        monkeypatch.setattr(batches, "_end_epoch", dies_then)
+        assert len(list(loader)) == 4
