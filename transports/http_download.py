@@ -186,7 +186,7 @@ class HttpDownload(Download[HttpClient, Version]):
             check_size(self._path, total, self._max_bytes)
             check_start(self._path, total, self._start)
             self._end = total
-        elif status == 206 and self._position == self._start:
+        elif status == 206 and self._end is None:
             raise self._client.refused(
                 self._path, response, "it gives a part and does not state the object's size, so that nobody knows "
                 "whether the part reaches to its end"

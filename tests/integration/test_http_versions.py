@@ -172,6 +172,27 @@ async def test_a_server_that_gives_less_than_asked_for(store: HttpStore) -> None
     assert store.ranges_asked("a") == ["bytes=5-", "bytes=9-2097151"]
 
 
+async def test_a_part_of_what_has_no_length(store: HttpStore) -> None:
+    """An object that came in chunks and broke is not over where a part of it is that states no size either."""
+    etag = store.objects["a"].etag or ""
+
+    async def break_off(store: HttpStore, request: web.Request) -> web.StreamResponse:
+        head = web.StreamResponse(headers={"ETag": etag})
+        head.enable_chunked_encoding()
+        await head.prepare(request)
+        await head.write(CONTENT[:1000])
+        assert request.transport is not None
+        request.transport.close()
+        return head
+
+    part = answer(206, CONTENT[1000:2000], Content_Range="bytes 1000-1999/*", ETag=etag)
+    store.faults["a"] += [break_off, part] * 2
+    async with opened(store) as transport:
+        for read in [transport.read("a"), streamed(transport, 0)]:
+            with pytest.raises(ReadFailed, match="gives a part and does not state the object's size"):
+                await read
+
+
 # --------------------------------------------------------------------------------------------------- versions
 
 
