@@ -9,7 +9,7 @@ decided in `cached`.
 """
 
 # Names are strings, as in `confine`.
-# ruff: noqa: PTH103, PTH104, PTH108, PTH110, PTH112, PTH113, PTH118, PTH120, PTH208
+# ruff: noqa: PTH102, PTH103, PTH104, PTH108, PTH110, PTH112, PTH113, PTH118, PTH120, PTH208
 
 from __future__ import annotations
 
@@ -140,8 +140,12 @@ class CacheFill:
                 try:
                     os.rename(self._temporary, self._final)
                 except FileNotFoundError:
-                    os.makedirs(os.path.dirname(self._final), mode=0o700, exist_ok=True)
+                    with suppress(FileExistsError):  # the shelf alone: without its marker the cache would be nobody's
+                        os.mkdir(os.path.dirname(self._final), 0o700)
                     os.rename(self._temporary, self._final)
+            except FileNotFoundError:  # somebody has deleted the cache
+                self._end(keep=False)
+                return False
             except BaseException:
                 self._end(keep=False)
                 raise
@@ -305,7 +309,8 @@ class CacheStore:
                 self._make()
                 self._check_root()
             for part in ["objects", "fills"]:
-                os.makedirs(os.path.join(self._root, part), mode=0o700, exist_ok=True)
+                with suppress(FileExistsError):
+                    os.mkdir(os.path.join(self._root, part), 0o700)
             self.usage.start()
             self._started_in = os.getpid()
 

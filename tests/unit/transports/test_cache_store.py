@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import threading
 from collections.abc import Callable
@@ -322,3 +323,15 @@ def test_a_cache_that_is_deleted_is_made_again(folder: Path) -> None:
     assert held(store, "u") is None
     put(store, "u")
     assert held(store, "u") == DATA
+
+
+def test_a_cache_that_is_deleted_under_a_fill(folder: Path) -> None:
+    """The object is not cached. No directory is left that nobody would take for a cache."""
+    store = opened(folder)
+    fill = begun(store, "u")
+    shutil.rmtree(folder / ROOT_NAME)
+    assert not fill.commit(DATA)
+    assert not (folder / ROOT_NAME).exists()
+    for again in (store, opened(folder)):
+        put(again, "u")
+        assert held(again, "u") == DATA
