@@ -22,10 +22,8 @@ import threading
 import time
 import zlib
 from contextlib import suppress
-from functools import cache
 
 from asyncloader.transports.cache_layout import (
-    BOOT_SIZE,
     MARKER,
     MARKER_NAME,
     ROOT_NAME,
@@ -39,13 +37,15 @@ from asyncloader.transports.cache_layout import (
     storable_etag,
 )
 from asyncloader.transports.cache_usage import OPEN_FLAGS, CacheCounts, CacheUsage, same_file, try_lock
+from asyncloader.transports.cache_verify import boot, verify
 
 __all__ = ["CacheEntry", "CacheFill", "CacheStore", "EntryLost"]
 
 # A file's time of last use is renewed when it is older than this, or in the future.
 _USE_AGE_NS = 60_000_000_000
 
-_VERIFIED_AT_ONCE = 1 << 20
+# What a cache consists of.
+_PARTS = frozenset({MARKER_NAME, "objects", "fills", "usage", "usage.new", "lock"})
 
 
 class EntryLost(Exception):
@@ -223,12 +223,22 @@ class CacheStore:
     def begin(self, url_key: str, etag: str, size: int) -> CacheFill | None:
         """Begin to write an object. None if that is not to be: it is there, is being written, or has no room.
 
+        Also None while somebody deletes the cache.
+
         Raises:
             OSError: the directory cannot be written to.
         """
+        try:
+            return self._begin(url_key, etag, size)
+        except FileNotFoundError:
+            if os.path.isdir(self.directory):
+                return None
+            raise
+
+    def _begin(self, url_key: str, etag: str, size: int) -> CacheFill | None:
         if not storable_etag(etag):
             return None
-        footer = Footer(url_key, etag, size, 0, 0, _boot())
+        footer = Footer(url_key, etag, size, 0, 0, boot())
         charged = _charge(footer)
         if self.usage.limit is not None and charged > self.usage.limit:
             return None
@@ -284,17 +294,20 @@ class CacheStore:
         """Whether there is a cache. OSError: what is there is not ours to use."""
         if self._trusted:
             return True
+        user = os.geteuid()
         try:
             status = os.lstat(self._root)
+            if not stat.S_ISDIR(status.st_mode) or (user and status.st_uid != user):
+                raise PermissionError(errno.EPERM, "not a directory of this user", self._root)
+            marked = os.path.isfile(os.path.join(self._root, MARKER_NAME))
+            parts = set() if marked else set(os.listdir(self._root))
         except FileNotFoundError:
             return False
-        user = os.geteuid()
-        if not stat.S_ISDIR(status.st_mode) or (user and status.st_uid != user):
-            raise PermissionError(errno.EPERM, "not a directory of this user", self._root)
-        if not os.path.isfile(os.path.join(self._root, MARKER_NAME)):
+        if not parts <= _PARTS:
             raise PermissionError(errno.EPERM, f"no cache of ours: {MARKER_NAME} is missing", self._root)
-        self._trusted = True
-        return True
+        # Without its marker it is being deleted, or was as far as it was not in use. `_make` marks it again.
+        self._trusted = marked
+        return marked
 
     def _start(self) -> None:
         """Make the directory if it is missing, and clean up in it once a process."""
@@ -326,9 +339,13 @@ class CacheStore:
                 marker.write(MARKER)
             os.rename(made, self._root)
         except OSError as error:
-            shutil.rmtree(made, ignore_errors=True)
-            if error.errno not in {errno.EEXIST, errno.ENOTEMPTY}:  # another process was faster
-                raise
+            try:
+                if error.errno not in {errno.EEXIST, errno.ENOTEMPTY}:
+                    raise
+                # Another process was faster, or it has lost its marker.
+                os.rename(os.path.join(made, MARKER_NAME), os.path.join(self._root, MARKER_NAME))
+            finally:
+                shutil.rmtree(made, ignore_errors=True)
 
     def _open(self, path: str, url_key: str) -> CacheEntry | None:
         try:
@@ -341,7 +358,7 @@ class CacheStore:
             status = os.fstat(descriptor)
             start = max(0, status.st_size - TAIL_SIZE)
             footer = Footer.parse(os.pread(descriptor, TAIL_SIZE, start), status.st_size)
-            if footer is None or footer.url_key != url_key or not _verify(descriptor, path, footer):
+            if footer is None or footer.url_key != url_key or not verify(descriptor, path, footer):
                 if same_file(descriptor, path):
                     with suppress(OSError):  # a directory that cannot be written to
                         # Its bytes stay in the account: several may find it at once, and each would give them back.
@@ -360,41 +377,3 @@ class CacheStore:
 
 def _charge(footer: Footer) -> int:
     return charge(footer.size + len(footer.pack()))
-
-
-def _verify(descriptor: int, path: str, footer: Footer) -> bool:
-    """Whether the bytes are those that were written.
-
-    A file that was written since the system started is what the page cache says. One from before is read once,
-    as its last blocks may have reached the disk and others not, and marked with this start.
-    """
-    boot = _boot()
-    if footer.boot in {SYNCED, boot}:
-        return True
-    crc = position = 0
-    while position < footer.size:
-        data = os.pread(descriptor, min(_VERIFIED_AT_ONCE, footer.size - position), position)
-        if not data:
-            return False
-        crc = zlib.crc32(data, crc)
-        position += len(data)
-    if crc != footer.crc:
-        return False
-    with suppress(OSError):  # a directory that cannot be written to: verified at every use
-        writable = os.open(path, os.O_WRONLY | OPEN_FLAGS)
-        try:
-            if same_file(descriptor, path):
-                os.pwrite(writable, boot, os.fstat(descriptor).st_size - BOOT_SIZE)
-        finally:
-            os.close(writable)
-    return True
-
-
-@cache
-def _boot() -> bytes:
-    """Give this start of the system, `SYNCED` where the system does not name it."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", "rb") as file:  # noqa: PTH123
-            return bytes.fromhex(file.read().strip().replace(b"-", b"").decode())
-    except (OSError, ValueError):
-        return SYNCED

@@ -335,3 +335,39 @@ def test_a_cache_that_is_deleted_under_a_fill(folder: Path) -> None:
     for again in (store, opened(folder)):
         put(again, "u")
         assert held(again, "u") == DATA
+
+
+def test_a_cache_that_lost_its_marker(folder: Path) -> None:
+    """Who deletes one that is in use may get no further than that. It is marked again, and nothing is lost."""
+    put(opened(folder), "u")
+    (folder / ROOT_NAME / MARKER_NAME).unlink()
+    store = opened(folder)
+    assert held(store, "u") is None
+    put(store, "v")
+    assert (folder / ROOT_NAME / MARKER_NAME).read_bytes() == MARKER
+    assert {each.name for each in folder.iterdir()} == {ROOT_NAME}
+    assert held(store, "u") == held(store, "v") == DATA
+
+
+def test_a_cache_that_is_deleted_while_others_fill_it(folder: Path) -> None:
+    """Whoever comes in between caches nothing, without an error, and the cache is whole again in the end."""
+    done = threading.Event()
+
+    def delete() -> None:
+        while not done.is_set():
+            shutil.rmtree(folder / ROOT_NAME, ignore_errors=True)
+
+    deleting = threading.Thread(target=delete)
+    deleting.start()
+    try:
+        for number in range(300):
+            store = opened(folder)
+            put(store, str(number))
+            assert held(store, str(number)) in {None, DATA}
+            assert store.has(hash_key("u")) is False
+    finally:
+        done.set()
+        deleting.join()
+    put(opened(folder), "u")
+    assert held(opened(folder), "u") == DATA
+    assert {each.name for each in folder.iterdir()} == {ROOT_NAME}
