@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import aiohttp
     from yarl import URL
 
-__all__ = ["HeaderSource", "HttpClient", "origin_of"]
+__all__ = ["HeaderSource", "HttpClient", "escaped", "origin_of"]
 
 HeaderSource = Mapping[str, str] | Callable[[], Mapping[str, str] | Awaitable[Mapping[str, str]]]
 """Headers, or what gives them, plain or async, before each request."""
@@ -36,6 +36,9 @@ _MOST_REDIRECTS = 10
 
 # RFC 3986: what a path may hold unescaped. Signatures of some CDNs are over the URL as it is written.
 PATH_SAFE = "/!$&'()*+,;=:@~"
+
+# All of ASCII that can be seen. The rest would break the request's first line.
+_VISIBLE = bytes(range(0x21, 0x7F)).decode()
 
 
 class HttpClient(RetryingClient["aiohttp.ClientSession"]):
@@ -66,8 +69,8 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
         self._headers = headers
         self._origin = (parts.scheme.lower(), parts.netloc.rpartition("@")[2].lower())
         folder = parts.path if parts.path.lower().endswith("%2f") else parts.path.rstrip("/") + "/"
-        self._base = urlunsplit((*self._origin, folder, "", ""))
-        self._query = f"?{parts.query}" if parts.query else ""
+        self._base = urlunsplit((*self._origin, escaped(folder), "", ""))
+        self._query = f"?{escaped(parts.query)}" if parts.query else ""
         self._own = {"Authorization": _basic(parts.username, parts.password)} if parts.username is not None else {}
         if isinstance(headers, Mapping):
             self._own.update(headers)
@@ -99,7 +102,8 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
             if redirect > _MOST_REDIRECTS:
                 raise self.refused(path, response, f"that is redirect number {redirect}, which looks endless")
             try:
-                target = url.join(URL(response.headers["Location"], encoded=True)).with_fragment(None).with_user(None)
+                location = URL(escaped(response.headers["Location"]), encoded=True)
+                target = url.join(location).with_fragment(None).with_user(None)
             except ValueError:
                 target = URL()
             if target.scheme not in {"http", "https"} or not target.raw_host:
@@ -150,6 +154,11 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
         found = getproxies().get(origin[0])
         self._proxies[origin] = proxy = found if found and not proxy_bypass(host or "") else None
         return proxy
+
+
+def escaped(text: str) -> str:
+    """Give the text of a URL, or of a part of one, with spaces and letters beyond ASCII escaped, and nothing else."""
+    return quote(text, safe=_VISIBLE, errors="surrogateescape")
 
 
 def origin_of(url: URL) -> tuple[str, str, int | None]:

@@ -231,6 +231,18 @@ async def test_redirects_are_followed(store: HttpStore, code: int) -> None:
     assert store.asked[-1].query == "x=%2F"
 
 
+@pytest.mark.parametrize("root", ["my data/é", "my%20data/%C3%A9"])
+async def test_urls_need_not_be_escaped(store: HttpStore, root: str) -> None:
+    """Spaces and letters beyond ASCII reach the server escaped, of a root, its query, and a redirect; once."""
+    store.put("my data/é/a", b"here")
+    store.put("ü b", b"there")
+    store.faults["my data/é/a"] += [redirect("/ü b?c=d e"), redirect("/%C3%BC%20b?c=d%20e")]
+    async with HttpTransport(f"{store.url}/{root}?q=a%20b ß", retry=SOON) as transport:
+        assert await transport.read("a") == await transport.read("a") == b"there"
+        assert await transport.read("a") == b"here"
+    assert [asked.query for asked in store.asked] == ["q=a%20b%20%C3%9F", "c=d%20e"] * 2 + ["q=a%20b%20%C3%9F"]
+
+
 async def test_a_redirect_takes_no_authority_elsewhere(store: HttpStore) -> None:
     """Headers go along within the origin, and not to another one."""
     async with serving() as other:
