@@ -22,7 +22,7 @@ from asyncloader.transports import Transport, open_transport
 from asyncloader.transports.checks import check_path
 from asyncloader.transports.errors import InvalidPath
 
-__all__ = ["Place", "Stores", "scheme_of"]
+__all__ = ["Place", "Stores", "scheme_of", "unsigned"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
@@ -30,6 +30,15 @@ _WEB = frozenset({"http", "https"})
 _BUCKETS = frozenset({"s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss"})
 
 _NOT_CACHED = frozenset({"file", "memory"})
+
+# What signed URLs of AWS, CloudFront, Google, Azure, Alibaba and their like have in their queries, in lower case.
+_SIGNING = re.compile(
+    r"x-amz-.*|x-goog-.*|x-oss-(signature.*|credential|date|expires|security-token)"
+    r"|awsaccesskeyid|googleaccessid|ossaccesskeyid|key-pair-id|signature|policy|expires|sig|access_token"
+)
+# Azure's names are short, and its own only where all three of these are.
+_SAS = frozenset({"sv", "se", "sig"})
+_SAS_SIGNING = re.compile(r"s[veprsti]|srt|spr|sip|sdd|sk(oid|tid|[tesv])|s[au]oid|scid")
 
 
 class Place(NamedTuple):
@@ -163,8 +172,7 @@ class Stores:
             return transport
         from asyncloader.transports.cached import CachedTransport
 
-        # A signature says who reads, not what; it would hide what was cached under another one.
-        url = root.partition("?")[0] if scheme_of(root) in _WEB else root
+        url = unsigned(root) if scheme_of(root) in _WEB else root
         return CachedTransport(transport, url, self._cache_dir, self._cache_bytes, revalidate=self._cache_revalidate)
 
     def _local_path(self, url: str) -> str:
@@ -201,6 +209,19 @@ class Stores:
 def _unquoted(text: str) -> str:
     """Bytes that are no UTF-8 become what the system's names have for them, so that they can be told again."""
     return unquote(text, errors="surrogateescape")
+
+
+def unsigned(url: str) -> str:
+    """Give a web URL without what signs it: that says who reads, and would hide what was cached under another one.
+
+    All else in a query says what is read (``?id=7``), as far as anybody can know.
+    """
+    base, _, query = url.partition("?")
+    each = [(part.partition("=")[0].lower(), part) for part in query.split("&")]
+    sas = {name for name, _ in each} >= _SAS
+    kept = [part for name, part in each if not (_SIGNING.fullmatch(name) or (sas and _SAS_SIGNING.fullmatch(name)))]
+    rest = "&".join(kept)
+    return f"{base}?{rest}" if rest else base
 
 
 async def _close(transport: Transport, failures: list[Exception]) -> None:

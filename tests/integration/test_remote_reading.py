@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from aiohttp import web
 
 from asyncloader.formats import Located, ShardError
 from asyncloader.remote.catalogue import Piece, Shard, cut, format_of
@@ -173,3 +174,22 @@ async def test_what_was_read_is_cached(store: HttpStore, tmp_path: Path) -> None
         assert expected is None or found == expected
         expected = found
     assert [asked.method for asked in store.asked].count("GET") == 1
+
+
+async def test_objects_that_differ_by_their_query_are_cached_apart(store: HttpStore, tmp_path: Path) -> None:
+    """Also where the server has the same date for both."""
+    date = {"Last_Modified": "Tue, 03 Nov 2026 08:00:00 GMT", "Date": "Sat, 21 Nov 2026 18:00:00 GMT"}
+
+    async def by_query(store: HttpStore, request: web.Request) -> web.StreamResponse:
+        named = {name.replace("_", "-"): value for name, value in date.items()}
+        return web.Response(body=request.query["part"].encode(), headers=named)
+
+    store.faults["a.tar"].extend([by_query] * 20)
+    for revalidate in (True, False):
+        stores = Stores(cache_dir=tmp_path / str(revalidate), cache_revalidate=revalidate)
+        for turn in range(2):
+            for part in ("1", "2"):
+                transport, path = stores.find(f"{store.url}/a.tar?part={part}&sig={turn}")
+                assert await transport.read(path) == part.encode()
+        await stores.aclose()
+    assert len([asked for asked in store.asked if asked.method == "GET"]) == 4  # each was cached

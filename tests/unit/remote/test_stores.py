@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader.remote.stores import Place, Stores, scheme_of
+from asyncloader.remote.stores import Place, Stores, scheme_of, unsigned
 from asyncloader.transports import MemoryTransport, TransportClosed, UnknownScheme
 from asyncloader.transports.cached import CachedTransport
 
@@ -125,6 +125,24 @@ async def test_remote_objects_are_cached_and_local_ones_are_not(tmp_path: Path) 
     assert (transport.url, path) == ("http://host", "a.tar")
     assert not isinstance(stores.find("/data/a.tar")[0], CachedTransport)
     await stores.aclose()
+
+
+@pytest.mark.parametrize(
+    ("query", "kept"),
+    [
+        ("id=7&part=2", "?id=7&part=2"),
+        ("X-Amz-Signature=a&id=7&X-Amz-Expires=3600&versionId=b%2Fc", "?id=7&versionId=b%2Fc"),
+        ("Expires=1&Signature=a%3D&Key-Pair-Id=b", ""),
+        ("X-Goog-Algorithm=a&X-Goog-Signature=b&generation=5", "?generation=5"),
+        ("sv=2024&st=a&se=b&sr=c&sp=r&skoid=d&sig=e&snapshot=f", "?snapshot=f"),
+        ("se=1&sp=2&sr=3", "?se=1&sp=2&sr=3"),
+        ("", ""),
+    ],
+    ids=["none", "aws", "cloudfront", "google", "azure", "not azure", "empty"],
+)
+def test_what_signs_a_url_does_not_name_its_object(query: str, kept: str) -> None:
+    """The rest of a query does: without it two objects would be cached as one."""
+    assert unsigned(f"https://host/folder?{query}") == f"https://host/folder{kept}"
 
 
 def test_what_cannot_go_together() -> None:
