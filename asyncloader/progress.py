@@ -237,8 +237,10 @@ class Progress:
 
     def _mark(self, task: int) -> None:
         step = self._steps.pop(task, None)
-        if step is None:  # a step of a stream, which has no numbers of its own
-            step = self._step
+        if step is None:
+            if self._expects["kind"] == "map":
+                return  # the sampler raised: no step was taken from it
+            step = self._step  # those of a stream have no numbers of their own
         if step == self._step and not self._beyond:
             self._step += 1
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -205,3 +206,48 @@ def test_sample_rng_follows_the_global_generator() -> None:
     assert_same(runs[0], runs[1])
     assert not torch.equal(runs[0][0], runs[2][0])
     assert len(set(torch.cat(runs[0]).reshape(-1).tolist())) == 24
+
+
+class AwaitedRows(Rows):
+    """The same, awaited."""
+
+    async def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)
+
+
+class Asked(Iterator[list[int]]):
+    """Batches from a service that does not answer once, and is asked again."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+        self.number = 0
+
+    def __len__(self) -> int:
+        return 20
+
+    def __next__(self) -> list[int]:
+        if self.number == 3 and self.fails:
+            self.fails = False
+            raise ConnectionError
+        if self.number == 20:
+            raise StopIteration
+        self.number += 1
+        return [self.number - 1, self.number]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("make", [Rows, AwaitedRows])
+def test_a_sampler_that_raised_and_went_on(kind: str, workers: int, make: Any) -> None:
+    """No batch was asked for when it raised, so none counts: the state is whole, and what follows is the rest."""
+    with Stepwise(kind, make(N), num_workers=workers, batch_sampler=Asked(fails=True)) as run:
+        run.begin()
+        with pytest.raises(ConnectionError):
+            run.take(4)
+        run.take(4)
+        state = run.loader.state_dict()
+        rest = run.rest()
+    assert rest
+    with Stepwise(kind, make(N), num_workers=workers, batch_sampler=Asked(fails=False)) as run:
+        run.loader.load_state_dict(state)
+        assert_same(run.epoch(), rest)
