@@ -13,6 +13,7 @@ them. After a fork the child's copy is dead, and says so instead of waiting for 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import queue
 import threading
@@ -46,6 +47,7 @@ class Bridge:
         self._users = 0
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._over = threading.Event()  # the loop's thread is to end
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._woken = False
         self._owner = os.getpid()
@@ -68,18 +70,19 @@ class Bridge:
             self._users += 1
 
     def _start(self) -> None:
-        loop = loop_factory()()
-        thread = threading.Thread(target=_run, args=(loop,), name="asyncloader-loop", daemon=True)
+        loop, over = loop_factory()(), threading.Event()
+        thread = threading.Thread(target=_run, args=(loop, over), name="asyncloader-loop", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # there are no more threads
             loop.close()
             raise
         except BaseException:  # Ctrl-C while it waits for the thread, which runs by then
+            over.set()
             loop.call_soon_threadsafe(loop.stop)
             raise
         self._owner = os.getpid()
-        self._loop, self._thread = loop, thread
+        self._loop, self._thread, self._over = loop, thread, over
 
     def release(self) -> None:
         """End the thread if nobody else needs it; waits for it, except in its own thread."""
@@ -87,12 +90,13 @@ class Bridge:
             self._users -= 1
             if self._users or self._thread is None or self._loop is None:
                 return
-            thread, loop = self._thread, self._loop
+            thread, loop, over = self._thread, self._loop, self._over
             self._thread = self._loop = None
             self._calls.clear()
             self._woken = False
         if os.getpid() != self._owner:
             return
+        over.set()
         loop.call_soon_threadsafe(loop.stop)
         if thread is not threading.current_thread():
             thread.join()
@@ -204,10 +208,13 @@ def _cancel(tasks: list[asyncio.Task[T]]) -> None:
         task.cancel()
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
+def _run(loop: asyncio.AbstractEventLoop, over: threading.Event) -> None:
     asyncio.set_event_loop(loop)
     try:
-        loop.run_forever()
+        while not over.is_set():
+            # A task that exits stops the loop, and has it as its error, too: who waits for the task gets it.
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                loop.run_forever()
     finally:
         pending = asyncio.all_tasks(loop)
         for task in pending:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -273,3 +274,24 @@ def test_a_forked_worker_that_touches_cuda(kind: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # the mark that torch sets after a fork
     with pytest.raises(RuntimeError, match=r"(?s)worker process 0.*Cannot re-initialize CUDA in forked .*'spawn'"):
         collect(kind, OnTheGpu(), num_workers=1, multiprocessing_context="fork")
+
+
+class Exiting(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    async def __getitem__(self, index: int) -> int:
+        if index == 3:
+            sys.exit("a broken file")
+        return index
+
+
+def test_a_sample_that_exits_here() -> None:
+    """Without workers SystemExit is raised to the caller, in the batch's place, though the sample ran in the thread of
+    the loader's loop; who catches it gets the other batches.
+    """
+    batches = iter(DataLoader[Any](Exiting(), batch_size=2))
+    assert next(batches).tolist() == [0, 1]
+    with pytest.raises(SystemExit, match="a broken file"):
+        next(batches)
+    assert [batch.tolist() for batch in batches] == [[4, 5], [6, 7]]

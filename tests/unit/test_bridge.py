@@ -269,3 +269,29 @@ def test_an_interrupted_call_does_not_stop_those_after_it(bridge: Bridge) -> Non
     bridge.call(heard.set)
     assert heard.wait(60)
     assert done == [1, 2]
+
+
+@pytest.mark.parametrize("leaving", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_task_that_exits_ends_the_call_and_not_the_loop(
+    leaving: type[BaseException], fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller gets what the task, or one that it waits for, raised; the thread goes on, and ends when released."""
+    if not fast:
+        monkeypatch.setattr("asyncloader.bridge.uvloop", None)
+    bridge = Bridge()
+    bridge.acquire()
+    _, thread = bridge.run(loop_thread())
+
+    async def leave() -> None:
+        raise leaving("why")
+
+    async def wait_for_it() -> None:
+        await asyncio.ensure_future(leave())
+
+    for coroutine in (leave(), wait_for_it()):
+        with pytest.raises(leaving, match="why"):
+            bridge.run(coroutine)
+    assert bridge.run(loop_thread())[1] is thread
+    bridge.release()
+    assert not thread.is_alive()
