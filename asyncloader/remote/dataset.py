@@ -17,7 +17,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from asyncloader.bridge import run_in_thread
-from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardFormat
+from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardError, ShardFormat
 from asyncloader.permutation import Permutation
 from asyncloader.remote.catalogue import Piece, Shard, can_cut, cut, grouped
 from asyncloader.remote.lane import Lane
@@ -28,7 +28,7 @@ from asyncloader.remote.measuring import bytes_per_sample, with_counts, with_edg
 from asyncloader.remote.reading import READ_AHEAD, MakeReader, read_piece
 from asyncloader.remote.sources import find_shards
 from asyncloader.remote.stores import Stores
-from asyncloader.transports import Transport, TransportError
+from asyncloader.transports import ObjectNotFound, Transport, TransportError
 from asyncloader.workers.leasing import LeaseSource
 
 __all__ = ["RemoteIterableDataset"]
@@ -40,6 +40,10 @@ MEASURED = 1024
 """Shards of which the store is asked for their sizes, so that small ones are leased, and opened, several at a time."""
 
 CUSTOM = ShardFormat("custom", None)
+
+SAID_WHERE_IT_IS_READ = (ObjectNotFound, ShardError)
+"""What is wrong with a shard itself is a matter of `on_error`. (What may be wrong for a moment, or for one rank, is
+not: the ranks' plans must be the same.)"""
 
 
 class RemoteIterableDataset(IterableDataset[Any]):
@@ -196,7 +200,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
             common: all ranks have the same key. If not, each shuffles its own part.
 
         Raises:
-            As `find_shards`.
+            As `find_shards`; TransportError where a shard cannot be asked for the places to cut it.
         """
         parts = self._pieces_each * lanes * ranks
         shards = await self._measured(parts)
@@ -251,7 +255,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
             shards, done = await self._found(stores), parts
             assert self._listed is not None
             if len(shards) < parts and any(map(can_cut, shards)):
-                shards = await with_edges(shards, stores, parts)
+                shards = await with_edges(shards, stores, parts, leave=SAID_WHERE_IT_IS_READ)
             elif len(shards) > MEASURED:
                 shards = self._listed
             else:

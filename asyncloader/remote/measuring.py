@@ -33,30 +33,13 @@ PROBE_SAMPLES = 1000
 T = TypeVar("T")
 
 
-async def with_sizes(shards: Sequence[Shard], stores: Stores, *, every: bool = True) -> list[Shard]:
+async def with_sizes(shards: Sequence[Shard], stores: Stores) -> list[Shard]:
     """Give the shards with `Shard.size`.
-
-    Args:
-        shards: the shards.
-        stores: where their URLs lead.
-        every: raise `SizeUnknown` for a shard of which the store does not say it; False leaves it as it is.
 
     Raises:
         TransportError: one of them cannot be asked about; the first such error, the other requests are cancelled.
     """
-
-    async def measure(shard: Shard) -> Shard:
-        if shard.size is not None:
-            return shard
-        transport, path = stores.find(shard.url)
-        try:
-            return shard._replace(size=(await transport.info(path)).size)
-        except SizeUnknown:
-            if every:
-                raise
-            return shard
-
-    return await _each(shards, measure)
+    return await _each(shards, lambda shard: _with_size(shard, stores))
 
 
 async def with_counts(shards: Sequence[Shard], stores: Stores) -> list[Shard]:
@@ -74,10 +57,18 @@ async def with_counts(shards: Sequence[Shard], stores: Stores) -> list[Shard]:
     return await _each(shards, count)
 
 
-async def with_edges(shards: Sequence[Shard], stores: Stores, parts: int) -> list[Shard]:
+async def with_edges(
+    shards: Sequence[Shard], stores: Stores, parts: int, *, leave: tuple[type[Exception], ...] = ()
+) -> list[Shard]:
     """Give the shards with what `catalogue.cut` needs to make `parts` pieces: sizes, and places to cut.
 
     Asks nothing if there are that many shards. One whose size the store does not say stays without, and whole.
+
+    Args:
+        shards: the shards.
+        stores: where their URLs lead.
+        parts: pieces that are wanted.
+        leave: a shard that raises one of these stays as it is, and is cut nowhere: who reads it will say so.
 
     Raises:
         ShardError: an MDS header or a Parquet footer is damaged, or contradicts the index.
@@ -88,13 +79,17 @@ async def with_edges(shards: Sequence[Shard], stores: Stores, parts: int) -> lis
         return list(shards)
 
     async def measure(shard: Shard) -> Shard:
-        if shard.edges is not None or not can_cut(shard):
+        try:
+            sized = await _with_size(shard, stores)
+            if sized.edges is not None or not can_cut(sized):
+                return sized
+            if sized.format == PARQUET:
+                return await _with_footer(sized, stores)
+            return await _with_offsets(sized, stores, parts)
+        except (SizeUnknown, *leave):
             return shard
-        if shard.format == PARQUET:
-            return await _with_footer(shard, stores)
-        return await _with_offsets(shard, stores, parts)
 
-    return await _each(await with_sizes(shards, stores, every=False), measure)
+    return await _each(shards, measure)
 
 
 async def bytes_per_sample(
@@ -122,6 +117,13 @@ async def bytes_per_sample(
     if shard.format == PARQUET and reader is None:
         return await bytes_per_sample(await _with_footer(shard, stores), stores)
     return await _probe(shard, stores, max_sample_bytes, reader)
+
+
+async def _with_size(shard: Shard, stores: Stores) -> Shard:
+    if shard.size is not None:
+        return shard
+    transport, path = stores.find(shard.url)
+    return shard._replace(size=(await transport.info(path)).size)
 
 
 async def _with_footer(shard: Shard, stores: Stores) -> Shard:

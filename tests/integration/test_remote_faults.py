@@ -211,6 +211,22 @@ def test_missing_shards(workers: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "mds"])
+def test_shards_that_cannot_be_measured(ending: str, workers: int, tmp_path: Path) -> None:
+    """Where few shards are to be cut, one that is gone or damaged is its reader's error, or left out, as any other."""
+    url = make_shards(tmp_path, (5, 5, 5), ending=ending)
+    second = sorted(path for path in tmp_path.iterdir() if path.suffix != ".json")[1]
+    urls = url if ending == "mds" else sorted(tmp_path.iterdir())
+    options = {"batch_size": 2, "num_workers": workers, "seed": 1}
+    for fault, error in ((lambda: second.write_bytes(b"\xff" * 200), ShardError), (second.unlink, ObjectNotFound)):
+        fault()
+        (batches,) = epochs_of("sync", dataset_of(urls), **options, on_error="skip")
+        assert sorted(flat(batches)) == [*range(5), *range(10, 15)]
+        with Stepwise("sync", dataset_of(urls), **with_method(options)) as run, pytest.raises(error):
+            run.epoch()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
 def test_decode_errors(workers: int, tmp_path: Path) -> None:
     """What `decode` raises is the sample's error: skipped, batches are full; raised, it says which sample it was."""
     url = make_shards(tmp_path, (9, 8))
