@@ -284,5 +284,11 @@ class RemoteIterableDataset(IterableDataset[Any]):
 
     def _own_stores(self) -> Stores:
         """For another loop than the one that reads: a transport belongs to one loop at a time."""
-        copy: Stores = pickle.loads(pickle.dumps(self._stores.template))
+        template = self._stores.template
+        if template.transport is None:
+            return template.fresh()  # options need not pickle: they may hold functions
+        try:
+            copy: Stores = pickle.loads(pickle.dumps(template))
+        except (pickle.PicklingError, AttributeError, TypeError):
+            return template.fresh()  # without workers, the loop that asks is the one that reads
         return copy

@@ -11,13 +11,14 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
+from asyncloader import AsyncDataLoader, RemoteIterableDataset
 from asyncloader.formats import Located, ShardError
 from asyncloader.remote.catalogue import Piece, Shard, cut, format_of
 from asyncloader.remote.measuring import with_counts, with_edges
 from asyncloader.remote.reading import read_piece
 from asyncloader.remote.sources import find_shards
 from asyncloader.remote.stores import Stores
-from asyncloader.transports import ReadFailed
+from asyncloader.transports import HttpTransport, ReadFailed
 from asyncloader.transports.retry import RetryPolicy
 from tests.integration.http_store import LISTING, HttpStore, broken, change, serving, status
 from tests.unit.remote_shards import (
@@ -91,6 +92,19 @@ async def test_signed_urls_keep_their_queries(store: HttpStore, stores: Stores) 
         (f"a b/{n}.jsonl", f"sig={n}%2F%3D") for n in range(3)
     }
     assert found[1][0].sample["__url__"] == f"{store.url}/a%20b/1.jsonl?sig=1%2F%3D"
+
+
+async def test_options_that_do_not_pickle(store: HttpStore) -> None:
+    """A function that gives headers, as for a token that changes: nothing is pickled where there are no workers."""
+    store.put("a.jsonl", jsonl([5, 6, 7]))
+    options: dict[str, Any] = {"headers": lambda: {"Authorization": "Bearer token"}}
+    dataset = RemoteIterableDataset(f"{store.url}/a.jsonl", decode=number_of, storage_options=options)
+    assert [batch.tolist() async for batch in AsyncDataLoader[Any](dataset, batch_size=2)] == [[5, 6], [7]]
+    assert await asyncio.to_thread(dataset.estimated_len) == 3
+    async with HttpTransport(store.url, **options) as transport:
+        dataset = RemoteIterableDataset("a.jsonl", decode=number_of, transport=transport)
+        assert [batch.tolist() async for batch in AsyncDataLoader[Any](dataset, batch_size=2)] == [[5, 6], [7]]
+    assert {asked.headers["Authorization"] for asked in store.asked} == {"Bearer token"}
 
 
 async def test_a_prefix_is_listed_by_a_listing(store: HttpStore) -> None:
