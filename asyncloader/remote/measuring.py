@@ -77,6 +77,7 @@ async def with_edges(
     """
     if len(shards) >= parts:
         return list(shards)
+    left: tuple[type[Exception], ...] = (SizeUnknown, *leave)
 
     async def measure(shard: Shard) -> Shard:
         try:
@@ -86,7 +87,7 @@ async def with_edges(
             if sized.format == PARQUET:
                 return await _with_footer(sized, stores)
             return await _with_offsets(sized, stores, parts)
-        except (SizeUnknown, *leave):
+        except left:
             return shard
 
     return await _each(shards, measure)
