@@ -173,6 +173,8 @@ class Stores:
         from asyncloader.transports.cached import CachedTransport
 
         url = unsigned(root) if scheme_of(root) in _WEB else root
+        if endpoint := self._options.get("endpoint"):  # elsewhere there may be a bucket of the same name
+            url = f"{url}?{endpoint}"
         return CachedTransport(transport, url, self._cache_dir, self._cache_bytes, revalidate=self._cache_revalidate)
 
     def _local_path(self, url: str) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from asyncloader.remote.stores import Place, Stores, scheme_of, unsigned
 from asyncloader.transports import MemoryTransport, TransportClosed, UnknownScheme
+from asyncloader.transports.cache_layout import object_url
 from asyncloader.transports.cached import CachedTransport
 
 
@@ -143,6 +144,19 @@ async def test_remote_objects_are_cached_and_local_ones_are_not(tmp_path: Path) 
 def test_what_signs_a_url_does_not_name_its_object(query: str, kept: str) -> None:
     """The rest of a query does: without it two objects would be cached as one."""
     assert unsigned(f"https://host/folder?{query}") == f"https://host/folder{kept}"
+
+
+async def test_buckets_of_different_stores_are_cached_apart(tmp_path: Path) -> None:
+    """Two stores may have a bucket of the same name; which of them is meant is said by the endpoint."""
+    urls = set()
+    for options in ({}, {"endpoint": "https://minio.example:9000"}, {"endpoint": "https://other.example"}):
+        stores = Stores(options, cache_dir=tmp_path)
+        transport, _ = stores.find("s3://bucket/a.tar")
+        assert isinstance(transport, CachedTransport)
+        urls.add(object_url(transport.url, "a.tar"))
+        await stores.aclose()
+    assert len(urls) == 3
+    assert "s3://bucket/a.tar" in urls
 
 
 def test_what_cannot_go_together() -> None:
