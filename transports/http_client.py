@@ -95,7 +95,11 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
         sent = {**headers, **secret} if secret else headers
         for redirect in count(1):
             proxy = self._proxies[origin] if origin in self._proxies else self._find_proxy(origin, url.raw_host)
-            response = await session.request(method, url, headers=sent, allow_redirects=False, proxy=proxy)
+            try:
+                response = await session.request(method, url, headers=sent, allow_redirects=False, proxy=proxy)
+            except UnicodeError:  # of the look-up: a part of the name is empty, or longer than 63 letters
+                text = f"{safe_url(str(url))} has a host that is no legal name"
+                raise Broken("request", text, heals=False) from None
             if response.status not in _REDIRECTS or "Location" not in response.headers:
                 return response
             response.release()

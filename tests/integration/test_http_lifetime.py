@@ -263,6 +263,17 @@ async def test_redirects_to_nowhere(store: HttpStore, target: str) -> None:
             await transport.read("a")
 
 
+@pytest.mark.parametrize("host", ["a" * 64, "a..b"])
+async def test_hosts_that_nobody_can_have(store: HttpStore, host: str) -> None:
+    """Their names cannot even be looked up."""
+    store.faults["a"].append(redirect(f"http://{host}/b"))
+    for root in (store.url, f"http://{host}"):
+        async with HttpTransport(root, retry=SOON) as transport:
+            with pytest.raises(ReadFailed, match=r"'a'.*has a host that is no legal name"):
+                await transport.read("a")
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
 async def test_a_certificate_that_nobody_signed(tmp_path: Path) -> None:
     """A server that cannot prove who it is gets no request and no second try."""
