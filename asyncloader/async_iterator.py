@@ -56,6 +56,11 @@ class LoaderShelf(Protocol):
         """A new epoch: its position, torch's random draws for it, and the options that shape it."""
         ...
 
+    @property
+    def idle(self) -> bool:
+        """Whether there are workers to be taken."""
+        ...
+
     def take(self) -> WorkerPool | None:
         """Idle workers to be used again; None: start new ones."""
         ...
@@ -144,7 +149,7 @@ class AsyncLoaderIterator:
         self._progress, self._draws, self._plan = self._shelf.begin()
         self._starts: Sequence[EpochStart]
         self._base_seed, self._starts = self._progress.starts(
-            self._plan.workers, int(self._draws._base_seed), shared_seed(self._draws)
+            self._plan.workers, int(self._draws._base_seed), shared_seed(self._draws), anew=not self._shelf.idle
         )
         # Kept beyond the start: workers that die are replaced.
         self._setup = worker_setup(self._spec, self._plan.workers, self._draws, self._base_seed, self._starts)

@@ -347,6 +347,10 @@ class _Shelf:
         progress = self._loader._keeper.begin(self._loader._spec)
         return progress, *self._loader._draw(progress)
 
+    @property
+    def idle(self) -> bool:
+        return self._loader._idle_pool is not None
+
     def take(self) -> WorkerPool | None:
         pool, self._loader._idle_pool = self._loader._idle_pool, None
         if pool is not None and pool.broken:

@@ -151,14 +151,20 @@ class Progress:
         )
         return self._stream
 
-    def starts(self, workers: int, base_seed: int, shared_seed: int | None) -> tuple[int, list[EpochStart]]:
-        """The base seed, and what each worker begins the epoch with. Without workers: ``workers=1``."""
+    def starts(
+        self, workers: int, base_seed: int, shared_seed: int | None, *, anew: bool = False
+    ) -> tuple[int, list[EpochStart]]:
+        """The base seed, and what each worker begins the epoch with. Without workers: ``workers=1``. `anew`: persistent
+        ones are new all the same, and begin where those before ended.
+        """
         self.base_seed, self.shared_seed = base_seed, shared_seed
         self._cursors, self._given, self._turn = [b""] * workers, [0] * workers, 0
         saved = None if self._resumed is None else self._resumed["workers"]
         if saved is None:
             places = [None] * workers if self.carried is None else self.carried["cursors"]
             found = [None if place is None else Cursor(**place) for place in places]
+            if anew and len(self._inherited) == workers:
+                found = [Cursor(*pickle.loads(data)) if data else None for data in self._inherited]
             starts = [EpochStart(shared_seed, self.epoch, self._clock.told, _dataset_alone(each)) for each in found]
             self._cursors = [pickle.dumps(tuple(start.cursor), 5) if start.cursor else b"" for start in starts]
             if len(self._inherited) == workers:

@@ -75,7 +75,7 @@ class WorkerIterator(CountedNext):
     def _acquire(self, loader: LoaderSpec[Any]) -> None:
         """Start workers and the loop's thread; `_shutdown_workers` gives both back."""
         plan = self._plan = epoch_plan(loader)
-        base_seed, starts = self._begin_workers(loader)
+        base_seed, starts = self._begin_workers(loader, anew=True)
         self._acquired = starts
         self._setup = worker_setup(loader, plan.workers, self, base_seed, starts)
         # Forked here, in the caller's thread and before the loop's thread exists.
@@ -83,9 +83,11 @@ class WorkerIterator(CountedNext):
         self._bridge.acquire()
         self._shutdown = False
 
-    def _begin_workers(self, loader: LoaderSpec[Any]) -> tuple[int, Sequence[EpochStart]]:
+    def _begin_workers(self, loader: LoaderSpec[Any], *, anew: bool = False) -> tuple[int, Sequence[EpochStart]]:
         """The base seed, and what each worker begins with."""
-        base_seed, starts = self._progress.starts(self._plan.workers, int(self._base_seed), shared_seed(self))
+        base_seed, starts = self._progress.starts(
+            self._plan.workers, int(self._base_seed), shared_seed(self), anew=anew
+        )
         if not is_leased(loader.dataset):
             return base_seed, starts
         # In a loop of its own, in a thread that has ended before a worker is forked.

@@ -7,11 +7,12 @@ import os
 import signal
 import time
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader import DataLoader
 from asyncloader.workers import watch
@@ -108,3 +109,36 @@ def test_worker_that_dies_while_the_next_epoch_begins(monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(batches, "_end_epoch", dies_then)
         assert len(list(loader)) == 4
+
+
+class Epochs(IterableDataset[Any]):
+    """Counts its epochs itself, as a dataset with a state may in persistent workers."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        yield {"epoch": self.epoch, "pid": os.getpid()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.epoch = state_dict["epoch"]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_new_workers_begin_with_the_datasets_of_those_before(kind: str) -> None:
+    """A dataset that has a state lives on, also where the workers had to be made anew between two epochs."""
+    with Stepwise(kind, Epochs(), **OPTIONS) as run:
+        found = []
+        for number in range(4):
+            batches = run.epoch()
+            found.append([int(epoch) for batch in batches for epoch in batch["epoch"]])
+            pid = int(batches[0]["pid"][0])
+            if number == 1:
+                with Deaths([pid]) as deaths:
+                    os.kill(pid, signal.SIGKILL)
+                    deaths.wait()
+    assert found == [[1, 1], [2, 2], [3, 3], [4, 4]]
