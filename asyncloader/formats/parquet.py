@@ -263,7 +263,9 @@ def read_rows(
             for batch in source.iter_batches(rows, row_groups=[number], columns=names, use_threads=False):
                 if at + batch.num_rows > group.first + group.rows:
                     raise footer.error(f"row group {number} has more rows than the {group.rows:,} that it claims")
-                yield from found.read(batch, at, start, stop)
+                # pyarrow takes "a.b" for field b of column a, too.
+                wanted = [name for name in batch.schema.names if chosen is None or name in chosen]
+                yield from found.read(batch.select(wanted), at, start, stop)
                 at += batch.num_rows
                 if at >= stop:
                     break

@@ -48,6 +48,12 @@ def written(table: pa.Table, **options: Any) -> bytes:
     return file.getvalue()
 
 
+def test_a_column_whose_name_has_a_dot() -> None:
+    """It is that column, and not also the field of another one that is spelt so."""
+    data = written(pa.table({"a.b": [1, 2], "a": [{"b": 3}, {"b": 4}]}))
+    assert [found.sample.keys() for found in rows_of(data, columns=["a.b"])] == [{"a.b", "__key__", "__url__"}] * 2
+
+
 def test_rows_are_samples() -> None:
     """Key and URL, Python's own values, and where to go on."""
     found = rows_of(parquet(range(20)), start=5, stop=16)
