@@ -27,7 +27,7 @@ from asyncloader.remote.loop_stores import LoopStores
 from asyncloader.remote.measuring import bytes_per_sample, with_counts, with_edges, with_sizes
 from asyncloader.remote.reading import READ_AHEAD, MakeReader, read_piece
 from asyncloader.remote.sources import find_shards
-from asyncloader.remote.stores import Stores
+from asyncloader.remote.stores import Stores, scheme_of, unsigned
 from asyncloader.transports import ObjectNotFound, Transport, TransportError
 from asyncloader.workers.leasing import LeaseSource
 
@@ -210,8 +210,9 @@ class RemoteIterableDataset(IterableDataset[Any]):
 
     @property
     def shard_urls(self) -> list[str]:
-        """The shards that were found; empty before `plan`."""
-        return [shard.url for shard in self._listed or []]
+        """What a state knows the shards by: their URLs, without what signs these. Empty before `plan`."""
+        urls = (shard.url for shard in self._listed or [])
+        return [unsigned(url) if scheme_of(url) in ("http", "https") else url for url in urls]
 
     def open_lane(self, source: LeaseSource) -> Lane:
         """One worker's stream. `plan` was called, here or in the process that this dataset came from."""

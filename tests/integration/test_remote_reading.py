@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from asyncloader import AsyncDataLoader, RemoteIterableDataset
+from asyncloader import AsyncDataLoader, RemoteIterableDataset, StateError
 from asyncloader.formats import Located, ShardError
 from asyncloader.remote.catalogue import Piece, Shard, cut, format_of
 from asyncloader.remote.measuring import with_counts, with_edges
@@ -92,6 +92,27 @@ async def test_signed_urls_keep_their_queries(store: HttpStore, stores: Stores) 
         (f"a b/{n}.jsonl", f"sig={n}%2F%3D") for n in range(3)
     }
     assert found[1][0].sample["__url__"] == f"{store.url}/a%20b/1.jsonl?sig=1%2F%3D"
+
+
+async def test_a_run_goes_on_with_new_signatures(store: HttpStore) -> None:
+    """A state knows shards without what signs their URLs; what else a query says is part of their names."""
+    store.put("a.jsonl", jsonl(range(5)))
+
+    def make(query: str) -> AsyncDataLoader[Any]:
+        dataset = RemoteIterableDataset(f"{store.url}/a.jsonl?{query}", decode=number_of)
+        return AsyncDataLoader(dataset, batch_size=2, seed=1)
+
+    async with make("X-Amz-Date=1&X-Amz-Signature=f") as loader:
+        batches = aiter(loader)
+        assert (await anext(batches)).tolist() == [0, 1]
+        state = loader.state_dict()
+    async with make("X-Amz-Date=2&X-Amz-Signature=a") as loader:
+        loader.load_state_dict(state)
+        assert [batch.tolist() async for batch in loader] == [[2, 3], [4]]
+    async with make("versionId=2") as loader:
+        loader.load_state_dict(state)
+        with pytest.raises(StateError, match="of other shards"):
+            await anext(aiter(loader))
 
 
 async def test_options_that_do_not_pickle(store: HttpStore) -> None:
