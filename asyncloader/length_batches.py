@@ -6,6 +6,7 @@ Data path: [length batches] -> scheduler -> pool -> worker. The data stay with t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import index
 from typing import Literal
 
 import numpy as np
@@ -37,7 +38,7 @@ class _LengthBatchSampler(Sampler[list[int]]):
         window: int,
     ) -> None:
         Permutation(0, seed)  # checks the seed
-        self.seed = seed
+        self.seed = index(seed)
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.window = window
@@ -53,7 +54,7 @@ class _LengthBatchSampler(Sampler[list[int]]):
             ValueError: it is out of range.
         """
         Permutation(0, self.seed, epoch)
-        self.epoch = epoch
+        self.epoch = index(epoch)
 
     def __len__(self) -> int:
         """How many batches the present epoch has. Exact; it may differ from epoch to epoch."""

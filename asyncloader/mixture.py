@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
+from operator import index
 from typing import Any, Literal
 
 import numpy as np
@@ -97,7 +98,7 @@ class MixtureSampler(Sampler[int]):
                 f"dataset {empty[0]} is empty, so its weight of {weights[empty[0]]} cannot be met. "
                 'Give it the weight 0, or on_exhausted="drop".'
             )
-        self.seed = seed
+        self.seed = index(seed)
         self.on_exhausted = on_exhausted
         self.shuffle = shuffle
         self.epoch = 0
@@ -124,7 +125,7 @@ class MixtureSampler(Sampler[int]):
             ValueError: it is out of range.
         """
         Permutation(0, self.seed, epoch)
-        self.epoch = epoch
+        self.epoch = index(epoch)
 
     def __len__(self) -> int:
         return self._size

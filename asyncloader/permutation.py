@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from operator import index
 
 import numpy as np
 import numpy.typing as npt
@@ -50,12 +51,14 @@ class Permutation:
         epoch: 0 to 2**64 - 1. Neighbouring seeds and epochs have nothing in common.
 
     Raises:
+        TypeError: seed or epoch is no integer.
         ValueError: one of them is out of range.
     """
 
     __slots__ = ("_columns", "_keys", "_rows", "_swap", "n")
 
     def __init__(self, n: int, seed: int, epoch: int = 0) -> None:
+        seed, epoch = index(seed), index(epoch)  # numpy's integers are integers, too
         if not 0 <= n <= LARGEST:
             raise ValueError(f"a permutation has between 0 and 2**62 elements, but got n={n}")
         for name, value in (("seed", seed), ("epoch", epoch)):

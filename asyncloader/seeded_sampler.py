@@ -6,6 +6,7 @@ Data path: [seeded_sampler] -> scheduler -> pool -> worker.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
+from operator import index
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +39,7 @@ class SeededSampler(Sampler[int]):
     def __init__(self, data_source: Sized, seed: int, *, shuffle: bool = True) -> None:
         Permutation(0, seed)  # checks the seed
         self.data_source = data_source
-        self.seed = seed
+        self.seed = index(seed)
         self.shuffle = shuffle
         self.epoch = 0
 
@@ -49,7 +50,7 @@ class SeededSampler(Sampler[int]):
             ValueError: it is out of range.
         """
         Permutation(0, self.seed, epoch)
-        self.epoch = epoch
+        self.epoch = index(epoch)
 
     def __len__(self) -> int:
         return len(self.data_source)

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, Sampler
 
-from asyncloader import AsyncDataLoader, DataLoader, SeededSampler
+from asyncloader import (
+    AsyncDataLoader,
+    BucketBatchSampler,
+    DataLoader,
+    MixtureSampler,
+    SeededSampler,
+    TokenBudgetBatchSampler,
+)
 from tests.integration.running import run_async
 
 
@@ -102,3 +111,24 @@ def test_in_every_loader() -> None:
             return [batch.tolist() async for batch in loader]
 
     assert run_async(read()) == expected
+
+
+SEEDED: dict[str, Callable[[Any], Any]] = {
+    "indices": lambda seed: SeededSampler(range(20), seed),
+    "mixture": lambda seed: MixtureSampler([range(12), range(8)], [1, 2], seed),
+    "buckets": lambda seed: BucketBatchSampler(range(1, 21), 3, seed, window=6),
+    "tokens": lambda seed: TokenBudgetBatchSampler(range(1, 21), 40, seed, window=6),
+}
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_integers_of_numpy_are_integers(name: str) -> None:
+    """Seeds and epochs are often drawn or computed with numpy; the order is that of the number."""
+    plain, drawn = SEEDED[name](7), SEEDED[name](np.int64(7))
+    for epoch in (0, 3):
+        plain.set_epoch(epoch)
+        drawn.set_epoch(np.int64(epoch))
+        assert list(drawn) == list(plain)
+    assert (type(drawn.seed), type(drawn.epoch)) == (int, int)
+    with pytest.raises(TypeError, match="integer"):
+        SEEDED[name](7.0)
