@@ -136,9 +136,10 @@ class StateKeeper:
         """See `DataLoader.state_dict`. `before_last`: as it was before the last delivery; `finished`: as if the epoch
         ended here.
         """
-        if self._loaded is not None:
+        elsewhere = not (before_last or finished) and self._elsewhere(spec)
+        if self._loaded is not None and not elsewhere:
             return copy.deepcopy(self._loaded)
-        if self._newest is not None:
+        if self._newest is not None and not elsewhere:
             return self._newest.state_before_last() if before_last else self._newest.state(finished=finished)
         fresh = self._progress(spec, self._clock_of(spec), None)
         fresh.starts(max(1, spec.num_workers), 0, None)
@@ -146,6 +147,15 @@ class StateKeeper:
         if not is_iterable(spec):
             state |= _fresh_sampler_state(spec)
         return state
+
+    def _elsewhere(self, spec: LoaderSpec[Any]) -> bool:
+        """Whether the next iterator begins an epoch that was set, and not the one that the last position leads to."""
+        if spec._ours.seed is None or is_iterable(spec):
+            return False
+        epoch = self._clock_of(spec).value
+        if self._pending is not None:
+            return bool(epoch != self._pending["epoch"] + self._pending["finished"])
+        return self._newest is not None and self._newest.finished and epoch != self._newest.epoch + 1
 
     def load(self, spec: LoaderSpec[Any], given: dict[str, Any]) -> None:
         """See `DataLoader.load_state_dict`."""

@@ -112,6 +112,11 @@ class Progress:
         return self._clock.value != self.epoch
 
     @property
+    def finished(self) -> bool:
+        """Whether the user was told that there are no more batches."""
+        return self._finished
+
+    @property
     def first_step(self) -> int:
         """Steps that were delivered before this iterator, without a gap."""
         return 0 if self._resumed is None else int(self._resumed["step"])

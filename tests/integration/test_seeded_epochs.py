@@ -157,3 +157,28 @@ def test_large_epochs(kind: str) -> None:
         one, two = run.epoch(), run.epoch()
         assert run.loader.sampler.epoch == 1 << 63
     assert not same(one, two)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("before", ["an epoch", "a state", "the state of an end"])
+def test_a_state_between_epochs_is_of_the_epoch_that_was_set(
+    kind: str, before: str, options: dict[str, Any], epochs: list[list[Any]]
+) -> None:
+    """What `set_epoch` chose is what the next iterator gives, and the one of who resumes from a state taken here."""
+    with Stepwise(kind, AllDraws(N), **options) as run:
+        run.begin()
+        run.take(2)
+        state = run.loader.state_dict()
+        run.rest()
+        if before == "the state of an end":
+            state = run.loader.state_dict()
+        if before != "an epoch":
+            run.loader.load_state_dict(state)
+            assert run.loader.state_dict() == state
+        run.loader.set_epoch(3)
+        state = run.loader.state_dict()
+        assert_same(run.epoch(), epochs[3])
+    with Stepwise(kind, AllDraws(N), **options) as run:
+        run.loader.load_state_dict(state)
+        assert_same(run.epoch(), epochs[3])
+        assert_same(run.epoch(), epochs[4])
