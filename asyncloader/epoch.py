@@ -18,13 +18,14 @@ class EpochClock:
     """Counts epochs.
 
     Args:
-        samplers: the loader's sampler and batch sampler. Those with `set_epoch` are told.
+        samplers: the loader's sampler and batch sampler. Those with `set_epoch` are told, each once.
         dataset: is told too, if it has `set_epoch`.
         seeded: whether a completed epoch sets the next one. In torch mode samplers are the user's to set.
     """
 
     def __init__(self, samplers: list[Any], dataset: Any, *, seeded: bool) -> None:
-        self._samplers = [sampler for sampler in samplers if callable(getattr(sampler, "set_epoch", None))]
+        each = {id(sampler): sampler for sampler in samplers}.values()  # one sampler may come under two names
+        self._samplers = [sampler for sampler in each if callable(getattr(sampler, "set_epoch", None))]
         self._dataset = dataset if callable(getattr(dataset, "set_epoch", None)) else None
         self._seeded = seeded
         self._count = 0

@@ -182,3 +182,25 @@ def test_a_state_between_epochs_is_of_the_epoch_that_was_set(
         run.loader.load_state_dict(state)
         assert_same(run.epoch(), epochs[3])
         assert_same(run.epoch(), epochs[4])
+
+
+class Hears(SeededSampler):
+    """Notes each epoch that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(range(N), 7)
+        self.heard: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.heard.append(epoch)
+        super().set_epoch(epoch)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_sampler_is_told_once(kind: str) -> None:
+    """A sampler that does something when it is told (as one that draws, or reads a file) does it once."""
+    for options in ({"sampler": Hears()}, {"batch_sampler": BatchSampler(Hears(), 4, False)}):
+        with Stepwise(kind, Rows(N), **options) as run:
+            run.loader.set_epoch(3)
+            sampler = run.loader.batch_sampler.sampler
+            assert sampler.heard == [3]
