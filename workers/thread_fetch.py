@@ -13,7 +13,7 @@ that have not begun are left out; those that have begun end by themselves, and n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context, copy_context
 from functools import partial
 from typing import Any
@@ -70,6 +70,8 @@ class ThreadMapFetcher:
             places, samples = [index], None
         else:
             places = list(index)
+            if isinstance(index, Iterator):
+                index = places  # that was all that it gave
             samples = await self._at_once(index, first, places) if self._whole else None
         if samples is None:
             samples = await self._one_by_one(places, first, [], bad)

@@ -218,6 +218,21 @@ class OnlyWhole(Dataset[Any]):
         return list(indices)
 
 
+class Whole(Dataset[Any]):
+    """Fetched in whole batches."""
+
+    def __getitems__(self, indices: Any) -> list[int]:
+        return list(indices)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_sampler_that_gives_iterators(workers: int) -> None:
+    """Each can be gone through once; ``__getitems__`` has its indices all the same."""
+    batches = [iter([0, 1]), iter([2]), iter([3, 4, 5])]
+    got = collect("sync", Whole(), batch_sampler=batches, num_workers=workers, fetch_threads=2)
+    assert [batch.tolist() for batch in got] == [[0, 1], [2], [3, 4, 5]]
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_batch_that_raises_as_a_whole(workers: int) -> None:
     """All of its samples are taken for bad."""
