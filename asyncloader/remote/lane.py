@@ -116,9 +116,8 @@ class Lane:
     async def take(self, size: int) -> list[Sample]:
         """Samples for the present batch: `size` of them, fewer only where the epoch ends.
 
-        May be called again for the same batch to fill it up, where some of its samples turned out to be bad.
-
-        May be called again for the same batch when it has raised: what was taken until then is not lost.
+        May be called again for the same batch: to fill it up, where some of its samples turned out to be bad; and when
+        it has raised, after which what was taken until then is not lost.
 
         Raises:
             StopAsyncIteration: there are no more; see `gave_back`.
