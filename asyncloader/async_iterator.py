@@ -153,7 +153,7 @@ class AsyncLoaderIterator:
         )
         # Kept beyond the start: workers that die are replaced.
         self._setup = worker_setup(self._spec, self._plan.workers, self._draws, self._base_seed, self._starts)
-        self._statistics.log = BadSampleLog(self._spec._ours.max_bad_samples)
+        self._statistics.log = BadSampleLog(self._spec._asyncloader_options.max_bad_samples)
         self._consumer = Consumer(
             self._plan,
             self._draws,
@@ -161,7 +161,7 @@ class AsyncLoaderIterator:
             self._progress,
             quarantine(self._spec, self._draws),
             mover_of(self._spec),
-            self._spec._ours.prefetch_device,
+            self._spec._asyncloader_options.prefetch_device,
         )
 
     def __aiter__(self) -> AsyncLoaderIterator:

@@ -233,7 +233,7 @@ class AsyncDataLoader(Generic[T_co]):
         if self._kept is not None and self._idle_pool is not None:
             draws = self._kept[0]
             draws._reset(source)
-            if self._spec._ours.seed is not None:
+            if self._spec._asyncloader_options.seed is not None:
                 draws._index_sampler = self._spec._index_sampler  # the ranks may be others, and the share with them
             return self._kept
         draws = _BaseDataLoaderIter(source)

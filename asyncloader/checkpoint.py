@@ -48,7 +48,7 @@ class StateKeeper:
     def _clock_of(self, spec: LoaderSpec[Any]) -> EpochClock:
         if self._clock is None:
             samplers = [plain_sampler(spec), spec.batch_sampler, getattr(spec.batch_sampler, "sampler", None)]
-            self._clock = EpochClock(samplers, spec.dataset, seeded=spec._ours.seed is not None)
+            self._clock = EpochClock(samplers, spec.dataset, seeded=spec._asyncloader_options.seed is not None)
         return self._clock
 
     def set_epoch(self, spec: LoaderSpec[Any], epoch: int) -> None:
@@ -112,7 +112,7 @@ class StateKeeper:
     def _agreement(self, spec: LoaderSpec[Any], first_step: int) -> Agreement | None:
         here = topology(spec)
         leased = is_leased(spec.dataset)  # shared by all ranks in torch mode, too
-        if here.world_size == 1 or not is_iterable(spec) or (spec._ours.seed is None and not leased):
+        if here.world_size == 1 or not is_iterable(spec) or (spec._asyncloader_options.seed is None and not leased):
             return None
         self._group = make_group(here, self._group)
         # Several workers' copies may end with a short batch each, or drop it, and shards differ in size: the length
@@ -121,15 +121,15 @@ class StateKeeper:
         count = _length(spec) if exact else None
         if count is not None:
             count = max(0, count - first_step)
-        return Agreement(self._group, count, uneven_is_error=spec._ours.on_uneven == "error")
+        return Agreement(self._group, count, uneven_is_error=spec._asyncloader_options.on_uneven == "error")
 
     def _progress(self, spec: LoaderSpec[Any], clock: EpochClock, resumed: dict[str, Any] | None) -> Progress:
         iterable = is_iterable(spec)
         streams = None
-        if iterable or (spec._ours.seed is None and is_stateful(spec.dataset)):
+        if iterable or (spec._asyncloader_options.seed is None and is_stateful(spec.dataset)):
             streams = {"num_workers": spec.num_workers, **topology(spec)._asdict()}
-        total = _length(spec._index_sampler) if spec._ours.seed is not None and not iterable else None
-        every = spec._ours.snapshot_every_n_steps or 0
+        total = _length(spec._index_sampler) if spec._asyncloader_options.seed is not None and not iterable else None
+        every = spec._asyncloader_options.snapshot_every_n_steps or 0
         return Progress(clock, expectations(spec, iterable=iterable), streams, resumed, total, every, self.tally)
 
     def state(self, spec: LoaderSpec[Any], *, before_last: bool = False, finished: bool = False) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class StateKeeper:
 
     def _elsewhere(self, spec: LoaderSpec[Any]) -> bool:
         """Whether the next iterator begins an epoch that was set, and not the one that the last position leads to."""
-        if spec._ours.seed is None or is_iterable(spec):
+        if spec._asyncloader_options.seed is None or is_iterable(spec):
             return False
         epoch = self._clock_of(spec).value
         if self._pending is not None:
@@ -176,7 +176,7 @@ class StateKeeper:
         state["workers"] = workers
         if workers is not None:
             check_workers(workers, spec.num_workers, here.rank, here.world_size)
-            if spec._ours.resume == "exact" and not spec._replays and not state["finished"]:
+            if spec._asyncloader_options.resume == "exact" and not spec._asyncloader_replays and not state["finished"]:
                 check_exact(workers, stream=state["kind"] == "iterable")
         if not is_iterable(spec):
             own = own_generator(base_sampler(spec._index_sampler)) is not None
@@ -220,7 +220,7 @@ def _fresh_sampler_state(spec: LoaderSpec[Any]) -> dict[str, Any]:
     before = None if generator is None else generator.get_state()
     try:
         if spec.num_workers:
-            spec._workers_begin()
+            spec._asyncloader_workers_begin()
             if spec.batch_sampler is None and draws_when_iterated(sampler):
                 iter(sampler)  # torch's iterator with workers asks twice
         if generator is not None and spec.generator is generator:

@@ -29,8 +29,8 @@ def draw_source(spec: LoaderSpec[Any], epoch: int) -> Any:
     of the seed and the epoch, so that the process's generators stay where they are. A user's sampler that may draw
     when it is asked for an iterator is watched.
     """
-    if spec._ours.seed is not None:
-        return _SeededDraws(spec, spec._ours.seed, epoch)
+    if spec._asyncloader_options.seed is not None:
+        return _SeededDraws(spec, spec._asyncloader_options.seed, epoch)
     sampler = spec._index_sampler
     if isinstance(sampler, AsyncIndexSource) or type(sampler) is BatchSampler or iterates_plainly(sampler):
         return spec

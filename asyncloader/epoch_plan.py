@@ -73,16 +73,16 @@ def worker_setup(
         base_seed=base_seed,
         worker_init_fn=init,
         num_workers=workers,
-        concurrency=spec._ours.concurrency,
+        concurrency=spec._asyncloader_options.concurrency,
         starts=starts,
         snapshot_every=_snapshot_every(spec),
         seeded=_seeded_setup(spec, workers, draws),
-        memory_limit=spec._ours.worker_memory_limit,
+        memory_limit=spec._asyncloader_options.worker_memory_limit,
         replays=_replays(spec),
         policy=_policy(spec),
-        fetch_threads=spec._ours.fetch_threads,
+        fetch_threads=spec._asyncloader_options.fetch_threads,
         decode=_decode(spec),
-        decode_threads=spec._ours.decode_threads,
+        decode_threads=spec._asyncloader_options.decode_threads,
     )
 
 
@@ -90,7 +90,7 @@ def quarantine(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter) -> Quarantine:
     """What deals with tasks that kill their workers."""
     setup = _seeded_setup(spec, spec.num_workers, draws)
     return Quarantine(
-        spec._ours.on_error,
+        spec._asyncloader_options.on_error,
         spec.collate_fn,
         batched=bool(spec._auto_collation),
         replicas=1 if setup is None else setup.replicas,
@@ -99,34 +99,34 @@ def quarantine(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter) -> Quarantine:
 
 def _decode(spec: LoaderSpec[Any]) -> Any:
     own = getattr(spec.dataset, "decode", None) if is_leased(spec.dataset) else None
-    steps = [step for step in (own, spec._ours.decode) if step is not None]
+    steps = [step for step in (own, spec._asyncloader_options.decode) if step is not None]
     return Chain(steps) if len(steps) > 1 else steps[0] if steps else None
 
 
 def _snapshot_every(spec: LoaderSpec[Any]) -> int:
     if is_leased(spec.dataset) and not spec.in_order:
         return 1  # who reads a stream again that was leased in another order finds other batches
-    return spec._ours.snapshot_every_n_steps or 0
+    return spec._asyncloader_options.snapshot_every_n_steps or 0
 
 
 def _replays(spec: LoaderSpec[Any]) -> bool:
     # What a lane was leased it is leased again: its stream is the same.
-    return spec._ours.resume == "replay" or spec._replays or is_leased(spec.dataset)
+    return spec._asyncloader_options.resume == "replay" or spec._asyncloader_replays or is_leased(spec.dataset)
 
 
 def _policy(spec: LoaderSpec[Any]) -> ErrorPolicy | None:
-    if spec._ours.on_error == "raise":
+    if spec._asyncloader_options.on_error == "raise":
         return None
-    refill = spec._ours.bad_samples == "refill"
-    return ErrorPolicy(spec._ours.on_error, refill, len(spec.dataset) if refill else None, spec._ours.seed)  # type: ignore[arg-type]
+    refill = spec._asyncloader_options.bad_samples == "refill"
+    return ErrorPolicy(spec._asyncloader_options.on_error, refill, len(spec.dataset) if refill else None, spec._asyncloader_options.seed)  # type: ignore[arg-type]
 
 
 def _seeded_setup(spec: LoaderSpec[Any], workers: int, draws: _BaseDataLoaderIter) -> SeededSetup | None:
-    if spec._ours.seed is None:
+    if spec._asyncloader_options.seed is None:
         return None
     share = getattr(draws._index_sampler, "share", None)
     return SeededSetup(
-        seed=spec._ours.seed,
+        seed=spec._asyncloader_options.seed,
         replicas=1 if share is None or share.of_batches else share.replicas,
         first_stream=topology(spec).rank * max(1, workers),
         seed_collate=spec.collate_fn not in (default_collate, default_convert),
@@ -139,9 +139,9 @@ def make_pool(spec: LoaderSpec[Any], setup: WorkerSetup, plan: EpochPlan) -> Wor
         worker_context(spec),
         setup,
         plan.credits,
-        spec._ours.ring_bytes,
+        spec._asyncloader_options.ring_bytes,
         plan.run_ahead,
-        worker_timeout=spec._ours.worker_timeout,
+        worker_timeout=spec._asyncloader_options.worker_timeout,
         least_credits=plan.least_credits,
     )
 
@@ -212,19 +212,19 @@ def epoch_plan(spec: LoaderSpec[Any]) -> EpochPlan:
     for name, value in (("num_workers", spec.num_workers), ("prefetch_factor", prefetch)):
         if value <= 0:
             raise AssertionError(f"{name} must be greater than 0 for MultiProcessingDataLoaderIter")
-    iterable, seeded = is_iterable(spec), spec._ours.seed is not None
-    ahead = spec._ours.run_ahead if seeded and spec.in_order and not iterable else 0
+    iterable, seeded = is_iterable(spec), spec._asyncloader_options.seed is not None
+    ahead = spec._asyncloader_options.run_ahead if seeded and spec.in_order and not iterable else 0
     return EpochPlan(
         workers=spec.num_workers,
-        credits=most_credits(spec, spec._ours.concurrency, spec._ours.fetch_threads, iterable=iterable),
+        credits=most_credits(spec, spec._asyncloader_options.concurrency, spec._asyncloader_options.fetch_threads, iterable=iterable),
         least_credits=prefetch,
         in_order=spec.in_order,
         iterable=iterable,
         source=async_index_source(spec),
         run_ahead=ahead,
         seeded=seeded,
-        max_restarts=max_restarts(spec._ours.max_worker_restarts, seeded=seeded),
-        concurrent=is_concurrent(spec.dataset, spec._ours.fetch_threads),
+        max_restarts=max_restarts(spec._asyncloader_options.max_worker_restarts, seeded=seeded),
+        concurrent=is_concurrent(spec.dataset, spec._asyncloader_options.fetch_threads),
         ranks=even_ranks(spec, iterable=iterable),
         replays=_replays(spec),
     )

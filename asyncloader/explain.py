@@ -35,7 +35,7 @@ def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: Work
         lines.append(f"faults: {_faults(spec)}")
     lines.append(f"order: {_order(spec)}")
     lines.append(f"pinning: {_pinning(spec)}")
-    if spec._ours.device is not None:
+    if spec._asyncloader_options.device is not None:
         lines.append(f"device: {_device(spec, statistics)}")
     if statistics.copy_outs:
         lines.append(
@@ -58,15 +58,15 @@ def _workers(spec: LoaderSpec[Any]) -> str:
 
 
 def _concurrent(spec: LoaderSpec[Any]) -> bool:
-    return is_concurrent(spec.dataset, spec._ours.fetch_threads)
+    return is_concurrent(spec.dataset, spec._asyncloader_options.fetch_threads)
 
 
 def _credits(spec: LoaderSpec[Any]) -> int:
-    return most_credits(spec, spec._ours.concurrency, spec._ours.fetch_threads, iterable=is_iterable(spec))
+    return most_credits(spec, spec._asyncloader_options.concurrency, spec._asyncloader_options.fetch_threads, iterable=is_iterable(spec))
 
 
 def _flights(spec: LoaderSpec[Any], statistics: Statistics) -> list[str]:
-    ours = spec._ours
+    ours = spec._asyncloader_options
     lines = []
     if _concurrent(spec) and not is_iterable(spec):
         most = _credits(spec)
@@ -82,7 +82,7 @@ def _flights(spec: LoaderSpec[Any], statistics: Statistics) -> list[str]:
 
 
 def _rings(spec: LoaderSpec[Any], pool: WorkerPool | None) -> str:
-    most = spec._ours.ring_bytes
+    most = spec._asyncloader_options.ring_bytes
     bound = "following the batches seen" if most is None else f"bounded by ring_bytes={most:,}"
     if pool is None:
         return f"one anonymous ring a worker, {bound}"
@@ -98,7 +98,7 @@ def _collation(spec: LoaderSpec[Any]) -> str:
 
 
 def _faults(spec: LoaderSpec[Any]) -> str:
-    ours = spec._ours
+    ours = spec._asyncloader_options
     most = max_restarts(ours.max_worker_restarts, seeded=ours.seed is not None)
     deaths = (
         f"a worker that dies is replaced, {most} times an epoch at most" if most else "a worker's death ends the epoch"
@@ -113,7 +113,7 @@ def _faults(spec: LoaderSpec[Any]) -> str:
 
 
 def _order(spec: LoaderSpec[Any]) -> str:
-    ours = spec._ours
+    ours = spec._asyncloader_options
     delivery = "in task order" if spec.in_order else "as batches complete"
     if ours.seed is None:
         return f"the sampler's, {delivery}" if spec.num_workers else "the sampler's"
@@ -138,7 +138,7 @@ def _pinning(spec: LoaderSpec[Any]) -> str:
 def _device(spec: LoaderSpec[Any], statistics: Statistics) -> str:
     import torch
 
-    ours = spec._ours
+    ours = spec._asyncloader_options
     device = torch.device(ours.device)  # type: ignore[arg-type]
     ahead = f"{ours.prefetch_device} {'batch' if ours.prefetch_device == 1 else 'batches'} ahead"
     if device.type == "cpu":

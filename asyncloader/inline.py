@@ -93,7 +93,7 @@ def make_read_ahead(spec: LoaderSpec[Any], reader: Reader, context: DatasetConte
     if not reader.asynchronous or is_iterable(spec):
         return None
     return ReadAhead(
-        reader, context, most_credits(spec, spec._ours.concurrency, spec._ours.fetch_threads, iterable=False)
+        reader, context, most_credits(spec, spec._asyncloader_options.concurrency, spec._asyncloader_options.fetch_threads, iterable=False)
     )
 
 
@@ -105,7 +105,7 @@ def warn_of_exit(error: BaseException | None) -> None:
 
 def count_samples(spec: LoaderSpec[Any], index: Any, bad: Sequence[BadSample]) -> int:
     """How many samples a batch of this index has (an iterable dataset's last one may have fewer)."""
-    if spec._ours.seed is not None and not is_iterable(spec):
+    if spec._asyncloader_options.seed is not None and not is_iterable(spec):
         index = index[1]  # it comes with its position
     count = len(index) if spec._auto_collation and hasattr(index, "__len__") else 1
     return count - places_lost(bad) if bad else count
@@ -146,7 +146,7 @@ class InlineIterator:
         self._pending: asyncio.Future[tuple[Any, int, bytes]] | None = None
         self._ended: str | None = None  # as in async_iterator.py
         self._begun = statistics.begin()
-        statistics.log = BadSampleLog(spec._ours.max_bad_samples)
+        statistics.log = BadSampleLog(spec._asyncloader_options.max_bad_samples)
 
     def _begin(self, progress: Progress) -> None:
         self._progress = progress

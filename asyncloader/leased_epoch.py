@@ -47,7 +47,7 @@ async def open_leases(
     key = progress.leases_key if saved is None else saved_key(saved)
     assert key is not None
     plan = await dataset.plan(
-        lanes, here.rank, here.world_size, derive(key, "shards"), common=spec._ours.seed is not None
+        lanes, here.rank, here.world_size, derive(key, "shards"), common=spec._asyncloader_options.seed is not None
     )
     leases = EpochLeases(
         dataset.shard_urls,
@@ -68,8 +68,8 @@ def new_key(spec: LoaderSpec[Any], epoch: int) -> int:
     """Chooses the orders of an epoch that begins: by the seed, else drawn, as torch draws a base seed. Not drawn from
     that: persistent workers have the same one in all their epochs.
     """
-    if spec._ours.seed is not None:
-        return derive(spec._ours.seed, "leases", epoch) >> 1  # as large as a state's numbers may be
+    if spec._asyncloader_options.seed is not None:
+        return derive(spec._asyncloader_options.seed, "leases", epoch) >> 1  # as large as a state's numbers may be
     return int(torch.empty((), dtype=torch.int64).random_(generator=spec.generator))
 
 

@@ -44,7 +44,7 @@ class DataLoader(LoaderSpec[T_co]):
     """
 
     @property
-    def _state(self) -> _FacadeState:
+    def _asyncloader_state(self) -> _FacadeState:
         # Made on demand and kept under a private name: copies and pickles of a loader begin with fresh state.
         # A forked child begins anew, too: the loop's thread is not there.
         state: _FacadeState | None = self.__dict__.get("_asyncloader_state")
@@ -58,7 +58,7 @@ class DataLoader(LoaderSpec[T_co]):
         return super().__iter__()
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
-        state = self._state
+        state = self._asyncloader_state
         if state.closed:
             raise LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
         iterator: InlineIterator | WorkerIterator
@@ -81,7 +81,7 @@ class DataLoader(LoaderSpec[T_co]):
 
     def close(self) -> None:
         """End all iterators and their workers; wait until they are gone. Idempotent."""
-        state = self._state
+        state = self._asyncloader_state
         state.closed = True
         self._iterator = None
         for iterator in list(state.iterators):
@@ -93,7 +93,7 @@ class DataLoader(LoaderSpec[T_co]):
         Only batches that were delivered count. Safe for ``torch.load(weights_only=True)``; for JSON, too, if the states
         of the user's own samplers and datasets are.
         """
-        return self._state.keeper.state(self)
+        return self._asyncloader_state.keeper.state(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The next ``iter()`` goes on from there. An empty dictionary forgets any position.
@@ -102,7 +102,7 @@ class DataLoader(LoaderSpec[T_co]):
             StateError: the state is broken, of a newer version or of another loader, or has no exact position; in its
                 words, what to do.
         """
-        self._state.keeper.load(self, state_dict)
+        self._asyncloader_state.keeper.load(self, state_dict)
         # As in torchdata: persistent workers end, whose copies of the dataset have gone on.
         self._iterator = None
 
@@ -112,7 +112,7 @@ class DataLoader(LoaderSpec[T_co]):
         In seeded mode the epoch advances by itself when one was delivered completely, and the order depends on it. In
         torch mode it is the sampler's alone.
         """
-        self._state.keeper.set_epoch(self, epoch)
+        self._asyncloader_state.keeper.set_epoch(self, epoch)
 
     def feedback(self, *args: Any, **kwargs: Any) -> None:
         """Pass something that the trainer learned to the sampler: calls its method `feedback` with these arguments.
@@ -125,7 +125,7 @@ class DataLoader(LoaderSpec[T_co]):
             TypeError: the sampler has no such method.
         """
         target = feedback_target(self)
-        state = self._state
+        state = self._asyncloader_state
         if async_index_source(self) is None or not state.bridge.running:
             target(*args, **kwargs)
         else:
@@ -136,12 +136,12 @@ class DataLoader(LoaderSpec[T_co]):
         """The samples of the newest iterator that raised and were left out or replaced (`on_error`), with their
         tracebacks, in the order of their batches. A copy. Errors that were raised to the user are not in it.
         """
-        return list(self._state.statistics.log.samples)
+        return list(self._asyncloader_state.statistics.log.samples)
 
     @property
     def padding(self) -> int:
         """Samples at the end of the newest iterator's last batch that only make the ranks' batches even; mostly 0."""
-        return self._state.keeper.padding
+        return self._asyncloader_state.keeper.padding
 
     def clone(self, **changes: Any) -> Self:
         """A new loader with this one's options, of its class, `changes` applied.
@@ -151,7 +151,7 @@ class DataLoader(LoaderSpec[T_co]):
                 ``sampler`` that of ``shuffle``, ``num_workers=0`` drops what needs workers. A default sampler is made
                 anew, for the dataset that the clone gets.
         """
-        _ = self._state  # it was of use
+        _ = self._asyncloader_state  # it was of use
         return type(self)(**constructor_arguments(self, changes, self))
 
     @classmethod
@@ -161,18 +161,18 @@ class DataLoader(LoaderSpec[T_co]):
 
     def stats(self) -> dict[str, float]:
         """Counters over all iterators so far, as a flat dictionary of floats. O(1)."""
-        newest = self._state.iterator()
-        state = self._state
+        newest = self._asyncloader_state.iterator()
+        state = self._asyncloader_state
         return state.statistics.snapshot(0 if newest is None else newest.queue_depth) | state.keeper.tally.snapshot()
 
     def explain(self) -> str:
         """The effective configuration, and one sentence on what bounds the run and what to change."""
-        newest = self._state.iterator()
+        newest = self._asyncloader_state.iterator()
         pool = newest._pool if isinstance(newest, WorkerIterator) else None
-        return explain(type(self).__name__, self, self._state.statistics, pool)
+        return explain(type(self).__name__, self, self._asyncloader_state.statistics, pool)
 
     def __getstate__(self) -> dict[str, Any]:
-        _ = self._state  # a copy is made: it was of use
+        _ = self._asyncloader_state  # a copy is made: it was of use
         state = self.__dict__.copy()
         del state["_asyncloader_state"]
         state.pop("_asyncloader_maker", None)

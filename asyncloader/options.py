@@ -79,7 +79,7 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
     """torch's loader with our options beside torch's. Both are stored unmodified under their own names.
 
     A subclass may have attributes of any name: where one is called as an option of ours, it is the subclass's. Of ours,
-    only what the constructor was given counts, and it is read from `_ours`.
+    only what the constructor was given counts, and it is read from `_asyncloader_options`.
 
     Args:
         ring_bytes: upper bound of each worker's ring in bytes, at least 4096 a slot; default None: the ring follows
@@ -129,10 +129,10 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
         ValueError, TypeError: torch's, in torch's order and words, then ours.
     """
 
-    _replays = False
+    _asyncloader_replays = False
     """Whether `resume` is "replay" whatever it says."""
 
-    _ours: OurOptions
+    _asyncloader_options: OurOptions
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
             device_transform=device_transform,
             static_buffers=static_buffers,
         )
-        self._ours = OurOptions(
+        self._asyncloader_options = OurOptions(
             ring_bytes=ring_bytes,
             concurrency=concurrency,
             fetch_threads=fetch_threads,
@@ -266,7 +266,7 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
             device_transform=device_transform,
             static_buffers=static_buffers,
         )
-        for name, value in vars(self._ours).items():
+        for name, value in vars(self._asyncloader_options).items():
             if name not in vars(self) and not hasattr(type(self), name):  # else it is the subclass's
                 setattr(self, name, value)
         self.__dict__["_asyncloader_maker"] = os.getpid()  # made here, and not a copy
@@ -276,7 +276,7 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
         # torch's iterator calls `iter()` on it at once; an async sampler answers with nothing and is read elsewhere.
         plain = super()._index_sampler
         source = as_async_source(plain)
-        if self._ours.seed is None or is_iterable(self):
+        if self._asyncloader_options.seed is None or is_iterable(self):
             return plain if source is None else source
         if source is None:
             return rank_view(self, plain)
@@ -296,7 +296,7 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
         size = self.batch_size or 1
         return share // size if self.drop_last else -(-share // size)
 
-    def _workers_begin(self) -> None:
+    def _asyncloader_workers_begin(self) -> None:
         """Workers are about to start for an iterator of this loader."""
 
     def check_worker_number_rationality(self) -> None:

@@ -64,7 +64,7 @@ def constructor_arguments(
 
 def _ours(loader: torch.utils.data.DataLoader[Any], own: object | None) -> dict[str, Any]:
     if isinstance(loader, LoaderSpec):
-        given = dict(vars(loader._ours))
+        given = dict(vars(loader._asyncloader_options))
         if own is not None:
             given |= {name: getattr(own, name) for name in vars(own).keys() & _own_arguments(type(own))}
     else:
@@ -109,7 +109,7 @@ def _order(loader: torch.utils.data.DataLoader[Any]) -> dict[str, Any]:
     if source is loader.dataset or source is _plain_dataset(loader.dataset):
         if type(sampler) is SequentialSampler:
             return {}
-        if isinstance(loader, LoaderSpec) and type(sampler) is SeededSampler and sampler.seed == loader._ours.seed:
+        if isinstance(loader, LoaderSpec) and type(sampler) is SeededSampler and sampler.seed == loader._asyncloader_options.seed:
             return {"shuffle": True} if sampler.shuffle else {}
         if (
             type(sampler) is RandomSampler

@@ -95,8 +95,8 @@ def _is_seed(seed: Any) -> bool:
 
 def topology(spec: Any) -> Topology:
     """This process's rank among those that train together: as given, else torch.distributed's, else alone."""
-    if spec._ours.rank is not None:
-        return Topology(spec._ours.rank, spec._ours.world_size)
+    if spec._asyncloader_options.rank is not None:
+        return Topology(spec._asyncloader_options.rank, spec._asyncloader_options.world_size)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return Topology(torch.distributed.get_rank(), torch.distributed.get_world_size())
     return Topology(0, 1)
@@ -106,7 +106,7 @@ def even_ranks(spec: Any, *, iterable: bool) -> int:
     """How many ranks share a map dataset's samples evenly, and wait for one another; 1 in torch mode, and for streams,
     whose ranks agree on their end.
     """
-    return 1 if spec._ours.seed is None or iterable else topology(spec).world_size
+    return 1 if spec._asyncloader_options.seed is None or iterable else topology(spec).world_size
 
 
 def without_batch(ranks: int) -> RanksDisagree:
@@ -155,7 +155,7 @@ def rank_view(spec: Any, index_sampler: Any) -> RankView:
         batch_size=index_sampler.batch_size if batched else None,
         drop_last=bool(index_sampler.drop_last) if batched else False,
         topology=topology(spec) if own is None else Topology(0, 1),
-        on_uneven=spec._ours.on_uneven,
+        on_uneven=spec._asyncloader_options.on_uneven,
         of_batches=of_batches,
         replicas=1 if own is None else own.world_size,
         replica=0 if own is None else own.rank,
@@ -170,14 +170,14 @@ def expectations(spec: Any, *, iterable: bool) -> dict[str, Any]:
         size, drop_last = spec.batch_sampler.batch_size, spec.batch_sampler.drop_last
     if not iterable:
         own = _replicas(plain_sampler(spec)) or _replicas(spec.batch_sampler)
-        if own is None and spec._ours.seed is not None:
+        if own is None and spec._asyncloader_options.seed is not None:
             size = (size or 1) * topology(spec).world_size  # without a batch size: items that make a step
         elif own is not None and size is not None:
             size *= own.world_size
     return {
-        "mode": "torch" if spec._ours.seed is None else "seeded",
+        "mode": "torch" if spec._asyncloader_options.seed is None else "seeded",
         "kind": "iterable" if iterable else "map",
-        "seed": spec._ours.seed,
+        "seed": spec._asyncloader_options.seed,
         "length": None if iterable else _length(spec.dataset),
         "batch_size": size,
         "drop_last": bool(drop_last),
@@ -191,7 +191,7 @@ def _order(spec: Any) -> str:
     sampler = plain_sampler(spec)
     if isinstance(sampler, SequentialSampler) or (type(sampler) is SeededSampler and not sampler.shuffle):
         return "sequential"
-    if type(sampler) is SeededSampler and sampler.seed != spec._ours.seed:
+    if type(sampler) is SeededSampler and sampler.seed != spec._asyncloader_options.seed:
         return f"shuffled by seed {sampler.seed}"
     if isinstance(sampler, RandomSampler) or type(sampler) is SeededSampler:
         return "shuffled"

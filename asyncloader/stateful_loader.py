@@ -48,7 +48,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         ValueError, TypeError: as `DataLoader`.
     """
 
-    _replays = True
+    _asyncloader_replays = True
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class StatefulDataLoader(DataLoader[T_co]):
             static_buffers=static_buffers,
         )
 
-    def _workers_begin(self) -> None:
+    def _asyncloader_workers_begin(self) -> None:
         # torchdata's iterator with workers asks its batch sampler for an iterator twice, and uses the second: a
         # permutation is drawn and dropped before each order.
         sampler: Any = getattr(self.batch_sampler, "sampler", None)
@@ -134,7 +134,7 @@ class StatefulDataLoader(DataLoader[T_co]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `DataLoader.load_state_dict`. Warns where a stream must be read again."""
         super().load_state_dict(state_dict)
-        again = self._state.keeper.batches_to_replay
+        again = self._asyncloader_state.keeper.batches_to_replay
         if again:
             warnings.warn(
                 f"neither the dataset nor its iterator has state_dict and load_state_dict: {again} batches that were "

@@ -84,7 +84,7 @@ class InlineIterator(CountedNext):
         self._mover = mover_of(loader)
         self._pin = torch_pin(self._pin_memory_device) if self._pin_memory else None
         self._begun = self._statistics.begin()
-        self._statistics.log = BadSampleLog(loader._ours.max_bad_samples)
+        self._statistics.log = BadSampleLog(loader._asyncloader_options.max_bad_samples)
         self._over = False  # too many samples were bad
         self._closed = False
 

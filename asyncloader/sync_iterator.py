@@ -50,7 +50,7 @@ class WorkerIterator(CountedNext):
         self._loader = weakref.ref(loader)
         self._progress = keeper.begin(loader)
         if not (self._progress.follows and loader.persistent_workers):  # else they would have begun before
-            loader._workers_begin()
+            loader._asyncloader_workers_begin()
         super().__init__(draw_source(loader, self._progress.epoch))
         self._progress.base_seed_drawn()
         self._shutdown = True  # until there is something to shut down
@@ -120,14 +120,14 @@ class WorkerIterator(CountedNext):
         if first_iter:
             self._shared_seed = begun_with  # torch draws another one here, too, but its workers have got the first
         if not first_iter:
-            if loader._ours.seed is not None:
+            if loader._asyncloader_options.seed is not None:
                 self._index_sampler = loader._index_sampler  # the ranks may be others, and the share with them
             if not self._shutdown:
                 self._end_epoch()  # first: until then the loop lets go of workers that die
                 if self._pool.broken:
                     self._shutdown_workers()
             if self._shutdown:  # a worker died in the last epoch, or since: begin with new ones
-                if loader._ours.seed is None:
+                if loader._asyncloader_options.seed is None:
                     # Or they would draw again what those before drew since their first epoch. The user's generator
                     # stays where it is: it may be the sampler's, too.
                     self._base_seed = derive(int(self._base_seed), "anew") >> 1
@@ -139,7 +139,7 @@ class WorkerIterator(CountedNext):
         starts, self._acquired = self._acquired, None
         if starts is None:
             _, starts = self._begin_workers(loader)
-        self._statistics.log = BadSampleLog(loader._ours.max_bad_samples)
+        self._statistics.log = BadSampleLog(loader._asyncloader_options.max_bad_samples)
         self._consumer = Consumer(
             self._plan,
             self,
@@ -147,7 +147,7 @@ class WorkerIterator(CountedNext):
             self._progress,
             quarantine(loader, self),
             mover_of(loader),
-            loader._ours.prefetch_device,
+            loader._asyncloader_options.prefetch_device,
         )
         self._replacer = Replacer(self._pool, weakly(self._setup_for), partial(put, None))
         self._pipeline = self._consumer.pipeline(self._pool, put, put, self._replacer)

@@ -56,7 +56,7 @@ class _Options(Protocol):
 
 class _Loader(Protocol):
     @property
-    def _ours(self) -> _Options: ...
+    def _asyncloader_options(self) -> _Options: ...
 
 
 def mover_of(loader: _Loader) -> Mover | None:
@@ -67,7 +67,7 @@ def mover_of(loader: _Loader) -> Mover | None:
     Raises:
         DeviceUnavailable: this process cannot use the device.
     """
-    if loader._ours.device is None:
+    if loader._asyncloader_options.device is None:
         return None
     kept: _Kept | None = loader.__dict__.get(_KEPT)
     if kept is None or not kept.serves(loader):
@@ -103,7 +103,7 @@ class _Kept:
 
 
 def _make_mover(loader: _Loader) -> Mover | None:
-    options = loader._ours
+    options = loader._asyncloader_options
     device = torch.device(options.device)  # type: ignore[arg-type]
     accelerator = open_accelerator(device)
     if accelerator is None:

@@ -62,7 +62,7 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
         return skipping
     if wrapper:
         inside.load_state_dict({})  # or the next epoch would begin there
-    if inside._ours.seed is None or is_iterable(inside):
+    if inside._asyncloader_options.seed is None or is_iterable(inside):
         return adopt(skipping, inside)
     ours = _skipping(type(inside), num_batches)(**constructor_arguments(inside, {}, inside))
     if not wrapper:
@@ -100,14 +100,14 @@ def adopt(prepared: Any, like: DataLoader[Any] | None = None) -> Any:
             f"adopt takes a loader, or one of Accelerate's wrappers around one, but got {type(prepared).__name__}"
         )
     if like is not None:
-        _ = like._state  # it was of use, whatever becomes of it
+        _ = like._asyncloader_state  # it was of use, whatever becomes of it
     inside = prepared.base_dataloader if wrapper else prepared
     if not wrapper:
         return inside if isinstance(inside, DataLoader) else _class_for(inside, like).from_torch(inside, **_own(like))
     stateful = _one_state_for_all(prepared, inside)
     if not isinstance(inside, DataLoader):
         inside = prepared.base_dataloader = _exchanged(prepared, inside, like)
-        if like is not None and like._ours.seed is not None and not getattr(prepared, "iteration", 1):
+        if like is not None and like._asyncloader_options.seed is not None and not getattr(prepared, "iteration", 1):
             prepared.iteration = like.state_dict()["epoch"]
     _keep_state(prepared, inside, stateful)
     return prepared

@@ -77,9 +77,9 @@ class LoaderCallback(Callback):
             if not isinstance(loader, DataLoader):
                 continue
             if last:
-                states[number] = loader._state.keeper.state(loader, finished=True)
+                states[number] = loader._asyncloader_state.keeper.state(loader, finished=True)
             elif ahead:
-                states[number] = loader._state.keeper.state(loader, before_last=True)
+                states[number] = loader._asyncloader_state.keeper.state(loader, before_last=True)
 
     def _log(self, trainer: Trainer) -> None:
         ours = list(_flat(trainer.train_dataloader))

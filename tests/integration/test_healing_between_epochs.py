@@ -104,7 +104,7 @@ def test_worker_that_dies_while_the_next_epoch_begins(monkeypatch: pytest.Monkey
         def dies_then() -> None:
             monkeypatch.undo()
             os.kill(process.pid, signal.SIGKILL)
-            loader._state.bridge.run(released())
+            loader._asyncloader_state.bridge.run(released())
             end_epoch()
 
         monkeypatch.setattr(batches, "_end_epoch", dies_then)
