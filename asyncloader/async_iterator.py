@@ -28,12 +28,10 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
-from torch.utils.data.dataloader import _BaseDataLoaderIter
-
 from asyncloader.bad_sample_log import BadSampleLog
 from asyncloader.consumer import NO_BATCH, Consumer, discard
 from asyncloader.device.options import mover_of
-from asyncloader.draws import shared_seed, warn_over_length
+from asyncloader.draws import Draws, shared_seed, warn_over_length
 from asyncloader.epoch_plan import EpochPlan, make_pool, quarantine, start_method, worker_setup
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManyBadSamples
 from asyncloader.events import Action, Deliver, Fail, Finish
@@ -52,7 +50,7 @@ __all__ = ["AsyncLoaderIterator", "LoaderShelf"]
 class LoaderShelf(Protocol):
     """What an iterator asks of its loader: an epoch, and where it gets its workers from and leaves them."""
 
-    def begin(self) -> tuple[Progress, _BaseDataLoaderIter, EpochPlan]:
+    def begin(self) -> tuple[Progress, Draws, EpochPlan]:
         """A new epoch: its position, torch's random draws for it, and the options that shape it."""
         ...
 

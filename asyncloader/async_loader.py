@@ -14,12 +14,11 @@ from typing import Any, Generic, Literal, Self, TypeVar
 
 import torch
 from torch.utils.data import Dataset
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.async_iterator import AsyncLoaderIterator
 from asyncloader.checkpoint import StateKeeper
 from asyncloader.device.options import DEFAULT_PREFETCH_DEVICE, DeviceLike
-from asyncloader.draws import draw_source
+from asyncloader.draws import Draws
 from asyncloader.epoch_plan import EpochPlan, epoch_plan
 from asyncloader.errors import LoaderClosed
 from asyncloader.explain import explain
@@ -165,7 +164,7 @@ class AsyncDataLoader(Generic[T_co]):
         self._pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
         self._outdated: weakref.WeakSet[WorkerPool] = weakref.WeakSet()  # not to be used for another epoch
         self._newest: weakref.ref[AsyncLoaderIterator | InlineIterator] | None = None
-        self._kept: tuple[_BaseDataLoaderIter, EpochPlan] | None = None  # of the persistent workers
+        self._kept: tuple[Draws, EpochPlan] | None = None  # of the persistent workers
         self._idle_pool: WorkerPool | None = None
         self._closed = False
 
@@ -220,27 +219,24 @@ class AsyncDataLoader(Generic[T_co]):
         self._iterators.add(iterator)
         return iterator
 
-    def _draw(self, progress: Progress) -> tuple[_BaseDataLoaderIter, EpochPlan]:
+    def _draw(self, progress: Progress) -> tuple[Draws, EpochPlan]:
         """torch's random draws for an iterator: the same numbers from the same generators, in the same order.
 
         Persistent workers keep their base seed and their options, as in torch: only the sampler is begun anew.
         """
-        source = draw_source(self._spec, progress.epoch)
         if self._idle_pool is not None and self._idle_pool.broken:
             # New workers get a seed of their own, or they would draw again what those before drew.
             pool, self._idle_pool = self._idle_pool, None
             pool.stop_soon()
         if self._kept is not None and self._idle_pool is not None:
-            draws = self._kept[0]
-            draws._reset(source)
-            if self._spec._asyncloader_options.seed is not None:
-                draws._index_sampler = self._spec._index_sampler  # the ranks may be others, and the share with them
-            return self._kept
-        draws = _BaseDataLoaderIter(source)
+            draws, plan = self._kept[0].twin(), self._kept[1]
+            draws._begin_order(self._spec, progress)
+            return draws, plan
+        draws = Draws(self._spec, progress)
         shared_seed = draws._shared_seed
         plan = epoch_plan(self._spec)
         progress.base_seed_drawn()
-        draws._reset(source, first_iter=True)
+        draws._begin_order(self._spec, progress, first_iter=True)
         draws._shared_seed = shared_seed  # torch draws another one here, too, but its workers have got the first
         if self._spec.persistent_workers:
             self._kept = draws, plan
@@ -343,7 +339,7 @@ class _Shelf:
     def __init__(self, loader: AsyncDataLoader[Any]) -> None:
         self._loader = loader
 
-    def begin(self) -> tuple[Progress, _BaseDataLoaderIter, EpochPlan]:
+    def begin(self) -> tuple[Progress, Draws, EpochPlan]:
         progress = self._loader._keeper.begin(self._loader._spec)
         return progress, *self._loader._draw(progress)
 

@@ -11,19 +11,18 @@ from __future__ import annotations
 import asyncio
 import pickle
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Final
-
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.agreement_stage import AgreementStage
 from asyncloader.delivery import LARGE, Opener, raise_worker_error
 from asyncloader.device.mover import Mover
 from asyncloader.device.stage import DeviceStage, OnDevice
+from asyncloader.draws import Draws
 from asyncloader.epoch_plan import EpochPlan
 from asyncloader.events import Action, Deliver, Poisoned
-from asyncloader.index_stream import IndexStream
 from asyncloader.pin_memory import Pinned, PinStage, torch_pin
 from asyncloader.pipeline import ENDED, NOTHING, LeftOut, Notice, Pipeline, WorkerFailure
 from asyncloader.progress import Progress
@@ -56,7 +55,7 @@ class Consumer:
     def __init__(
         self,
         plan: EpochPlan,
-        draws: _BaseDataLoaderIter,
+        draws: Draws,
         statistics: Statistics,
         progress: Progress,
         quarantine: Quarantine,
@@ -70,14 +69,13 @@ class Consumer:
         self._progress = progress
         self._tasks = 0  # indices given out
         self._begun = statistics.begin()
-        # Nothing here refers to `draws`, which in the sync loader is the iterator itself: it must die when dropped.
+        # Nothing here keeps `draws`, which in the sync loader is the iterator itself: it must die when dropped.
         self._workers = plan.workers
         self._source = plan.source
         self._scheduler = plan.scheduler(progress.turn)
-        # None when there is nothing to advance here: no sampler, or one that a task of the loop reads.
-        self._sampler: IndexStream | None = None
-        if not plan.iterable and plan.source is None:
-            self._sampler = progress.stream(draws._index_sampler, draws._sampler_iter)
+        self._draws = weakref.ref(draws)
+        # False when there is nothing to advance here: no sampler, or one that a task of the loop reads.
+        self._reads = draws.order is not None
         self._outstanding = 0  # indices given out and not delivered; only counted where there is a plain sampler
         self._first = True
         self._opener = Opener(statistics)
@@ -93,16 +91,19 @@ class Consumer:
 
     def _prime(self, count: int) -> list[Any]:
         offers: list[Any] = []
-        while self._sampler is not None and len(offers) < count:
-            offers.append(self._pull())
+        while self._reads and len(offers) < count and (offer := self._pull()) is not NOTHING:
+            offers.append(offer)
         return offers
 
     def _pull(self) -> Any:
-        assert self._sampler is not None
+        draws = self._draws()
+        assert draws is not None
         try:
-            step, offer = self._sampler.pull()
+            step, offer = draws.pull()
         except StopIteration:
-            self._sampler = None
+            if self._outstanding:
+                return NOTHING  # as in torch it is asked again after the next batch
+            self._reads = False
             return ENDED
         self._progress.pulled(self._tasks, step)
         self._tasks += 1
@@ -270,12 +271,12 @@ class Consumer:
         offer: Any = NOTHING
         self._outstanding -= 1
         try:
-            if self._sampler is not None:
+            if self._reads:
                 offer = self._pull()
         except BaseException:
             # As in torch, the sampler is asked again after the next batch, unless there is none to come.
             if self._outstanding <= 0:
-                self._sampler, offer = None, ENDED
+                self._reads, offer = False, ENDED
             raise
         finally:
             tell(seq, offer)

@@ -1,63 +1,135 @@
-"""torch's iterator base and its random numbers: where they come from, and what is read off it.
+"""torch's iterator base under our iterators: its random numbers, and the order that is read from it.
 
 Data path: options -> [draws] -> the iterators. `_BaseDataLoaderIter` draws an iterator's base seed, and asks the
 sampler for an iterator, in torch's order and from torch's generators: that keeps torch mode torch's. In seeded mode the
 same base draws from the seed instead.
+
+Libraries patch that base, and reach into what it holds. So it is given the loader itself, and what it holds is what is
+read: `_sampler_iter`, which begins as the epoch's `IndexStream`, through `_next_index`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from typing import Any
+from collections.abc import Generator
+from typing import Any, Self
 
 import torch
 from torch.utils.data import BatchSampler
 from torch.utils.data import _DatasetKind as DatasetKind
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from asyncloader.generators import iterates_plainly
-from asyncloader.index_stream import WatchedSampler
+from asyncloader.events import Placed
+from asyncloader.generators import drawing_from, drawn_from, generator_states, iterates_plainly, own_generator
+from asyncloader.index_stream import IndexStream
 from asyncloader.options import LoaderSpec
+from asyncloader.progress import Progress
+from asyncloader.rank_view import RankView
 from asyncloader.sampler import AsyncIndexSource
 from asyncloader.workers.seeding import derive
 
-__all__ = ["draw_source", "shared_seed", "warn_over_length"]
+__all__ = ["Draws", "shared_seed", "warn_over_length"]
 
 
-def draw_source(spec: LoaderSpec[Any], epoch: int) -> Any:
-    """What torch's iterator base draws its random numbers from: the loader; in seeded mode a view of it, with numbers
-    of the seed and the epoch, so that the process's generators stay where they are. A user's sampler that may draw
-    when it is asked for an iterator is watched.
+class Draws(_BaseDataLoaderIter):
+    """torch's iterator base for an iterator of ours.
+
+    Args:
+        loader: whose iterator it is.
+        progress: the iterator's position.
     """
-    if spec._asyncloader_options.seed is not None:
-        return _SeededDraws(spec, spec._asyncloader_options.seed, epoch)
-    sampler = spec._index_sampler
-    if isinstance(sampler, AsyncIndexSource) or type(sampler) is BatchSampler or iterates_plainly(sampler):
-        return spec
-    return _WatchedDraws(spec, WatchedSampler(sampler))
 
+    order: IndexStream | None = None
+    """The epoch's order from the iterator's position on; None where no plain sampler makes one."""
+    _awaited: Progress | None = None  # the position of the order that torch's base is about to make
+    _states: dict[str, torch.Tensor] | None = None  # of the generators, before that
 
-class _WatchedDraws:
-    """The loader, but for its sampler, whose own draws are noted."""
+    def __init__(self, loader: LoaderSpec[Any], progress: Progress) -> None:
+        with self._drawing(loader, progress):
+            super().__init__(loader)
 
-    def __init__(self, spec: LoaderSpec[Any], sampler: WatchedSampler) -> None:
-        self._spec = spec
-        self._index_sampler = sampler
+    def _begin_order(self, loader: LoaderSpec[Any], progress: Progress, *, first_iter: bool = False) -> None:
+        """torch's `_reset`, for an iterator at this position."""
+        with self._drawing(loader, progress):
+            if loader._asyncloader_options.seed is not None and not first_iter:
+                self._index_sampler = loader._index_sampler  # the ranks may be others, and the share with them
+            _BaseDataLoaderIter._reset(self, loader, first_iter)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._spec, name)
+    @contextlib.contextmanager
+    def _drawing(self, loader: LoaderSpec[Any], progress: Progress) -> Generator[None]:
+        """Inside, the first iterator that becomes `_sampler_iter` is the epoch's; in seeded mode, random numbers are of
+        the seed and the epoch, and the process's generators stay where they are.
+        """
+        seed = loader._asyncloader_options.seed
+        self._awaited = progress
+        self._note_states()
+        try:
+            if seed is None:
+                yield
+            else:
+                generator = torch.Generator()
+                generator.manual_seed(derive(seed, "iterator", progress.epoch))
+                with drawing_from(generator, loader):
+                    yield
+        finally:
+            self._awaited = self._states = None
 
+    def _note_states(self) -> None:
+        """A user's sampler may draw when it is asked for an iterator, which comes next."""
+        sampler = self._index_sampler
+        known = isinstance(sampler, (AsyncIndexSource, RankView)) or type(sampler) is BatchSampler
+        if self._awaited is not None and sampler is not None and not known and not iterates_plainly(sampler):
+            self._states = generator_states(own_generator(sampler))
 
-class _SeededDraws:
-    """The loader, but for its generator."""
+    @property
+    def _index_sampler(self) -> Any:
+        return self.__dict__.get("_index_sampler")
 
-    def __init__(self, spec: LoaderSpec[Any], seed: int, epoch: int) -> None:
-        self._spec = spec
-        self.generator = torch.Generator()
-        self.generator.manual_seed(derive(seed, "iterator", epoch))
+    @_index_sampler.setter
+    def _index_sampler(self, sampler: Any) -> None:
+        self.__dict__["_index_sampler"] = sampler
+        self._note_states()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._spec, name)
+    @property
+    def _sampler_iter(self) -> Any:
+        return self.__dict__.get("_sampler_iter")
+
+    @_sampler_iter.setter
+    def _sampler_iter(self, iterator: Any) -> None:
+        progress, self._awaited = self._awaited, None
+        if progress is not None:  # else somebody has put an iterator of his own in its place
+            sampler = self._index_sampler
+            self.order = None
+            if self._dataset_kind != DatasetKind.Iterable and not isinstance(sampler, AsyncIndexSource):
+                before = self._states
+                drawn = None if before is None else drawn_from(before, generator_states(own_generator(sampler)))
+                iterator = self.order = progress.stream(sampler, iterator, drawn)
+        self.__dict__["_sampler_iter"] = iterator
+
+    def pull(self) -> tuple[int | None, Any]:
+        """The next step's number and index. The number is None if the index is not of the epoch's order.
+
+        Raises:
+            StopIteration: at the end.
+            TypeError: in seeded mode, what was put in the order's place gives indices without positions.
+        """
+        index = self._next_index()
+        order = self.order
+        if order is not None and self._sampler_iter is order and order.unclaimed:
+            return order.unclaimed.pop(), index
+        if isinstance(self._index_sampler, RankView) and not isinstance(index, Placed):
+            raise TypeError(
+                f"in seeded mode random numbers follow from positions, which {type(self._sampler_iter).__name__}, put "
+                "in the place of the iterator's _sampler_iter, does not give: advance that one, or leave out seed="
+            )
+        return None, index
+
+    def twin(self) -> Self:
+        """The same draws, for another iterator."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
 
 
 def shared_seed(draws: _BaseDataLoaderIter) -> int | None:

@@ -6,7 +6,10 @@ Data path: beside the sampler. A state is kept as text (base64), which JSON and 
 from __future__ import annotations
 
 import base64
+import contextlib
 import inspect
+from collections.abc import Generator, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,24 +17,56 @@ import torch
 from asyncloader.errors import StateError
 
 __all__ = [
+    "drawing_from",
+    "drawing_generator",
     "drawn_from",
     "draws_when_iterated",
     "generator_states",
     "generator_text",
     "iterates_plainly",
     "own_generator",
+    "samplers_within",
     "set_generators",
 ]
 
 
+def samplers_within(sampler: Any) -> Iterator[Any]:
+    """The sampler, then those that it reads from, outermost first. Each comes once: some samplers refer to themselves,
+    so that code that looks for ``batch_sampler.sampler`` finds them.
+    """
+    waiting, seen = [sampler], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        waiting += getattr(each, "batch_sampler", None), getattr(each, "sampler", None)
+
+
+_drawing: ContextVar[tuple[torch.Generator, object] | None] = ContextVar("asyncloader_drawing", default=None)
+
+
+@contextlib.contextmanager
+def drawing_from(generator: torch.Generator, loader: object) -> Generator[None]:
+    """Inside, in this thread, the loader's `generator` is this one."""
+    token = _drawing.set((generator, loader))
+    try:
+        yield
+    finally:
+        _drawing.reset(token)
+
+
+def drawing_generator(loader: object) -> torch.Generator | None:
+    """The generator that the loader has for the moment; None: its own."""
+    drawing = _drawing.get()
+    return None if drawing is None or drawing[1] is not loader else drawing[0]
+
+
 def own_generator(sampler: Any) -> torch.Generator | None:
     """The torch generator of the sampler, or of the one that it reads from; None if that is the global one."""
-    while sampler is not None:
-        own = getattr(sampler, "generator", None)
-        if isinstance(own, torch.Generator):
-            return own
-        sampler = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
-    return None
+    found = (getattr(each, "generator", None) for each in samplers_within(sampler))
+    return next((own for own in found if isinstance(own, torch.Generator)), None)
 
 
 def set_generators(saved: dict[str, str], own: torch.Generator | None) -> None:

@@ -31,14 +31,14 @@ from asyncloader.generators import (
 from asyncloader.rank_view import RankView, SeekableSampler
 from asyncloader.workers.cursor import is_stateful
 
-__all__ = ["IndexStream", "StateLog", "WatchedSampler", "base_sampler", "fresh_state"]
+__all__ = ["IndexStream", "StateLog", "base_sampler", "fresh_state"]
 
 _END = object()
 
 
 def base_sampler(index_sampler: Any) -> Any:
     """The user's own part of a loader's index sampler: what torch's `BatchSampler`, or a rank's view, reads from."""
-    if isinstance(index_sampler, (RankView, WatchedSampler)) or type(index_sampler) is BatchSampler:
+    if isinstance(index_sampler, RankView) or type(index_sampler) is BatchSampler:
         return index_sampler.sampler
     return index_sampler
 
@@ -80,25 +80,6 @@ class StateLog:
             states.popleft()
 
 
-class WatchedSampler:
-    """The user's sampler as torch's iterator base sees it: what its `__iter__` draws at once is noted."""
-
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
-        self.drawn: dict[str, str] | None = None
-        """States of the generators before the newest `__iter__`, of those that it drew from."""
-
-    def __iter__(self) -> Iterator[Any]:
-        own = own_generator(self.sampler)
-        before = generator_states(own)
-        made: Iterator[Any] = iter(self.sampler)
-        self.drawn = drawn_from(before, generator_states(own))
-        return made
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-
 class _Ending:
     """An iterator that knows whether it has ended: who reads batches from it may see the end before the last batch."""
 
@@ -122,16 +103,17 @@ class _Ending:
 
 
 class IndexStream:
-    """One epoch's indices, a step each.
+    """One epoch's indices, a step each. Whoever takes one moves the position on.
 
     Args:
-        index_sampler: torch's batch sampler or the user's sampler (perhaps watched), or a `RankView`.
+        index_sampler: torch's batch sampler or the user's sampler, or a `RankView`.
         made: its iterator, just made.
         step: steps that were delivered before.
         beyond: numbers of steps after `step` that were delivered, too (out of order): they are left out.
         every: how often a stateful sampler is asked for its state, in steps.
         saved: the sampler's state to continue from, of a `StateLog`.
         generators: what `generators` was when the epoch began.
+        drawn: states of the generators before `made` was made, of those that this drew from.
     """
 
     def __init__(
@@ -144,10 +126,9 @@ class IndexStream:
         every: int = 1,
         saved: dict[str, Any] | None = None,
         generators: dict[str, str] | None = None,
+        drawn: dict[str, str] | None = None,
     ) -> None:
-        self._drawn: dict[str, str] | None = None
-        if isinstance(index_sampler, WatchedSampler):
-            self._drawn, index_sampler = index_sampler.drawn, index_sampler.sampler
+        self._drawn = drawn
         self._index_sampler = index_sampler
         self._sampler = base_sampler(index_sampler)
         self._made = made
@@ -158,6 +139,8 @@ class IndexStream:
         self._every = every
         self._first: Any = _END
         self._own = own_generator(self._sampler)
+        self.unclaimed: list[int] = []
+        """Numbers of steps that ``next()`` gave, and that no task was made of."""
         self.log: StateLog | None = None
         """States of a stateful sampler; None when it has none."""
         self.generators = generators
@@ -171,7 +154,9 @@ class IndexStream:
         return self
 
     def __next__(self) -> Any:
-        return self.pull()[1]
+        step, index = self.pull()
+        self.unclaimed.append(step)
+        return index
 
     def pull(self) -> tuple[int, Any]:
         """The next step's number and index. StopIteration at the end."""

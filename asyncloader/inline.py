@@ -29,11 +29,10 @@ from asyncloader.bad_sample_log import BadSampleLog
 from asyncloader.checkpoint import StateKeeper
 from asyncloader.consumer import NO_BATCH
 from asyncloader.device.options import mover_of
-from asyncloader.draws import draw_source, shared_seed, warn_over_length
+from asyncloader.draws import Draws, shared_seed, warn_over_length
 from asyncloader.epoch_plan import worker_setup
 from asyncloader.errors import LoaderClosed, TooManyBadSamples
 from asyncloader.flight_options import most_credits
-from asyncloader.index_stream import IndexStream
 from asyncloader.leased_epoch import InlineLeases
 from asyncloader.options import LoaderSpec, async_index_source, is_iterable
 from asyncloader.pin_memory import torch_pin
@@ -52,7 +51,6 @@ __all__ = [
     "InlineIterator",
     "batch_nbytes",
     "count_samples",
-    "inline_stream",
     "make_inline_reader",
     "make_read_ahead",
     "warn_of_exit",
@@ -81,19 +79,16 @@ def make_inline_reader(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter, progre
     return reader
 
 
-def inline_stream(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter, progress: Progress) -> IndexStream | None:
-    """A plain sampler's indices from the iterator's position on; None where there is no plain sampler."""
-    if is_iterable(spec) or async_index_source(spec) is not None:
-        return None
-    return progress.stream(draws._index_sampler, draws._sampler_iter)
-
-
 def make_read_ahead(spec: LoaderSpec[Any], reader: Reader, context: DatasetContext) -> ReadAhead | None:
     """What reads ahead in this process; None for blocking datasets and streams."""
     if not reader.asynchronous or is_iterable(spec):
         return None
     return ReadAhead(
-        reader, context, most_credits(spec, spec._asyncloader_options.concurrency, spec._asyncloader_options.fetch_threads, iterable=False)
+        reader,
+        context,
+        most_credits(
+            spec, spec._asyncloader_options.concurrency, spec._asyncloader_options.fetch_threads, iterable=False
+        ),
     )
 
 
@@ -134,7 +129,7 @@ class InlineIterator:
         self._statistics = statistics
         self._keeper = keeper
         progress = keeper.begin(spec)
-        self._draws = _BaseDataLoaderIter(draw_source(spec, progress.epoch))
+        self._draws = Draws(spec, progress)
         self._begin(progress)
         self._source = async_index_source(spec)
         self._indices: AsyncIterator[Any] | None = None
@@ -159,8 +154,6 @@ class InlineIterator:
         self._reader = make_inline_reader(self._spec, self._draws, progress)
         self._context = self._reader.context()
         self._ahead = make_read_ahead(self._spec, self._reader, self._context)
-        self._sampler_ended = False
-        self._stream = inline_stream(self._spec, self._draws, progress)
 
     def __aiter__(self) -> InlineIterator:
         return self
@@ -186,7 +179,9 @@ class InlineIterator:
         begin = perf_counter()
         if self._fresh:
             if self._progress.outdated:
-                self._begin(self._keeper.begin(self._spec))
+                progress = self._keeper.begin(self._spec)
+                self._draws._begin_order(self._spec, progress)
+                self._begin(progress)
             self._fresh = False
         pending = self._pending
         if pending is None:
@@ -292,15 +287,14 @@ class InlineIterator:
 
     def _read_ahead(self, ahead: ReadAhead) -> None:
         """Give out as many indices as there is room for."""
-        while ahead.room > 0 and not self._sampler_ended:
-            if self._stream is None:
+        while ahead.room > 0:
+            if self._draws.order is None:
                 ahead.start_next(self._next_index)
                 continue
             task, self._given = self._given, self._given + 1
             try:
-                step, index = self._stream.pull()
+                step, index = self._draws.pull()
             except StopIteration:
-                self._sampler_ended = True
                 return
             except Exception as error:  # its turn is after the batches that were asked for before
                 ahead.fail(error)
@@ -339,11 +333,11 @@ class InlineIterator:
                 self._indices = self._source.reading(self._progress)
             return await anext(self._indices)
         try:
-            if self._stream is None:  # an iterable dataset's indices say no more than how many samples
-                return next(self._draws._sampler_iter)
-            step, index = self._stream.pull()
+            step, index = self._draws.pull()
         except StopIteration:
             raise StopAsyncIteration from None
+        if self._draws.order is None:  # an iterable dataset's indices say no more than how many samples
+            return index
         self._progress.pulled(self._tasks, step)
         return index
 

@@ -23,6 +23,7 @@ from asyncloader.cpus import affinity, cpu_quota
 from asyncloader.device.options import DEFAULT_PREFETCH_DEVICE, DeviceLike, check_device_options
 from asyncloader.fault_options import DEFAULT_MAX_BAD_SAMPLES, BadSamples, OnError, check_fault_options
 from asyncloader.flight_options import check_flight_options
+from asyncloader.generators import drawing_generator
 from asyncloader.rank_view import OnUneven
 from asyncloader.sampler import AsyncIndexSource, as_async_source
 from asyncloader.seeded_mode import check_options, default_sampler, rank_view, topology
@@ -270,6 +271,15 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
             if name not in vars(self) and not hasattr(type(self), name):  # else it is the subclass's
                 setattr(self, name, value)
         self.__dict__["_asyncloader_maker"] = os.getpid()  # made here, and not a copy
+
+    @property  # type: ignore[override]
+    def generator(self) -> torch.Generator | None:
+        """torch's argument; in seeded mode, while an iterator is made, one of the seed's."""
+        return drawing_generator(self) or vars(self).get("generator")
+
+    @generator.setter
+    def generator(self, generator: torch.Generator | None) -> None:
+        vars(self)["generator"] = generator
 
     @property
     def _index_sampler(self) -> Any:

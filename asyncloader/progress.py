@@ -13,6 +13,7 @@ import torch
 
 from asyncloader.agreement import Agreement
 from asyncloader.epoch import EpochClock
+from asyncloader.errors import StateError
 from asyncloader.index_stream import IndexStream, StateLog
 from asyncloader.rank_view import RankView
 from asyncloader.remote.epoch_leases import EpochLeases
@@ -96,6 +97,7 @@ class Progress:
         """Chooses their order, if this epoch is not resumed; None for other datasets."""
         self.base_seed: int | None = None
         self.shared_seed: int | None = None
+        self._astray = False  # indices came from elsewhere than the stream
         self._previous: tuple[Any, ...] = ()  # the position before the last delivery
         self.padding = 0
         """Samples at the end of the batch delivered last that are there for evenness only."""
@@ -142,8 +144,10 @@ class Progress:
         """The worker that made the next batch of an iterable dataset."""
         return self._turn
 
-    def stream(self, index_sampler: Any, made: Any) -> IndexStream:
-        """The index stream from the delivered position on; `made` is the index sampler's iterator, just made."""
+    def stream(self, index_sampler: Any, made: Any, drawn: dict[str, str] | None = None) -> IndexStream:
+        """The index stream from the delivered position on; `made` is the index sampler's iterator, just made, and
+        `drawn` what that drew (see `IndexStream`).
+        """
         self.view = index_sampler if isinstance(index_sampler, RankView) else None
         self._stream = IndexStream(
             index_sampler,
@@ -153,6 +157,7 @@ class Progress:
             every=self.every,
             saved=self.saved_sampler,
             generators=None if self._resumed is None else self._resumed["generators"],
+            drawn=drawn,
         )
         return self._stream
 
@@ -218,9 +223,19 @@ class Progress:
 
     # ----------------------------------------------------------------------------------------- for each batch
 
-    def pulled(self, task: int, step: int) -> None:
-        """The task is that step's."""
-        self._steps[task] = step
+    def pulled(self, task: int, step: int | None) -> None:
+        """The task is that step's; None: its index came from elsewhere."""
+        if step is None:
+            self._astray = True
+        else:
+            self._steps[task] = step
+
+    def _pass_over(self) -> None:
+        """Steps that somebody else took from the sampler's iterator are past: their batches are not wanted."""
+        if self._stream is not None and self._stream.unclaimed:
+            for step in self._stream.unclaimed:
+                self._mark_step(step)
+            self._stream.unclaimed.clear()
 
     def delivered(self, task: int, worker: int = 0, cursor: bytes = b"") -> None:
         """The user gets the task's batch now."""
@@ -240,6 +255,7 @@ class Progress:
             padding = self.view.cutter.padding
             self.padding = 0 if padding is None or padding[0] != self._steps.get(task) else padding[1]
         self._mark(task)
+        self._pass_over()
         log = self.log if self._stream is None else self._stream.log
         if log is not None:
             log.forget(self._step)
@@ -252,6 +268,9 @@ class Progress:
             if self._expects["kind"] == "map":
                 return  # the sampler raised: no step was taken from it
             step = self._step  # those of a stream have no numbers of their own
+        self._mark_step(step)
+
+    def _mark_step(self, step: int) -> None:
         if step == self._step and not self._beyond:
             self._step += 1
             return
@@ -303,6 +322,13 @@ class Progress:
         if self.undrained is not None and self.log is None and not self._touched:
             return copy.deepcopy(self.undrained)
         finished = finished or self._finished
+        if self._astray and not finished:
+            raise StateError(
+                "this epoch's batches did not all come from its sampler: the loader's iterator was given "
+                "another _sampler_iter, so there is no position to save. Advance the one that it had instead of "
+                "replacing it, or save between epochs"
+            )
+        self._pass_over()
         stream = self._stream
         drawn = None if stream is None else stream.drawn()
         generators = None if drawn is None else dict(drawn)

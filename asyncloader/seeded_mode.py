@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from asyncloader.errors import RanksDisagree
+from asyncloader.generators import samplers_within
 from asyncloader.rank_view import ON_UNEVEN, RankView, Share, Topology
 from asyncloader.seeded_sampler import SeededSampler
 
@@ -130,16 +131,16 @@ def plain_sampler(spec: Any) -> Any:
 
 
 def _replicas(sampler: Any) -> Topology | None:
-    """The topology by which a sampler shards already; None if it does not."""
-    if isinstance(sampler, DistributedSampler):
-        return Topology(sampler.rank, sampler.num_replicas)
-    # Accelerate's BatchSamplerShard and its like; and samplers made after DistributedSampler.
-    for names in (("process_index", "num_processes"), ("rank", "num_replicas"), ("rank", "world_size")):
-        rank, size = (getattr(sampler, name, None) for name in names)
-        if isinstance(rank, int) and isinstance(size, int):
-            return Topology(rank, size)
-    inner = getattr(sampler, "sampler", None)  # a batch sampler over one that shards
-    return None if inner is None else _replicas(inner)
+    """The topology by which a sampler, or one that it reads from, shards already; None if none does."""
+    for each in samplers_within(sampler):
+        if isinstance(each, DistributedSampler):
+            return Topology(each.rank, each.num_replicas)
+        # Accelerate's BatchSamplerShard and its like; and samplers made after DistributedSampler.
+        for names in (("process_index", "num_processes"), ("rank", "num_replicas"), ("rank", "world_size")):
+            rank, size = (getattr(each, name, None) for name in names)
+            if isinstance(rank, int) and isinstance(size, int):
+                return Topology(rank, size)
+    return None
 
 
 def rank_view(spec: Any, index_sampler: Any) -> RankView:

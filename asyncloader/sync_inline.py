@@ -16,18 +16,16 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.bad_sample_log import BadSampleLog
 from asyncloader.bridge import Bridge
 from asyncloader.checkpoint import StateKeeper
 from asyncloader.device.options import mover_of
-from asyncloader.draws import draw_source, warn_over_length
+from asyncloader.draws import Draws, warn_over_length
 from asyncloader.errors import LoaderClosed, TooManyBadSamples
 from asyncloader.inline import (
     batch_nbytes,
     count_samples,
-    inline_stream,
     make_inline_reader,
     make_read_ahead,
     warn_of_exit,
@@ -44,7 +42,7 @@ from asyncloader.workers.unasked import Unasked
 __all__ = ["CountedNext", "InlineIterator"]
 
 
-class CountedNext(_BaseDataLoaderIter):
+class CountedNext(Draws):
     """torch's `__next__`, with the profiler's range only while a profiler looks (it costs 10 microseconds)."""
 
     def __next__(self) -> Any:
@@ -66,7 +64,7 @@ class InlineIterator(CountedNext):
 
     def __init__(self, loader: LoaderSpec[Any], statistics: Statistics, bridge: Bridge, keeper: StateKeeper) -> None:
         progress = keeper.begin(loader)
-        super().__init__(draw_source(loader, progress.epoch))
+        super().__init__(loader, progress)
         if self._timeout:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._spec = loader
@@ -93,12 +91,10 @@ class InlineIterator(CountedNext):
         self._agreement = progress.agreement
         self._tasks = 0
         self._given = 0  # indices that were given to what reads ahead
-        self._sampler_ended = False
         self._fresh = True
         self._reader = make_inline_reader(self._spec, self, progress)
         self._context = self._reader.context()
         self._ahead = make_read_ahead(self._spec, self._reader, self._context)
-        self._stream = inline_stream(self._spec, self, progress)
 
     def _next_data(self) -> Any:
         if self._closed:
@@ -106,7 +102,9 @@ class InlineIterator(CountedNext):
         begin = perf_counter()
         if self._fresh:
             if self._progress.outdated:
-                self._begin(self._keeper.begin(self._spec))
+                progress = self._keeper.begin(self._spec)
+                self._begin_order(self._spec, progress)
+                self._begin(progress)
             self._fresh = False
         while not self._over:
             bad: list[BadSample] = []
@@ -195,12 +193,12 @@ class InlineIterator(CountedNext):
         in place of the last: what the sampler raised.
         """
         more: list[Any] = []
-        while self._stream is not None and not self._sampler_ended and len(more) < ahead.room:
+        while self.order is not None and len(more) < ahead.room:
             task, self._given = self._given, self._given + 1
             try:
-                step, index = self._stream.pull()
+                step, index = self.pull()
             except StopIteration:
-                self._sampler_ended = True
+                break
             except Exception as error:
                 more.append(_Broken(error))
                 break
@@ -215,15 +213,15 @@ class InlineIterator(CountedNext):
                 ahead.fail(index.error)
             else:
                 ahead.start(index)
-        while self._stream is None and ahead.room > 0:
+        while self.order is None and ahead.room > 0:
             ahead.start_next(self._next_index_async)
         with Unasked("the dataset's or sampler's"):
             return await ahead.take(bad)
 
     def _next_index_plain(self) -> Any:
-        if self._stream is None:  # an iterable dataset's indices say no more than how many samples
-            return next(self._sampler_iter)
-        step, index = self._stream.pull()
+        step, index = self.pull()
+        if self.order is None:  # an iterable dataset's indices say no more than how many samples
+            return index
         self._progress.pulled(self._tasks, step)
         return index
 

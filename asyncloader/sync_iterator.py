@@ -25,7 +25,7 @@ from asyncloader.bridge import Bridge, run_in_thread
 from asyncloader.checkpoint import StateKeeper
 from asyncloader.consumer import NO_BATCH, Consumer, discard
 from asyncloader.device.options import mover_of
-from asyncloader.draws import draw_source, shared_seed
+from asyncloader.draws import shared_seed
 from asyncloader.epoch_plan import epoch_plan, make_pool, quarantine, worker_setup
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManyBadSamples
 from asyncloader.events import Action, Deliver, Fail, Finish
@@ -51,7 +51,7 @@ class WorkerIterator(CountedNext):
         self._progress = keeper.begin(loader)
         if not (self._progress.follows and loader.persistent_workers):  # else they would have begun before
             loader._asyncloader_workers_begin()
-        super().__init__(draw_source(loader, self._progress.epoch))
+        super().__init__(loader, self._progress)
         self._progress.base_seed_drawn()
         self._shutdown = True  # until there is something to shut down
         self._timeout_or_none = self._timeout or None
@@ -116,12 +116,10 @@ class WorkerIterator(CountedNext):
         if not first_iter:
             self._progress = self._keeper.begin(loader)
         begun_with = self._shared_seed
-        super()._reset(draw_source(loader, self._progress.epoch), first_iter)
+        self._begin_order(loader, self._progress, first_iter=first_iter)
         if first_iter:
             self._shared_seed = begun_with  # torch draws another one here, too, but its workers have got the first
         if not first_iter:
-            if loader._asyncloader_options.seed is not None:
-                self._index_sampler = loader._index_sampler  # the ranks may be others, and the share with them
             if not self._shutdown:
                 self._end_epoch()  # first: until then the loop lets go of workers that die
                 if self._pool.broken:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
-from asyncloader.index_stream import IndexStream, WatchedSampler
+from asyncloader.generators import drawn_from, generator_states
+from asyncloader.index_stream import IndexStream
 from asyncloader.rank_view import RankView, Share, Topology
 from asyncloader.seeded_sampler import SeededSampler
 
@@ -154,10 +155,10 @@ WRAPPERS = {"alone": alone, "batches": batched, "rank": shared}
 
 
 def stream(index_sampler: Any, **options: Any) -> IndexStream:
-    """As the loader makes it: a sampler that may draw with ``iter`` is watched."""
-    if isinstance(index_sampler, Eager):
-        index_sampler = WatchedSampler(index_sampler)
-    return IndexStream(index_sampler, iter(index_sampler), **options)
+    """As the loader makes it: what ``iter`` itself draws is noted."""
+    before = generator_states(None)
+    made = iter(index_sampler)
+    return IndexStream(index_sampler, made, drawn=drawn_from(before, generator_states(None)), **options)
 
 
 def numbered(running: IndexStream) -> list[tuple[int, Any]]:

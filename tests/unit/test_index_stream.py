@@ -12,8 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from asyncloader.errors import StateError
-from asyncloader.generators import set_generators
-from asyncloader.index_stream import WatchedSampler, base_sampler
+from asyncloader.index_stream import base_sampler
 from tests.unit.stream_samplers import (
     SAMPLERS,
     SIZE,
@@ -161,25 +160,6 @@ def test_an_error_of_the_sampler_is_its_own() -> None:
     with pytest.raises(KeyError, match="broken"):
         stream(batched(Failing()), **after(1, running)).pull()
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_watched_sampler_tells_what_it_drew() -> None:
-    """What `iter` itself drew, and nothing where it drew nothing; `len` is the sampler's."""
-    watched = WatchedSampler(Eager(3))
-    assert watched.drawn is None
-    before = torch.get_rng_state()
-    torch.manual_seed(4)
-    order = list(watched)
-    assert watched.drawn is not None
-    assert set(watched.drawn) == {"global"}
-    torch.rand(3)
-    set_generators(watched.drawn, None)
-    assert list(Eager(3)) == order
-    torch.set_rng_state(before)
-    quiet = WatchedSampler(own_generator())
-    iter(quiet)
-    assert quiet.drawn is None
-    assert len(quiet) == SIZE
 
 
 def test_a_generator_that_is_missing_is_refused() -> None:
