@@ -114,7 +114,7 @@ class Draws(_BaseDataLoaderIter):
             StopIteration: at the end.
             TypeError: in seeded mode, what was put in the order's place gives indices without positions.
         """
-        index = self._next_index()
+        index: Any = self._next_index()  # type: ignore[no-untyped-call]
         order = self.order
         if order is not None and self._sampler_iter is order and order.unclaimed:
             return order.unclaimed.pop(), index

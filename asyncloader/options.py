@@ -272,7 +272,7 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
                 setattr(self, name, value)
         self.__dict__["_asyncloader_maker"] = os.getpid()  # made here, and not a copy
 
-    @property  # type: ignore[override]
+    @property
     def generator(self) -> torch.Generator | None:
         """torch's argument; in seeded mode, while an iterator is made, one of the seed's."""
         return drawing_generator(self) or vars(self).get("generator")
