@@ -32,6 +32,7 @@ from asyncloader.sampler import feedback_target
 from asyncloader.statistics import Statistics
 from asyncloader.workers.bad_samples import BadSample
 from asyncloader.workers.pool import WorkerPool
+from asyncloader.yielding import Yielding
 
 __all__ = ["AsyncDataLoader"]
 
@@ -297,12 +298,12 @@ class AsyncDataLoader(Generic[T_co]):
         """See `DataLoader.feedback`. Call it where the loader is iterated."""
         feedback_target(self._spec)(*args, **kwargs)
 
-    @property
+    @Yielding
     def errors(self) -> list[BadSample]:
         """See `DataLoader.errors`."""
         return list(self._statistics.log.samples)
 
-    @property
+    @Yielding
     def padding(self) -> int:
         """See `DataLoader.padding`."""
         return self._keeper.padding

@@ -89,6 +89,11 @@ class Consumer:
         self.offers = self._prime(plan.offers)
         """What the sampler gave before the first wait; in torch mode as much as torch takes then."""
 
+    @property
+    def outstanding(self) -> int:
+        """Indices given out and not delivered; 0 where there is no plain sampler."""
+        return max(0, self._outstanding)
+
     def _prime(self, count: int) -> list[Any]:
         offers: list[Any] = []
         while self._reads and len(offers) < count and (offer := self._pull()) is not NOTHING:

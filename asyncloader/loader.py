@@ -27,6 +27,7 @@ from asyncloader.statistics import Statistics
 from asyncloader.sync_inline import InlineIterator
 from asyncloader.sync_iterator import WorkerIterator
 from asyncloader.workers.bad_samples import BadSample
+from asyncloader.yielding import Yielding
 
 __all__ = ["DataLoader"]
 
@@ -131,14 +132,14 @@ class DataLoader(LoaderSpec[T_co]):
         else:
             state.bridge.run(_call(target, args, kwargs))
 
-    @property
+    @Yielding
     def errors(self) -> list[BadSample]:
         """The samples of the newest iterator that raised and were left out or replaced (`on_error`), with their
         tracebacks, in the order of their batches. A copy. Errors that were raised to the user are not in it.
         """
         return list(self._asyncloader_state.statistics.log.samples)
 
-    @property
+    @Yielding
     def padding(self) -> int:
         """Samples at the end of the newest iterator's last batch that only make the ranks' batches even; mostly 0."""
         return self._asyncloader_state.keeper.padding

@@ -77,7 +77,8 @@ class OurOptions:
 
 
 class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
-    """torch's loader with our options beside torch's. Both are stored unmodified under their own names.
+    """torch's loader with our options beside torch's. Both can be read, unmodified, under their own names. The
+    instance's `vars` have those of ours that differ from the defaults: they are what a loader made from them must get.
 
     A subclass may have attributes of any name: where one is called as an option of ours, it is the subclass's. Of ours,
     only what the constructor was given counts, and it is read from `_asyncloader_options`.
@@ -268,8 +269,9 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
             static_buffers=static_buffers,
         )
         for name, value in vars(self._asyncloader_options).items():
-            if name not in vars(self) and not hasattr(type(self), name):  # else it is the subclass's
-                setattr(self, name, value)
+            owner = next(base for base in type(self).__mro__ if name in vars(base))
+            if owner is OurOptions and name not in vars(self) and value != vars(OurOptions)[name]:
+                setattr(self, name, value)  # else it is the subclass's, or the default, which the class has
         self.__dict__["_asyncloader_maker"] = os.getpid()  # made here, and not a copy
 
     @property
@@ -338,6 +340,9 @@ OPTION_NAMES = tuple(inspect.signature(LoaderSpec).parameters)
 
 OUR_OPTION_NAMES = tuple(OurOptions.__annotations__)
 """Those that torch's loader does not have."""
+
+for _name in OUR_OPTION_NAMES:
+    setattr(OurOptions, _name, inspect.signature(LoaderSpec).parameters[_name].default)
 
 LoaderSpec.__init__.__qualname__ = "DataLoader.__init__"  # what Python's own errors about arguments call it
 

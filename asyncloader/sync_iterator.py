@@ -99,6 +99,19 @@ class WorkerIterator(CountedNext):
         return [process.process for process in self._pool.processes]
 
     @property
+    def _tasks_outstanding(self) -> int:
+        """Batches of a plain sampler that were asked for and not delivered. The name is torch's, as the next two."""
+        return 0 if self._consumer is None else self._consumer.outstanding
+
+    @property
+    def _rcvd_idx(self) -> int:
+        return int(self._num_yielded)
+
+    @property
+    def _send_idx(self) -> int:
+        return self._rcvd_idx + self._tasks_outstanding
+
+    @property
     def owned(self) -> bool:
         """Whether this is the process that made it, and not a fork of that."""
         return os.getpid() == self._owner

@@ -281,3 +281,16 @@ def test_seeded_mode_wants_positions() -> None:
     replace(iterator, 3)
     with pytest.raises(TypeError, match="leave out seed="):
         next(iterator)
+
+
+def test_counters_have_torchs_names() -> None:
+    """What torch's iterator counts can be read under its names."""
+    found = []
+    iterator: Any = None
+    for kind in (torch.utils.data.DataLoader, DataLoader):
+        iterator = iter(kind(DATA, 2, num_workers=2))
+        next(iterator)
+        next(iterator)
+        found.append((iterator._send_idx, iterator._rcvd_idx, iterator._num_yielded, len(iterator._workers)))
+    assert found[1] == found[0] == (6, 2, 2, 2)
+    assert iterator._tasks_outstanding == 4

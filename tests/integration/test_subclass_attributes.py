@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch.utils.data
-
-from asyncloader import AsyncDataLoader, DataLoader, StatefulDataLoader
-from asyncloader.options import OUR_OPTION_NAMES
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import Numbers
 from tests.integration.running import collect, run_async
+
+from asyncloader import AsyncDataLoader, DataLoader, StatefulDataLoader
+from asyncloader.options import OUR_OPTION_NAMES
 
 # What programs keep under these names, and what would change their batches, or fail, if it were taken for an option.
 THEIRS: dict[str, Any] = dict.fromkeys(OUR_OPTION_NAMES, "theirs") | {
@@ -161,6 +161,59 @@ def test_another_class_is_not_given_it() -> None:
     stock = DataLoader[Any].from_torch(Moving(Numbers(6), device="meta", batch_size=2, concurrency=9))
     assert (stock.device, stock.concurrency) == (None, 9)
     assert_same(list(stock), collect("torch", Numbers(6), batch_size=2))
+
+
+# Names that look private, or ours, in which programs keep something; some before torch's constructor has run.
+NAMES = (
+    *("errors", "padding", "stats", "explain", "clone", "feedback", "_state", "_ours", "_options", "_replays"),
+    *("_workers_begin", "_keeper", "_spec", "_closed", "order", "_bridge", "_newest", "_statistics", "_draws"),
+)
+
+
+class AnyNames(DataLoader[Any]):
+    """Keeps half of its own before our constructor, half after it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        for name in NAMES[::2]:
+            setattr(self, name, [name])
+        super().__init__(*args, **options)
+        for name in NAMES[1::2]:
+            setattr(self, name, [name])
+
+
+class AsMembers(DataLoader[Any]):
+    """Has them on the class, where an instance cannot set them."""
+
+
+def _named(name: str) -> property:
+    return property(lambda _: [name])
+
+
+for each in NAMES:
+    setattr(AsMembers, each, _named(each))
+
+
+@pytest.mark.parametrize("kind", [AnyNames, AsMembers])
+@WORKERS
+def test_every_other_name_is_the_subclasss_too(kind: Any, workers: int) -> None:
+    """Two epochs, a state and a copy are as without; what the subclass keeps stays."""
+    loader = kind(Numbers(18), 4, num_workers=workers, on_error="skip")
+    for each in (loader, copy.copy(loader), pickle.loads(pickle.dumps(loader))):
+        assert_same([list(each), list(each)], [collect("torch", Numbers(18), batch_size=4)] * 2)
+        assert {name: getattr(each, name) for name in NAMES} == {name: [name] for name in NAMES}
+        iterator = iter(each)
+        next(iterator)
+        assert each.state_dict()["step"] == 1
+        each.close()
+
+
+@pytest.mark.parametrize("kind", [DataLoader, AsyncDataLoader])
+def test_what_is_computed_gives_way(kind: Any) -> None:
+    """Ours until somebody assigns."""
+    loader = kind(Numbers(4))
+    assert (loader.errors, loader.padding) == ([], 0)
+    loader.errors, loader.padding = ["theirs"], "same"
+    assert (loader.errors, loader.padding) == (["theirs"], "same")
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.integration.comparing import assert_same
+from tests.integration.datasets import Numbers, collate_strings
+from tests.integration.running import collect, run_async
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import asyncloader
 from asyncloader import AsyncDataLoader, DataLoader
-from tests.integration.comparing import assert_same
-from tests.integration.datasets import Numbers, collate_strings
-from tests.integration.running import collect, run_async
 
 
 def test_the_facade_is_a_torch_dataloader() -> None:
@@ -104,13 +104,21 @@ OURS = {
 
 
 def test_no_public_attributes_of_our_own_but_options() -> None:
-    """Beside torch's and our own options the facade's instances have no public attribute, also after use."""
-    loader = DataLoader[Any](Numbers(5), num_workers=1, persistent_workers=True)
+    """Beside torch's and our own options the facade's instances have no public attribute, also after use. Options at
+    their defaults are the class's: torch's loader can be made from what the instance has.
+    """
+    loader = DataLoader[Any](
+        Numbers(5), num_workers=1, persistent_workers=True, concurrency=7, snapshot_every_n_steps=1
+    )
     list(loader)
     theirs = set(vars(torch.utils.data.DataLoader(Numbers(5), num_workers=1)))
     extra = {name for name in vars(loader) if not name.startswith("_")} - theirs
-    assert extra == OURS
+    assert extra == {"concurrency"}
+    assert all(hasattr(loader, name) for name in OURS)
     loader.close()
+    plain = vars(DataLoader[Any](Numbers(5), batch_size=2))
+    passed = {name: plain[name] for name in plain if not name.startswith("_") and "sampler" not in name}
+    assert len(torch.utils.data.DataLoader(**passed)) == 3
 
 
 class SubclassLoader(DataLoader[Any]):
