@@ -251,9 +251,7 @@ class Pipeline(Listener):
         for reply in replies:
             self._pool.lease(reply.lane, self._pool.epoch, reply.number, (reply.lease, reply.over, reply.last))
 
-    def on_death(
-        self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None, outside: bool
-    ) -> None:
+    def on_death(self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None, outside: bool) -> None:
         """See `Listener`."""
         self._handovers[worker] = retired
         if self._leases is not None:

@@ -135,7 +135,7 @@ def test_a_sample_that_kills_without_a_trace_is_named_at_last(dataset: Any, tmp_
     batches = DataLoader[Any](
         dataset(12, poison(tmp_path, {5: "SIGKILL"})), batch_size=2, num_workers=1, seed=1, on_error="skip"
     )
-    with pytest.raises(WorkerDied, match=r"It was at the task for indices \[4, 5\]\. Worker 0 had been replaced 3 times"):
+    with pytest.raises(WorkerDied, match=r"at the task for indices \[4, 5\]\. Worker 0 had been replaced 3 times"):
         list(batches)
 
 

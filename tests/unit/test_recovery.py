@@ -15,9 +15,7 @@ class Deaths:
     def __init__(self) -> None:
         self.pid = 100
 
-    def __call__(
-        self, worker: int = 0, *, at_work: bool = True, retired: bool = False, outside: bool = False
-    ) -> Died:
+    def __call__(self, worker: int = 0, *, at_work: bool = True, retired: bool = False, outside: bool = False) -> Died:
         self.pid += 1
         return Died(worker, WorkerDied(worker, self.pid, -9), at_work, retired, outside=outside)
 

@@ -233,8 +233,7 @@ def test_beyond_the_restarts_a_death_from_outside_names_the_indices(index: Any) 
     assert isinstance(error, WorkerDied)
     assert error.pid == 20
     assert error.advice == (
-        "It was at the task for indices [3, 4]. "
-        "Worker 0 had been replaced 3 times in this epoch (max_worker_restarts)."
+        "It was at the task for indices [3, 4]. Worker 0 had been replaced 3 times in this epoch (max_worker_restarts)."
     )
 
 
