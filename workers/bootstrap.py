@@ -2,6 +2,10 @@
 
 Data path: pool start-up -> [bootstrap] -> worker.
 
+A forked worker is born with its parent's garbage, and must not collect it: what a finalizer does is meant for the process
+that it was set up in (a tensor that was handed to a CUDA stream aborts when it is freed in a forked child). So the
+collector rests while a worker is forked, and what is there is frozen in the child before the collector goes on.
+
 A spawned worker imports torch, which takes most of a second; a tenth of that goes to the garbage collector, which looks
 again and again at objects that will live as long as the process. So it rests until the worker's arguments are there.
 
@@ -10,10 +14,18 @@ This module imports nothing heavy: it is unpickled, and with it the collector st
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
+import os
+import threading
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
-__all__ = ["Bootstrap", "Links"]
+__all__ = ["Bootstrap", "Links", "uncollected"]
+
+_lock = threading.RLock()  # whoever holds it is forking a worker
+_rests: bool | None = None  # while a worker is forked: whether the collector was on before
 
 
 class Links(NamedTuple):
@@ -56,3 +68,39 @@ def _unpickled() -> Bootstrap:
     resting = gc.isenabled()
     gc.disable()
     return Bootstrap(resting)
+
+
+@contextlib.contextmanager
+def uncollected() -> Generator[None]:
+    """Around the fork of a worker: garbage that is there at the fork is never collected in the child."""
+    global _rests
+    _install_fork_hook()
+    with _lock:
+        if _rests is not None:  # a signal handler forks in the middle of another fork
+            yield
+            return
+        _rests = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            enabled, _rests = _rests, None
+            if enabled:
+                gc.enable()
+
+
+@functools.cache
+def _install_fork_hook() -> None:
+    os.register_at_fork(after_in_child=_in_child)
+
+
+def _in_child() -> None:
+    """Also in a child that another thread of the parent forks meanwhile, where nobody else would end the rest."""
+    global _lock, _rests
+    enabled, _rests = _rests, None
+    if enabled is None:
+        return
+    _lock = threading.RLock()
+    gc.freeze()
+    if enabled:
+        gc.enable()

@@ -20,7 +20,7 @@ from typing import Any
 
 from asyncloader.errors import WorkerDied
 from asyncloader.workers import wire
-from asyncloader.workers.bootstrap import Bootstrap, Links
+from asyncloader.workers.bootstrap import Bootstrap, Links, uncollected
 from asyncloader.workers.channel import Channel, channel_pair
 from asyncloader.workers.info import WorkerSetup
 from asyncloader.workers.last_words import make_keeper, read_tail
@@ -87,7 +87,8 @@ class WorkerProcess:
             self.process = context.Process(
                 target=Bootstrap(), args=(worker_id, links, setup), name=f"asyncloader-worker-{worker_id}", daemon=True
             )
-            self.process.start()
+            with uncollected() if context.get_start_method() == "fork" else contextlib.nullcontext():
+                self.process.start()
         except BaseException:
             with contextlib.suppress(Exception):  # interrupted between the start and its return
                 self.process.kill()
