@@ -2,9 +2,9 @@
 
 Data path: pool start-up -> [bootstrap] -> worker.
 
-A forked worker is born with its parent's garbage, and must not collect it: what a finalizer does is meant for the process
-that it was set up in (a tensor that was handed to a CUDA stream aborts when it is freed in a forked child). So the
-collector rests while a worker is forked, and what is there is frozen in the child before the collector goes on.
+A forked worker is born with its parent's garbage, and must not collect it: what a finalizer does is meant for the
+process that it was set up in (a tensor that was handed to a CUDA stream aborts when it is freed in a forked child). So
+the collector rests while a worker is forked, and what is there is frozen in the child before the collector goes on.
 
 A spawned worker imports torch, which takes most of a second; a tenth of that goes to the garbage collector, which looks
 again and again at objects that will live as long as the process. So it rests until the worker's arguments are there.
@@ -23,9 +23,6 @@ from collections.abc import Generator
 from typing import Any, NamedTuple
 
 __all__ = ["Bootstrap", "Links", "uncollected"]
-
-_lock = threading.RLock()  # whoever holds it is forking a worker
-_rests: bool | None = None  # while a worker is forked: whether the collector was on before
 
 
 class Links(NamedTuple):
@@ -73,34 +70,43 @@ def _unpickled() -> Bootstrap:
 @contextlib.contextmanager
 def uncollected() -> Generator[None]:
     """Around the fork of a worker: garbage that is there at the fork is never collected in the child."""
-    global _rests
     _install_fork_hook()
-    with _lock:
-        if _rests is not None:  # a signal handler forks in the middle of another fork
+    with _rest.lock:
+        if _rest.enabled is not None:  # a signal handler forks in the middle of another fork
             yield
             return
-        _rests = gc.isenabled()
+        _rest.enabled = gc.isenabled()
         gc.disable()
         try:
             yield
         finally:
-            enabled, _rests = _rests, None
+            enabled, _rest.enabled = _rest.enabled, None
             if enabled:
                 gc.enable()
 
 
+class _Rest:
+    """The collector's, while a worker is forked; by one thread at a time."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.enabled: bool | None = None
+        """Whether the collector was on before; None while nobody forks."""
+
+    def end_in_child(self) -> None:
+        """Also in a child that another thread forks meanwhile, where nobody else would end it."""
+        if self.enabled is None:
+            return
+        gc.freeze()
+        if self.enabled:
+            gc.enable()
+        self.enabled = None
+        self.lock = threading.RLock()  # of a thread that is not here
+
+
+_rest = _Rest()
+
+
 @functools.cache
 def _install_fork_hook() -> None:
-    os.register_at_fork(after_in_child=_in_child)
-
-
-def _in_child() -> None:
-    """Also in a child that another thread of the parent forks meanwhile, where nobody else would end the rest."""
-    global _lock, _rests
-    enabled, _rests = _rests, None
-    if enabled is None:
-        return
-    _lock = threading.RLock()
-    gc.freeze()
-    if enabled:
-        gc.enable()
+    os.register_at_fork(after_in_child=_rest.end_in_child)

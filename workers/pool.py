@@ -56,7 +56,7 @@ class WorkerPool:
 
     Raises:
         RingMemoryError: the rings asked for can never fit.
-        Exception: the set-up cannot be pickled (spawn, forkserver), with a note that names the part.
+        Exception: the set-up cannot be pickled (spawn, forkserver); its cause names the part.
     """
 
     def __init__(
