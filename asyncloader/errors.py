@@ -2,7 +2,7 @@
 
     LoaderError                     root; catch this to catch all of them
     +-- WorkerDied                  the world ended a worker (also a RuntimeError, in torch's wording)
-    +-- TaskQuarantined             a task killed two workers and is not tried again (also a RuntimeError)
+    +-- TaskQuarantined             a task killed three workers and is not tried again (also a RuntimeError)
     +-- TooManyBadSamples           more samples raised than `max_bad_samples` allows (also a RuntimeError)
     +-- LoaderTimeout               no batch within `timeout` seconds (also a RuntimeError, in torch's wording)
     +-- LoaderClosed                we ended it: the loader or iterator was closed (also a RuntimeError)
@@ -97,7 +97,7 @@ class WorkerDied(LoaderError, RuntimeError):
 
 
 class TaskQuarantined(LoaderError, RuntimeError):
-    """A task killed two workers and is not tried a third time. The next batches still come.
+    """A task killed three workers and is not tried again. The next batches still come.
 
     Attributes:
         indices: what the sampler gave for the batch: a list of indices, or one; None for a stream.

@@ -102,7 +102,8 @@ class Died(NamedTuple):
     """A worker process ended unasked; everything that it had sent was reported before.
 
     `at_work` says that it had started up, so that a task may have killed it; `retired` that it left by itself, because
-    it had grown too large. `obstacle` says why a replacement could not go on where it was; empty if it can.
+    it had grown too large. `obstacle` says why a replacement could not go on where it was; empty if it can. `outside`
+    says that somebody else killed it, so that no task is to blame.
     """
 
     worker: int
@@ -110,6 +111,7 @@ class Died(NamedTuple):
     at_work: bool = True
     retired: bool = False
     obstacle: str = ""
+    outside: bool = False
 
 
 class Replaced(NamedTuple):

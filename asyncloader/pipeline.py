@@ -251,13 +251,13 @@ class Pipeline(Listener):
         for reply in replies:
             self._pool.lease(reply.lane, self._pool.epoch, reply.number, (reply.lease, reply.over, reply.last))
 
-    def on_death(self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None) -> None:
+    def on_death(self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None, outside: bool) -> None:
         """See `Listener`."""
         self._handovers[worker] = retired
         if self._leases is not None:
             self._leases.died(worker)
         obstacle = "" if self._places is None else self._places.obstacle(worker)
-        self._handle(Died(worker, death, at_work, retired is not None, obstacle))
+        self._handle(Died(worker, death, at_work, retired is not None, obstacle, outside))
 
     def on_failure(self, error: Exception) -> None:
         """See `Listener`."""

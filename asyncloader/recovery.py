@@ -3,10 +3,10 @@
 Data path: beside the scheduler, which asks it at every death and at nothing else.
 
 Which task killed a worker? One that works on its tasks in their order was at the first that it had not answered. One
-that works on several at a time may have died of any of them: so each is a suspect, and is tried again *alone*, that the
-next death leaves no doubt. A task over which two workers died is poisoned, and not tried a third time. A death in a
-crowd of suspects says little about each of them, and is not counted: with hundreds of tasks in hand, an innocent one
-would otherwise be given up for the first death of its own.
+that works on several at a time may have died of any of them: so each is a suspect, and is tried again *alone*, that
+every further death leaves no doubt. A task over which three workers died is poisoned, and not tried again: it was alone
+at the second death and at the third, and two could still have met an innocent one by chance. A death that somebody else
+caused makes suspects, too, but is not held against them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from collections.abc import Sequence
 from asyncloader.errors import WorkerDied
 from asyncloader.events import Died
 
-__all__ = ["CROWD", "KILLS", "Recovery"]
+__all__ = ["KILLS", "Recovery"]
 
-KILLS = 2
-"""Deaths after which a task is not tried again."""
-CROWD = 8
-"""Suspects of one death up to which it counts against each of them."""
+KILLS = 3
+"""Deaths after which a task is not tried again; it was alone at all but the first."""
 
 
 class Recovery:
@@ -38,13 +36,14 @@ class Recovery:
         self.max_restarts = max_restarts
         self._concurrent = concurrent
         self._restarts = [0] * workers
-        self._deaths: dict[int, list[WorkerDied]] = {}  # task -> the deaths over it
-        self._uncounted: dict[int, int] = {}  # how many of these do not count
+        self._deaths: dict[int, list[WorkerDied]] = {}  # suspect -> the deaths that are held against it
         self._down = [False] * workers
         self._alone: list[int | None] = [None] * workers  # the suspect that a worker tries, and nothing else
         self._waiting: list[deque[int]] = [deque() for _ in range(workers)]
         self.active = False
         """Whether any worker cannot be given tasks just like that: all is normal else."""
+        self.struck: Sequence[int] = ()
+        """The suspects of the last death."""
 
     # -------------------------------------------------------------------------------------------- deaths
 
@@ -58,14 +57,11 @@ class Recovery:
         self._alone[worker] = None
         if not event.retired:
             self._restarts[worker] += 1
-        if event.retired or not event.at_work:
-            return []
-        suspects = lost[: in_hand if self._concurrent else min(1, in_hand)]
-        for seq in suspects:
-            self._deaths.setdefault(seq, []).append(event.error)
-            if len(suspects) > CROWD:
-                self._uncounted[seq] = self._uncounted.get(seq, 0) + 1
-        return [seq for seq in suspects if len(self._deaths[seq]) - self._uncounted.get(seq, 0) >= KILLS]
+        blames = event.at_work and not event.retired
+        self.struck = lost[: in_hand if self._concurrent else min(1, in_hand)] if blames else ()
+        for seq in self.struck:
+            self._deaths.setdefault(seq, []).extend([] if event.outside else [event.error])
+        return [seq for seq in self.struck if len(self._deaths[seq]) >= KILLS]
 
     def may_replace(self, worker: int) -> bool:
         """Whether its last death leaves it a restart."""
@@ -81,7 +77,7 @@ class Recovery:
         return f"Worker {worker} had been replaced {self.max_restarts} times in this epoch (max_worker_restarts)."
 
     def deaths(self, seq: int) -> tuple[WorkerDied, ...]:
-        """The deaths over this task."""
+        """The deaths that are held against this task."""
         return tuple(self._deaths.get(seq, ()))
 
     def suspected(self, seq: int) -> bool:
@@ -110,7 +106,6 @@ class Recovery:
     def answered(self, worker: int, seq: int) -> None:
         """A task has its outcome."""
         self._deaths.pop(seq, None)
-        self._uncounted.pop(seq, None)
         if self._alone[worker] == seq:
             self._alone[worker] = None
 

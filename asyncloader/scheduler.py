@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from asyncloader.errors import QUARANTINE_ADVICE, TaskQuarantined, WorkerDied
+from asyncloader.errors import QUARANTINE_ADVICE, TaskQuarantined, WorkerDied, shortened
 from asyncloader.events import (
     Action,
     Assign,
@@ -296,7 +296,7 @@ class Scheduler:
             why = recovery.advice(worker) if not recovery.may_replace(worker) else "A stream cannot go on behind it."
             return self._fail(quarantined(Poisoned(task, recovery.deaths(task.seq)), f"The epoch ends with it. {why}"))
         if not recovery.may_replace(worker):
-            return self._fail(event.error.with_advice(recovery.advice(worker)))
+            return self._fail(event.error.with_advice(self._was_at() + recovery.advice(worker)))
         if needed and event.obstacle:
             return self._fail(event.error.with_advice(event.obstacle))
         actions: list[Action] = []
@@ -311,6 +311,16 @@ class Scheduler:
         for seq in poisoned:  # last: what is pulled for them comes behind what was lost, at every worker
             actions += self._outcome(seq, Poisoned(self._unanswered_tasks[seq], recovery.deaths(seq)))
         return actions
+
+    def _was_at(self) -> str:
+        """What the worker that died last was doing, for the user."""
+        struck = self._recovery.struck
+        if not struck or self.iterable:
+            return ""
+        indices = shortened(bare_index(self._unanswered_tasks[struck[0]].index))
+        if len(struck) == 1:
+            return f"It was at the task for indices {indices}. "
+        return f"It was at {len(struck)} tasks, the first of them for indices {indices}. "
 
     def _assign_again(self, seq: int, worker: int) -> list[Action]:
         """To a worker that lives, if any may have it; else it waits for the replacement."""

@@ -2,6 +2,10 @@
 
 Data path: pool start-up -> [bootstrap] -> worker.
 
+A forked worker is born with its parent's garbage, and must not collect it: what a finalizer does is meant for the
+process that it was set up in (a tensor that was handed to a CUDA stream aborts when it is freed in a forked child). So
+the collector rests while a worker is forked, and what is there is frozen in the child before the collector goes on.
+
 A spawned worker imports torch, which takes most of a second; a tenth of that goes to the garbage collector, which looks
 again and again at objects that will live as long as the process. So it rests until the worker's arguments are there.
 
@@ -10,10 +14,15 @@ This module imports nothing heavy: it is unpickled, and with it the collector st
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
+import os
+import threading
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
-__all__ = ["Bootstrap", "Links"]
+__all__ = ["Bootstrap", "Links", "uncollected"]
 
 
 class Links(NamedTuple):
@@ -56,3 +65,48 @@ def _unpickled() -> Bootstrap:
     resting = gc.isenabled()
     gc.disable()
     return Bootstrap(resting)
+
+
+@contextlib.contextmanager
+def uncollected() -> Generator[None]:
+    """Around the fork of a worker: garbage that is there at the fork is never collected in the child."""
+    _install_fork_hook()
+    with _rest.lock:
+        if _rest.enabled is not None:  # a signal handler forks in the middle of another fork
+            yield
+            return
+        _rest.enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            enabled, _rest.enabled = _rest.enabled, None
+            if enabled:
+                gc.enable()
+
+
+class _Rest:
+    """The collector's, while a worker is forked; by one thread at a time."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.enabled: bool | None = None
+        """Whether the collector was on before; None while nobody forks."""
+
+    def end_in_child(self) -> None:
+        """Also in a child that another thread forks meanwhile, where nobody else would end it."""
+        if self.enabled is None:
+            return
+        gc.freeze()
+        if self.enabled:
+            gc.enable()
+        self.enabled = None
+        self.lock = threading.RLock()  # of a thread that is not here
+
+
+_rest = _Rest()
+
+
+@functools.cache
+def _install_fork_hook() -> None:
+    os.register_at_fork(after_in_child=_rest.end_in_child)

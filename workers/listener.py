@@ -68,10 +68,11 @@ class Listener(ABC):
         """The worker wants its lease `number`; answer by `WorkerPool.lease`. See `LeaseBook.ask`."""
 
     @abstractmethod
-    def on_death(self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None) -> None:
+    def on_death(self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None, outside: bool) -> None:
         """The worker ended unasked; everything that it had sent was reported before.
 
         `at_work`: it had started up. `retired`: what it hands over, if it left by itself because it had grown.
+        `outside`: see `WorkerProcess.outside`.
         """
 
     @abstractmethod

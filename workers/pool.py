@@ -56,7 +56,7 @@ class WorkerPool:
 
     Raises:
         RingMemoryError: the rings asked for can never fit.
-        Exception: the set-up cannot be pickled (spawn, forkserver), with a note that names the part.
+        Exception: the set-up cannot be pickled (spawn, forkserver); its cause names the part.
     """
 
     def __init__(
@@ -346,7 +346,9 @@ class WorkerPool:
         if self._watch is not None:
             self._watch.forget(worker)
         if self._listener is not None:
-            self._listener.on_death(worker, death, at_work=process.started, retired=process.retired)
+            self._listener.on_death(
+                worker, death, at_work=process.started, retired=process.retired, outside=process.outside
+            )
 
     def _fail(self, error: Exception) -> None:
         self._failed = True

@@ -13,16 +13,18 @@ import functools
 import multiprocessing.process
 import os
 import select
+import signal
 import socket
 from time import monotonic
 from typing import Any
 
 from asyncloader.errors import WorkerDied
 from asyncloader.workers import wire
-from asyncloader.workers.bootstrap import Bootstrap, Links
+from asyncloader.workers.bootstrap import Bootstrap, Links, uncollected
 from asyncloader.workers.channel import Channel, channel_pair
 from asyncloader.workers.info import WorkerSetup
 from asyncloader.workers.last_words import make_keeper, read_tail
+from asyncloader.workers.memory_kills import MemoryKills
 from asyncloader.workers.payload import InheritedFd, Payload
 from asyncloader.workers.stacks import crash_trace, stack_pipe
 
@@ -58,6 +60,8 @@ class WorkerProcess:
         """What the worker hands over, once it has said that it leaves because it has grown."""
         self.condemned = ""
         """Why we killed it; empty if we did not."""
+        self.outside = False
+        """It was killed as no task of ours kills: by SIGKILL or SIGTERM, not by us, nor for want of memory."""
         self.suspect: int | None = None
         """Where a suspected task's standard error is kept."""
         self.released = False
@@ -83,7 +87,8 @@ class WorkerProcess:
             self.process = context.Process(
                 target=Bootstrap(), args=(worker_id, links, setup), name=f"asyncloader-worker-{worker_id}", daemon=True
             )
-            self.process.start()
+            with uncollected() if context.get_start_method() == "fork" else contextlib.nullcontext():
+                self.process.start()
         except BaseException:
             with contextlib.suppress(Exception):  # interrupted between the start and its return
                 self.process.kill()
@@ -94,6 +99,7 @@ class WorkerProcess:
             theirs.close()
             os.close(theirs_stacks)
         self.pid: int = self.process.pid
+        self._memory_kills = MemoryKills.of(self.pid)
         if context.get_start_method() != "forkserver" and hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):
                 self._pidfd = os.pidfd_open(self.pid)
@@ -122,6 +128,9 @@ class WorkerProcess:
         reason = self.condemned
         if self.retired is not None:
             reason = "It left because it had grown beyond worker_memory_limit."
+        elif not reason and self.process.exitcode in (-signal.SIGKILL, -signal.SIGTERM):
+            reason = self._memory_kills.words()
+            self.outside = not reason
         return WorkerDied(self.worker_id, self.pid, self.process.exitcode, reason, trace=trace)
 
     def suspected(self) -> int:

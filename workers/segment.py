@@ -27,7 +27,7 @@ from pathlib import Path
 
 from asyncloader.errors import RING_ADVICE, RingMemoryError
 
-__all__ = ["Mapping", "check_room", "create", "map_segment", "memory_limit", "populate", "reserve"]
+__all__ = ["Mapping", "check_room", "create", "map_segment", "memory_groups", "memory_limit", "populate", "reserve"]
 
 _MADV_POPULATE_WRITE = 23  # linux/mman.h; Python has no name for it
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
@@ -171,7 +171,7 @@ def memory_limit() -> tuple[int | None, str]:
     available = _meminfo_available()
     if available is not None:
         bounds.append((available, "memory available on this machine"))
-    for group in _cgroups():
+    for group in memory_groups():
         room = _cgroup_room(group)
         if room is not None:
             bounds.append((room, f"memory limit of control group {group}"))
@@ -190,11 +190,11 @@ def _meminfo_available() -> int | None:
     return None
 
 
-def _cgroups() -> list[Path]:
-    """This process's control groups that may bound memory: its own and every one above it (v2, then v1)."""
+def memory_groups(pid: int | None = None) -> list[Path]:
+    """A process's control groups that may bound memory: its own and every one above it (v2, then v1). None: ours."""
     found: list[Path] = []
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = Path(f"/proc/{pid or 'self'}/cgroup").read_text().splitlines()
     except OSError:
         return found
     for line in lines:

@@ -26,19 +26,20 @@ _PICKLE_WARNING = (
 
 
 def dump(setup: WorkerSetup) -> Payload:
-    """Pickle the set-up, with torch's warning and a note on what it was if it cannot be.
+    """Pickle the set-up, with torch's warning if it cannot be.
 
     Raises:
-        Exception: whatever pickling raises.
+        Exception: whatever pickling raises, as it is, so that a traceback ends as torch's does. What it was that cannot
+            be pickled says its cause, which stands before it.
     """
     try:
         return Payload.dump(setup)
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         warnings.warn(_PICKLE_WARNING, stacklevel=2)
         what = explain_unpicklable(setup)
-        if what is not None:
-            error.add_note(what)
-        raise
+        if what is None:
+            raise
+        raise error from TypeError(what)
 
 
 def import_worker_code() -> None:

@@ -292,7 +292,7 @@ def test_bad_samples(kind: str, workers: int, bad_samples: str) -> None:
 @pytest.mark.filterwarnings("ignore:DataLoader worker . died and was replaced:RuntimeWarning")
 def test_a_substitute_for_a_batch_that_kills_its_workers(kind: str, tmp_path: Path) -> None:
     """It is made in this process, and is on the device like the others."""
-    faults = Faults(tmp_path, {5: "SIGKILL"}, times=1000)
+    faults = Faults(tmp_path, {5: "exit"}, times=1000)
     with installed() as machine:
         got, _, _ = run(
             kind,

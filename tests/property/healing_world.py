@@ -31,7 +31,6 @@ from asyncloader.events import (
     Started,
     Task,
 )
-from asyncloader.recovery import CROWD
 from asyncloader.scheduler import Assignment, Scheduler
 
 __all__ = ["PLENTY", "Made", "Worker", "World", "map_world"]
@@ -48,14 +47,13 @@ class Made(NamedTuple):
 
 
 class Strike(NamedTuple):
-    """A death over a task: whose, and what the worker had in hand, in the order in which it was sent."""
+    """A death over a task: whose, what the worker had in hand, in the order in which it was sent, and whether it is
+    known that somebody else caused it.
+    """
 
     pid: int
     hand: tuple[int, ...]
-
-    def counts(self, concurrent: bool) -> bool:
-        """Whether it says enough about each."""
-        return not concurrent or len(self.hand) <= CROWD
+    outside: bool
 
 
 @dataclass
@@ -82,9 +80,9 @@ class World:
     indices: list[int] = field(default_factory=list)  # map datasets: what the sampler gives
     lengths: list[int] = field(default_factory=list)  # iterable datasets: batches in each worker's copy
     poison: frozenset[Any] = frozenset()  # indices, or (worker, place), over which a worker dies
-    kills: int = 0  # from outside
+    kills: int = 0  # from outside, of which one can tell or not
     retirements: int = 0
-    spared: bool = False  # no kill from outside strikes a worker over a task that was struck before
+    spared: bool = False  # no kill that looks like a task's doing strikes one that was struck before
     prompt: bool = False  # indices are there when they are asked for
     varying: bool = False  # batches turn out larger or smaller: credits are lowered and raised
     depth: int = 0  # events that are being handled
@@ -197,7 +195,8 @@ class World:
         up = [w for w in self.workers if w.up]
         found: list[tuple[str, int]] = []
         if self.kills:
-            found += [("kill", w.number) for w in up if not (self.spared and w.started and self.tries(w))]
+            found += [("crash", w.number) for w in up if not (self.spared and w.started and self.tries(w))]
+            found += [("kill", w.number) for w in up]
         if self.retirements:
             found += [("retire", w.number) for w in up if w.started and not w.ended]
         return found
@@ -229,9 +228,9 @@ class World:
             self.pids += 1
             worker.pid, worker.up, worker.started, worker.asked = self.pids, True, False, False
             self.handle(Replaced(number))
-        elif what == "kill":
+        elif what in ("crash", "kill"):
             self.kills -= 1
-            self.die(worker)
+            self.die(worker, outside=what == "kill")
         else:
             self.retirements -= 1
             self.die(worker, retired=True)
@@ -267,7 +266,7 @@ class World:
         self.answered.add(task.seq)
         self.handle(Completed(worker.number, task.seq, Made(worker.number, task, worker.made - 1)))
 
-    def die(self, worker: Worker, *, retired: bool = False) -> None:
+    def die(self, worker: Worker, *, retired: bool = False, outside: bool = False) -> None:
         hand = tuple(task.seq for task in worker.queue)
         at_work = worker.started
         worker.queue.clear()
@@ -277,35 +276,38 @@ class World:
             worker.deaths += 1
             if at_work:
                 for seq in hand if self.concurrent else hand[:1]:
-                    self.strikes.setdefault(seq, []).append(Strike(worker.pid, hand))
+                    self.strikes.setdefault(seq, []).append(Strike(worker.pid, hand, outside))
                     struck.add(seq)
-        twice = {seq for seq in struck if self.counted(seq) >= 2}
-        self.answered |= twice
-        self.handle(Died(worker.number, WorkerDied(worker.number, worker.pid, -9), at_work, retired))
-        fails = worker.deaths > self.max_restarts or bool(twice and self.scheduler.iterable)
+        guilty = {seq for seq in struck if len(self.held_against(seq)) >= 3}
+        self.answered |= guilty
+        death = WorkerDied(worker.number, worker.pid, -9)
+        self.handle(Died(worker.number, death, at_work, retired, outside=outside))
+        fails = worker.deaths > self.max_restarts or bool(guilty and self.scheduler.iterable)
         assert fails == (bool(self.last) and isinstance(self.last[0], Fail))
         if fails:
-            self.check_failure(worker, sorted(twice))
+            self.check_failure(worker, hand, sorted(guilty))
 
-    def counted(self, seq: int) -> int:
-        """Strikes against the task that count."""
-        return sum(strike.counts(self.concurrent) for strike in self.strikes.get(seq, ()))
+    def held_against(self, seq: int) -> list[Strike]:
+        """Strikes that the task may have caused."""
+        return [strike for strike in self.strikes.get(seq, ()) if not strike.outside]
 
     # ---------------------------------------------------------------------------------------------- ends
 
-    def check_failure(self, worker: Worker, twice: list[int]) -> None:
+    def check_failure(self, worker: Worker, hand: tuple[int, ...], guilty: list[int]) -> None:
         (fail,) = self.last
         assert isinstance(fail, Fail)
-        if twice:
+        if guilty:
             assert isinstance(fail.error, TaskQuarantined)
-            assert [pid for _, pid, _ in fail.error.deaths] == [strike.pid for strike in self.strikes[twice[0]]]
+            assert [pid for _, pid, _ in fail.error.deaths] == [strike.pid for strike in self.held_against(guilty[0])]
         else:
             assert isinstance(fail.error, WorkerDied)
             assert fail.error.pid == worker.pid
             assert "max_worker_restarts" in fail.error.advice
+            if hand and worker.started and not self.scheduler.iterable:
+                assert f"for indices {self.tasks[hand[0]].index}. " in fail.error.advice
 
     def check_delivered(self) -> None:
-        """Whatever the end was: nothing twice, in order, and quarantined is only what was struck twice."""
+        """Whatever the end was: nothing twice, in order, and quarantined is only what was struck thrice."""
         seqs = [item.seq for item in self.delivered]
         assert len(set(seqs)) == len(seqs)
         if self.scheduler.in_order:
@@ -316,19 +318,18 @@ class World:
                 self.check_poisoned(item.outcome)
             else:
                 assert isinstance(item.outcome, Made)
-                assert self.counted(item.seq) < 2
-        crowded = self.concurrent and self.most_credits > CROWD  # at some time there may have been so many in hand
-        assert all(number <= 2 + crowded for number in self.killed_by.values())
+                assert len(self.held_against(item.seq)) < 3
+        assert all(number <= 3 for number in self.killed_by.values())
 
     def check_poisoned(self, poisoned: Poisoned) -> None:
         task = poisoned.task
-        strikes = self.strikes[task.seq]
+        strikes = self.held_against(task.seq)
         assert [death.pid for death in poisoned.deaths] == [strike.pid for strike in strikes]
-        assert self.counted(task.seq) == 2
+        assert len(strikes) == 3
         if self.concurrent:
-            assert strikes[-1].hand == (task.seq,)  # the last death leaves no doubt
+            assert [strike.hand for strike in strikes[1:]] == [(task.seq,)] * 2  # they leave no doubt
         else:
-            assert [strike.hand[0] for strike in strikes] == [task.seq, task.seq]
+            assert [strike.hand[0] for strike in strikes] == [task.seq] * 3
         assert not self.spared or task.index in self.poison, "an innocent task in quarantine"
 
     def check_end(self) -> None:

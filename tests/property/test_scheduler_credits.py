@@ -103,8 +103,8 @@ def test_lowered_credits_are_kept_to(
     random=randoms,
 )
 def test_workers_with_many_tasks_in_hand_may_die(options: dict[str, Any], random: Random) -> None:
-    """Each index comes once, as a batch or as poisoned; suspects are tried alone, and a death in a crowd is counted
-    against nobody, so no task is given up that did not kill twice when it was one of few.
+    """Each index comes once, as a batch or as poisoned; suspects are tried alone, and a death of many is
+    nobody's conviction: no task is given up that did not kill twice more when it was alone.
     """
     world = map_world(random, concurrent=True, **options)
     world.run()

@@ -143,10 +143,6 @@ def _stream_items(case: Case, bad: dict[int, Fault]) -> list[Item]:
 def _with_deaths(case: Case, number: int, epoch: Epoch, orders: Sequence[Sequence[int]]) -> Epoch:
     """What workers that die make of the epoch."""
     deaths = [(index, f) for index, f in placed_faults(case, orders) if f.kind in KILLING and f.epoch == number]
-    if case.scenario == "hail":  # nobody knows over which task they died, or whether they died twice over one
-        if case.streams:
-            return replace(epoch, stop=("TaskQuarantined",), by=len(epoch.items))
-        return replace(epoch, items=[Item(item.indices, ("TaskQuarantined",)) for item in epoch.items])
     if case.timeout and deaths:
         place = _batch_of(epoch.items, deaths[0][0])
         return replace(epoch, stop=("LoaderTimeout",), by=_by(epoch, place), must_stop=True, open_end=True)
@@ -156,6 +152,11 @@ def _with_deaths(case: Case, number: int, epoch: Epoch, orders: Sequence[Sequenc
     if restarts is None:
         restarts = 3 if case.seeded else 0
     poison = [index for index, fault in deaths if fault.strikes != 1]
+    if poison and not deaths[0][1].blamed:
+        if deaths[0][1].strikes:
+            return epoch  # as long as there are restarts
+        place = _batch_of(epoch.items, poison[0])
+        return replace(epoch, stop=("WorkerDied",), by=_by(epoch, place), must_stop=True)
     if poison and case.streams:  # a stream cannot go on behind it
         place = _batch_of(epoch.items, poison[0])
         return replace(epoch, stop=("TaskQuarantined",), by=_by(epoch, place), must_stop=True)

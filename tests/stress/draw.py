@@ -1,6 +1,6 @@
 """What cases are made of: workloads, and faults that may strike them. Pure; `scenarios.py` puts them together.
 
-What a case must give has to be known beforehand, so faults are drawn under two rules. A task that kills two workers is
+What a case must give has to be known beforehand, so faults are drawn under two rules. A task that kills workers may be
 quarantined, hence no two faults may be blamed on one task unless the case is about that: faults that kill are as far
 apart as there are tasks in flight. And what heals must have restarts enough for every fault.
 """

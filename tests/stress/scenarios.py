@@ -62,9 +62,9 @@ def _one_restart(rng: random.Random, case: Case) -> Case:
 
 def _poison(rng: random.Random, case: Case) -> Case:
     """A sample that kills whoever touches it."""
-    death = replace(rng.choice(own_deaths(rng, case, 3)), strikes=rng.choice([0, 0, 2]))
-    case = healing(rng, case, [death, death])
-    return replace(case, faults=(death,), max_worker_restarts=rng.choice([2, 5]))
+    death = replace(rng.choice(own_deaths(rng, case, 3)), strikes=rng.choice([0, 0, 3]))
+    case = healing(rng, case, [death] * 3)
+    return replace(case, faults=(death,), max_worker_restarts=rng.choice([3, 6]))
 
 
 def _poison_skipped(rng: random.Random, case: Case) -> Case:
@@ -188,9 +188,11 @@ def _forked(rng: random.Random, case: Case) -> Case:
 def _hail(rng: random.Random, case: Case) -> Case:
     """Worker after worker is killed from outside, replacements that have just begun among them."""
     points = sorted(rng.sample(range(case.batches), min(case.batches, rng.randint(4, 12))))
-    number = int(signal.SIGKILL)
+    numbers = [int(signal.SIGKILL), int(signal.SIGTERM)]
     hail = [
-        Fault("kill worker", at, epoch, rng.randrange(4), 1, number) for epoch in range(case.epochs) for at in points
+        Fault("kill worker", at, epoch, rng.randrange(4), 1, rng.choice(numbers))
+        for epoch in range(case.epochs)
+        for at in points
     ]
     return replace(healing(rng, case, hail), max_worker_restarts=50)
 

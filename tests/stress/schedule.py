@@ -25,6 +25,10 @@ KILLING = ("kill", "exit", "grandchild", "stop", "hang", "hang in C")
 """Faults by which a worker ends itself, or is ended because it has stopped."""
 
 
+OUTSIDE = (int(signal.SIGKILL), int(signal.SIGTERM))
+"""Signals that nobody takes for a task's doing."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """One misfortune.
@@ -49,6 +53,11 @@ class Fault:
     worker: int = 0
     strikes: int = 1
     number: int = 0
+
+    @property
+    def blamed(self) -> bool:
+        """Whether the task that it strikes is taken for its cause."""
+        return self.kind != "grandchild" and (self.kind != "kill" or self.number not in OUTSIDE)
 
     def __str__(self) -> str:
         what = signal.Signals(self.number).name if self.kind == "kill" else self.kind

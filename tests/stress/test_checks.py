@@ -85,11 +85,20 @@ def test_a_death_that_heals_shows_nowhere() -> None:
 
 def test_a_poisoned_task_stands_in_its_place() -> None:
     """What comes of a task that kills every worker is an error in its place, or nothing where it is skipped."""
-    case = replace(MAP, faults=(Fault("kill", at=4, strikes=0, number=9),), max_worker_restarts=5)
+    case = replace(MAP, faults=(Fault("kill", at=4, strikes=0, number=11),), max_worker_restarts=5)
     (epoch,) = expected(case, ORDER)
     assert epoch.items[2] == Item(None, ("TaskQuarantined",))
     (epoch,) = expected(replace(case, on_error="skip"), ORDER)
     assert [item.indices for item in epoch.items] == [(0, 1), (2, 3), (6, 7)]
+
+
+def test_a_task_that_sends_sigkill_is_no_poison() -> None:
+    """While there are restarts nothing shows; where there are never enough the epoch stops before it."""
+    fault = Fault("kill", at=4, strikes=3, number=9)
+    (epoch,) = expected(replace(MAP, faults=(fault,), max_worker_restarts=5), ORDER)
+    assert epoch == expected(MAP, ORDER)[0]
+    (epoch,) = expected(replace(MAP, faults=(replace(fault, strikes=0),), max_worker_restarts=5), ORDER)
+    assert (epoch.stop, epoch.by, epoch.must_stop) == (("WorkerDied",), 2, True)
 
 
 def test_bad_samples() -> None:

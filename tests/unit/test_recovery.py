@@ -15,9 +15,9 @@ class Deaths:
     def __init__(self) -> None:
         self.pid = 100
 
-    def __call__(self, worker: int = 0, *, at_work: bool = True, retired: bool = False) -> Died:
+    def __call__(self, worker: int = 0, *, at_work: bool = True, retired: bool = False, outside: bool = False) -> Died:
         self.pid += 1
-        return Died(worker, WorkerDied(worker, self.pid, -9), at_work, retired)
+        return Died(worker, WorkerDied(worker, self.pid, -9), at_work, retired, outside=outside)
 
 
 @pytest.fixture
@@ -112,21 +112,49 @@ def test_a_death_without_tasks_blames_nobody(kind: Callable[[], Recovery], death
 
 
 @pytest.mark.parametrize("kind", [blocking, concurrent])
-def test_two_deaths_poison_a_task(kind: Callable[[], Recovery], death: Deaths) -> None:
-    """The second death over a task, on whichever worker, is the last; both are told, in their order."""
+def test_three_deaths_poison_a_task(kind: Callable[[], Recovery], death: Deaths) -> None:
+    """The third death over a task, on whichever worker, is the last; all are told, in their order."""
     recovery = kind()
     assert recovery.died(death(0), [5]) == []
+    assert recovery.died(death(1), [5]) == []
+    assert recovery.died(death(0), [5]) == [5]
+    assert [(error.worker_id, error.pid) for error in recovery.deaths(5)] == [(0, 101), (1, 102), (0, 103)]
+
+
+@pytest.mark.parametrize("kind", [blocking, concurrent])
+def test_deaths_from_outside_poison_nothing(kind: Callable[[], Recovery], death: Deaths) -> None:
+    """However many, before and between its own; the task is a suspect all the same, and the restarts are used up."""
+    recovery = kind()
+    for _ in range(KILLS + 1):
+        assert recovery.died(death(outside=True), [5]) == []
+    assert recovery.suspected(5)
+    assert recovery.deaths(5) == ()
+    assert not recovery.may_replace(0)
+    for _ in range(KILLS - 1):
+        assert recovery.died(death(1), [5]) == []
+        assert recovery.died(death(1, outside=True), [5]) == []
     assert recovery.died(death(1), [5]) == [5]
-    assert [(error.worker_id, error.pid) for error in recovery.deaths(5)] == [(0, 101), (1, 102)]
+    assert len(recovery.deaths(5)) == KILLS
+
+
+def test_it_is_known_what_a_worker_was_at(death: Deaths) -> None:
+    """The head of a blocking worker's tasks, all that a concurrent one had in hand, and nothing for one at no task."""
+    for recovery, struck in ((blocking(), [4]), (concurrent(), [4, 6])):
+        recovery.died(death(outside=True), [4, 6])
+        assert list(recovery.struck) == struck
+        recovery.died(death(at_work=False), [4, 6])
+        assert not recovery.struck
 
 
 def test_a_blocking_worker_may_die_of_one_task_after_another(death: Deaths) -> None:
-    """Each task has its own deaths: one each poisons none of them."""
+    """Each task has its own deaths: two each poison none of them."""
     recovery = blocking()
-    assert recovery.died(death(), [0, 1]) == []
-    assert replaced(recovery, 0, [0, 1]) == [0, 1]
+    for _ in range(KILLS - 1):
+        assert recovery.died(death(), [0, 1]) == []
+        assert replaced(recovery, 0, [0, 1]) == [0, 1]
     recovery.answered(0, 0)
-    assert recovery.died(death(), [1]) == []
+    for _ in range(KILLS - 1):
+        assert recovery.died(death(), [1]) == []
     assert recovery.died(death(), [1]) == [1]
 
 
@@ -179,9 +207,11 @@ def test_a_suspect_of_a_blocking_worker_is_sent_with_the_others(death: Deaths) -
 
 
 def test_a_death_over_a_suspect_that_is_tried_blames_it_alone(death: Deaths) -> None:
-    """The others that waited meanwhile are not struck a second time."""
+    """The others that waited meanwhile are not struck a second time, and it is tried alone once more."""
     recovery = concurrent()
     recovery.died(death(), [0, 1, 2])
+    assert replaced(recovery, 0, [0, 1, 2]) == [0]
+    assert recovery.died(death(), [0, 1, 2]) == []
     assert replaced(recovery, 0, [0, 1, 2]) == [0]
     assert recovery.died(death(), [0, 1, 2]) == [0]
     assert [len(recovery.deaths(seq)) for seq in (1, 2)] == [1, 1]

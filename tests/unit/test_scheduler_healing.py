@@ -41,6 +41,13 @@ def death(worker: int, pid: int = 17, **options: Any) -> Died:
     return Died(worker, WorkerDied(worker, pid, -9), **options)
 
 
+def dies(scheduler: Scheduler, worker: int, *pids: int, **options: Any) -> None:
+    """The worker dies so often, and is replaced each time."""
+    for pid in pids:
+        scheduler.handle(death(worker, pid, **options))
+        scheduler.handle(Replaced(worker))
+
+
 def task(seq: int) -> Task:
     return Task(0, seq, seq)
 
@@ -103,19 +110,18 @@ def test_suspects_of_a_concurrent_worker_come_one_at_a_time() -> None:
     assert s.handle(Completed(0, 1, "B")) == [Deliver(1, 0, "B"), Assign(0, task(2))]
 
 
-def test_the_second_death_over_a_task_delivers_it_as_poisoned() -> None:
-    """In the batch's place, with both deaths; the others are made by the replacement."""
+def test_the_third_death_over_a_task_delivers_it_as_poisoned() -> None:
+    """In the batch's place, with all its deaths; the others are made by the replacement."""
     s = started(workers=1, offers=2)
-    s.handle(death(0, 17))
-    s.handle(Replaced(0))
-    again = s.handle(death(0, 18))
+    dies(s, 0, 17, 18)
+    again = s.handle(death(0, 19))
     assert again[0] == Replace(0)
     (deliver,) = again[1:]
     assert isinstance(deliver, Deliver)
     poisoned = deliver.outcome
     assert isinstance(poisoned, Poisoned)
     assert poisoned.task == task(0)
-    assert [error.pid for error in poisoned.deaths] == [17, 18]
+    assert [error.pid for error in poisoned.deaths] == [17, 18, 19]
     assert s.handle(Replaced(0)) == [Assign(0, task(1))]
 
 
@@ -125,11 +131,10 @@ def test_what_is_pulled_for_a_poisoned_task_comes_behind_what_was_lost() -> None
     """
     s = started(workers=2, credits=2, offers=4, assignment="least_loaded", run_ahead=4)
     # Worker 0 has tasks 0 and 2; worker 1 has 1 and 3.
-    s.handle(death(1, 17))  # over task 1; task 3 goes to worker 0
-    s.handle(Replaced(1))
+    dies(s, 1, 17, 18)  # over task 1; task 3 goes to worker 0
     s.handle(Offered(4))
     assert [seq for seq, owner in s._owner.items() if owner == 1] == [1, 4]
-    *others, last = s.handle(death(1, 18))
+    *others, last = s.handle(death(1, 19))
     assert others == [Replace(1), Assign(0, task(4))]
     assert isinstance(last, Pull)
 
@@ -208,23 +213,41 @@ def test_a_quarantine_says_why_we_killed_its_workers() -> None:
 @pytest.mark.parametrize("index", [[3, 4], Placed(40, [3, 4])], ids=["plain", "placed"])
 def test_a_poisoned_task_beyond_the_restarts_ends_the_epoch(index: Any) -> None:
     """The error is the quarantine's, which says more than the last death; its indices are the dataset's."""
-    s = started(workers=1, max_restarts=1)
+    s = started(workers=1, max_restarts=2)
     s.handle(Offered(index))
-    s.handle(death(0, 17))
-    s.handle(Replaced(0))
-    error = failure(s.handle(death(0, 18)))
+    dies(s, 0, 17, 18)
+    error = failure(s.handle(death(0, 19)))
     assert isinstance(error, TaskQuarantined)
     assert error.indices == [3, 4]
-    assert error.deaths == ((0, 17, -9), (0, 18, -9))
-    assert "The epoch ends with it. Worker 0 had been replaced 1 times" in str(error)
+    assert error.deaths == ((0, 17, -9), (0, 18, -9), (0, 19, -9))
+    assert "The epoch ends with it. Worker 0 had been replaced 2 times" in str(error)
+
+
+@pytest.mark.parametrize("index", [[3, 4], Placed(40, [3, 4])], ids=["plain", "placed"])
+def test_beyond_the_restarts_a_death_from_outside_names_the_indices(index: Any) -> None:
+    """It is no quarantine, however often one task was struck: but what the worker was at is told."""
+    s = started(workers=1, max_restarts=3)
+    s.handle(Offered(index))
+    dies(s, 0, 17, 18, 19, outside=True)
+    error = failure(s.handle(death(0, 20, outside=True)))
+    assert isinstance(error, WorkerDied)
+    assert error.pid == 20
+    assert error.advice == (
+        "It was at the task for indices [3, 4]. Worker 0 had been replaced 3 times in this epoch (max_worker_restarts)."
+    )
+
+
+def test_a_death_over_several_tasks_tells_how_many() -> None:
+    """Which of them it was nobody knows: their number, and the first one's indices."""
+    s = started(workers=1, credits=3, offers=3, concurrent=True, max_restarts=0)
+    assert "It was at 3 tasks, the first of them for indices 0. To have a worker" in str(failure(s.handle(death(0))))
 
 
 def test_a_stream_cannot_go_on_behind_a_poisoned_place() -> None:
     """With restarts left, too: what comes after it cannot be reached."""
     s = started(workers=1, iterable=True, max_restarts=9)
-    s.handle(death(0, 17))
-    s.handle(Replaced(0))
-    error = failure(s.handle(death(0, 18)))
+    dies(s, 0, 17, 18)
+    error = failure(s.handle(death(0, 19)))
     assert isinstance(error, TaskQuarantined)
     assert error.indices is None
     assert "A stream cannot go on behind it." in str(error)
