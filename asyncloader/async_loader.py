@@ -267,6 +267,8 @@ class AsyncDataLoader(Generic[T_co]):
         # Also those of iterators that were dropped a moment ago, which are ending in threads of their own.
         for pool in list(self._pools):
             await asyncio.shield(asyncio.to_thread(pool.stop))
+        if self._keeper.grouped:
+            await asyncio.shield(asyncio.to_thread(self._keeper.close))
 
     def close(self) -> None:
         """`aclose` for code that is not async. Blocks until the processes are gone. Idempotent."""
@@ -276,6 +278,7 @@ class AsyncDataLoader(Generic[T_co]):
         self._idle_pool = None
         for pool in list(self._pools):
             pool.stop()
+        self._keeper.close()
 
     def _newest_iterator(self) -> AsyncLoaderIterator | InlineIterator | None:
         return None if self._newest is None else self._newest()

@@ -151,13 +151,22 @@ class Consumer:
             await asyncio.shield(asyncio.to_thread(self._stage.close))
 
     def close(self) -> None:
-        """End the stages."""
+        """End the stages, once the batch in hand is finished."""
         if self._stage is not None:
             self._stage.close()
         if self._agreeing is not None:
             self._agreeing.close()
         elif self._agreement is not None:
             self._agreement.give_up()  # made, but never iterated
+
+    def close_soon(self) -> None:
+        """`close` for finalizers: waits for nothing, so something may be forwarded yet."""
+        if self._stage is not None:
+            self._stage.close_soon()
+        if self._agreeing is not None:
+            self._agreeing.close_soon()
+        elif self._agreement is not None:
+            self._agreement.give_up()
 
     # ---------------------------------------------------------------------------------------- for each batch
 

@@ -9,19 +9,18 @@ in the bridge's loop thread; between the two there is one queue each way. Worker
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
-import functools
 import os
 import queue
+import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
 
 from asyncloader.bad_sample_log import BadSampleLog
-from asyncloader.bridge import Bridge, run_in_thread
+from asyncloader.bridge import Bridge, in_thread, run_in_thread
 from asyncloader.checkpoint import StateKeeper
 from asyncloader.consumer import NO_BATCH, Consumer, discard
 from asyncloader.device.options import mover_of
@@ -34,9 +33,10 @@ from asyncloader.options import LoaderSpec
 from asyncloader.pipeline import Pipeline
 from asyncloader.replacing import Replacer, Request, weakly
 from asyncloader.statistics import Statistics
-from asyncloader.sync_inline import CountedNext
+from asyncloader.sync_inline import CountedNext, end_at_exit
 from asyncloader.workers.info import EpochStart, WorkerSetup
 from asyncloader.workers.leasing import is_leased
+from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.seeding import derive
 
 __all__ = ["WorkerIterator"]
@@ -44,6 +44,8 @@ __all__ = ["WorkerIterator"]
 
 class WorkerIterator(CountedNext):
     """With workers. The loop's thread refers to the pipeline and the queue, never to this object: dropped, it dies."""
+
+    _bridge: Bridge
 
     def __init__(self, loader: LoaderSpec[Any], statistics: Statistics, bridge: Bridge, keeper: StateKeeper) -> None:
         self._keeper = keeper
@@ -64,8 +66,7 @@ class WorkerIterator(CountedNext):
         self._ended: str | None = None  # as in async_iterator.py
         self._queue: queue.SimpleQueue[Action | None] = queue.SimpleQueue()  # None: look for other work
         self._acquire(loader)
-        _install_exit_hook()
-        _live.add(self)
+        end_at_exit(self)
         try:
             self._reset(loader, first_iter=True)
         except BaseException:
@@ -74,6 +75,7 @@ class WorkerIterator(CountedNext):
 
     def _acquire(self, loader: LoaderSpec[Any]) -> None:
         """Start workers and the loop's thread; `_shutdown_workers` gives both back."""
+        self._bridge.settle()  # no thread of an iterator that was dropped is in the way of the forks
         plan = self._plan = epoch_plan(loader)
         base_seed, starts = self._begin_workers(loader, anew=True)
         self._acquired = starts
@@ -230,13 +232,7 @@ class WorkerIterator(CountedNext):
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
             consumer.close()
-        self._discard_ready()
-
-    def _discard_ready(self) -> None:
-        while not self._queue.empty():
-            item = self._queue.get()
-            if item is not None:
-                discard(item)
+        _discard_ready(self._queue)
 
     def _shutdown_workers(self) -> None:
         """End the epoch and the workers; wait until they are gone. Idempotent. The name is torch's."""
@@ -246,17 +242,12 @@ class WorkerIterator(CountedNext):
             if hasattr(self, "_pool") and not self._bridge.inside:
                 self._pool.stop()  # waits for another thread that is at it
             return
+        if self._bridge.inside:  # which cannot wait for itself
+            self._leave_soon()
+            return
         self._shutdown = True
         if self._ended is None:
             self._ended = "this iterator was shut down"
-        if self._bridge.inside:
-            # Collected by the loop's own thread, which cannot wait for itself.
-            if self._pipeline is not None:
-                self._pipeline.close()
-            self._discard_ready()
-            self._pool.stop_soon()
-            self._bridge.release()
-            return
         try:
             self._end_epoch()
         finally:
@@ -264,9 +255,17 @@ class WorkerIterator(CountedNext):
             self._pool.stop()
             self._queue.put(Fail(LoaderClosed(self._ended or "this iterator has ended")))  # a thread may wait there
 
-    def __del__(self) -> None:
-        if not getattr(self, "_shutdown", True):
-            self._shutdown_workers()
+    def _leave_soon(self) -> None:
+        if self._shutdown or os.getpid() != self._owner:
+            return
+        self._shutdown = True
+        if self._ended is None:
+            self._ended = "this iterator was shut down"
+        self._bridge.leave(_leave, self._pipeline, self._consumer, self._queue, self._pool)
+
+    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not exiting() and not getattr(self, "_shutdown", True):
+            self._leave_soon()
 
 
 def _start(pipeline: Pipeline, offers: list[Any], starts: Sequence[EpochStart], sink: Any) -> None:
@@ -284,16 +283,27 @@ async def _close(pipeline: Pipeline) -> None:
             await reader
 
 
-# Iterators that may still have workers. At exit they are shut down while their loops' threads still run.
-_live: weakref.WeakSet[WorkerIterator] = weakref.WeakSet()
+async def _leave(
+    pipeline: Pipeline | None, consumer: Consumer | None, ready: queue.SimpleQueue[Action | None], pool: WorkerPool
+) -> None:
+    """The end of an iterator that was dropped."""
+    if pipeline is not None:
+        await _close(pipeline)
+
+    def end() -> None:
+        try:
+            if consumer is not None:
+                consumer.close()
+            _discard_ready(ready)
+        finally:
+            pool.stop()
+
+    await in_thread(end)
 
 
-@functools.cache
-def _install_exit_hook() -> None:
-    # Registered after the pool's own hook, hence called before it.
-    atexit.register(_shutdown_all)
-
-
-def _shutdown_all() -> None:
-    for iterator in list(_live):
-        iterator._shutdown_workers()
+def _discard_ready(ready: queue.SimpleQueue[Action | None]) -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            item = ready.get_nowait()
+            if item is not None:
+                discard(item)
