@@ -268,7 +268,7 @@ class AsyncDataLoader(Generic[T_co]):
         for pool in list(self._pools):
             await asyncio.shield(asyncio.to_thread(pool.stop))
         if self._keeper.grouped:
-            await asyncio.shield(asyncio.to_thread(self._keeper.close))
+            await asyncio.shield(asyncio.to_thread(self._keeper.retire_group))
 
     def close(self) -> None:
         """`aclose` for code that is not async. Blocks until the processes are gone. Idempotent."""
@@ -278,7 +278,7 @@ class AsyncDataLoader(Generic[T_co]):
         self._idle_pool = None
         for pool in list(self._pools):
             pool.stop()
-        self._keeper.close()
+        self._keeper.retire_group()
 
     def _newest_iterator(self) -> AsyncLoaderIterator | InlineIterator | None:
         return None if self._newest is None else self._newest()

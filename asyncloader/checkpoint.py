@@ -47,10 +47,10 @@ class StateKeeper:
 
     @property
     def grouped(self) -> bool:
-        """Whether `close` has something to do."""
+        """Whether `retire_group` has something to do."""
         return self._group is not None
 
-    def close(self) -> None:
+    def retire_group(self) -> None:
         """The loader is closed: the group of the ranks is of no use any more. Takes some seconds at most."""
         group, self._group = self._group, None
         if group is not None:

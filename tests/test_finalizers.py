@@ -1,8 +1,8 @@
 """Finalizers signal and never wait: every `__del__`, weak reference's callback and hook at exit or at a fork is read,
 with all that it calls in the package.
 
-Finalizers run in any thread, which may hold a lock that the one waited for needs; and once the interpreter is finalizing
-no daemon thread ever runs again (from Python 3.13 on), so that whoever waits for one, waits for ever.
+Finalizers run in any thread, which may hold a lock that the one waited for needs; and once the interpreter is
+finalizing no daemon thread ever runs again (from Python 3.13 on), so that whoever waits for one, waits for ever.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ BOUNDED = {
     # What a hook at exit may wait for: it runs while daemon threads still do.
     "_end_all: bridge.settle": "until a deadline that all iterators have in common",
     "_leave_all: thread.join": "ditto, of the threads that tell the other ranks",
+    "Bridge.settle: thread.join": "its argument",
     "_settle: time.sleep": "a twentieth of a second",
-    "Bridge.settle: thread.join": "its argument, or ten seconds",
-    # Reached where no thread can be started any more: the workers are given five seconds. The lock is the pool's own,
-    # which nobody else has then.
+    # Reached from a finalizer where no thread can be started any more, and then the pool is nobody else's.
     "WorkerPool.stop: with self._stop_lock": "five seconds",
-    "WorkerPool.stop: with self._making": "as long as a line of code takes in another thread",
-    "wait_for_deaths: poll.poll": "its argument",
-    "_Driver._look: self._wait": "",
+    "WorkerPool.stop: with self._making": "as long as a line of code takes",
+    "WorkerPool.stop: shutdown.run": "five seconds",
 }
 
 
@@ -51,7 +49,7 @@ def parsed() -> dict[str, ast.Module]:
 
 @cache
 def functions() -> dict[str, list[Function]]:
-    """All functions of the package, nested ones too, by their plain names; a class by its own name is its `__init__`."""
+    """All functions of the package, nested ones too, by their plain names. A class's is its `__init__`."""
     found: dict[str, list[Function]] = {}
 
     def visit(module: str, owner: str, node: ast.AST) -> None:
@@ -79,40 +77,56 @@ def families() -> dict[str, set[str]]:
     }
     above = {name: {name} for name in bases}
     for _ in range(5):
-        for name in above:
-            above[name] |= {up for base in above[name] & bases.keys() for up in bases[base]}
+        for every in above.values():
+            every |= {up for base in every & bases.keys() for up in bases[base]}
     return {name: above[name] | {other for other in above if name in above[other]} for name in above}
 
 
 @cache
-def types_of_names() -> dict[str, set[str]]:
-    """The package's classes that a variable, argument or attribute of this name is annotated as, or made of, anywhere."""
-    found: dict[str, set[str]] = {}
+def types_of_names() -> dict[tuple[str, str], set[str]]:
+    """The package's classes that a variable, argument or attribute of this name is annotated as, or made of, in this
+    module.
+    """
+    found: dict[tuple[str, str], set[str]] = {}
 
-    def note(target: ast.AST, kind: ast.AST | None) -> None:
+    def note(module: str, target: ast.AST, kind: ast.AST | None) -> None:
         name = target.id if isinstance(target, ast.Name) else target.attr if isinstance(target, ast.Attribute) else ""
         if kind is not None:
             words = {node.id for node in ast.walk(kind) if isinstance(node, ast.Name)}
-            found.setdefault(name.lstrip("_"), set()).update(words & families().keys())
+            found.setdefault((module, name.lstrip("_")), set()).update(words & families().keys())
 
-    for tree in parsed().values():
+    for module, tree in parsed().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.AnnAssign):
-                note(node.target, node.annotation)
+                note(module, node.target, node.annotation)
             elif isinstance(node, ast.arg):
-                note(ast.Name(node.arg), node.annotation)
+                note(module, ast.Name(node.arg), node.annotation)
             elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-                note(node.targets[0], node.value.func)
+                note(module, node.targets[0], node.value.func)
     return found
+
+
+def types_of(module: str, name: str) -> set[str]:
+    """The same; where this module does not say, of any module's."""
+    here = types_of_names().get((module, name))
+    if here:
+        return here
+    return {kind for (_, other), kinds in types_of_names().items() if other == name for kind in kinds}
+
+
+@cache
+def calls(function: Function) -> list[Function]:
+    """What of the package it calls, but for coroutine functions: those run elsewhere."""
+    found = [each for node in own_nodes(function) if isinstance(node, ast.Call) for each in called(function, node)]
+    return [each for each in found if not isinstance(each.node, ast.AsyncFunctionDef)]
 
 
 def called(function: Function, call: ast.Call) -> Iterator[Function]:
     """What of the package this call may be of. What is handed over to be called elsewhere is not called here."""
     target = call.func
     if isinstance(target, ast.Name):
-        for found in functions().get(target.id, ()):
-            if not found.owner or found.node.name == "__init__" or found.owner == function.owner:
-                yield found
+        every = [found for found in functions().get(target.id, ()) if not found.owner or found.node.name == "__init__"]
+        yield from [found for found in every if found.module == function.module] or every
     if not isinstance(target, ast.Attribute):
         return
     receiver = target.value
@@ -122,9 +136,10 @@ def called(function: Function, call: ast.Call) -> Iterator[Function]:
         owners = families().get(function.owner, set())
     else:
         name = receiver.id if isinstance(receiver, ast.Name) else getattr(receiver, "attr", "")
-        owners = {kin for kind in types_of_names().get(name.lstrip("_"), ()) for kin in families()[kind]}
-        if any(module.endswith(f".{name}") for module in MODULES):
-            owners = owners | {""}
+        owners = {kin for kind in types_of(function.module, name.lstrip("_")) for kin in families()[kind]}
+        for found in functions().get(target.attr, ()):
+            if not found.owner and found.module.endswith(f".{name}"):
+                yield found
     yield from (found for found in functions().get(target.attr, ()) if found.owner in owners)
 
 
@@ -138,8 +153,13 @@ def own_nodes(function: Function) -> Iterator[ast.AST]:
             todo.extend(ast.iter_child_nodes(node))
 
 
-def waits(function: Function) -> Iterator[str]:
+@cache
+def waits(function: Function) -> frozenset[str]:
     """The places in it that wait."""
+    return frozenset(_waits(function))
+
+
+def _waits(function: Function) -> Iterator[str]:
     for node in own_nodes(function):
         if isinstance(node, ast.With):
             for item in node.items:
@@ -152,9 +172,10 @@ def waits(function: Function) -> Iterator[str]:
             continue
         target, text = node.func, ast.unparse(node.func)
         name = target.attr if isinstance(target, ast.Attribute) else text
-        if name in WAITS and not (name == "get" and "queue" not in text) and '".join' not in text:
-            if not (name == "join" and isinstance(target, ast.Attribute) and isinstance(target.value, ast.Constant)):
-                yield f"{function.name}: {text}"
+        of_text = isinstance(target, ast.Attribute) and isinstance(target.value, ast.Constant)
+        of_mapping = name == "get" and bool(node.args)
+        if name in WAITS and not of_text and not of_mapping:
+            yield f"{function.name}: {text}"
         if name == "shutdown" and "executor" in text:
             yield f"{function.name}: {text}"
         if name == "destroy_process_group":
@@ -167,8 +188,7 @@ def _named(node: ast.AST, module: str) -> list[Function]:
         body = ast.FunctionDef("<lambda>", node.args, [ast.Expr(node.body)], [], lineno=node.lineno)
         return [Function(module, "", body)]
     name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-    here = [found for found in functions().get(name, ()) if found.module == module]
-    return here
+    return [found for found in functions().get(name, ()) if found.module == module]
 
 
 def finalizers() -> list[Function]:
@@ -190,18 +210,14 @@ def finalizers() -> list[Function]:
 
 def reached(root: Function) -> list[Function]:
     """It, and all of the package that it calls."""
-    seen: dict[tuple[str, int], Function] = {}
+    seen: set[Function] = set()
     todo = [root]
     while todo:
         function = todo.pop()
-        if seen.setdefault((function.module, function.node.lineno), function) is not function:
-            continue
-        for node in own_nodes(function):
-            if isinstance(node, ast.Call):
-                todo += [
-                    found for found in called(function, node) if not isinstance(found.node, ast.AsyncFunctionDef)
-                ]
-    return list(seen.values())
+        if function not in seen:
+            seen.add(function)
+            todo += calls(function)
+    return list(seen)
 
 
 @pytest.mark.parametrize("root", finalizers(), ids=lambda root: f"{root.module}:{root.name}")
@@ -212,7 +228,21 @@ def test_a_finalizer_waits_for_nothing(root: Function) -> None:
 
 
 @pytest.mark.parametrize("root", functions()["__del__"], ids=lambda root: f"{root.module}:{root.name}")
-def test_nothing_is_done_while_the_interpreter_is_finalizing(root: Function) -> None:
-    """By then modules may be cleared, and threads are gone: what has Python code to run asks first."""
-    text = ast.unparse(root.node)
-    assert "exiting()" in text
+def test_nothing_of_ours_runs_while_the_interpreter_is_finalizing(root: Function) -> None:
+    """By then modules may be cleared, and threads are gone: who calls code of the package asks first."""
+    assert len(reached(root)) == 1 or "exiting()" in ast.unparse(root.node)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("_shutdown_workers", "Bridge.release: thread.join"),
+        ("_shutdown_workers", "Stage.close: self._thread.join"),
+        ("_shutdown_workers", "Bridge.run: answers.get"),
+        ("make_group", "destroy_unused: thread.join"),
+        ("_destroy", "_destroy: torch.distributed.destroy_process_group"),
+    ],
+)
+def test_the_walk_finds_what_waits(name: str, place: str) -> None:
+    """It sees through calls: what waits in ordinary code is found from where that begins."""
+    assert any(place in waits(found) for root in functions()[name] for found in reached(root))
