@@ -275,6 +275,7 @@ class AsyncLoaderIterator:
             raise LoaderClosed("this iterator was closed")
         try:
             batch = self._consumer.deliver(item, waited, self._pipeline.advance, opened)
+            self._consumer.delivery = None
         except StopAsyncIteration as error:  # of a worker: here it would pass for the end of the epoch
             raise RuntimeError("the dataset's code raised StopAsyncIteration") from error
         if batch is NO_BATCH:

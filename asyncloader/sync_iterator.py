@@ -13,9 +13,12 @@ import contextlib
 import os
 import queue
 import sys
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice, repeat
 from time import perf_counter
 from typing import Any
 
@@ -56,7 +59,8 @@ class WorkerIterator(CountedNext):
         super().__init__(draw_source(loader, self._progress.epoch))
         self._progress.base_seed_drawn()
         self._shutdown = True  # until there is something to shut down
-        self._timeout_or_none = self._timeout or None
+        # More than a lock can wait for, infinity above all, is for ever.
+        self._timeout_or_none = self._timeout if 0 < self._timeout <= threading.TIMEOUT_MAX else None
         self._statistics = statistics
         self._bridge = bridge
         self._owner = os.getpid()
@@ -65,6 +69,8 @@ class WorkerIterator(CountedNext):
         self._acquired: Sequence[EpochStart] | None = None  # what workers that were just started begin with
         self._ended: str | None = None  # as in async_iterator.py
         self._queue: queue.SimpleQueue[Action | None] = queue.SimpleQueue()  # None: look for other work
+        self._taken: deque[Action | None] = deque()  # out of the queue, and not dealt with; one at most
+        self._delivering = False  # that one's delivery has begun
         self._acquire(loader)
         end_at_exit(self)
         try:
@@ -134,6 +140,7 @@ class WorkerIterator(CountedNext):
                     # stays where it is: it may be the sampler's, too.
                     self._base_seed = derive(int(self._base_seed), "anew") >> 1
                 self._acquire(loader)
+        self._drop_taken()
         self._ended = None
         self._fresh = True
         self._queue = queue.SimpleQueue()
@@ -158,6 +165,7 @@ class WorkerIterator(CountedNext):
 
     def _next_data(self) -> Any:
         if self._ended is not None:
+            self._drop_taken()
             raise StopIteration if not self._ended else LoaderClosed(self._ended)
         if os.getpid() != self._owner:
             raise LoaderClosed("this iterator belongs to the process that this one was forked from; make a new one")
@@ -174,25 +182,47 @@ class WorkerIterator(CountedNext):
             if self._replacer.requests:
                 self._replacer.work()
             begin = perf_counter()
-            try:
-                item = self._queue.get(timeout=self._timeout_or_none)
-            except queue.Empty:
-                raise self._timed_out() from None
+            taken = self._taken
+            if not taken:
+                # Out of the queue and into the deque by one call into C: Ctrl-C comes before or after that.
+                try:
+                    taken.extend(islice(map(self._queue.get, repeat(True), repeat(self._timeout_or_none)), 1))
+                except queue.Empty:
+                    raise self._timed_out() from None
+            item = taken[0]
             if item is None:
+                del taken[0]
                 continue
             if not isinstance(item, Deliver):
                 error = self._end(item)
+                taken.clear()
                 try:
                     raise error
                 finally:
                     del item, error  # the traceback refers to this frame, which must not refer back to the error
+            self._delivering = True
             try:
                 batch = consumer.deliver(item, perf_counter() - begin, self._tell)
             except TooManyBadSamples as error:
                 self._fail(error)
                 raise
+            except Exception:
+                taken.clear()
+                self._delivering = False
+                raise
+            # Nothing is called from here on, so that Ctrl-C does not come before the batch is the caller's.
+            del taken[0]
+            self._delivering, consumer.delivery = False, None
             if batch is not NO_BATCH:
                 return batch
+
+    def _drop_taken(self) -> None:
+        """What Ctrl-C kept from being delivered, nobody wants any more. In the iterating thread."""
+        while self._taken:
+            item = self._taken.pop()
+            if item is not None and not self._delivering:
+                discard(item)
+        self._delivering = False
 
     def _timed_out(self) -> LoaderTimeout:
         error = LoaderTimeout(self._timeout)
