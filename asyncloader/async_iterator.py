@@ -130,7 +130,7 @@ class AsyncLoaderIterator:
         self._shelf = shelf
         self._statistics = statistics
         self._begin()
-        self._timeout = spec.timeout
+        self._timeout = min(spec.timeout, threading.TIMEOUT_MAX)  # infinity is no number of ticks
         self._queue = ReadyQueue()
         self.pool: WorkerPool | None = None
         self._pipeline: Pipeline | None = None
