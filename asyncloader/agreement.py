@@ -253,7 +253,7 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def close_at_exit(stage: Any) -> None:
-    """Have the stage's `close` called when the process ends, if it still lives."""
+    """Have the stage's `close_soon` called when the process ends, if it still lives."""
     _stages.add(stage)
 
 
@@ -277,7 +277,7 @@ def _leave_all(owner: int) -> None:
     if os.getpid() != owner:
         return  # a forked child has none of the threads, and locks may be as they were
     for stage in list(_stages):
-        stage.close()
+        stage.close_soon()
     for agreement in list(_live):
         agreement.give_up()
     deadline = monotonic() + _EXIT_SECONDS

@@ -82,5 +82,9 @@ class AgreementStage:
     def close(self) -> None:
         """Nothing will come any more. Does not wait: the thread ends once the other ranks know."""
         with self._lock:
-            self._closed = True
+            self.close_soon()
+
+    def close_soon(self) -> None:
+        """`close` without its lock, for finalizers and at exit: an item may be forwarded yet."""
+        self._closed = True
         self._items.put(None)

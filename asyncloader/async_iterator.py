@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -127,7 +128,7 @@ class AsyncLoaderIterator:
         self._shelf = shelf
         self._statistics = statistics
         self._begin()
-        self._timeout = spec.timeout
+        self._timeout = min(spec.timeout, threading.TIMEOUT_MAX)  # infinity is no number of ticks
         self._queue = ReadyQueue()
         self.pool: WorkerPool | None = None
         self._pipeline: Pipeline | None = None
@@ -272,6 +273,7 @@ class AsyncLoaderIterator:
             raise LoaderClosed("this iterator was closed")
         try:
             batch = self._consumer.deliver(item, waited, self._pipeline.advance, opened)
+            self._consumer.delivery = None
         except StopAsyncIteration as error:  # of a worker: here it would pass for the end of the epoch
             raise RuntimeError("the dataset's code raised StopAsyncIteration") from error
         if batch is NO_BATCH:
@@ -351,10 +353,11 @@ class AsyncLoaderIterator:
         if self._ended is None:
             self._ended = "this iterator was closed"
         pipeline, self._pipeline = self._pipeline, None
-        return _release(pipeline, self._consumer, self._queue, self._shelf, self.pool)
+        self._consumer.close()
+        return _release(pipeline, self._queue, self._shelf, self.pool)
 
-    def __del__(self) -> None:
-        if getattr(self, "_closed", True) or os.getpid() != self._owner:
+    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if exiting() or getattr(self, "_closed", True) or os.getpid() != self._owner:
             return
         loop, parts = self._loop, (self._pipeline, self._consumer, self._queue, self._shelf, self.pool)
         if loop is None or loop.is_closed() or threading.get_ident() == self._thread:
@@ -365,11 +368,10 @@ class AsyncLoaderIterator:
 
 
 def _release(
-    pipeline: Pipeline | None, consumer: Consumer, queue: ReadyQueue, shelf: LoaderShelf, pool: WorkerPool | None
+    pipeline: Pipeline | None, queue: ReadyQueue, shelf: LoaderShelf, pool: WorkerPool | None
 ) -> tuple[WorkerPool | None, asyncio.Task[None] | None]:
-    """End an iterator's parts. In the loop's thread."""
+    """End an iterator's parts but for the consumer. In the loop's thread."""
     reader = pipeline.close() if pipeline is not None else None
-    consumer.close()
     queue.close()
     if pool is None or shelf.leave(pool):
         return None, reader
@@ -379,14 +381,15 @@ def _release(
 def _abandon(
     pipeline: Pipeline | None, consumer: Consumer, queue: ReadyQueue, shelf: LoaderShelf, pool: WorkerPool | None
 ) -> None:
-    """End the parts of an iterator that nobody refers to any more. Waits for no process, but for the batch that a stage
-    has in hand.
-    """
-    pool, _ = _release(pipeline, consumer, queue, shelf, pool)
+    """End the parts of an iterator that nobody refers to any more. Waits for nothing."""
+    consumer.close_soon()
+    pool, _ = _release(pipeline, queue, shelf, pool)
     if pool is not None:
         pool.stop_soon()
 
 
 def _put_from_thread(loop: asyncio.AbstractEventLoop, queue: ReadyQueue, item: Action) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop was closed under a copy in flight
+    try:
         loop.call_soon_threadsafe(queue.put, item)
+    except RuntimeError:  # the loop was closed under a copy in flight
+        discard(item)

@@ -41,7 +41,18 @@ T_co = TypeVar("T_co", covariant=True)
 _SPEC_NAMES = frozenset(OPTION_NAMES) - {"shuffle"}
 _SETTABLE = _SPEC_NAMES - set(OUR_OPTION_NAMES)
 _RUNNING = frozenset(
-    ("_statistics", "_keeper", "_iterators", "_pools", "_outdated", "_newest", "_kept", "_idle_pool", "_closed")
+    (
+        "_statistics",
+        "_keeper",
+        "_iterators",
+        "_pools",
+        "_outdated",
+        "_newest",
+        "_kept",
+        "_idle_pool",
+        "_claim",
+        "_closed",
+    )
 )
 
 
@@ -167,6 +178,7 @@ class AsyncDataLoader(Generic[T_co]):
         self._newest: weakref.ref[AsyncLoaderIterator | InlineIterator] | None = None
         self._kept: tuple[Draws, EpochPlan] | None = None  # of the persistent workers
         self._idle_pool: WorkerPool | None = None
+        self._claim: weakref.ref[_Shelf] | None = None
         self._closed = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -220,7 +232,7 @@ class AsyncDataLoader(Generic[T_co]):
         self._iterators.add(iterator)
         return iterator
 
-    def _draw(self, progress: Progress) -> tuple[Draws, EpochPlan]:
+    def _draw(self, progress: Progress, shelf: _Shelf) -> tuple[Draws, EpochPlan]:
         """torch's random draws for an iterator: the same numbers from the same generators, in the same order.
 
         Persistent workers keep their base seed and their options, as in torch: only the sampler is begun anew.
@@ -229,19 +241,23 @@ class AsyncDataLoader(Generic[T_co]):
             # New workers get a seed of their own, or they would draw again what those before drew.
             pool, self._idle_pool = self._idle_pool, None
             pool.stop_soon()
-        if self._kept is not None and self._idle_pool is not None:
-            draws, plan = self._kept[0].twin(), self._kept[1]
-            draws._begin_order(self._spec, progress)
-            return draws, plan
+        if self._kept is not None and self._idle_pool is not None and self._claimant in (None, shelf):
+            self._claim = weakref.ref(shelf)
+            self._kept = self._kept[0].twin(), self._kept[1]
+            self._kept[0]._begin_order(self._spec, progress)
+            return self._kept
         draws = Draws(self._spec, progress)
         shared_seed = draws._shared_seed
         plan = epoch_plan(self._spec)
         progress.base_seed_drawn()
         draws._begin_order(self._spec, progress, first_iter=True)
         draws._shared_seed = shared_seed  # torch draws another one here, too, but its workers have got the first
-        if self._spec.persistent_workers:
-            self._kept = draws, plan
         return draws, plan
+
+    @property
+    def _claimant(self) -> _Shelf | None:
+        """Of the iterator that has begun with the idle workers' draws, and not taken the workers yet."""
+        return None if self._claim is None else self._claim()
 
     async def __aenter__(self) -> Self:
         return self
@@ -264,6 +280,8 @@ class AsyncDataLoader(Generic[T_co]):
         # Also those of iterators that were dropped a moment ago, which are ending in threads of their own.
         for pool in list(self._pools):
             await asyncio.shield(asyncio.to_thread(pool.stop))
+        if self._keeper.grouped:
+            await asyncio.shield(asyncio.to_thread(self._keeper.retire_group))
 
     def close(self) -> None:
         """`aclose` for code that is not async. Blocks until the processes are gone. Idempotent."""
@@ -273,6 +291,7 @@ class AsyncDataLoader(Generic[T_co]):
         self._idle_pool = None
         for pool in list(self._pools):
             pool.stop()
+        self._keeper.retire_group()
 
     def _newest_iterator(self) -> AsyncLoaderIterator | InlineIterator | None:
         return None if self._newest is None else self._newest()
@@ -337,18 +356,24 @@ class AsyncDataLoader(Generic[T_co]):
 class _Shelf:
     """What an iterator asks of its loader: an epoch, and the persistent workers between two iterators."""
 
+    _drawn: tuple[Draws, EpochPlan]
+
     def __init__(self, loader: AsyncDataLoader[Any]) -> None:
         self._loader = loader
 
     def begin(self) -> tuple[Progress, Draws, EpochPlan]:
         progress = self._loader._keeper.begin(self._loader._spec)
-        return progress, *self._loader._draw(progress)
+        self._drawn = self._loader._draw(progress, self)
+        return progress, *self._drawn
 
     @property
     def idle(self) -> bool:
-        return self._loader._idle_pool is not None
+        return self._loader._idle_pool is not None and self._drawn is self._loader._kept
 
     def take(self) -> WorkerPool | None:
+        if self._drawn is not self._loader._kept:
+            return None  # the idle workers have another iterator's seed
+        self._loader._claim = None
         pool, self._loader._idle_pool = self._loader._idle_pool, None
         if pool is not None and pool.broken:
             pool.stop_soon()
@@ -364,5 +389,5 @@ class _Shelf:
             return False
         if pool.broken or pool in loader._outdated:
             return False
-        loader._idle_pool = pool
+        loader._idle_pool, loader._kept = pool, self._drawn
         return True

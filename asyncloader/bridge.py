@@ -7,7 +7,9 @@ The thread exists only while somebody needs it (`acquire` to `release`): between
 thread of ours.
 
 Guarantees: `call` returns at once and keeps the order of calls from one thread; the loop is woken once for several of
-them. After a fork the child's copy is dead, and says so instead of waiting for a thread that is not there.
+them. After a fork the child's copy is dead, and says so instead of waiting for a thread that is not there. `leave`, for
+finalizers, takes no lock and waits for nothing: the collector runs them in any thread, which may hold what the loop's
+thread needs, and a daemon thread never runs again once the interpreter is finalizing. Who comes next waits (`settle`).
 """
 
 from __future__ import annotations
@@ -33,6 +35,9 @@ __all__ = ["Bridge", "loop_factory"]
 
 T = TypeVar("T")
 
+SETTLE_SECONDS = 10.0
+"""How long the end of dropped iterators is waited for at most: more than workers and datasets are given."""
+
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     """uvloop's loop where it is installed, asyncio's otherwise."""
@@ -45,7 +50,9 @@ class Bridge:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
+        self._leaving: deque[object] = deque()  # an entry for each user that has left, and is not released yet
         self._thread: threading.Thread | None = None
+        self._newest: threading.Thread | None = None  # the same, and kept when that is to end
         self._loop: asyncio.AbstractEventLoop | None = None
         self._over = threading.Event()  # the loop's thread is to end
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
@@ -83,6 +90,7 @@ class Bridge:
             raise
         self._owner = os.getpid()
         self._loop, self._thread, self._over = loop, thread, over
+        self._newest = thread
 
     def release(self) -> None:
         """End the thread if nobody else needs it; waits for it, except in its own thread."""
@@ -100,6 +108,39 @@ class Bridge:
         loop.call_soon_threadsafe(loop.stop)
         if thread is not threading.current_thread():
             thread.join()
+
+    def leave(self, ending: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+        """`release` for finalizers, once the loop has run ``ending(*args)``. Does not wait; any thread."""
+        loop = self._loop
+        if loop is None or os.getpid() != self._owner:
+            return
+        self._leaving.append(ending)
+        try:
+            loop.call_soon_threadsafe(self._leave, ending, args)
+        except RuntimeError:  # the loop is closed: nothing of it runs any more
+            self._leaving.pop()
+
+    def _leave(self, ending: Callable[..., Coroutine[Any, Any, None]], args: tuple[Any, ...]) -> None:
+        task = asyncio.get_running_loop().create_task(ending(*args))
+        task.add_done_callback(self._left)
+
+    def _left(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": "the end of an iterator that was dropped failed", "exception": error}
+            )
+        self._leaving.popleft()
+        self.release()
+
+    def settle(self, seconds: float = SETTLE_SECONDS) -> None:
+        """Wait until all who left are gone, and the thread with them; some seconds at most. Returns at once if others
+        use it still. Not for finalizers.
+        """
+        thread = self._newest
+        if thread is None or os.getpid() != self._owner or thread is threading.current_thread():
+            return
+        if self._users <= len(self._leaving):
+            thread.join(seconds)
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
         """Have the loop call `function`, after all that it was asked before. Does not wait.
@@ -168,6 +209,33 @@ class Bridge:
             )
             raise LoaderClosed(f"the loader's event loop is gone: {where}; make a new iterator")
         return loop
+
+
+async def in_thread(function: Callable[[], None]) -> None:
+    """Call what blocks in a thread of its own, which has ended when this returns; here if there are no more threads."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def run() -> None:
+        try:
+            function()
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_set, done)
+
+    thread = threading.Thread(target=run, name="asyncloader-stop", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # at exit
+        function()
+        return
+    await done
+    thread.join()
+
+
+def _set(done: asyncio.Future[None]) -> None:
+    if not done.done():
+        done.set_result(None)
 
 
 def run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:

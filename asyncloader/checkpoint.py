@@ -45,6 +45,17 @@ class StateKeeper:
         self._loaded: dict[str, Any] | None = None  # as it was given, until an iterator begins from it
         self._pending: dict[str, Any] | None = None  # checked, ditto
 
+    @property
+    def grouped(self) -> bool:
+        """Whether `retire_group` has something to do."""
+        return self._group is not None
+
+    def retire_group(self) -> None:
+        """The loader is closed: the group of the ranks is of no use any more. Takes some seconds at most."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.retire()
+
     def _clock_of(self, spec: LoaderSpec[Any]) -> EpochClock:
         if self._clock is None:
             samplers = [plain_sampler(spec), spec.batch_sampler, getattr(spec.batch_sampler, "sampler", None)]

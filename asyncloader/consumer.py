@@ -39,6 +39,19 @@ NO_BATCH: Final[Any] = object()
 """In place of a batch all of whose samples were left out: take the next one."""
 
 
+class _Delivery:
+    """How far an item's delivery has come: Ctrl-C may end the call, and the next one goes on."""
+
+    __slots__ = ("advanced", "batch", "begun", "done", "item")
+
+    def __init__(self, item: Deliver) -> None:
+        self.item = item
+        self.begun = False
+        self.batch: Any = NO_BATCH  # until it is opened
+        self.advanced = False
+        self.done = False
+
+
 class Consumer:
     """What an iterator does with each batch, and what it hands to the pipeline.
 
@@ -78,6 +91,8 @@ class Consumer:
         self._reads = draws.order is not None
         self._outstanding = 0  # indices given out and not delivered; only counted where there is a plain sampler
         self._first = True
+        self.delivery: _Delivery | None = None
+        """The one that is under way. Who calls `deliver` sets it to None when the batch is the user's."""
         self._opener = Opener(statistics)
         self._pins = draws._pin_memory
         self._pin_device = draws._pin_memory_device
@@ -157,13 +172,22 @@ class Consumer:
             await asyncio.shield(asyncio.to_thread(self._stage.close))
 
     def close(self) -> None:
-        """End the stages."""
+        """End the stages, once the batch in hand is finished."""
         if self._stage is not None:
             self._stage.close()
         if self._agreeing is not None:
             self._agreeing.close()
         elif self._agreement is not None:
             self._agreement.give_up()  # made, but never iterated
+
+    def close_soon(self) -> None:
+        """`close` for finalizers: waits for nothing, so something may be forwarded yet."""
+        if self._stage is not None:
+            self._stage.close_soon()
+        if self._agreeing is not None:
+            self._agreeing.close_soon()
+        elif self._agreement is not None:
+            self._agreement.give_up()
 
     # ---------------------------------------------------------------------------------------- for each batch
 
@@ -191,6 +215,9 @@ class Consumer:
     ) -> Any:
         """The batch for the user, or `NO_BATCH`.
 
+        After a KeyboardInterrupt, called again with the same item, it goes on where it was: the batch is opened, the
+        sampler advanced and the delivery counted once.
+
         Args:
             item: what the pipeline gave.
             waited: seconds that the user waited for it.
@@ -202,12 +229,38 @@ class Consumer:
                 for before still come, as in torch.
             TooManyBadSamples: this batch's bad samples are more than are allowed. Nothing should be taken any more.
         """
+        delivery = self.delivery
+        if delivery is None or delivery.item is not item:
+            delivery = self.delivery = _Delivery(item)
+        try:
+            return self._delivered(delivery, waited, tell, opened)
+        except Exception:
+            self.delivery = None
+            raise
+
+    def _delivered(
+        self,
+        delivery: _Delivery,
+        waited: float,
+        tell: Callable[[int, Any], None],
+        opened: Callable[[], Any] | None,
+    ) -> Any:
+        item = delivery.item
+        if delivery.done:
+            return delivery.batch
         try:
             try:
-                batch = self.open(item) if opened is None else opened()
-            finally:
-                self._advance(item.seq, tell)  # also if opening failed: the credit must not be lost
-        except BaseException:
+                if delivery.batch is NO_BATCH:
+                    again, delivery.begun = delivery.begun, True
+                    if again:
+                        self._opener.forget(item.outcome)
+                    delivery.batch = self.open(item) if opened is None else opened()
+            except Exception:
+                self._advance(delivery, tell)  # the credit must not be lost
+                raise
+            if not delivery.advanced:
+                self._advance(delivery, tell)
+        except Exception:
             self._progress.failed(item.seq)
             raise
         outcome = item.outcome
@@ -220,9 +273,11 @@ class Consumer:
             self._statistics.first_batch(self._begun)
         result = outcome.result
         self._statistics.credits = self._scheduler.credits
-        self._progress.delivered(item.seq, item.worker, outcome.cursor)
         self._statistics.batch(result.samples, result.nbytes, result.pickled, waited, result.busy, self._workers)
-        return batch
+        # Last: a state that is saved after Ctrl-C says nothing of a batch that has not come.
+        self._progress.delivered(item.seq, item.worker, outcome.cursor)
+        delivery.done = True
+        return delivery.batch
 
     def _without_answer(self, item: Deliver, outcome: Any, waited: float) -> Any:
         """There is no worker's batch: a substitute, `NO_BATCH`, or an error."""
@@ -272,7 +327,7 @@ class Consumer:
             if notice.warning:
                 warnings.warn(notice.warning, RuntimeWarning, stacklevel=4)
 
-    def _advance(self, seq: int, tell: Callable[[int, Any], None]) -> None:
+    def _advance(self, delivery: _Delivery, tell: Callable[[int, Any], None]) -> None:
         offer: Any = NOTHING
         self._outstanding -= 1
         try:
@@ -284,7 +339,8 @@ class Consumer:
                 self._reads, offer = False, ENDED
             raise
         finally:
-            tell(seq, offer)
+            delivery.advanced = True
+            tell(delivery.item.seq, offer)
 
 
 def discard(item: Action) -> None:

@@ -53,6 +53,11 @@ class Opener:
         """The batch. The answer must not be used afterwards."""
         return self.open_held(answer)[0]
 
+    def forget(self, outcome: Any) -> None:
+        """`open` was interrupted, and nobody has got a view: it may be called again."""
+        if isinstance(outcome, Answer) and outcome.ring is not None:
+            outcome.ring.take_back(outcome.result.slot)
+
     def open_held(self, answer: Answer) -> tuple[Any, Anchor | None]:
         """The same, and what holds its slot beside the batch; None where there is none, or it was copied out of it."""
         result, template, ring, fd = answer[:4]

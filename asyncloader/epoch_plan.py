@@ -118,7 +118,12 @@ def _policy(spec: LoaderSpec[Any]) -> ErrorPolicy | None:
     if spec._asyncloader_options.on_error == "raise":
         return None
     refill = spec._asyncloader_options.bad_samples == "refill"
-    return ErrorPolicy(spec._asyncloader_options.on_error, refill, len(spec.dataset) if refill else None, spec._asyncloader_options.seed)  # type: ignore[arg-type]
+    return ErrorPolicy(
+        spec._asyncloader_options.on_error,
+        refill,
+        len(spec.dataset) if refill else None,
+        spec._asyncloader_options.seed,
+    )  # type: ignore[arg-type]
 
 
 def _seeded_setup(spec: LoaderSpec[Any], workers: int, draws: _BaseDataLoaderIter) -> SeededSetup | None:
@@ -216,7 +221,9 @@ def epoch_plan(spec: LoaderSpec[Any]) -> EpochPlan:
     ahead = spec._asyncloader_options.run_ahead if seeded and spec.in_order and not iterable else 0
     return EpochPlan(
         workers=spec.num_workers,
-        credits=most_credits(spec, spec._asyncloader_options.concurrency, spec._asyncloader_options.fetch_threads, iterable=iterable),
+        credits=most_credits(
+            spec, spec._asyncloader_options.concurrency, spec._asyncloader_options.fetch_threads, iterable=iterable
+        ),
         least_credits=prefetch,
         in_order=spec.in_order,
         iterable=iterable,

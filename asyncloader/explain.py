@@ -62,7 +62,9 @@ def _concurrent(spec: LoaderSpec[Any]) -> bool:
 
 
 def _credits(spec: LoaderSpec[Any]) -> int:
-    return most_credits(spec, spec._asyncloader_options.concurrency, spec._asyncloader_options.fetch_threads, iterable=is_iterable(spec))
+    return most_credits(
+        spec, spec._asyncloader_options.concurrency, spec._asyncloader_options.fetch_threads, iterable=is_iterable(spec)
+    )
 
 
 def _flights(spec: LoaderSpec[Any], statistics: Statistics) -> list[str]:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import warnings
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from time import perf_counter
@@ -381,9 +382,9 @@ class InlineIterator:
             self._agreement.give_up()
         self._executor.shutdown(wait=True)
 
-    def __del__(self) -> None:
-        if getattr(self, "_owner", None) == os.getpid():
+    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        # The executor's thread ends with the executor.
+        if not exiting() and getattr(self, "_owner", None) == os.getpid():
             if self._agreement is not None:
                 self._agreement.give_up()
-            self._executor.shutdown(wait=False)
             self._leave_soon()

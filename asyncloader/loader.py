@@ -87,6 +87,8 @@ class DataLoader(LoaderSpec[T_co]):
         self._iterator = None
         for iterator in list(state.iterators):
             iterator._shutdown_workers()
+        state.bridge.settle()  # those that were dropped a moment ago
+        state.keeper.retire_group()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the newest iterator stands: a fresh dictionary of plain values, O(1). Between epochs: the next epoch.

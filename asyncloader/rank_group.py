@@ -1,16 +1,17 @@
 """The process group on which the ranks of one loader agree: gloo, never the trainer's.
 
-Data path: beside the agreement. Made when a loader's first iterator is, destroyed with the last who refers to it.
+Data path: beside the agreement. Made when a loader's first iterator is. torch keeps each group, with its sockets and
+threads, until it is told; a finalizer must not tell it, because that waits for the group's threads. So the group of a
+loader that is gone is only noted, and destroyed when the next one is made, or another loader is closed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections import deque
 from datetime import timedelta
 from typing import Any
 
@@ -18,15 +19,17 @@ import torch
 
 from asyncloader.rank_view import Topology
 
-__all__ = ["RankGroup", "make_group"]
+__all__ = ["RankGroup", "destroy_unused", "make_group"]
 
 _TIMEOUT = timedelta(days=1)
 """Of a reduction. A rank that is ahead waits in one while the others validate or save, which is no failure; one that
 ends is noticed at once."""
+_DESTROY_SECONDS = 2.0
+"""How long the destruction of a group may hold up who asked for it."""
 
 
 class RankGroup:
-    """A gloo group of all ranks, for one loader; destroyed with the last who refers to it.
+    """A gloo group of all ranks, for one loader and its epochs.
 
     Args:
         group: of torch.distributed.
@@ -35,7 +38,8 @@ class RankGroup:
     def __init__(self, group: Any) -> None:
         self._group = group
         self._world = weakref.ref(torch.distributed.group.WORLD)
-        self._owner = os.getpid()
+        self._finalizer = weakref.finalize(self, _unused.append, (os.getpid(), group))
+        self._finalizer.atexit = False
         self._broken: str | None = None
         self._lock = threading.Lock()
         self._newest: Any = None
@@ -72,18 +76,44 @@ class RankGroup:
                 self._broken = str(error)
         raise RuntimeError(self._broken)  # not the error itself: its traceback holds the group
 
-    def close(self) -> None:
-        """Destroy the group. Local; the other ranks' reductions fail, unless all that they wait for has been sent."""
-        group, self._group = self._group, None
-        if group is not None:
-            with contextlib.suppress(Exception):  # torch.distributed was shut down already
-                torch.distributed.destroy_process_group(group)
-
-    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        # Its sockets and threads would stay otherwise: torch keeps each group until it is told. A forked child has none
-        # of the threads that this would wait for.
-        if not exiting() and os.getpid() == self._owner:
+    def retire(self) -> None:
+        """`close` it unless the other ranks may still have to hear of this one: then it goes with the last user."""
+        if self._newest is None:
             self.close()
+
+    def close(self) -> None:
+        """Destroy the group. Local; the other ranks' reductions fail, unless all that they wait for has been sent.
+
+        Takes two seconds at most: what is not done by then goes on in a thread that nobody waits for. Idempotent.
+        """
+        self._group = None
+        self._finalizer()
+        destroy_unused()
+
+
+# Groups that nobody uses any more, with the process that made them.
+_unused: deque[tuple[int, Any]] = deque()
+
+
+def destroy_unused() -> None:
+    """Destroy the groups of loaders that are gone. Not for finalizers: it waits for each, some seconds at most.
+
+    In a thread: torch waits there for the group's own, for as long as one of them is at a reduction.
+    """
+    while _unused:
+        with contextlib.suppress(IndexError):  # another thread was faster
+            unused = [_unused.popleft()]
+            if unused[0][0] != os.getpid():
+                continue  # a forked child has none of the threads that this would wait for
+            thread = threading.Thread(target=_destroy, args=(unused,), name="asyncloader-destroy", daemon=True)
+            thread.start()
+            thread.join(_DESTROY_SECONDS)
+
+
+def _destroy(unused: list[tuple[int, Any]]) -> None:
+    _, group = unused.pop()  # the last reference is this thread's
+    with contextlib.suppress(Exception):  # torch.distributed was shut down already
+        torch.distributed.destroy_process_group(group)
 
 
 def make_group(topology: Topology, old: RankGroup | None = None) -> RankGroup:
@@ -107,4 +137,5 @@ def make_group(topology: Topology, old: RankGroup | None = None) -> RankGroup:
         )
     if old is not None and not old.stale:
         return old
+    destroy_unused()
     return RankGroup(distributed.new_group(backend="gloo", timeout=_TIMEOUT))

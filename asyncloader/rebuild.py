@@ -109,7 +109,11 @@ def _order(loader: torch.utils.data.DataLoader[Any]) -> dict[str, Any]:
     if source is loader.dataset or source is _plain_dataset(loader.dataset):
         if type(sampler) is SequentialSampler:
             return {}
-        if isinstance(loader, LoaderSpec) and type(sampler) is SeededSampler and sampler.seed == loader._asyncloader_options.seed:
+        if (
+            isinstance(loader, LoaderSpec)
+            and type(sampler) is SeededSampler
+            and sampler.seed == loader._asyncloader_options.seed
+        ):
             return {"shuffle": True} if sampler.shuffle else {}
         if (
             type(sampler) is RandomSampler

@@ -14,6 +14,7 @@ may not. The thread refers to the stage only while it has a message in hand, so 
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -88,14 +89,18 @@ class Stage(ABC):
 
     def close(self) -> None:
         """Let the batch in hand be finished and discard the rest. Idempotent."""
-        self._closed = True
-        self._messages.put(_END)
+        self.close_soon()
         # The last reference to an iterator may go while one of the stage's own threads collects garbage.
         if threading.current_thread() not in self.threads():
             self._thread.join()
 
-    def __del__(self) -> None:
-        if hasattr(self, "_messages"):  # else it was never made
+    def close_soon(self) -> None:
+        """`close` without waiting: the batch in hand may be forwarded yet. For finalizers."""
+        self._closed = True
+        self._messages.put(_END)
+
+    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not exiting() and hasattr(self, "_messages"):  # else it was never made
             self._discard()  # dropped without an end
 
     def _work(self, message: Any) -> bool:

@@ -9,10 +9,13 @@ while it does not (`read_ahead.py`); the sampler is advanced, and batches are co
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import sys
+import weakref
 from collections.abc import Callable
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any
 
 import torch
@@ -36,14 +39,29 @@ from asyncloader.progress import Progress
 from asyncloader.read_ahead import ReadAhead
 from asyncloader.seeded_mode import even_ranks, without_batch
 from asyncloader.statistics import Statistics
+from asyncloader.workers import exit_hook
 from asyncloader.workers.bad_samples import BadSample, NoSamples
+from asyncloader.workers.dataset_context import DatasetContext
+from asyncloader.workers.reader import Reader
 from asyncloader.workers.unasked import Unasked
 
-__all__ = ["CountedNext", "InlineIterator"]
+__all__ = ["CountedNext", "InlineIterator", "end_at_exit"]
+
+_EXIT_SECONDS = 6.0
+"""How long a process that ends waits for its iterators, all together: a little more than workers are given."""
 
 
 class CountedNext(Draws):
-    """torch's `__next__`, with the profiler's range only while a profiler looks (it costs 10 microseconds)."""
+    """torch's `__next__`, with the profiler's range only while a profiler looks (it costs 10 microseconds).
+
+    Its end, as a part of ours: `_leave_soon` asks for it and waits for nothing, for finalizers; `_bridge` is where it
+    takes place.
+    """
+
+    _bridge: Bridge | None
+
+    def _leave_soon(self) -> None:
+        raise NotImplementedError
 
     def __next__(self) -> Any:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
@@ -77,8 +95,10 @@ class InlineIterator(CountedNext):
         self._begin(progress)
         self._uses_loop = self._reader.asynchronous or self._source is not None
         if self._uses_loop:
+            bridge.settle()  # an iterator that was dropped leaves the dataset's context before this one enters it
+            bridge.acquire()
             self._bridge = bridge
-            self._bridge.acquire()
+            end_at_exit(self)
         self._mover = mover_of(loader)
         self._pin = torch_pin(self._pin_memory_device) if self._pin_memory else None
         self._begun = self._statistics.begin()
@@ -235,35 +255,19 @@ class InlineIterator(CountedNext):
             self._indices = self._source.reading(self._progress)
         return await anext(self._indices)
 
-    def _release(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        if os.getpid() != self._owner:
-            return  # nothing of it runs in a forked child
+    def _release(self) -> None:
         bridge, self._bridge = self._bridge, None
-        if bridge is None:
+        if bridge is None or os.getpid() != self._owner:
+            return  # nothing of it runs in a forked child
+        if bridge.inside:  # which cannot wait for itself
+            bridge.leave(_leave_and_tell, self._ahead, self._reader, self._context)
             return
         try:
-            if exiting():
-                pass  # the loop's thread does not run any more
-            elif bridge.inside:  # collected by the loop's own thread, which cannot wait for itself
-                self._leave_soon()
-            else:
-                warn_of_exit(bridge.run(self._leave()))
+            warn_of_exit(bridge.run(_leave(self._ahead, self._reader, self._context)))
         except LoaderClosed:
             pass
         finally:
             bridge.release()
-
-    async def _leave(self) -> BaseException | None:
-        if self._ahead is not None:
-            return await self._ahead.aclose()
-        await self._reader.aclose()
-        return await self._context.close()
-
-    def _leave_soon(self) -> None:
-        if self._ahead is not None:
-            self._ahead.cancel_soon()
-        self._context.close_soon()
-        self._reader.close()
 
     def _shutdown_workers(self) -> None:
         """End the epoch. The name is torch's."""
@@ -272,9 +276,29 @@ class InlineIterator(CountedNext):
             self._agreement.give_up()
         self._release()
 
-    def __del__(self) -> None:
-        if getattr(self, "_owner", None) == os.getpid():
-            self._shutdown_workers()
+    def _leave_soon(self) -> None:
+        self._closed = True
+        if self._agreement is not None:
+            self._agreement.give_up()
+        bridge, self._bridge = self._bridge, None
+        if bridge is not None:
+            bridge.leave(_leave_and_tell, self._ahead, self._reader, self._context)
+
+    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not exiting() and getattr(self, "_owner", None) == os.getpid():
+            self._leave_soon()
+
+
+async def _leave(ahead: ReadAhead | None, reader: Reader, context: DatasetContext) -> BaseException | None:
+    """Nothing more is read. Returns what leaving the dataset's context raised."""
+    if ahead is not None:
+        return await ahead.aclose()
+    await reader.aclose()
+    return await context.close()
+
+
+async def _leave_and_tell(ahead: ReadAhead | None, reader: Reader, context: DatasetContext) -> None:
+    warn_of_exit(await _leave(ahead, reader, context))
 
 
 class _Broken:
@@ -282,3 +306,30 @@ class _Broken:
 
     def __init__(self, error: Exception) -> None:
         self.error = error
+
+
+# Iterators that have something to be ended. At exit that is done while their loops' threads still run: once the
+# interpreter is finalizing no daemon thread does, and finalizers do nothing at all.
+_live: weakref.WeakSet[CountedNext] = weakref.WeakSet()
+
+
+def end_at_exit(iterator: CountedNext) -> None:
+    """Have this iterator ended when the process ends, if it still lives."""
+    _install_exit_hook()
+    _live.add(iterator)
+
+
+@functools.cache
+def _install_exit_hook() -> None:
+    exit_hook.install()  # first, hence called after ours: pools are stopped when nobody listens to them any more
+    atexit.register(_end_all)
+
+
+def _end_all() -> None:
+    bridges = {iterator._bridge for iterator in _live} - {None}
+    for iterator in list(_live):
+        iterator._leave_soon()
+    deadline = monotonic() + _EXIT_SECONDS
+    for bridge in bridges:
+        assert bridge is not None
+        bridge.settle(max(0.0, deadline - monotonic()))

@@ -9,19 +9,21 @@ in the bridge's loop thread; between the two there is one queue each way. Worker
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
-import functools
 import os
 import queue
+import sys
+import threading
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice, repeat
 from time import perf_counter
 from typing import Any
 
 from asyncloader.bad_sample_log import BadSampleLog
-from asyncloader.bridge import Bridge, run_in_thread
+from asyncloader.bridge import Bridge, in_thread, run_in_thread
 from asyncloader.checkpoint import StateKeeper
 from asyncloader.consumer import NO_BATCH, Consumer, discard
 from asyncloader.device.options import mover_of
@@ -34,9 +36,10 @@ from asyncloader.options import LoaderSpec
 from asyncloader.pipeline import Pipeline
 from asyncloader.replacing import Replacer, Request, weakly
 from asyncloader.statistics import Statistics
-from asyncloader.sync_inline import CountedNext
+from asyncloader.sync_inline import CountedNext, end_at_exit
 from asyncloader.workers.info import EpochStart, WorkerSetup
 from asyncloader.workers.leasing import is_leased
+from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.seeding import derive
 
 __all__ = ["WorkerIterator"]
@@ -44,6 +47,8 @@ __all__ = ["WorkerIterator"]
 
 class WorkerIterator(CountedNext):
     """With workers. The loop's thread refers to the pipeline and the queue, never to this object: dropped, it dies."""
+
+    _bridge: Bridge
 
     def __init__(self, loader: LoaderSpec[Any], statistics: Statistics, bridge: Bridge, keeper: StateKeeper) -> None:
         self._keeper = keeper
@@ -54,7 +59,8 @@ class WorkerIterator(CountedNext):
         super().__init__(loader, self._progress)
         self._progress.base_seed_drawn()
         self._shutdown = True  # until there is something to shut down
-        self._timeout_or_none = self._timeout or None
+        # More than a lock can wait for, infinity above all, is for ever.
+        self._timeout_or_none = self._timeout if 0 < self._timeout <= threading.TIMEOUT_MAX else None
         self._statistics = statistics
         self._bridge = bridge
         self._owner = os.getpid()
@@ -63,9 +69,10 @@ class WorkerIterator(CountedNext):
         self._acquired: Sequence[EpochStart] | None = None  # what workers that were just started begin with
         self._ended: str | None = None  # as in async_iterator.py
         self._queue: queue.SimpleQueue[Action | None] = queue.SimpleQueue()  # None: look for other work
+        self._taken: deque[Action | None] = deque()  # out of the queue, and not dealt with; one at most
+        self._delivering = False  # that one's delivery has begun
         self._acquire(loader)
-        _install_exit_hook()
-        _live.add(self)
+        end_at_exit(self)
         try:
             self._reset(loader, first_iter=True)
         except BaseException:
@@ -74,6 +81,7 @@ class WorkerIterator(CountedNext):
 
     def _acquire(self, loader: LoaderSpec[Any]) -> None:
         """Start workers and the loop's thread; `_shutdown_workers` gives both back."""
+        self._bridge.settle()  # no thread of an iterator that was dropped is in the way of the forks
         plan = self._plan = epoch_plan(loader)
         base_seed, starts = self._begin_workers(loader, anew=True)
         self._acquired = starts
@@ -143,6 +151,7 @@ class WorkerIterator(CountedNext):
                     # stays where it is: it may be the sampler's, too.
                     self._base_seed = derive(int(self._base_seed), "anew") >> 1
                 self._acquire(loader)
+        self._drop_taken()
         self._ended = None
         self._fresh = True
         self._queue = queue.SimpleQueue()
@@ -167,6 +176,7 @@ class WorkerIterator(CountedNext):
 
     def _next_data(self) -> Any:
         if self._ended is not None:
+            self._drop_taken()
             raise StopIteration if not self._ended else LoaderClosed(self._ended)
         if os.getpid() != self._owner:
             raise LoaderClosed("this iterator belongs to the process that this one was forked from; make a new one")
@@ -183,25 +193,47 @@ class WorkerIterator(CountedNext):
             if self._replacer.requests:
                 self._replacer.work()
             begin = perf_counter()
-            try:
-                item = self._queue.get(timeout=self._timeout_or_none)
-            except queue.Empty:
-                raise self._timed_out() from None
+            taken = self._taken
+            if not taken:
+                # Out of the queue and into the deque by one call into C: Ctrl-C comes before or after that.
+                try:
+                    taken.extend(islice(map(self._queue.get, repeat(True), repeat(self._timeout_or_none)), 1))
+                except queue.Empty:
+                    raise self._timed_out() from None
+            item = taken[0]
             if item is None:
+                del taken[0]
                 continue
             if not isinstance(item, Deliver):
                 error = self._end(item)
+                taken.clear()
                 try:
                     raise error
                 finally:
                     del item, error  # the traceback refers to this frame, which must not refer back to the error
+            self._delivering = True
             try:
                 batch = consumer.deliver(item, perf_counter() - begin, self._tell)
             except TooManyBadSamples as error:
                 self._fail(error)
                 raise
+            except Exception:
+                taken.clear()
+                self._delivering = False
+                raise
+            # Nothing is called from here on, so that Ctrl-C does not come before the batch is the caller's.
+            del taken[0]
+            self._delivering, consumer.delivery = False, None
             if batch is not NO_BATCH:
                 return batch
+
+    def _drop_taken(self) -> None:
+        """What Ctrl-C kept from being delivered, nobody wants any more. In the iterating thread."""
+        while self._taken:
+            item = self._taken.pop()
+            if item is not None and not self._delivering:
+                discard(item)
+        self._delivering = False
 
     def _timed_out(self) -> LoaderTimeout:
         error = LoaderTimeout(self._timeout)
@@ -241,13 +273,7 @@ class WorkerIterator(CountedNext):
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
             consumer.close()
-        self._discard_ready()
-
-    def _discard_ready(self) -> None:
-        while not self._queue.empty():
-            item = self._queue.get()
-            if item is not None:
-                discard(item)
+        _discard_ready(self._queue)
 
     def _shutdown_workers(self) -> None:
         """End the epoch and the workers; wait until they are gone. Idempotent. The name is torch's."""
@@ -257,17 +283,12 @@ class WorkerIterator(CountedNext):
             if hasattr(self, "_pool") and not self._bridge.inside:
                 self._pool.stop()  # waits for another thread that is at it
             return
+        if self._bridge.inside:  # which cannot wait for itself
+            self._leave_soon()
+            return
         self._shutdown = True
         if self._ended is None:
             self._ended = "this iterator was shut down"
-        if self._bridge.inside:
-            # Collected by the loop's own thread, which cannot wait for itself.
-            if self._pipeline is not None:
-                self._pipeline.close()
-            self._discard_ready()
-            self._pool.stop_soon()
-            self._bridge.release()
-            return
         try:
             self._end_epoch()
         finally:
@@ -275,9 +296,17 @@ class WorkerIterator(CountedNext):
             self._pool.stop()
             self._queue.put(Fail(LoaderClosed(self._ended or "this iterator has ended")))  # a thread may wait there
 
-    def __del__(self) -> None:
-        if not getattr(self, "_shutdown", True):
-            self._shutdown_workers()
+    def _leave_soon(self) -> None:
+        if self._shutdown or os.getpid() != self._owner:
+            return
+        self._shutdown = True
+        if self._ended is None:
+            self._ended = "this iterator was shut down"
+        self._bridge.leave(_leave, self._pipeline, self._consumer, self._queue, self._pool)
+
+    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not exiting() and not getattr(self, "_shutdown", True):
+            self._leave_soon()
 
 
 def _start(pipeline: Pipeline, offers: list[Any], starts: Sequence[EpochStart], sink: Any) -> None:
@@ -295,16 +324,27 @@ async def _close(pipeline: Pipeline) -> None:
             await reader
 
 
-# Iterators that may still have workers. At exit they are shut down while their loops' threads still run.
-_live: weakref.WeakSet[WorkerIterator] = weakref.WeakSet()
+async def _leave(
+    pipeline: Pipeline | None, consumer: Consumer | None, ready: queue.SimpleQueue[Action | None], pool: WorkerPool
+) -> None:
+    """The end of an iterator that was dropped."""
+    if pipeline is not None:
+        await _close(pipeline)
+
+    def end() -> None:
+        try:
+            if consumer is not None:
+                consumer.close()
+            _discard_ready(ready)
+        finally:
+            pool.stop()
+
+    await in_thread(end)
 
 
-@functools.cache
-def _install_exit_hook() -> None:
-    # Registered after the pool's own hook, hence called before it.
-    atexit.register(_shutdown_all)
-
-
-def _shutdown_all() -> None:
-    for iterator in list(_live):
-        iterator._shutdown_workers()
+def _discard_ready(ready: queue.SimpleQueue[Action | None]) -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            item = ready.get_nowait()
+            if item is not None:
+                discard(item)

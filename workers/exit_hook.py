@@ -11,7 +11,7 @@ import functools
 import weakref
 from typing import Protocol
 
-__all__ = ["stop_at_exit"]
+__all__ = ["install", "stop_at_exit"]
 
 
 class Stoppable(Protocol):
@@ -35,12 +35,13 @@ _pools: weakref.WeakSet[Stoppable] = weakref.WeakSet()
 
 def stop_at_exit(pool: Stoppable) -> None:
     """Have this pool stopped, if it is still there."""
-    _install()
+    install()
     _pools.add(pool)
 
 
 @functools.cache
-def _install() -> None:
+def install() -> None:
+    """Register the hook, once: what is registered later is called before it."""
     atexit.register(_stop_all)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -127,16 +128,18 @@ class JobThreads:
 
     def close(self) -> None:
         """Let the threads end when they have done what was put before. Does not wait."""
-        with self._lock:
-            self._closed = True
-            self._most = 0  # no new ones
-            for _ in range(self._started):
-                self._jobs.put(None)
-            self._started = 0
+        # No lock: finalizers call it. A thread that is being started this moment ends with this object.
+        self._closed = True
+        self._most = 0  # no new ones
+        self._end_threads()
 
-    def __del__(self) -> None:
-        for _ in range(getattr(self, "_started", 0)):
+    def _end_threads(self) -> None:
+        for _ in range(self._started):
             self._jobs.put(None)
+
+    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not exiting() and hasattr(self, "_lock"):
+            self._end_threads()
 
 
 # The threads refer to the line, and to nothing else: threads that nobody has any more are collected, and end them.

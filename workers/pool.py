@@ -15,8 +15,9 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from asyncloader.errors import LoaderClosed, WorkerDied
@@ -373,8 +374,8 @@ class WorkerPool:
             except RuntimeError:  # at exit there are no more threads
                 self.stop()
 
-    def __del__(self) -> None:
-        if not getattr(self, "_stopped", True):
+    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not exiting() and not getattr(self, "_stopped", True):
             self.stop_soon()
 
     def stop(self) -> None:

@@ -160,8 +160,9 @@ class Ring:
         while released:
             lease = released.popleft()
             slot = lease.slot
-            # A release of an older generation is stale: the slot was retired, or belongs to somebody else now.
-            if self._generation[slot] == lease.generation and self._leases.pop(slot, None) is not None:
+            # The release of another lease than this is stale: the slot was retired, or belongs to somebody else now.
+            if self._leases.get(slot) is lease:
+                del self._leases[slot]
                 self._generation[slot] += 1
                 self._free.append(slot)
 
@@ -181,6 +182,10 @@ class Ring:
         anchor = self.look(slot, nbytes)
         self._leases[slot] = make_lease(anchor, self._append_released, slot, self._generation[slot])
         return anchor
+
+    def take_back(self, slot: int) -> None:
+        """Undo `lend`, of which nobody has got the view: the slot is an assigned one again. Else nothing."""
+        self._leases.pop(slot, None)
 
     def look(self, slot: int, nbytes: int) -> Anchor:
         """An anchor without a lease, to copy an assigned slot out.

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset, get_worker_info
 
+from asyncloader.rank_group import destroy_unused
 from tests.integration.remote_folders import dataset_of, with_method
 from tests.integration.running import PATIENCE_S
 from tests.integration.seeded_datasets import AllDraws, Rows
@@ -296,6 +297,7 @@ class Place:
             if thread.name.startswith("asyncloader"):
                 thread.join(PATIENCE_S)
         gc.collect()
+        destroy_unused()
         return {
             "threads": [thread.name for thread in threading.enumerate() if thread.name.startswith("asyncloader")],
             "children": children_of(os.getpid()),

@@ -16,11 +16,11 @@ import torch
 import torch.utils.data
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tests.integration.running import run_async
 from torch.utils.data import BatchSampler, RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader import AsyncDataLoader, DataLoader, StateError
+from tests.integration.running import run_async
 
 SIZE = 40
 DATA: Any = torch.arange(SIZE)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 from asyncloader import AsyncDataLoader, LoaderClosed
 from tests.integration.comparing import assert_same
@@ -301,3 +302,25 @@ async def test_close_during_the_start() -> None:
     with pytest.raises(LoaderClosed, match="was closed"):
         await waiting
     assert batches.pool is None
+
+
+class Draws(Dataset[float]):
+    """Each sample is a random number of the worker's."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> float:
+        return float(torch.rand(()))
+
+
+async def test_two_iterators_that_begin_before_either_starts() -> None:
+    """Only one of them goes on with the persistent workers. The other one's draw numbers of their own, not once more
+    those of the first epoch.
+    """
+    async with AsyncDataLoader[Any](Draws(), num_workers=1, persistent_workers=True) as loader:
+        first = [float(batch) async for batch in loader]
+        several = [aiter(loader), aiter(loader)]
+        drawn = [[float(batch) async for batch in batches] for batches in reversed(several)]
+        drawn.append([float(batch) async for batch in loader])
+    assert len({number for epoch in (first, *drawn) for number in epoch}) == 20

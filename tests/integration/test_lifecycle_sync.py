@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from asyncloader import DataLoader, LoaderClosed
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import AsyncNumbers, Numbers, Pids
-from tests.integration.running import Deaths, collect
+from tests.integration.running import PATIENCE_S, Deaths, collect
 
 
 def firsts(batches: list[Any]) -> list[float]:
@@ -26,16 +26,36 @@ def our_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("asyncloader")]
 
 
-def test_break_frees_the_workers_at_once() -> None:
-    """Leaving the loop with `break` ends the processes and the private loop's thread, while the loader lives on."""
+def await_our_threads() -> None:
+    """Those of what was dropped end by themselves."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("asyncloader"):
+            thread.join(PATIENCE_S)
+    assert our_threads() == []
+
+
+def test_break_frees_the_workers() -> None:
+    """Leaving the loop with `break` ends the processes and the private loop's thread by themselves, while the loader
+    lives on. What comes next waits for that: the next iterator, before it forks, and `close()`.
+    """
     loader = DataLoader[Any](Pids(100), num_workers=2)
+    deaths = Deaths([])
+    for batch in loader:
+        deaths = Deaths([int(batch[0])])
+        break
+    deaths.wait()
+    await_our_threads()
     for _ in range(2):
-        deaths = Deaths([])
         for batch in loader:
             deaths = Deaths([int(batch[0])])
             break
-        deaths.wait()
-        assert our_threads() == []
+        batches = iter(loader)
+        assert deaths.ended()
+        deaths.close()
+        assert our_threads() == ["asyncloader-loop"]
+        del batches
+    loader.close()
+    assert our_threads() == []
 
 
 def test_exception_in_the_body_frees_the_workers() -> None:
@@ -204,7 +224,7 @@ def test_async_dataset_without_workers_leaves_no_thread() -> None:
     assert len(list(loader)) == 5
     for _ in loader:
         break
-    assert our_threads() == []
+    await_our_threads()
     batches = iter(loader)
     next(batches)
     loader.close()

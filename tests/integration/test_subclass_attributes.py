@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch.utils.data
-from tests.integration.comparing import assert_same
-from tests.integration.datasets import Numbers
-from tests.integration.running import collect, run_async
 
 from asyncloader import AsyncDataLoader, DataLoader, StatefulDataLoader
 from asyncloader.options import OUR_OPTION_NAMES
+from tests.integration.comparing import assert_same
+from tests.integration.datasets import Numbers
+from tests.integration.running import collect, run_async
 
 # What programs keep under these names, and what would change their batches, or fail, if it were taken for an option.
 THEIRS: dict[str, Any] = dict.fromkeys(OUR_OPTION_NAMES, "theirs") | {

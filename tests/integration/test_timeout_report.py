@@ -16,8 +16,9 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader import AsyncDataLoader, DataLoader, LoaderTimeout
+from tests.integration.datasets import Numbers
 from tests.integration.faulty import Faults, Faulty
-from tests.integration.running import BOTH, run_async
+from tests.integration.running import BOTH, KINDS, collect, run_async
 
 
 def report_of(kind: str, dataset: Any, **options: Any) -> tuple[str, list[int]]:
@@ -162,3 +163,9 @@ class Hanging(Dataset[Any]):
         if index:
             threading.Event().wait()
         return index
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_infinite_timeout_is_none(kind: str) -> None:
+    """``timeout=float("inf")`` waits as long as it takes."""
+    assert len(collect(kind, Numbers(3), num_workers=1, timeout=float("inf"))) == 3

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integration.comparing import assert_same
-from tests.integration.datasets import Numbers, collate_strings
-from tests.integration.running import collect, run_async
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import asyncloader
 from asyncloader import AsyncDataLoader, DataLoader
+from tests.integration.comparing import assert_same
+from tests.integration.datasets import Numbers, collate_strings
+from tests.integration.running import collect, run_async
 
 
 def test_the_facade_is_a_torch_dataloader() -> None:

@@ -1,0 +1,248 @@
+"""Finalizers signal and never wait: every `__del__`, weak reference's callback and hook at exit or at a fork is read,
+with all that it calls in the package.
+
+Finalizers run in any thread, which may hold a lock that the one waited for needs; and once the interpreter is
+finalizing no daemon thread ever runs again (from Python 3.13 on), so that whoever waits for one, waits for ever.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+
+from tests.test_architecture import MODULES
+
+WAITS = {"join", "wait", "wait_for", "result", "acquire", "run", "get", "sleep", "settle", "select", "poll", "recv"}
+"""Methods and functions that wait; `get` only of a queue."""
+
+BOUNDED = {
+    # What a hook at exit may wait for: it runs while daemon threads still do.
+    "_end_all: bridge.settle": "until a deadline that all iterators have in common",
+    "_leave_all: thread.join": "ditto, of the threads that tell the other ranks",
+    "Bridge.settle: thread.join": "its argument",
+    "_settle: time.sleep": "a twentieth of a second",
+    # Reached from a finalizer where no thread can be started any more, and then the pool is nobody else's.
+    "WorkerPool.stop: with self._stop_lock": "five seconds",
+    "WorkerPool.stop: with self._making": "as long as a line of code takes",
+    "WorkerPool.stop: shutdown.run": "five seconds",
+}
+
+
+class Function(NamedTuple):
+    module: str
+    owner: str  # its class; empty for none
+    node: ast.FunctionDef | ast.AsyncFunctionDef
+
+    @property
+    def name(self) -> str:
+        return f"{self.owner}.{self.node.name}" if self.owner else self.node.name
+
+
+@cache
+def parsed() -> dict[str, ast.Module]:
+    return {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
+
+
+@cache
+def functions() -> dict[str, list[Function]]:
+    """All functions of the package, nested ones too, by their plain names. A class's is its `__init__`."""
+    found: dict[str, list[Function]] = {}
+
+    def visit(module: str, owner: str, node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                function = Function(module, owner, child)
+                found.setdefault(child.name, []).append(function)
+                if child.name == "__init__" and owner:
+                    found.setdefault(owner, []).append(function)
+            visit(module, child.name if isinstance(child, ast.ClassDef) else owner, child)
+
+    for module, tree in parsed().items():
+        visit(module, "", tree)
+    return found
+
+
+@cache
+def families() -> dict[str, set[str]]:
+    """Of each class: itself, its bases and what is derived from it, by name."""
+    bases = {
+        node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
+        for tree in parsed().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    above = {name: {name} for name in bases}
+    for _ in range(5):
+        for every in above.values():
+            every |= {up for base in every & bases.keys() for up in bases[base]}
+    return {name: above[name] | {other for other in above if name in above[other]} for name in above}
+
+
+@cache
+def types_of_names() -> dict[tuple[str, str], set[str]]:
+    """The package's classes that a variable, argument or attribute of this name is annotated as, or made of, in this
+    module.
+    """
+    found: dict[tuple[str, str], set[str]] = {}
+
+    def note(module: str, target: ast.AST, kind: ast.AST | None) -> None:
+        name = target.id if isinstance(target, ast.Name) else target.attr if isinstance(target, ast.Attribute) else ""
+        if kind is not None:
+            words = {node.id for node in ast.walk(kind) if isinstance(node, ast.Name)}
+            found.setdefault((module, name.lstrip("_")), set()).update(words & families().keys())
+
+    for module, tree in parsed().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.AnnAssign):
+                note(module, node.target, node.annotation)
+            elif isinstance(node, ast.arg):
+                note(module, ast.Name(node.arg), node.annotation)
+            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+                note(module, node.targets[0], node.value.func)
+    return found
+
+
+def types_of(module: str, name: str) -> set[str]:
+    """The same; where this module does not say, of any module's."""
+    here = types_of_names().get((module, name))
+    if here:
+        return here
+    return {kind for (_, other), kinds in types_of_names().items() if other == name for kind in kinds}
+
+
+@cache
+def calls(function: Function) -> list[Function]:
+    """What of the package it calls, but for coroutine functions: those run elsewhere."""
+    found = [each for node in own_nodes(function) if isinstance(node, ast.Call) for each in called(function, node)]
+    return [each for each in found if not isinstance(each.node, ast.AsyncFunctionDef)]
+
+
+def called(function: Function, call: ast.Call) -> Iterator[Function]:
+    """What of the package this call may be of. What is handed over to be called elsewhere is not called here."""
+    target = call.func
+    if isinstance(target, ast.Name):
+        every = [found for found in functions().get(target.id, ()) if not found.owner or found.node.name == "__init__"]
+        yield from [found for found in every if found.module == function.module] or every
+    if not isinstance(target, ast.Attribute):
+        return
+    receiver = target.value
+    if isinstance(receiver, ast.Name) and receiver.id == "self":
+        owners = families().get(function.owner, {function.owner})
+    elif isinstance(receiver, ast.Call):  # super()
+        owners = families().get(function.owner, set())
+    else:
+        name = receiver.id if isinstance(receiver, ast.Name) else getattr(receiver, "attr", "")
+        owners = {kin for kind in types_of(function.module, name.lstrip("_")) for kin in families()[kind]}
+        for found in functions().get(target.attr, ()):
+            if not found.owner and found.module.endswith(f".{name}"):
+                yield found
+    yield from (found for found in functions().get(target.attr, ()) if found.owner in owners)
+
+
+def own_nodes(function: Function) -> Iterator[ast.AST]:
+    """Its nodes, without those of functions that are only defined in it."""
+    todo: list[ast.AST] = list(function.node.body)
+    while todo:
+        node = todo.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            todo.extend(ast.iter_child_nodes(node))
+
+
+@cache
+def waits(function: Function) -> frozenset[str]:
+    """The places in it that wait."""
+    return frozenset(_waits(function))
+
+
+def _waits(function: Function) -> Iterator[str]:
+    for node in own_nodes(function):
+        if isinstance(node, ast.With):
+            for item in node.items:
+                text = ast.unparse(item.context_expr)
+                if "lock" in text.lower() or text in {"self._making", "self._turn()"}:
+                    yield f"{function.name}: with {text}"
+        if isinstance(node, ast.Await):
+            yield f"{function.name}: {ast.unparse(node)}"
+        if not isinstance(node, ast.Call):
+            continue
+        target, text = node.func, ast.unparse(node.func)
+        name = target.attr if isinstance(target, ast.Attribute) else text
+        of_text = isinstance(target, ast.Attribute) and isinstance(target.value, ast.Constant)
+        of_mapping = name == "get" and bool(node.args)
+        if name in WAITS and not of_text and not of_mapping:
+            yield f"{function.name}: {text}"
+        if name == "shutdown" and "executor" in text:
+            yield f"{function.name}: {text}"
+        if name == "destroy_process_group":
+            yield f"{function.name}: {text}"
+
+
+def _named(node: ast.AST, module: str) -> list[Function]:
+    """The functions that a callback is."""
+    if isinstance(node, ast.Lambda):
+        body = ast.FunctionDef("<lambda>", node.args, [ast.Expr(node.body)], [], lineno=node.lineno)
+        return [Function(module, "", body)]
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return [found for found in functions().get(name, ()) if found.module == module]
+
+
+def finalizers() -> list[Function]:
+    """What Python calls at the end of an object or of the process, or around a fork."""
+    found = list(functions()["__del__"])
+    for module, tree in parsed().items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            text = ast.unparse(node.func)
+            if text in {"weakref.finalize", "weakref.ref"} and len(node.args) > 1:
+                found += _named(node.args[1], module)
+            elif text in {"atexit.register", "threading._register_atexit"}:
+                found += _named(node.args[0], module)
+            elif text == "os.register_at_fork":
+                found += [each for keyword in node.keywords for each in _named(keyword.value, module)]
+    return found
+
+
+def reached(root: Function) -> list[Function]:
+    """It, and all of the package that it calls."""
+    seen: set[Function] = set()
+    todo = [root]
+    while todo:
+        function = todo.pop()
+        if function not in seen:
+            seen.add(function)
+            todo += calls(function)
+    return list(seen)
+
+
+@pytest.mark.parametrize("root", finalizers(), ids=lambda root: f"{root.module}:{root.name}")
+def test_a_finalizer_waits_for_nothing(root: Function) -> None:
+    """Neither it nor what it calls joins a thread, takes a lock, or waits for what another thread must do."""
+    found = {place for function in reached(root) for place in waits(function)}
+    assert found <= BOUNDED.keys()
+
+
+@pytest.mark.parametrize("root", functions()["__del__"], ids=lambda root: f"{root.module}:{root.name}")
+def test_nothing_of_ours_runs_while_the_interpreter_is_finalizing(root: Function) -> None:
+    """By then modules may be cleared, and threads are gone: who calls code of the package asks first."""
+    assert len(reached(root)) == 1 or "exiting()" in ast.unparse(root.node)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("_shutdown_workers", "Bridge.release: thread.join"),
+        ("_shutdown_workers", "Stage.close: self._thread.join"),
+        ("_shutdown_workers", "Bridge.run: answers.get"),
+        ("make_group", "destroy_unused: thread.join"),
+        ("_destroy", "_destroy: torch.distributed.destroy_process_group"),
+    ],
+)
+def test_the_walk_finds_what_waits(name: str, place: str) -> None:
+    """It sees through calls: what waits in ordinary code is found from where that begins."""
+    assert any(place in waits(found) for root in functions()[name] for found in reached(root))
