@@ -14,18 +14,16 @@ import copy
 from collections.abc import Generator
 from typing import Any
 
-import torch
-
 from asyncloader.agreement import Agreement
 from asyncloader.epoch import EpochClock
-from asyncloader.generators import draws_when_iterated, generator_text, own_generator, set_generators
-from asyncloader.index_stream import IndexStream, base_sampler, fresh_state
+from asyncloader.generators import own_generator, set_generators
+from asyncloader.index_stream import IndexStream, base_sampler
 from asyncloader.leased_epoch import new_key
+from asyncloader.next_epoch import Prospect, after_an_epoch, of_a_first_epoch
 from asyncloader.options import LoaderSpec, async_index_source, is_iterable
 from asyncloader.progress import Progress, Tally
 from asyncloader.rank_group import RankGroup, make_group
 from asyncloader.rank_view import RankView
-from asyncloader.sampler import AsyncIndexSource
 from asyncloader.seeded_mode import expectations, plain_sampler, topology
 from asyncloader.state_layout import check_exact, check_generators, check_length, check_state, check_workers, compare
 from asyncloader.workers.cursor import is_stateful
@@ -91,6 +89,9 @@ class StateKeeper:
         progress.agreement = self._agreement(spec, progress.first_step)
         if is_leased(spec.dataset) and progress.saved_leases is None:
             progress.leases_key = new_key(spec, progress.epoch)
+        seeds = None if (loaded := resumed or finished) is None else loaded["seeds"]
+        if seeds is not None and seeds["rank"] == topology(spec).rank:  # those of another rank would double its numbers
+            progress.seeds = seeds
         if finished is not None:
             progress.follows = True
             progress.carried = finished["workers"]
@@ -130,7 +131,8 @@ class StateKeeper:
             streams = {"num_workers": spec.num_workers, **topology(spec)._asdict()}
         total = _length(spec._index_sampler) if spec._ours.seed is not None and not iterable else None
         every = spec._ours.snapshot_every_n_steps or 0
-        return Progress(clock, expectations(spec, iterable=iterable), streams, resumed, total, every, self.tally)
+        rank = topology(spec).rank
+        return Progress(clock, expectations(spec, iterable=iterable), streams, resumed, total, every, self.tally, rank)
 
     def state(self, spec: LoaderSpec[Any], *, before_last: bool = False, finished: bool = False) -> dict[str, Any]:
         """See `DataLoader.state_dict`. `before_last`: as it was before the last delivery; `finished`: as if the epoch
@@ -139,13 +141,20 @@ class StateKeeper:
         elsewhere = not (before_last or finished) and self._elsewhere(spec)
         if self._loaded is not None and not elsewhere:
             return copy.deepcopy(self._loaded)
-        if self._newest is not None and not elsewhere:
-            return self._newest.state_before_last() if before_last else self._newest.state(finished=finished)
+        newest = self._newest
+        if newest is not None and not elsewhere:
+            if before_last:
+                return newest.state_before_last()
+            state = newest.state(finished=finished)
+            if finished or newest.finished:
+                _foretell(state, after_an_epoch(spec, itself=newest.iterates_itself))
+            return state
         fresh = self._progress(spec, self._clock_of(spec), None)
         fresh.starts(max(1, spec.num_workers), 0, None)
-        state = fresh.state()
+        state, prospect = fresh.state(), of_a_first_epoch(spec)
         if not is_iterable(spec):
-            state |= _fresh_sampler_state(spec)
+            state |= {"sampler": prospect.sampler, "generators": prospect.generators}
+        _foretell(state, prospect)
         return state
 
     def _elsewhere(self, spec: LoaderSpec[Any]) -> bool:
@@ -198,6 +207,13 @@ def _length(index_sampler: Any) -> int | None:
         return None
 
 
+def _foretell(state: dict[str, Any], prospect: Prospect) -> None:
+    """The state is one of which the next epoch follows: that epoch's seeds, and the dataset that it will be read from."""
+    state["seeds"] = prospect.seeds
+    if state["workers"] is not None and prospect.cursor is not None:
+        state["workers"]["cursors"] = [prospect.cursor._asdict()]
+
+
 def _keep_generator(spec: LoaderSpec[Any], progress: Progress) -> None:
     own = own_generator(base_sampler(spec._index_sampler))
     if own is not None and spec.persistent_workers:
@@ -210,26 +226,6 @@ def _most_steps(index_sampler: Any) -> int | None:
         return _length(index_sampler)
     items = _length(index_sampler.sampler)
     return None if items is None else items // index_sampler.cutter.stride + 1
-
-
-def _fresh_sampler_state(spec: LoaderSpec[Any]) -> dict[str, Any]:
-    """What the state will say of the sampler when the first iterator begins."""
-    found = base_sampler(spec._index_sampler)
-    sampler: Any = found.sampler if isinstance(found, AsyncIndexSource) else found
-    generator = own_generator(sampler)
-    before = None if generator is None else generator.get_state()
-    try:
-        if spec.num_workers:
-            spec._workers_begin()
-            if spec.batch_sampler is None and draws_when_iterated(sampler):
-                iter(sampler)  # torch's iterator with workers asks twice
-        if generator is not None and spec.generator is generator:
-            torch.empty((), dtype=torch.int64).random_(generator=generator)  # the base seed comes first
-        generators = None if generator is None else {"own": generator_text(generator)}
-        return {"sampler": fresh_state(sampler), "generators": generators}
-    finally:
-        if generator is not None and before is not None:
-            generator.set_state(before)
 
 
 def _follow(spec: LoaderSpec[Any], progress: Progress, finished: dict[str, Any]) -> None:

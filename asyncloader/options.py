@@ -132,6 +132,9 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
     _replays = False
     """Whether `resume` is "replay" whatever it says."""
 
+    _awaits_workers = False
+    """Whether `iter()` waits until the workers have begun, and raises what one of them raised at that."""
+
     _ours: OurOptions
 
     def __init__(

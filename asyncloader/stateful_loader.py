@@ -49,6 +49,7 @@ class StatefulDataLoader(DataLoader[T_co]):
     """
 
     _replays = True
+    _awaits_workers = True
 
     def __init__(
         self,

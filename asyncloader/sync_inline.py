@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any
@@ -96,6 +97,8 @@ class InlineIterator(CountedNext):
         self._sampler_ended = False
         self._fresh = True
         self._reader = make_inline_reader(self._spec, self, progress)
+        if not self._reader.asynchronous:
+            progress.live = weakref.WeakMethod(self._reader.live_cursor)
         self._context = self._reader.context()
         self._ahead = make_read_ahead(self._spec, self._reader, self._context)
         self._stream = inline_stream(self._spec, self, progress)

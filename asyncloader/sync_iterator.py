@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import functools
 import os
+import pickle
 import queue
 import weakref
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from asyncloader.bad_sample_log import BadSampleLog
 from asyncloader.bridge import Bridge, run_in_thread
 from asyncloader.checkpoint import StateKeeper
 from asyncloader.consumer import NO_BATCH, Consumer, discard
+from asyncloader.delivery import raise_worker_error
 from asyncloader.device.options import mover_of
 from asyncloader.draws import draw_source, shared_seed
 from asyncloader.epoch_plan import epoch_plan, make_pool, quarantine, worker_setup
@@ -76,7 +78,7 @@ class WorkerIterator(CountedNext):
         """Start workers and the loop's thread; `_shutdown_workers` gives both back."""
         plan = self._plan = epoch_plan(loader)
         base_seed, starts = self._begin_workers(loader, anew=True)
-        self._acquired = starts
+        self._base_seed, self._acquired = base_seed, starts
         self._setup = worker_setup(loader, plan.workers, self, base_seed, starts)
         # Forked here, in the caller's thread and before the loop's thread exists.
         self._pool = make_pool(loader, self._setup, plan)
@@ -153,6 +155,19 @@ class WorkerIterator(CountedNext):
         self._pipeline = self._consumer.pipeline(self._pool, put, put, self._replacer)
         self._tell = partial(self._bridge.call, self._pipeline.advance)
         self._bridge.call(_start, self._pipeline, self._consumer.offers, starts, put)
+        if loader._awaits_workers:
+            self._await_workers(self._pipeline, self._consumer)
+
+    def _await_workers(self, pipeline: Pipeline, consumer: Consumer) -> None:
+        """Until they have begun the epoch. Raises what one of them raised at that."""
+        try:
+            error = self._bridge.run(asyncio.wait_for(pipeline.begun(), self._timeout_or_none))
+        except TimeoutError:
+            raise self._timed_out() from None
+        consumer.hear()
+        if error:
+            self._shutdown_workers()
+            raise_worker_error(pickle.loads(error))
 
     def _next_data(self) -> Any:
         if self._ended is not None:
