@@ -208,7 +208,7 @@ def _length(index_sampler: Any) -> int | None:
 
 
 def _foretell(state: dict[str, Any], prospect: Prospect) -> None:
-    """The state is one of which the next epoch follows: that epoch's seeds, and the dataset that it will be read from."""
+    """The next epoch follows from this state: it gets its seeds, and the dataset as it will be read."""
     state["seeds"] = prospect.seeds
     if state["workers"] is not None and prospect.cursor is not None:
         state["workers"]["cursors"] = [prospect.cursor._asdict()]

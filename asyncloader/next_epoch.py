@@ -2,9 +2,10 @@
 
 Data path: beside the sampler; [next_epoch] -> checkpoint.
 
-A state that is saved while nothing is iterated must lead to the epoch that would have come: its base seed, the sampler's
-order, and, without workers, the dataset as it will then be. All of these come of draws from torch's generators, which
-are made here in advance, and taken back. It holds as long as nobody else draws between `state_dict()` and `iter()`.
+A state that is saved while nothing is iterated must lead to the epoch that would have come: its base seed, the
+sampler's order, and, without workers, the dataset as it will then be. All of these come of draws from torch's
+generators, which are made here in advance, and taken back. It holds as long as nobody else draws between `state_dict()`
+and `iter()`.
 """
 
 from __future__ import annotations
