@@ -16,6 +16,7 @@ from typing import Any
 
 from asyncloader.agreement import Agreement
 from asyncloader.epoch import EpochClock
+from asyncloader.errors import StateError
 from asyncloader.generators import own_generator, set_generators
 from asyncloader.index_stream import IndexStream, base_sampler
 from asyncloader.leased_epoch import new_key
@@ -27,6 +28,7 @@ from asyncloader.rank_view import RankView
 from asyncloader.seeded_mode import expectations, plain_sampler, topology
 from asyncloader.state_layout import check_exact, check_generators, check_length, check_state, check_workers, compare
 from asyncloader.workers.cursor import is_stateful
+from asyncloader.workers.fetch import is_concurrent
 from asyncloader.workers.leasing import is_leased
 
 __all__ = ["StateKeeper"]
@@ -40,6 +42,7 @@ class StateKeeper:
         self._group: RankGroup | None = None
         self._clock: EpochClock | None = None
         self._newest: Progress | None = None
+        self._read_before = False  # an epoch before the newest one gave something
         self._loaded: dict[str, Any] | None = None  # as it was given, until an iterator begins from it
         self._pending: dict[str, Any] | None = None  # checked, ditto
 
@@ -80,6 +83,7 @@ class StateKeeper:
         if resumed is not None and (finished or clock.value != resumed["epoch"]):
             resumed = None
         before = self._newest
+        self._read_before = self._read_before or (before is not None and before.touched)
         progress = self._newest = self._progress(spec, clock, resumed)
         if before is not None and spec.persistent_workers and resumed is None and finished is None:
             progress.inherit(before)
@@ -127,7 +131,7 @@ class StateKeeper:
     def _progress(self, spec: LoaderSpec[Any], clock: EpochClock, resumed: dict[str, Any] | None) -> Progress:
         iterable = is_iterable(spec)
         streams = None
-        if iterable or (spec._ours.seed is None and is_stateful(spec.dataset)):
+        if iterable or (is_stateful(spec.dataset) and not _reads_by_chance(spec)):
             streams = {"num_workers": spec.num_workers, **topology(spec)._asdict()}
         total = _length(spec._index_sampler) if spec._ours.seed is not None and not iterable else None
         every = spec._ours.snapshot_every_n_steps or 0
@@ -143,6 +147,8 @@ class StateKeeper:
             return copy.deepcopy(self._loaded)
         newest = self._newest
         if newest is not None and not elsewhere:
+            if is_stateful(spec.dataset) and _reads_by_chance(spec):
+                self._check_exact(spec, newest, finished=finished or newest.finished)
             if before_last:
                 return newest.state_before_last()
             state = newest.state(finished=finished)
@@ -156,6 +162,21 @@ class StateKeeper:
             state |= {"sampler": prospect.sampler, "generators": prospect.generators}
         _foretell(state, prospect)
         return state
+
+    def _check_exact(self, spec: LoaderSpec[Any], newest: Progress, *, finished: bool) -> None:
+        """New workers begin with the dataset as it is in this process: until then there is nothing to be saved."""
+        lives_on = not spec.num_workers or spec.persistent_workers
+        if not (lives_on if finished else newest.touched or (lives_on and self._read_before)):
+            return
+        reads = "several of its samples are read at a time"
+        if spec.num_workers > 1:
+            reads = f"which of its {spec.num_workers} workers reads a batch is chance"
+        raise StateError(
+            f"the dataset has a state of its own (state_dict and load_state_dict), but with seed= {reads}: where it "
+            "stands cannot be found again. Use num_workers=0 or 1 with a blocking dataset and without fetch_threads; "
+            "or leave seed= out; or, if its state is of no use to the run, pass "
+            "torch.utils.data.Subset(dataset, range(len(dataset))), which has none"
+        )
 
     def _elsewhere(self, spec: LoaderSpec[Any]) -> bool:
         """Whether the next iterator begins an epoch that was set, and not the one that the last position leads to."""
@@ -198,6 +219,13 @@ class StateKeeper:
             take_back()
             raise
         self._loaded, self._pending = copy.deepcopy(given), state
+
+
+def _reads_by_chance(spec: LoaderSpec[Any]) -> bool:
+    """Whether nobody can say which samples a copy of the map dataset has read, and in which order."""
+    if spec._ours.seed is None or is_iterable(spec):
+        return False
+    return bool(spec.num_workers > 1 or is_concurrent(spec.dataset, spec._ours.fetch_threads))
 
 
 def _length(index_sampler: Any) -> int | None:

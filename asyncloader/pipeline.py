@@ -153,7 +153,7 @@ class Pipeline(Listener):
         self._exact = exact
         self._replays = replays
         self._leases = leases
-        self._places: Places | None = None  # where the workers' datasets stand; None: nowhere in particular
+        self._places: Places | None = None  # where the workers' datasets stand; None: not begun
         self._starts: Sequence[EpochStart] = ()
         self._handovers: dict[int, bytes | None] = {}  # what the workers that left did hand over; None: killed
         self._unbegun: set[int] = set()  # workers that have not begun the epoch
@@ -171,8 +171,7 @@ class Pipeline(Listener):
         loop = asyncio.get_running_loop()
         self._replacer.attach(self._on_made)
         self._starts = starts
-        if self._scheduler.iterable or not self._exact:
-            self._places = Places(starts, iterable=self._scheduler.iterable, replays=self._replays)
+        self._places = Places(starts, iterable=self._scheduler.iterable, replays=self._replays)
         self._scheduler.epoch = self._pool.attach(loop, self, starts)
         self._unbegun.update(range(len(starts)))
         if self._source is not None:

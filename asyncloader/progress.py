@@ -117,6 +117,11 @@ class Progress:
         return self._clock.value != self.epoch
 
     @property
+    def touched(self) -> bool:
+        """Whether something was delivered, or it goes on where something had been."""
+        return self._touched or (self._resumed is not None and self._resumed["step"] > 0)
+
+    @property
     def finished(self) -> bool:
         """Whether the user was told that there are no more batches."""
         return self._finished

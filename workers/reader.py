@@ -71,7 +71,6 @@ class Reader:
             self._decoder = Decoder(setup.decode, self._decode_threads)
         # A map dataset's batches cannot be read again without their indices: its state is of use after each batch only.
         self._every = setup.snapshot_every if setup.iterable else min(1, setup.snapshot_every)
-        self._keeps_state = setup.iterable or setup.seeded is None
         self._bookmark = Bookmark(dataset, self._every)
         self._fetcher: Any = None
         self._stream: SeededIterator | SeededAsyncIterator | LaneFetcher | None = None
@@ -316,22 +315,20 @@ class Reader:
 
     def first_cursor(self) -> bytes:
         """Where the dataset stands now that an epoch has begun; empty if there is nothing to be saved."""
-        return self._bookmark.initial() if self._keeps_state else b""
+        return self._bookmark.initial()
 
     def last_cursor(self) -> bytes:
         """Where the dataset stands now that its end was seen; empty if there is nothing to be saved."""
-        return self._bookmark.final() if self._keeps_state else b""
+        return self._bookmark.final()
 
     def live_cursor(self) -> bytes:
         """Where the dataset stands now, in the thread that fetches; empty if there is nothing to be saved."""
-        return self._bookmark.now(self._samples(), ended=self._ended()) if self._keeps_state else b""
+        return self._bookmark.now(self._samples(), ended=self._ended())
 
     def cursor(self) -> bytes:
         """Where the dataset stands now that a batch was fetched; empty if there is nothing to be saved. Call it once
         a batch, before anything else is awaited.
         """
-        if not self._keeps_state:
-            return b""
         return self._bookmark.after_batch(self._samples(), ended=self._ended())
 
     def _samples(self) -> int:

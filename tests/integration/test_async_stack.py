@@ -87,6 +87,6 @@ def test_a_part_that_gives_too_few() -> None:
     """torch's error, in torch's words."""
     with (
         DataLoader(StackDataset(Short(0)), batch_size=4) as loader,
-        pytest.raises(ValueError, match="output size mismatch. Expected 4, got 1"),
+        pytest.raises(ValueError, match=r"output size mismatch\. Expected 4, got 1"),
     ):
         next(iter(loader))
