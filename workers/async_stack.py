@@ -24,7 +24,7 @@ __all__ = ["AwaitedStack", "awaited_view"]
 def awaited_view(dataset: Any, is_async: Callable[[Any], bool]) -> Any:
     """The dataset, with stacks that can be awaited in it. torch's views of stacks are made anew, over those."""
     if type(dataset) is StackDataset:
-        return AwaitedStack(dataset, is_async)
+        return _awaited_stack(dataset, is_async)
     if type(dataset) is Subset:
         inner = awaited_view(dataset.dataset, is_async)
         return dataset if inner is dataset.dataset else Subset(inner, dataset.indices)
@@ -34,29 +34,35 @@ def awaited_view(dataset: Any, is_async: Callable[[Any], bool]) -> Any:
     return dataset
 
 
+def _awaited_stack(stack: StackDataset[Any], is_async: Callable[[Any], bool]) -> AwaitedStack:
+    """One that makes batches at once where a part does, as torch's: but not where that would keep the samples of
+    another part from being awaited concurrently.
+    """
+    given: Any = stack.datasets
+    names = list(given) if isinstance(given, dict) else None
+    parts = [awaited_view(part, is_async) for part in (given if names is None else given.values())]
+    slow = any(is_async(part) and not fetches_batches(part) for part in parts)
+    whole = any(map(fetches_batches, parts)) and not (slow and all(map(fetches_single, parts)))
+    return (_WholeStack if whole else AwaitedStack)(parts, names, len(stack))
+
+
 def _is(one: Any, other: Any) -> bool:
     return one is other
 
 
 class AwaitedStack:
-    """A `StackDataset` with coroutines for methods.
-
-    It makes batches at once (`__getitems__`) where a part does, as torch's: but not where that would keep the samples
-    of another part from being awaited concurrently.
+    """A `StackDataset` whose samples are awaited.
 
     Args:
-        stack: torch's.
-        is_async: tells whether a part's samples are awaited.
+        parts: the datasets.
+        names: theirs, for samples that are dictionaries; None: samples are tuples.
+        length: of each.
     """
 
-    def __init__(self, stack: StackDataset[Any], is_async: Callable[[Any], bool]) -> None:
-        parts: Any = stack.datasets
-        self._names = list(parts) if isinstance(parts, dict) else None
-        self._parts = [awaited_view(part, is_async) for part in (parts.values() if self._names is not None else parts)]
-        self._length = len(stack)
-        slow = any(is_async(part) and not fetches_batches(part) for part in self._parts)
-        if not any(map(fetches_batches, self._parts)) or (slow and all(map(fetches_single, self._parts))):
-            self.__getitems__ = None
+    def __init__(self, parts: list[Any], names: list[Any] | None, length: int) -> None:
+        self._parts = parts
+        self._names = names
+        self._length = length
 
     def __len__(self) -> int:
         return self._length
@@ -64,7 +70,14 @@ class AwaitedStack:
     async def __getitem__(self, index: Any) -> Any:
         return self._stacked([await _settled(part[index]) for part in self._parts])
 
-    async def __getitems__(self, indices: Sequence[Any]) -> list[Any]:  # type: ignore[no-redef]
+    def _stacked(self, row: list[Any]) -> Any:
+        return tuple(row) if self._names is None else dict(zip(self._names, row, strict=True))
+
+
+class _WholeStack(AwaitedStack):
+    """One that makes batches at once."""
+
+    async def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
         columns = [await self._column(part, indices) for part in self._parts]
         return [self._stacked(list(row)) for row in zip(*columns, strict=True)]
 
@@ -81,9 +94,6 @@ class AwaitedStack:
         finally:
             for item in filter(inspect.iscoroutine, items):
                 item.close()  # those that an error kept from being awaited; a no-op for the others
-
-    def _stacked(self, row: list[Any]) -> Any:
-        return tuple(row) if self._names is None else dict(zip(self._names, row, strict=True))
 
 
 async def _settled(value: Any) -> Any:

@@ -88,7 +88,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def flat(batch: torch.Tensor) -> list[list[float]]:
-    return batch.reshape(-1, batch.shape[-1]).tolist()  # type: ignore[no-any-return]
+    return batch.reshape(-1, batch.shape[-1]).tolist()
 
 
 def rest(case: Case, iterator: Any) -> Batches:
@@ -108,22 +108,18 @@ def run(case: Case, kind: Any) -> tuple[Batches, Any, list[Batches]]:
     for _ in range(case.epoch):
         before += rest(case, loader)
     after: list[Batches] = []
-    if case.step is None:
-        state = loader.state_dict()
-    else:
-        iterator = iter(loader)
-        for _ in range(case.step):
-            try:
-                before.append(flat(next(iterator)))
-            except StopIteration:
-                break
+    iterator = None if case.step is None else iter(loader)
+    try:
+        for _ in range(case.step or 0):
+            before.append(flat(next(iterator)))  # type: ignore[arg-type]
             if case.trains:
                 torch.rand(1)
-        else:
-            state = loader.state_dict()
-            after.append(rest(case, iterator))
-        if not after:
-            state = loader.state_dict()
+    except StopIteration:
+        iterator = None
+    state = loader.state_dict()
+    if iterator is not None:
+        after.append(rest(case, iterator))
+    del iterator
     while len(after) < 1 + case.next_epoch_too:
         after.append(rest(case, loader))
     del loader
