@@ -150,6 +150,7 @@ class AsyncLoaderIterator:
         self._base_seed, self._starts = self._progress.starts(
             self._plan.workers, int(self._draws._base_seed), shared_seed(self._draws), anew=not self._shelf.idle
         )
+        self._draws._base_seed = self._base_seed  # of later epochs, too, if the workers are persistent
         # Kept beyond the start: workers that die are replaced.
         self._setup = worker_setup(self._spec, self._plan.workers, self._draws, self._base_seed, self._starts)
         self._statistics.log = BadSampleLog(self._spec._asyncloader_options.max_bad_samples)

@@ -14,21 +14,21 @@ import copy
 from collections.abc import Generator
 from typing import Any
 
-import torch
-
 from asyncloader.agreement import Agreement
 from asyncloader.epoch import EpochClock
-from asyncloader.generators import draws_when_iterated, generator_text, own_generator, set_generators
-from asyncloader.index_stream import IndexStream, base_sampler, fresh_state
+from asyncloader.errors import StateError
+from asyncloader.generators import own_generator, set_generators
+from asyncloader.index_stream import IndexStream, base_sampler
 from asyncloader.leased_epoch import new_key
+from asyncloader.next_epoch import Prospect, after_an_epoch, of_a_first_epoch
 from asyncloader.options import LoaderSpec, async_index_source, is_iterable
 from asyncloader.progress import Progress, Tally
 from asyncloader.rank_group import RankGroup, make_group
 from asyncloader.rank_view import RankView
-from asyncloader.sampler import AsyncIndexSource
 from asyncloader.seeded_mode import expectations, plain_sampler, topology
 from asyncloader.state_layout import check_exact, check_generators, check_length, check_state, check_workers, compare
 from asyncloader.workers.cursor import is_stateful
+from asyncloader.workers.fetch import is_concurrent
 from asyncloader.workers.leasing import is_leased
 
 __all__ = ["StateKeeper"]
@@ -42,6 +42,7 @@ class StateKeeper:
         self._group: RankGroup | None = None
         self._clock: EpochClock | None = None
         self._newest: Progress | None = None
+        self._read_before = False  # an epoch before the newest one gave something
         self._loaded: dict[str, Any] | None = None  # as it was given, until an iterator begins from it
         self._pending: dict[str, Any] | None = None  # checked, ditto
 
@@ -93,6 +94,7 @@ class StateKeeper:
         if resumed is not None and (finished or clock.value != resumed["epoch"]):
             resumed = None
         before = self._newest
+        self._read_before = self._read_before or (before is not None and before.touched)
         progress = self._newest = self._progress(spec, clock, resumed)
         if before is not None and spec.persistent_workers and resumed is None and finished is None:
             progress.inherit(before)
@@ -102,6 +104,9 @@ class StateKeeper:
         progress.agreement = self._agreement(spec, progress.first_step)
         if is_leased(spec.dataset) and progress.saved_leases is None:
             progress.leases_key = new_key(spec, progress.epoch)
+        seeds = None if (loaded := resumed or finished) is None else loaded["seeds"]
+        if seeds is not None and seeds["rank"] == topology(spec).rank:  # those of another rank would double its numbers
+            progress.seeds = seeds
         if finished is not None:
             progress.follows = True
             progress.carried = finished["workers"]
@@ -137,11 +142,12 @@ class StateKeeper:
     def _progress(self, spec: LoaderSpec[Any], clock: EpochClock, resumed: dict[str, Any] | None) -> Progress:
         iterable = is_iterable(spec)
         streams = None
-        if iterable or (spec._asyncloader_options.seed is None and is_stateful(spec.dataset)):
+        if iterable or (is_stateful(spec.dataset) and not _reads_by_chance(spec)):
             streams = {"num_workers": spec.num_workers, **topology(spec)._asdict()}
         total = _length(spec._index_sampler) if spec._asyncloader_options.seed is not None and not iterable else None
         every = spec._asyncloader_options.snapshot_every_n_steps or 0
-        return Progress(clock, expectations(spec, iterable=iterable), streams, resumed, total, every, self.tally)
+        rank = topology(spec).rank
+        return Progress(clock, expectations(spec, iterable=iterable), streams, resumed, total, every, self.tally, rank)
 
     def state(self, spec: LoaderSpec[Any], *, before_last: bool = False, finished: bool = False) -> dict[str, Any]:
         """See `DataLoader.state_dict`. `before_last`: as it was before the last delivery; `finished`: as if the epoch
@@ -150,14 +156,38 @@ class StateKeeper:
         elsewhere = not (before_last or finished) and self._elsewhere(spec)
         if self._loaded is not None and not elsewhere:
             return copy.deepcopy(self._loaded)
-        if self._newest is not None and not elsewhere:
-            return self._newest.state_before_last() if before_last else self._newest.state(finished=finished)
+        newest = self._newest
+        if newest is not None and not elsewhere:
+            if is_stateful(spec.dataset) and _reads_by_chance(spec):
+                self._check_exact(spec, newest, finished=finished or newest.finished)
+            if before_last:
+                return newest.state_before_last()
+            state = newest.state(finished=finished)
+            if finished or newest.finished:
+                _foretell(state, after_an_epoch(spec, itself=newest.iterates_itself))
+            return state
         fresh = self._progress(spec, self._clock_of(spec), None)
         fresh.starts(max(1, spec.num_workers), 0, None)
-        state = fresh.state()
+        state, prospect = fresh.state(), of_a_first_epoch(spec)
         if not is_iterable(spec):
-            state |= _fresh_sampler_state(spec)
+            state |= {"sampler": prospect.sampler, "generators": prospect.generators}
+        _foretell(state, prospect)
         return state
+
+    def _check_exact(self, spec: LoaderSpec[Any], newest: Progress, *, finished: bool) -> None:
+        """New workers begin with the dataset as it is in this process: until then there is nothing to be saved."""
+        lives_on = not spec.num_workers or spec.persistent_workers
+        if not (lives_on if finished else newest.touched or (lives_on and self._read_before)):
+            return
+        reads = "several of its samples are read at a time"
+        if spec.num_workers > 1:
+            reads = f"which of its {spec.num_workers} workers reads a batch is chance"
+        raise StateError(
+            f"the dataset has a state of its own (state_dict and load_state_dict), but with seed= {reads}: where it "
+            "stands cannot be found again. Use num_workers=0 or 1 with a blocking dataset and without fetch_threads; "
+            "or leave seed= out; or, if its state is of no use to the run, pass "
+            "torch.utils.data.Subset(dataset, range(len(dataset))), which has none"
+        )
 
     def _elsewhere(self, spec: LoaderSpec[Any]) -> bool:
         """Whether the next iterator begins an epoch that was set, and not the one that the last position leads to."""
@@ -202,11 +232,25 @@ class StateKeeper:
         self._loaded, self._pending = copy.deepcopy(given), state
 
 
+def _reads_by_chance(spec: LoaderSpec[Any]) -> bool:
+    """Whether nobody can say which samples a copy of the map dataset has read, and in which order."""
+    if spec._asyncloader_options.seed is None or is_iterable(spec):
+        return False
+    return bool(spec.num_workers > 1 or is_concurrent(spec.dataset, spec._asyncloader_options.fetch_threads))
+
+
 def _length(index_sampler: Any) -> int | None:
     try:
         return len(index_sampler)
     except TypeError:
         return None
+
+
+def _foretell(state: dict[str, Any], prospect: Prospect) -> None:
+    """The next epoch follows from this state: it gets its seeds, and the dataset as it will be read."""
+    state["seeds"] = prospect.seeds
+    if state["workers"] is not None and prospect.cursor is not None:
+        state["workers"]["cursors"] = [prospect.cursor._asdict()]
 
 
 def _keep_generator(spec: LoaderSpec[Any], progress: Progress) -> None:
@@ -221,26 +265,6 @@ def _most_steps(index_sampler: Any) -> int | None:
         return _length(index_sampler)
     items = _length(index_sampler.sampler)
     return None if items is None else items // index_sampler.cutter.stride + 1
-
-
-def _fresh_sampler_state(spec: LoaderSpec[Any]) -> dict[str, Any]:
-    """What the state will say of the sampler when the first iterator begins."""
-    found = base_sampler(spec._index_sampler)
-    sampler: Any = found.sampler if isinstance(found, AsyncIndexSource) else found
-    generator = own_generator(sampler)
-    before = None if generator is None else generator.get_state()
-    try:
-        if spec.num_workers:
-            spec._asyncloader_workers_begin()
-            if spec.batch_sampler is None and draws_when_iterated(sampler):
-                iter(sampler)  # torch's iterator with workers asks twice
-        if generator is not None and spec.generator is generator:
-            torch.empty((), dtype=torch.int64).random_(generator=generator)  # the base seed comes first
-        generators = None if generator is None else {"own": generator_text(generator)}
-        return {"sampler": fresh_state(sampler), "generators": generators}
-    finally:
-        if generator is not None and before is not None:
-            generator.set_state(before)
 
 
 def _follow(spec: LoaderSpec[Any], progress: Progress, finished: dict[str, Any]) -> None:

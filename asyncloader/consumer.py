@@ -24,7 +24,7 @@ from asyncloader.draws import Draws
 from asyncloader.epoch_plan import EpochPlan
 from asyncloader.events import Action, Deliver, Poisoned
 from asyncloader.pin_memory import Pinned, PinStage, torch_pin
-from asyncloader.pipeline import ENDED, NOTHING, LeftOut, Notice, Pipeline, WorkerFailure
+from asyncloader.pipeline import ENDED, NOTHING, Begun, LeftOut, Notice, Pipeline, WorkerFailure
 from asyncloader.progress import Progress
 from asyncloader.quarantine import Quarantine
 from asyncloader.replacing import Replacer
@@ -78,7 +78,7 @@ class Consumer:
         self._statistics = statistics
         self._plan = plan
         self._quarantine = quarantine
-        self._notices: deque[Notice | Mapping[str, float]] = deque()
+        self._notices: deque[Notice | Begun | Mapping[str, float]] = deque()
         self._progress = progress
         self._tasks = 0  # indices given out
         self._begun = statistics.begin()
@@ -317,6 +317,9 @@ class Consumer:
         """
         while self._notices:
             notice = self._notices.popleft()
+            if isinstance(notice, Begun):
+                self._progress.begun(notice.worker, notice.cursor)
+                continue
             if not isinstance(notice, Notice):
                 self._statistics.count(notice)
                 continue

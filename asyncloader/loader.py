@@ -95,6 +95,10 @@ class DataLoader(LoaderSpec[T_co]):
 
         Only batches that were delivered count. Safe for ``torch.load(weights_only=True)``; for JSON, too, if the states
         of the user's own samplers and datasets are.
+
+        Raises:
+            StateError: in seeded mode, within an epoch: a map dataset has a state of its own, and several workers read
+                it, or one reads several samples at a time.
         """
         return self._asyncloader_state.keeper.state(self)
 
@@ -102,7 +106,7 @@ class DataLoader(LoaderSpec[T_co]):
         """The next ``iter()`` goes on from there. An empty dictionary forgets any position.
 
         Raises:
-            StateError: the state is broken, of a newer version or of another loader, or has no exact position; in its
+            StateError: the state is broken, of another version or of another loader, or has no exact position; in its
                 words, what to do.
         """
         self._asyncloader_state.keeper.load(self, state_dict)

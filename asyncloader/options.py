@@ -134,6 +134,9 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
     _asyncloader_replays = False
     """Whether `resume` is "replay" whatever it says."""
 
+    _asyncloader_awaits_workers = False
+    """Whether `iter()` waits until the workers have begun, and raises what one of them raised at that."""
+
     _asyncloader_options: OurOptions
 
     def __init__(

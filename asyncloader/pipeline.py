@@ -45,7 +45,7 @@ from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.process import WorkerProcess
 from asyncloader.workers.unasked import Unasked
 
-__all__ = ["ENDED", "NOTHING", "LeftOut", "Notice", "Pipeline", "WorkerFailure"]
+__all__ = ["ENDED", "NOTHING", "Begun", "LeftOut", "Notice", "Pipeline", "WorkerFailure"]
 
 
 class _Mark:
@@ -98,6 +98,13 @@ class Notice(NamedTuple):
     warning: str
 
 
+class Begun(NamedTuple):
+    """A worker has begun the epoch, where the pickled cursor says."""
+
+    worker: int
+    cursor: bytes
+
+
 class Pipeline(Listener):
     """Drives one epoch, in its loop's thread.
 
@@ -146,10 +153,13 @@ class Pipeline(Listener):
         self._exact = exact
         self._replays = replays
         self._leases = leases
-        self._places: Places | None = None  # where the workers' datasets stand; None: nowhere in particular
+        self._places: Places | None = None  # where the workers' datasets stand; None: not begun
         self._starts: Sequence[EpochStart] = ()
         self._handovers: dict[int, bytes | None] = {}  # what the workers that left did hand over; None: killed
-        self.notices: deque[Notice | Mapping[str, float]] = deque()
+        self._unbegun: set[int] = set()  # workers that have not begun the epoch
+        self._begun = asyncio.Event()
+        self._start_error = b""
+        self.notices: deque[Notice | Begun | Mapping[str, float]] = deque()
         """For the consumer's thread: what happened beside the batches; counts of transports."""
 
     # ------------------------------------------------------------------------------- from the consumer's side
@@ -161,9 +171,9 @@ class Pipeline(Listener):
         loop = asyncio.get_running_loop()
         self._replacer.attach(self._on_made)
         self._starts = starts
-        if self._scheduler.iterable or not self._exact:
-            self._places = Places(starts, iterable=self._scheduler.iterable, replays=self._replays)
+        self._places = Places(starts, iterable=self._scheduler.iterable, replays=self._replays)
         self._scheduler.epoch = self._pool.attach(loop, self, starts)
+        self._unbegun.update(range(len(starts)))
         if self._source is not None:
             self._allow = asyncio.Event()
             self._reader = loop.create_task(self._read(self._source))
@@ -186,6 +196,7 @@ class Pipeline(Listener):
         if self._closed:
             return None
         self._closed = True
+        self._begun.set()
         self._replacer.close()
         self._pool.detach()
         for held in self._scheduler.abandon():
@@ -196,11 +207,30 @@ class Pipeline(Listener):
             reader.cancel()
         return reader
 
+    async def begun(self) -> bytes:
+        """Wait until every worker has begun the epoch. Returns the pickled error of one that could not. Comes to an end
+        also when a worker dies, or nothing goes on; the consumer hears of that where it hears of all else.
+        """
+        if self._unbegun:
+            await self._begun.wait()
+        return self._start_error
+
     async def report(self) -> str:
         """What is waited for, and what each worker is doing, in words. Takes a second at most."""
         return await report(self._pool, self._scheduler)
 
     # ---------------------------------------------------------------------------------- from the pool's side
+
+    def on_started(self, worker: int, error: bytes, cursor: bytes) -> None:
+        """See `Listener`."""
+        if worker not in self._unbegun:
+            return  # a replacement: where it begins is behind answers that are not delivered yet
+        self._unbegun.discard(worker)
+        if cursor:
+            self.notices.append(Begun(worker, cursor))
+        self._start_error = self._start_error or error
+        if error or not self._unbegun:
+            self._begun.set()
 
     def on_answer(self, worker: int, answer: Answer) -> None:
         """See `Listener`."""
@@ -254,6 +284,7 @@ class Pipeline(Listener):
     def on_death(self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None, outside: bool) -> None:
         """See `Listener`."""
         self._handovers[worker] = retired
+        self._begun.set()
         if self._leases is not None:
             self._leases.died(worker)
         obstacle = "" if self._places is None else self._places.obstacle(worker)
@@ -261,6 +292,7 @@ class Pipeline(Listener):
 
     def on_failure(self, error: Exception) -> None:
         """See `Listener`."""
+        self._begun.set()
         self._handle(Broke(error))
 
     def _replace(self, worker: int) -> None:

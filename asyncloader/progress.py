@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class Progress:
         total: int | None,
         every: int,
         tally: Tally,
+        rank: int = 0,
     ) -> None:
         self.epoch = clock.value
         self._clock = clock
@@ -83,6 +85,7 @@ class Progress:
         """The loader's state at that end: it means the same place until the sampler has been brought there."""
         self.view: RankView | None = None
         """This rank's share of the order, in seeded mode."""
+        self._rank = rank
         self._tally = tally
         self._tallied = False
         self._streams = streams
@@ -95,9 +98,11 @@ class Progress:
         """Of a dataset whose parts are leased to the workers; None: not opened yet."""
         self.leases_key: int | None = None
         """Chooses their order, if this epoch is not resumed; None for other datasets."""
-        self.base_seed: int | None = None
-        self.shared_seed: int | None = None
         self._astray = False  # indices came from elsewhere than the stream
+        self.seeds: dict[str, Any] | None = None
+        """The seeds of a state that this epoch begins with; then those that it has begun with."""
+        self.live: Callable[[], Callable[[], bytes] | None] | None = None
+        """Weakly refers to what takes the dataset's cursor as it is now, where nothing is read ahead."""
         self._previous: tuple[Any, ...] = ()  # the position before the last delivery
         self.padding = 0
         """Samples at the end of the batch delivered last that are there for evenness only."""
@@ -114,9 +119,19 @@ class Progress:
         return self._clock.value != self.epoch
 
     @property
+    def touched(self) -> bool:
+        """Whether something was delivered, or it goes on where something had been."""
+        return self._touched or (self._resumed is not None and self._resumed["step"] > 0)
+
+    @property
     def finished(self) -> bool:
         """Whether the user was told that there are no more batches."""
         return self._finished
+
+    @property
+    def iterates_itself(self) -> bool:
+        """Whether the dataset is its own iterator, as far as its states tell."""
+        return any(Cursor(*pickle.loads(data)).itself for data in self._cursors if data)
 
     @property
     def first_step(self) -> int:
@@ -166,8 +181,14 @@ class Progress:
     ) -> tuple[int, list[EpochStart]]:
         """The base seed, and what each worker begins the epoch with. Without workers: ``workers=1``. `anew`: persistent
         ones are new all the same, and begin where those before ended.
+
+        The seeds that were drawn give way to those of a state: what the workers draw is to come again.
         """
-        self.base_seed, self.shared_seed = base_seed, shared_seed
+        if self.seeds is not None:
+            base_seed = int(self.seeds["base"])
+            shared_seed = shared_seed if self.seeds["shared"] is None else self.seeds["shared"]
+        if self._expects["mode"] == "torch":
+            self.seeds = {"rank": self._rank, "base": base_seed, "shared": shared_seed}
         self._cursors, self._given, self._turn = [b""] * workers, [0] * workers, 0
         saved = None if self._resumed is None else self._resumed["workers"]
         if saved is None:
@@ -175,7 +196,9 @@ class Progress:
             found = [None if place is None else Cursor(**place) for place in places]
             if anew and len(self._inherited) == workers:
                 found = [Cursor(*pickle.loads(data)) if data else None for data in self._inherited]
-            starts = [EpochStart(shared_seed, self.epoch, self._clock.told, _dataset_alone(each)) for each in found]
+            starts = [
+                EpochStart(shared_seed, self.epoch, self._clock.told, each and each.epoch_later()) for each in found
+            ]
             self._cursors = [pickle.dumps(tuple(start.cursor), 5) if start.cursor else b"" for start in starts]
             if len(self._inherited) == workers:
                 self._cursors = self._inherited
@@ -189,23 +212,19 @@ class Progress:
                 self._cursors[worker] = pickle.dumps(tuple(cursor), 5)
             starts.append(
                 EpochStart(
-                    saved["shared_seed"],
+                    shared_seed,
                     self.epoch,
                     self._clock.told,
                     cursor,
                     given - (cursor.batches if cursor else 0),
                 )
             )
-        if self._expects["kind"] == "iterable" and saved["base_seed"] is not None:
-            # The random numbers that the workers begin with are needed to read the same stream again.
-            base_seed = self.base_seed = int(saved["base_seed"])
-            self.shared_seed = saved["shared_seed"]
         return base_seed, starts
 
     def inherit(self, before: Progress) -> None:
         """Persistent workers go on with their datasets as the epoch before left them, if it came to its end."""
         if before._finished and before._streams is not None:
-            alone = [_dataset_alone(None if not data else Cursor(*pickle.loads(data))) for data in before._cursors]
+            alone = [Cursor(*pickle.loads(data)).epoch_later() if data else None for data in before._cursors]
             self._inherited = [b"" if cursor is None else pickle.dumps(tuple(cursor), 5) for cursor in alone]
 
     def base_seed_drawn(self) -> None:
@@ -347,11 +366,18 @@ class Progress:
             "finished": finished,
             "sampler": copy.deepcopy(sampler),
             "generators": generators,
-            "workers": None if self._streams is None else self._worker_states(self._streams),
+            "seeds": None if self.seeds is None else dict(self.seeds),
+            "workers": None if self._streams is None else self._worker_states(self._streams, finished),
         }
 
-    def _worker_states(self, streams: dict[str, Any]) -> dict[str, Any]:
+    def _worker_states(self, streams: dict[str, Any], finished: bool) -> dict[str, Any]:
         cursors = [None if not data else Cursor(*pickle.loads(data))._asdict() for data in self._cursors]
+        take = None if finished or self._failed or self.live is None else self.live()
+        if take is not None and (data := take()):
+            # In the consumer's process the dataset may share its random numbers with the consumer, who has gone on.
+            now = Cursor(*pickle.loads(data))
+            if now.batches == self._given[0] and not now.problem:
+                cursors = [now._asdict()]
         leases = self.saved_leases  # they are where they were, if they are not opened yet
         if self.leases is not None:
             leases = self.leases.state(cursors, self._given)
@@ -361,15 +387,6 @@ class Progress:
             **streams,
             **({} if leases is None else {"leases": leases}),
             "next": self._turn,
-            "base_seed": self.base_seed,
-            "shared_seed": self.shared_seed,
             "given": list(self._given),
             "cursors": cursors,
         }
-
-
-def _dataset_alone(cursor: Cursor | None) -> Cursor | None:
-    """The dataset's state after one epoch, to begin the next one with."""
-    if cursor is None or cursor.problem or cursor.dataset is None:
-        return None
-    return Cursor(0, 0, False, cursor.dataset, None)

@@ -17,8 +17,11 @@ states are):
     sampler        {at, ended, sampler, iterator}: a stateful sampler's own states after `at` steps, and whether it had
                    seen its end by then; or None
     generators     {global, own}: what the sampler drew its order from (base64), or None
-    workers        of datasets that are read as streams or have a state: {num_workers, rank, world_size, next,
-                   base_seed, shared_seed, given, cursors}, or None. See `workers/cursor.py`
+    seeds          {rank, base, shared}: the epoch's base seed, from which the workers' seeds count, and the datapipes'
+                   shared one, or None; both of the rank that saved them. Of an epoch that has ended: the next one's.
+                   None in seeded mode, and where nobody knows
+    workers        of datasets that are read as streams or have a state: {num_workers, rank, world_size, next, given,
+                   cursors}, or None. See `workers/cursor.py`
 
 All ranks of a map dataset in seeded mode have the same state. Keys that are not listed are ignored: Accelerate adds
 some. One of them is understood, because it is how it says that an epoch is over: ``_iterator_finished``.
@@ -47,7 +50,7 @@ __all__ = [
     "generator_state",
 ]
 
-VERSION = 1
+VERSION = 2
 
 EXPECTED = ("mode", "kind", "seed", "length", "batch_size", "drop_last", "order")
 """Keys in which state and loader must agree."""
@@ -66,6 +69,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "finished": (bool,),
     "sampler": (dict, type(None)),
     "generators": (dict, type(None)),
+    "seeds": (dict, type(None)),
     "workers": (dict, type(None)),
 }
 _SAMPLER: dict[str, tuple[type, ...]] = {"at": (int,), "ended": (bool,), "sampler": (object,), "iterator": (object,)}
@@ -74,11 +78,10 @@ _WORKERS: dict[str, tuple[type, ...]] = {
     "rank": (int,),
     "world_size": (int,),
     "next": (int,),
-    "base_seed": (int, type(None)),
-    "shared_seed": (int, type(None)),
     "given": (list, tuple),
     "cursors": (list, tuple),
 }
+_SEEDS: dict[str, tuple[type, ...]] = {"rank": (int,), "base": (int,), "shared": (int, type(None))}
 _CURSOR: dict[str, tuple[type, ...]] = {
     "batches": (int,),
     "samples": (int,),
@@ -86,6 +89,7 @@ _CURSOR: dict[str, tuple[type, ...]] = {
     "dataset": (object,),
     "iterator": (object,),
     "problem": (str,),
+    "itself": (str,),
 }
 _MOST = 1 << 63  # numbers that torch, and the workers' frames, can take
 
@@ -100,7 +104,7 @@ def check_state(given: Any) -> dict[str, Any]:
     """A copy of the state, whole and of this layout, with `cut`: only Accelerate's key says that it is finished.
 
     Raises:
-        StateError: it is not a state, is truncated, or of a newer version.
+        StateError: it is not a state, is truncated, or of another version.
     """
     if not isinstance(given, dict):
         raise StateError(f"a loader's state is a dictionary, but got {type(given).__name__}")
@@ -112,8 +116,13 @@ def check_state(given: Any) -> dict[str, Any]:
         raise StateError(f"the state's version should be a positive integer, but is {_show(version)}")
     if version > VERSION:
         raise StateError(
-            f"the state is of version {version}, but this asyncloader reads versions up to {VERSION}; "
+            f"the state is of version {version}, but this asyncloader reads version {VERSION}; "
             "load it with the version of asyncloader that saved it, or a newer one"
+        )
+    if version < VERSION:
+        raise StateError(
+            f"the state is of version {version}, which this asyncloader does not read any more: it reads version "
+            f"{VERSION}. Finish the epoch with the version of asyncloader that saved it, or begin it anew"
         )
     _check_fields(given, _TYPES, "the state")
     for name in ("epoch", "step"):
@@ -128,6 +137,11 @@ def check_state(given: Any) -> dict[str, Any]:
             raise StateError(f"the state is broken: step={given['step']} but the sampler's is {given['sampler']['at']}")
     if given["generators"] is not None:
         _check_generators(given["generators"])
+    if given["seeds"] is not None:
+        _check_fields(given["seeds"], _SEEDS, "the state's 'seeds'")
+        for name in _SEEDS:
+            if (value := given["seeds"][name]) is not None and not _is_count(value):
+                raise StateError(f"the state is broken: {name}={value} of the seeds")
     if given["workers"] is not None:
         _check_worker_part(given["workers"])
     elif given["kind"] == "iterable":
@@ -143,6 +157,7 @@ def check_state(given: Any) -> dict[str, Any]:
     state["cut"] = given.get("_iterator_finished") is True and not state["finished"]
     if state["cut"]:
         state["finished"] = True
+        state["seeds"] = None  # they are not the next epoch's
     return state
 
 
@@ -178,9 +193,6 @@ def _check_generators(generators: dict[str, Any]) -> None:
 
 def _check_worker_part(workers: dict[str, Any]) -> None:
     _check_fields(workers, _WORKERS, "the state's 'workers'")
-    for name in ("base_seed", "shared_seed"):
-        if workers[name] is not None and not _is_count(workers[name]):
-            raise StateError(f"the state is broken: {name}={workers[name]}")
     expected = max(1, workers["num_workers"])
     if not 0 <= workers["next"] < expected:
         raise StateError(f"the state is broken: num_workers={workers['num_workers']}, but next={workers['next']}")
@@ -199,6 +211,8 @@ def _check_worker_part(workers: dict[str, Any]) -> None:
         _check_fields(cursor, _CURSOR, "a cursor of the state")
         if not 0 <= cursor["batches"] <= given:
             raise StateError(f"the state is broken: a cursor after {cursor['batches']} of {given} batches")
+        if cursor["itself"] not in ("", "within", "before"):
+            raise StateError(f"the state is broken: a cursor's 'itself' is {_show(cursor['itself'])}")
 
 
 def _is_count(value: Any) -> bool:

@@ -41,6 +41,9 @@ class StatefulDataLoader(DataLoader[T_co]):
         worker_timeout, max_worker_restarts, on_error, max_bad_samples, worker_memory_limit: see `DataLoader`.
         device, prefetch_device, device_transform, static_buffers: see `DataLoader`.
 
+    ``iter()`` waits until the workers have begun, and raises what `worker_init_fn`, or the dataset's ``__iter__``,
+    raised in one of them.
+
     A stream without a state of its own is read again from its beginning when it is resumed, and what was delivered is
     dropped, with a warning that says how much (``resume="replay"`` of `DataLoader`).
 
@@ -49,6 +52,7 @@ class StatefulDataLoader(DataLoader[T_co]):
     """
 
     _asyncloader_replays = True
+    _asyncloader_awaits_workers = True
 
     def __init__(
         self,

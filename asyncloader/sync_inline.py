@@ -113,6 +113,8 @@ class InlineIterator(CountedNext):
         self._given = 0  # indices that were given to what reads ahead
         self._fresh = True
         self._reader = make_inline_reader(self._spec, self, progress)
+        if not self._reader.asynchronous:
+            progress.live = weakref.WeakMethod(self._reader.live_cursor)
         self._context = self._reader.context()
         self._ahead = make_read_ahead(self._spec, self._reader, self._context)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pickle
 import queue
 import sys
 import threading
@@ -26,6 +27,7 @@ from asyncloader.bad_sample_log import BadSampleLog
 from asyncloader.bridge import Bridge, in_thread, run_in_thread
 from asyncloader.checkpoint import StateKeeper
 from asyncloader.consumer import NO_BATCH, Consumer, discard
+from asyncloader.delivery import raise_worker_error
 from asyncloader.device.options import mover_of
 from asyncloader.draws import shared_seed
 from asyncloader.epoch_plan import epoch_plan, make_pool, quarantine, worker_setup
@@ -84,7 +86,7 @@ class WorkerIterator(CountedNext):
         self._bridge.settle()  # no thread of an iterator that was dropped is in the way of the forks
         plan = self._plan = epoch_plan(loader)
         base_seed, starts = self._begin_workers(loader, anew=True)
-        self._acquired = starts
+        self._base_seed, self._acquired = base_seed, starts
         self._setup = worker_setup(loader, plan.workers, self, base_seed, starts)
         # Forked here, in the caller's thread and before the loop's thread exists.
         self._pool = make_pool(loader, self._setup, plan)
@@ -173,6 +175,19 @@ class WorkerIterator(CountedNext):
         self._pipeline = self._consumer.pipeline(self._pool, put, put, self._replacer)
         self._tell = partial(self._bridge.call, self._pipeline.advance)
         self._bridge.call(_start, self._pipeline, self._consumer.offers, starts, put)
+        if loader._asyncloader_awaits_workers:
+            self._await_workers(self._pipeline, self._consumer)
+
+    def _await_workers(self, pipeline: Pipeline, consumer: Consumer) -> None:
+        """Until they have begun the epoch. Raises what one of them raised at that."""
+        try:
+            error = self._bridge.run(asyncio.wait_for(pipeline.begun(), self._timeout_or_none))
+        except TimeoutError:
+            raise self._timed_out() from None
+        consumer.hear()
+        if error:
+            self._shutdown_workers()
+            raise_worker_error(pickle.loads(error))
 
     def _next_data(self) -> Any:
         if self._ended is not None:

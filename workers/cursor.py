@@ -4,7 +4,8 @@ Data path: worker: fetch -> [cursor] -> answer -> consumer. A cursor travels wit
 that the main process always has that of the *delivered* position, whatever was fetched ahead.
 
 Stateful is what has `state_dict` and `load_state_dict` (torchdata's protocol): the dataset, the iterator that it gives,
-or both. The order of restoring is torchdata's, too: the dataset, then ``iter(dataset)``, then that iterator.
+or both. The order of restoring is torchdata's, too: the dataset, then ``iter(dataset)``, then that iterator. A dataset
+that is its own iterator is restored once, as an iterator: its `__iter__` may be what makes the place that it restores.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ class Cursor(NamedTuple):
         dataset: the dataset's state, None when it has none.
         iterator: its iterator's state, None when it has none, or is the dataset itself.
         problem: why there is no state although there should be one; empty otherwise.
+        itself: whether the dataset is its own iterator. "": it is not. "within": it is, and `dataset` was taken after
+            ``iter(dataset)``, and is restored after it. "before": the state is that of another epoch's end; restored
+            so, it has yet to begin anew: ``iter(dataset)`` follows once more.
     """
 
     batches: int
@@ -54,6 +58,13 @@ class Cursor(NamedTuple):
     dataset: Any
     iterator: Any
     problem: str = ""
+    itself: str = ""
+
+    def epoch_later(self) -> Cursor | None:
+        """What the next epoch begins with, if this is the end of one: the dataset's state. None if it has none."""
+        if self.problem or self.dataset is None:
+            return None
+        return Cursor(0, 0, False, self.dataset, None, itself="before" if self.itself else "")
 
 
 class Bookmark:
@@ -69,6 +80,7 @@ class Bookmark:
         self._dataset_is_stateful = is_stateful(dataset)
         self._every = every
         self._iterator: Any = None
+        self._own = False  # the dataset is its own iterator, and `__iter__` was called
         self._initial = b""
         self.batches = 0
 
@@ -81,16 +93,23 @@ class Bookmark:
         """A new epoch: restore the dataset. Call before ``iter(dataset)``."""
         self.batches = 0 if cursor is None else cursor.batches
         self._iterator = None
-        if cursor is not None and cursor.dataset is not None:
+        self._own = False
+        if cursor is not None and cursor.dataset is not None and not cursor.itself:
             self._dataset.load_state_dict(cursor.dataset)
 
-    def iterates(self, iterator: Any, cursor: Cursor | None) -> None:
-        """`iter(dataset)` gave this iterator: restore it."""
-        self._iterator = iterator if iterator is not self._dataset and is_stateful(iterator) else None
+    def iterates(self, iterator: Any, cursor: Cursor | None) -> Any:
+        """`iter(dataset)` gave this iterator: restore it. Returns the one to be read."""
+        if cursor is not None and cursor.itself:
+            self._dataset.load_state_dict(cursor.dataset)
+            if cursor.itself == "before":
+                iterator = aiter(self._dataset) if hasattr(type(iterator), "__aiter__") else iter(self._dataset)
+        self._own = iterator is self._dataset
+        self._iterator = iterator if not self._own and is_stateful(iterator) else None
         if cursor is not None and cursor.iterator is not None:
             iterator.load_state_dict(cursor.iterator)
         if cursor is None and self._every != 1:
             self._initial = self.initial()
+        return iterator
 
     def initial(self) -> bytes:
         """The pickled cursor before the first batch, or nothing."""
@@ -108,6 +127,10 @@ class Bookmark:
             return initial  # until a later one comes, this is where to begin and read on
         return self._take(samples, ended=ended)
 
+    def now(self, samples: int, *, ended: bool) -> bytes:
+        """The pickled cursor of this moment, or nothing."""
+        return self._take(samples, ended=ended) if self._every else b""
+
     def _take(self, samples: int, *, ended: bool) -> bytes:
         if not self.keeps_state:
             return b""
@@ -118,7 +141,8 @@ class Bookmark:
                 dataset = self._dataset.state_dict()
             if self._iterator is not None:
                 iterator = self._iterator.state_dict()
-            return pickle.dumps(tuple(Cursor(self.batches, samples, ended, dataset, iterator)), 5)
+            itself = "within" if self._own and self._dataset_is_stateful else ""
+            return pickle.dumps(tuple(Cursor(self.batches, samples, ended, dataset, iterator, "", itself)), 5)
         except Exception as error:  # a state that cannot be saved must not spoil the batch
             problem = f"{type(error).__name__}: {error}"
         return pickle.dumps(tuple(Cursor(self.batches, samples, ended, None, None, problem)), 5)

@@ -15,9 +15,10 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from torch.utils.data import ConcatDataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, IterableDataset, StackDataset, Subset
 
 from asyncloader.workers.async_fetch import AsyncMapFetcher
+from asyncloader.workers.async_stack import awaited_view
 from asyncloader.workers.async_stream import AsyncStreamFetcher
 from asyncloader.workers.bad_samples import LOST, BadSample, Guard, NoSamples, StreamGuard
 from asyncloader.workers.batching import Batching
@@ -86,6 +87,9 @@ def is_async_dataset(dataset: Any) -> bool:
         return is_async_dataset(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
         return any(is_async_dataset(part) for part in dataset.datasets)
+    if type(dataset) is StackDataset:
+        parts: Any = dataset.datasets
+        return any(map(is_async_dataset, parts.values() if isinstance(parts, dict) else parts))
     return False
 
 
@@ -173,7 +177,7 @@ def make_async_fetcher(
         return AsyncStreamFetcher(aiter(dataset), how, read)
     if threads is not None:
         return ThreadMapFetcher(dataset, how, threads)
-    return AsyncMapFetcher(dataset, how, concurrency)
+    return AsyncMapFetcher(awaited_view(dataset, is_async_dataset), how, concurrency)
 
 
 class _MapFetcher:

@@ -57,10 +57,13 @@ class Inbox:
             if watch is not None and said == epoch:
                 watch.cleared(self._worker)
         elif kind == wire.STARTED:
-            if self._epoch_in(body, epoch) == epoch:
+            said, error, cursor = wire.unpack_started(body)
+            if self._possible(said, epoch) == epoch:
                 process.started = True
                 if watch is not None:
                     watch.started(self._worker)
+                if listener is not None:
+                    listener.on_started(self._worker, error, cursor)
         elif kind == wire.RETIRING:
             process.retired = body
         elif kind == wire.ASK:
@@ -80,7 +83,9 @@ class Inbox:
             raise ValueError(f"broken stream: a frame of kind {kind} from worker {self._worker}")
 
     def _epoch_in(self, body: bytes, epoch: int) -> int:
-        said, _ = wire.unpack_reset(body)
+        return self._possible(wire.unpack_reset(body)[0], epoch)
+
+    def _possible(self, said: int, epoch: int) -> int:
         if said > epoch:
             raise ValueError(f"broken stream: worker {self._worker} is ready for epoch {said}, and this is {epoch}")
         return said

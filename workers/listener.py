@@ -44,6 +44,10 @@ class Listener(ABC):
     """What the pool tells its epoch. Called in the loop's thread, never concurrently."""
 
     @abstractmethod
+    def on_started(self, worker: int, error: bytes, cursor: bytes) -> None:
+        """The worker has begun the epoch: with this pickled error, if any; the pickled cursor says where."""
+
+    @abstractmethod
     def on_answer(self, worker: int, answer: Answer) -> None:
         """A batch."""
 

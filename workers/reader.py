@@ -71,7 +71,6 @@ class Reader:
             self._decoder = Decoder(setup.decode, self._decode_threads)
         # A map dataset's batches cannot be read again without their indices: its state is of use after each batch only.
         self._every = setup.snapshot_every if setup.iterable else min(1, setup.snapshot_every)
-        self._keeps_state = setup.iterable or setup.seeded is None
         self._bookmark = Bookmark(dataset, self._every)
         self._fetcher: Any = None
         self._stream: SeededIterator | SeededAsyncIterator | LaneFetcher | None = None
@@ -140,7 +139,7 @@ class Reader:
     def _found(self, cursor: Cursor | None, seeder: SampleSeeder | None) -> None:
         """The stream's iterator was made: restore it, and have its samples seeded."""
         fetcher = self._fetcher
-        self._bookmark.iterates(fetcher.dataset_iter, cursor)
+        fetcher.dataset_iter = self._bookmark.iterates(fetcher.dataset_iter, cursor)
         if cursor is not None and cursor.ended:
             fetcher.ended = True
         if isinstance(fetcher, LaneFetcher):
@@ -316,20 +315,27 @@ class Reader:
 
     def first_cursor(self) -> bytes:
         """Where the dataset stands now that an epoch has begun; empty if there is nothing to be saved."""
-        return self._bookmark.initial() if self._keeps_state else b""
+        return self._bookmark.initial()
 
     def last_cursor(self) -> bytes:
         """Where the dataset stands now that its end was seen; empty if there is nothing to be saved."""
-        return self._bookmark.final() if self._keeps_state else b""
+        return self._bookmark.final()
+
+    def live_cursor(self) -> bytes:
+        """Where the dataset stands now, in the thread that fetches; empty if there is nothing to be saved."""
+        return self._bookmark.now(self._samples(), ended=self._ended())
 
     def cursor(self) -> bytes:
         """Where the dataset stands now that a batch was fetched; empty if there is nothing to be saved. Call it once
         a batch, before anything else is awaited.
         """
-        if not self._keeps_state:
-            return b""
-        samples = 0 if self._stream is None else self._stream.samples
-        return self._bookmark.after_batch(samples, ended=bool(getattr(self._fetcher, "ended", False)))
+        return self._bookmark.after_batch(self._samples(), ended=self._ended())
+
+    def _samples(self) -> int:
+        return 0 if self._stream is None else self._stream.samples
+
+    def _ended(self) -> bool:
+        return bool(getattr(self._fetcher, "ended", False))
 
     def _generators(self) -> contextlib.AbstractContextManager[None]:
         if self._in_worker or self._setup.seeded is None:

@@ -123,7 +123,11 @@ class TaskRunner:
             )
 
     def _started(self) -> None:
-        self.channel_send(wire.pack_reset(wire.STARTED, self._epoch))
+        """Say so, with the error that it ended in, or where the dataset stands."""
+        cursor = b""
+        if self._start_error is None and self._reader is not None and not self.asynchronous:
+            cursor = self._reader.first_cursor()
+        self.channel_send(wire.pack_started(self._epoch, self._start_error or b"", cursor))
 
     def _start(self, setup: WorkerSetup) -> None:
         self._epoch = self._leasing.epoch = setup.attachment

@@ -43,6 +43,7 @@ __all__ = [
     "pack_reset",
     "pack_result",
     "pack_ring",
+    "pack_started",
     "pack_task",
     "unpack_answer",
     "unpack_ask",
@@ -50,6 +51,7 @@ __all__ = [
     "unpack_reset",
     "unpack_result",
     "unpack_ring",
+    "unpack_started",
     "unpack_task",
 ]
 
@@ -86,6 +88,7 @@ _TASK = struct.Struct("=IBIQiI")  # prefix, epoch, seq, slot, ring
 _TASK_HEAD = struct.Struct("=IQiI")
 _RING_HEAD = struct.Struct("=IIQ")  # number, slots, slot_bytes
 _RESET_HEAD = struct.Struct("=I")  # epoch
+_STARTED_HEAD = struct.Struct("=II")  # epoch, bytes of the error
 _ANSWER_HEAD = struct.Struct("=IQd")  # epoch, seq, busy
 _ASK_HEAD = struct.Struct("=IQQ")  # epoch, number, batch
 _LEASE_HEAD = struct.Struct("=IQ")  # epoch, number
@@ -149,6 +152,20 @@ def pack_reset(kind: int, epoch: int, payload: bytes = b"") -> bytes:
 def unpack_reset(body: bytes) -> tuple[int, bytes]:
     """Epoch, payload."""
     return _unpack(_RESET_HEAD, body)[0], body[_RESET_HEAD.size :]
+
+
+def pack_started(epoch: int, error: bytes, cursor: bytes) -> bytes:
+    """The worker has begun the epoch (STARTED): the pickled error that it ended in, if it did; the pickled cursor."""
+    return pack(STARTED, _STARTED_HEAD.pack(epoch, len(error)) + error + cursor)
+
+
+def unpack_started(body: bytes) -> tuple[int, bytes, bytes]:
+    """Epoch, error, cursor."""
+    epoch, size = _unpack(_STARTED_HEAD, body)
+    rest = body[_STARTED_HEAD.size :]
+    if size > len(rest):
+        raise ValueError("broken stream: a frame is cut off")
+    return epoch, rest[:size], rest[size:]
 
 
 def pack_answer(kind: int, epoch: int, seq: int, busy: float, payload: bytes = b"") -> bytes:

@@ -174,6 +174,7 @@ def test_point_20_one_ranks_state_is_every_ranks(seed: int | None) -> None:
     """Lightning saves rank 0's state alone, Accelerate whichever comes last: each rank goes on with it."""
 
     def loader(rank: int) -> DataLoader[Any]:
+        torch.manual_seed(1)  # as each rank's process does
         if seed is not None:
             return DataLoader(ROWS, 4, shuffle=True, seed=seed, rank=rank, world_size=2)
         return DataLoader(ROWS, 4, sampler=DistributedSampler(ROWS, 2, rank, seed=1))

@@ -114,7 +114,8 @@ def without(name: str) -> Callable[[dict[str, Any]], Any]:
 BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no dictionary": (lambda state: [state], "dictionary.*list"),
     "another library's": (lambda _: {"_snapshot": {}, "_num_yielded": 3}, "torchdata"),
-    "a newer version's": (lambda s: s | {"version": 99}, "version 99.*up to 1"),
+    "a newer version's": (lambda s: s | {"version": 99}, "version 99.*reads version 2"),
+    "an older version's": (lambda s: s | {"version": 1}, "version 1.*reads version 2. Finish the epoch"),
     "no number as a version": (lambda s: s | {"version": "1"}, "'1'"),
     "truncated": (without("step"), "'step'"),
     "truncated twice": (lambda s: without("epoch")(without("step")(s)), "'epoch', 'step'|'step', 'epoch'"),
@@ -158,7 +159,15 @@ WORKER_PARTS: dict[str, Any] = {
     "a cursor that is not whole": {"cursors": [{"batches": 1}, None]},
     "a cursor beyond its count": {
         "cursors": [
-            {"batches": 9, "samples": 9, "ended": False, "dataset": None, "iterator": {"next": 1}, "problem": ""},
+            {
+                "batches": 9,
+                "samples": 9,
+                "ended": False,
+                "dataset": None,
+                "iterator": {"next": 1},
+                "problem": "",
+                "itself": "",
+            },
             None,
         ]
     },

@@ -30,7 +30,15 @@ GENERATOR = base64.b64encode(torch.Generator().get_state().numpy().tobytes()).de
 
 
 def cursor(**changes: Any) -> dict[str, Any]:
-    plain = {"batches": 2, "samples": 8, "ended": False, "dataset": {"at": 8}, "iterator": None, "problem": ""}
+    plain = {
+        "batches": 2,
+        "samples": 8,
+        "ended": False,
+        "dataset": {"at": 8},
+        "iterator": None,
+        "problem": "",
+        "itself": "",
+    }
     return {**plain, **changes}
 
 
@@ -40,8 +48,6 @@ def workers(**changes: Any) -> dict[str, Any]:
         "rank": 0,
         "world_size": 1,
         "next": 1,
-        "base_seed": 1 << 62,
-        "shared_seed": None,
         "given": [3, 2],
         "cursors": [cursor(), None],
     }
@@ -64,6 +70,7 @@ def state(**changes: Any) -> dict[str, Any]:
         "finished": False,
         "sampler": {"at": 4, "ended": False, "sampler": {"n": 1}, "iterator": None},
         "generators": {"global": GENERATOR},
+        "seeds": {"rank": 0, "base": 1 << 62, "shared": None},
         "workers": workers(),
     }
     return {**plain, **changes}
@@ -144,8 +151,8 @@ def test_version_is_a_positive_integer(version: Any) -> None:
 
 
 def test_newer_states_name_both_versions() -> None:
-    """A state of the future says which version it is, and which ones can be read."""
-    with pytest.raises(StateError, match=f"version {VERSION + 1}, but .* up to {VERSION};"):
+    """A state of the future says which version it is, and which one can be read."""
+    with pytest.raises(StateError, match=f"version {VERSION + 1}, but .* reads version {VERSION};"):
         check_state(state(version=VERSION + 1, mode=None))
 
 
@@ -207,6 +214,12 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "count of words": (state(workers=workers(given=[3, "x"])), "a worker gave 'x' batches"),
     "cursor": (state(workers=workers(cursors=[3, None])), "a cursor is int"),
     "cursor after the end": (state(workers=workers(cursors=[cursor(batches=4), None])), "after 4 of 3 batches"),
+    "cursor of a dataset that iterates nobody": (
+        state(workers=workers(cursors=[cursor(itself="often"), None])),
+        "'itself' is 'often'",
+    ),
+    "seeds of words": (state(seeds={"rank": 0, "base": "1", "shared": None}), "'seeds' is broken: base is '1'"),
+    "seeds below zero": (state(seeds={"rank": -1, "base": 1, "shared": None}), "rank=-1 of the seeds"),
     "cursor of words": (state(workers=workers(cursors=[cursor(ended="no"), None])), "ended is 'no'"),
 }
 
