@@ -10,6 +10,7 @@ import gc
 import multiprocessing
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -285,7 +286,7 @@ def test_point_15_a_stream_longer_than_its_word(workers: int) -> None:
         loader: Any = make(CountedStream(6, said=4), num_workers=workers)
         assert len(loader) == 4
         batches: list[Any] = []
-        told = messages(lambda batches=batches, loader=loader: batches.extend(loader))
+        told = messages(partial(batches.extend, loader))
         found.append((batches, [text.split("was reported")[1] for _, text in told]))
     assert_same(found[0], found[1])
     assert len(found[0][1]) == 2
