@@ -15,15 +15,19 @@
     +-- UnsupportedPlatform         this system cannot run workers (also a RuntimeError)
 
 Errors that a user's own code raises in a worker keep their own type and are none of these.
-Each error pickles: its constructor arguments are its attributes. One warning has a class of its own, so that it can be
-filtered: `NeverIteratedWarning`.
+Each error pickles: its constructor arguments are its attributes. Each can also be made from a text alone, as torch's
+`ExceptionWrapper` does to raise an error of another thread or process again: ``str()`` is then that text, numbers among
+the attributes are 0 (`worker_id` -1), texts and tuples are empty, and what may be None is None.
+
+One warning has a class of its own, so that it can be filtered: `NeverIteratedWarning`.
 """
 
 from __future__ import annotations
 
+import functools
 import signal
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 __all__ = [
     "DeviceUnavailable",
@@ -50,8 +54,36 @@ QUARANTINE_ADVICE = (
 RING_ADVICE = "Make the batches smaller, lower num_workers or prefetch_factor, or set ring_bytes (bytes a worker)."
 
 
+_Error = TypeVar("_Error", bound=Exception)
+_P = ParamSpec("_P")
+
+
+def _or_from_text(init: Callable[Concatenate[_Error, _P], None]) -> Callable[Concatenate[_Error, _P], None]:
+    """Let the constructor take one text as well. It sets no attribute then: those of the class answer."""
+
+    @functools.wraps(init)
+    def either(self: _Error, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        if not kwargs and _is_text(args):
+            Exception.__init__(self, *args)
+        else:
+            init(self, *args, **kwargs)
+
+    return either
+
+
+def _is_text(args: tuple[Any, ...]) -> bool:
+    return len(args) == 1 and isinstance(args[0], str)
+
+
 class LoaderError(Exception):
     """Root of the loader's own errors."""
+
+    def __str__(self) -> str:
+        return super().__str__() if _is_text(self.args) else self._sentence()
+
+    def _sentence(self) -> str:
+        """What the attributes say, of an error that was not made from a text."""
+        return super().__str__()
 
 
 class WorkerDied(LoaderError, RuntimeError):
@@ -66,6 +98,14 @@ class WorkerDied(LoaderError, RuntimeError):
         trace: the stacks of its threads, if it could still write them (not after SIGKILL); else empty.
     """
 
+    worker_id: int = -1
+    pid: int = 0
+    exitcode: int | None = None
+    reason: str = ""
+    advice: str = ""
+    trace: str = ""
+
+    @_or_from_text
     def __init__(
         self, worker_id: int, pid: int, exitcode: int | None, reason: str = "", advice: str = "", trace: str = ""
     ) -> None:
@@ -81,7 +121,7 @@ class WorkerDied(LoaderError, RuntimeError):
         """The same death, with this advice."""
         return WorkerDied(self.worker_id, self.pid, self.exitcode, self.reason, advice, self.trace)
 
-    def __str__(self) -> str:
+    def _sentence(self) -> str:
         more = "".join(f" {text}" for text in (self.reason, self.advice) if text)
         trace = f"\nIts last words:\n{self.trace}" if self.trace else ""
         # The two wordings are torch's own, so that scripts which look for them go on working.
@@ -106,6 +146,12 @@ class TaskQuarantined(LoaderError, RuntimeError):
         advice: what is known beyond that, and what to do.
     """
 
+    indices: Any = None
+    deaths: tuple[tuple[int, int, int | None], ...] = ()
+    stderr: str = ""
+    advice: str = ""
+
+    @_or_from_text
     def __init__(
         self,
         indices: Any,
@@ -119,7 +165,7 @@ class TaskQuarantined(LoaderError, RuntimeError):
         self.stderr = stderr
         self.advice = advice
 
-    def __str__(self) -> str:
+    def _sentence(self) -> str:
         what = "the next batch of a stream" if self.indices is None else f"indices {shortened(self.indices)}"
         who = ", ".join(f"worker {worker} (pid {pid}, {ending(code)})" for worker, pid, code in self.deaths)
         text = f"the task for {what} killed {len(self.deaths)} workers and is not tried again: {who}. {self.advice}"
@@ -134,12 +180,16 @@ class TooManyBadSamples(LoaderError, RuntimeError):
         last: the last one, in words.
     """
 
+    limit: int = 0
+    last: str = ""
+
+    @_or_from_text
     def __init__(self, limit: int, last: str) -> None:
         super().__init__(limit, last)
         self.limit = limit
         self.last = last
 
-    def __str__(self) -> str:
+    def _sentence(self) -> str:
         return (
             f"more than max_bad_samples={self.limit} samples of this epoch raised, the last one: {self.last}. "
             "Look at loader.errors, mend the dataset, or raise max_bad_samples (None: no limit)."
@@ -153,11 +203,14 @@ class LoaderTimeout(LoaderError, RuntimeError):
         seconds: the ``timeout`` that passed.
     """
 
+    seconds: float = 0.0
+
+    @_or_from_text
     def __init__(self, seconds: float) -> None:
         super().__init__(seconds)
         self.seconds = seconds
 
-    def __str__(self) -> str:
+    def _sentence(self) -> str:
         return f"DataLoader timed out after {self.seconds} seconds"
 
 
@@ -183,6 +236,12 @@ class RingMemoryError(LoaderError, MemoryError):
         advice: what to do.
     """
 
+    wanted: int = 0
+    limit: int | None = None
+    reason: str = ""
+    advice: str = ""
+
+    @_or_from_text
     def __init__(self, wanted: int, limit: int | None, reason: str, advice: str = RING_ADVICE) -> None:
         super().__init__(wanted, limit, reason, advice)
         self.wanted = wanted
@@ -190,7 +249,7 @@ class RingMemoryError(LoaderError, MemoryError):
         self.reason = reason
         self.advice = advice
 
-    def __str__(self) -> str:
+    def _sentence(self) -> str:
         limit = "an unknown limit" if self.limit is None else f"{self.limit:,} bytes"
         return (
             f"asyncloader wants {self.wanted:,} bytes of shared memory but is bounded by {limit} ({self.reason}). "
@@ -206,12 +265,16 @@ class DeviceUnavailable(LoaderError, RuntimeError):
         reason: why.
     """
 
+    device: str = ""
+    reason: str = ""
+
+    @_or_from_text
     def __init__(self, device: str, reason: str) -> None:
         super().__init__(device, reason)
         self.device = device
         self.reason = reason
 
-    def __str__(self) -> str:
+    def _sentence(self) -> str:
         return f"device={self.device!r} cannot be used: {self.reason}. Choose another device, or leave device= out."
 
 
@@ -224,13 +287,18 @@ class PageLockError(LoaderError, MemoryError):
         reason: what the driver said.
     """
 
+    nbytes: int = 0
+    limit: int | None = None
+    reason: str = ""
+
+    @_or_from_text
     def __init__(self, nbytes: int, limit: int | None, reason: str) -> None:
         super().__init__(nbytes, limit, reason)
         self.nbytes = nbytes
         self.limit = limit
         self.reason = reason
 
-    def __str__(self) -> str:
+    def _sentence(self) -> str:
         limit = "no limit" if self.limit is None else f"{self.limit:,} bytes"
         return (
             f"a ring of {self.nbytes:,} bytes could not be page-locked: {self.reason}. This process may lock {limit} "

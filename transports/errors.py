@@ -19,6 +19,7 @@ be made from a message alone, which is how an error that a worker process met is
 from __future__ import annotations
 
 import errno
+from typing import Any
 
 from asyncloader.errors import LoaderError
 
@@ -102,6 +103,10 @@ class RangeOutOfBounds(TransportError, ValueError):
 
 class ReadFailed(TransportError, OSError):
     """The store broke while it was read. `__cause__` is the original error, `errno` its number if any."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # OSError's own forgets an `errno` that was set afterwards.
+        return type(self), self.args, {**vars(self), "errno": self.errno}
 
 
 class SizeUnknown(ReadFailed):

@@ -26,6 +26,7 @@ from tests.integration.comparing import assert_same
 from tests.integration.datasets import AsyncNumbers, CountedStream, Images, Numbers, Pids, UnevenStream, collate_strings
 from tests.integration.frameworks import DictCopy, DictCopyOfTorchsType, OneIteratorForAllEpochs, epoch, public, rebuilt
 from tests.integration.running import Deaths, collect, run_async
+from tests.torch_versions import needs_torch
 
 BOTH_CLASSES = pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
 
@@ -268,6 +269,7 @@ def test_point_07_options_are_read_at_iter() -> None:
     assert {tuple(marks) for _, marks, _ in got} == {(0,), (1,)}
 
 
+@needs_torch("2.13", "warns that nothing can be pinned")
 @pytest.mark.usefixtures("no_accelerator")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_point_07_pin_memory_is_read_at_iter(workers: int) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import threading
-import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from tests.integration.comparing import assert_same
 from tests.integration.datasets import CountedStream, Numbers, Pids, UnevenStream, WholeBatches
 from tests.integration.frameworks import epoch
 from tests.integration.running import BOTH, KINDS, assert_like_torch, collect, outcomes, run_async
+from tests.integration.side_by_side import messages
 
 BOTH_CLASSES = pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
 Torchs = torch.utils.data.DataLoader
@@ -284,10 +285,9 @@ def test_point_15_a_stream_longer_than_its_word(workers: int) -> None:
     for make in (DataLoader, Torchs):
         loader: Any = make(CountedStream(6, said=4), num_workers=workers)
         assert len(loader) == 4
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            batches = list(loader)
-        found.append((batches, [str(w.message).split("was reported")[1] for w in caught]))
+        batches: list[Any] = []
+        told = messages(partial(batches.extend, loader))
+        found.append((batches, [text.split("was reported")[1] for _, text in told]))
     assert_same(found[0], found[1])
     assert len(found[0][1]) == 2
 

@@ -11,6 +11,7 @@ import torch
 from asyncloader import AsyncDataLoader, DataLoader
 from tests.integration.datasets import AsyncNumbers, Custom, Images, Numbers, UnevenStream
 from tests.integration.running import BOTH, collect, run_async
+from tests.torch_versions import needs_torch
 from tests.unit.figures import FIGURES
 
 KEYS = [*FIGURES, "data/dropped", "data/repeated"]
@@ -126,6 +127,7 @@ async def test_repr_of_an_iterator() -> None:
         assert "over" in repr(batches)
 
 
+@needs_torch("2.13", "warns that nothing can be pinned")
 @pytest.mark.usefixtures("no_accelerator")
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 1])

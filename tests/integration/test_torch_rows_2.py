@@ -18,6 +18,7 @@ from tests.integration.comparing import assert_same
 from tests.integration.datasets import CountedStream, Numbers, UnevenStream, identity
 from tests.integration.running import BOTH, run_async, run_loader
 from tests.integration.side_by_side import MAKERS, outcome
+from tests.torch_versions import needs_torch, torch_is
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -105,20 +106,31 @@ def test_over_length_warnings(kind: str, workers: int, batch_size: int | None, p
     assert [len(told) for told in expected] == [0] + [4 if batch_size != 2 else 1] * 2
 
 
-def test_over_length_warning_points_at_the_users_line() -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        DataLoader,
+        pytest.param(torch.utils.data.DataLoader, marks=needs_torch("2.13", "names the line, not its own module")),
+    ],
+    ids=["ours", "torch's"],
+)
+def test_over_length_warning_points_at_the_users_line(make: Any) -> None:
     """The warning is attributed to the line that asked for the batch, as torch's is."""
-    for make in (torch.utils.data.DataLoader, DataLoader):
-        for workers in (0, 1):
-            loader: Any = make(Overlong(3, said=1), num_workers=workers)
-            len(loader)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                for _ in loader:
-                    pass
-            assert [w.filename for w in caught] == [__file__] * 2
+    for workers in (0, 1):
+        loader: Any = make(Overlong(3, said=1), num_workers=workers)
+        len(loader)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+            for _ in loader:
+                pass
+        assert [w.filename for w in caught] == [__file__] * 2
 
 
 # ------------------------------------------------------------------------------------------- workers and seeds
+
+
+INFORMATION = ("id", "num_workers", "seed", "rng", "worker_method")
 
 
 class Informed(Dataset[Any]):
@@ -129,23 +141,28 @@ class Informed(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         info: Any = get_worker_info()
-        values = {f.name: getattr(info, f.name) for f in dataclasses.fields(info) if f.name != "dataset"}
+        values = {name: getattr(info, name) for name in INFORMATION if hasattr(info, name)}
         refused = [outcome(setattr, info, name, 5) for name in (*values, "dataset")]
-        refused.append(outcome(delattr, info, "id")[:1])
+        if dataclasses.is_dataclass(info):
+            refused.append(outcome(delattr, info, "id")[:1])
         return type(info).__qualname__, values, refused, hasattr(info, "__dict__"), type(info.dataset) is Informed
 
 
 @pytest.mark.parametrize(("kind", "method"), [("sync", "fork"), ("asyncio", "fork"), ("sync", "spawn")])
 def test_worker_info_is_torchs(kind: str, method: str) -> None:
-    """All fields with torch's values, of torch's frozen type."""
+    """All fields with torch's values, of torch's type, which refuses assignments."""
     options: dict[str, Any] = {"num_workers": 2, "collate_fn": identity}
     expected = run_loader("torch", Informed(), **options)
     got = run_loader(kind, Informed(), multiprocessing_context=method, **options)
     assert_same(got.epochs, expected.epochs)
     kind_name, values, refused, *_ = got.epochs[0][0][0]
     assert kind_name == "WorkerInfo"
-    assert set(values) == {"id", "num_workers", "seed", "rng", "worker_method"}
-    assert all(issubclass(error, AttributeError) for error, *_ in refused)
+    if torch_is("2.13"):  # a frozen dataclass
+        assert set(values) == set(INFORMATION)
+        assert all(issubclass(error, AttributeError) for error, *_ in refused)
+    else:
+        assert set(values) == {"id", "num_workers", "seed"}
+        assert [error for error, _ in refused] == [RuntimeError] * 4
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -259,8 +276,9 @@ def test_out_of_order_tasks_go_to_who_has_room(factor: int) -> None:
         return found + list(batches)
 
     got = run(DataLoader)
-    assert_same(got, run(torch.utils.data.DataLoader))
     assert got[-factor:] == [[(2 * i, 0)] for i in range(factor)]
+    if torch_is("2.13"):  # 2.6 gives the stuck worker every other task, and waits for it
+        assert_same(got, run(torch.utils.data.DataLoader))
 
 
 @pytest.mark.parametrize("kind", BOTH)

@@ -15,6 +15,7 @@ from asyncloader import AsyncDataLoader, DataLoader
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import AsyncNumbers, Numbers
 from tests.integration.running import BOTH, KINDS, collect, outcomes, run_async
+from tests.integration.side_by_side import shut_down
 
 HEAD = "Caught {} in DataLoader worker process {}.\nOriginal Traceback (most recent call last):\n"
 
@@ -140,8 +141,10 @@ def test_errors_of_a_stream(kind: str) -> None:
 def test_error_of_iter_comes_first() -> None:
     """`__iter__` failing raises at the worker's first batch."""
     for make in (torch.utils.data.DataLoader, DataLoader):
+        batches = iter(make(FailingStream("iter"), num_workers=1))
         with pytest.raises(LookupError) as caught:
-            next(iter(make(FailingStream("iter"), num_workers=1)))
+            next(batches)
+        shut_down(batches)
         assert str(caught.value).startswith(HEAD.format("LookupError", 0))
 
     async def run() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +25,19 @@ def accelerate_state() -> Iterator[None]:
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+class Framework(pytest.Module):
+    """A file of tests that import a framework at their top: skipped where that cannot be imported."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        for name in ("accelerate", "lightning"):
+            if self.path.name.startswith(f"test_{name}"):
+                pytest.importorskip(name)
+        return super().collect()
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    """Every file of this folder."""
+    module: pytest.Module = Framework.from_parent(parent, path=module_path)
+    return module

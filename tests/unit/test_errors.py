@@ -1,16 +1,23 @@
 from __future__ import annotations
 
+import importlib
 import pickle
+import pkgutil
 import signal
 
 import pytest
+from torch._utils import ExceptionWrapper
 
+import asyncloader
 from asyncloader.errors import (
+    DeviceUnavailable,
     LoaderClosed,
     LoaderError,
     LoaderTimeout,
+    PageLockError,
     RanksDisagree,
     RingMemoryError,
+    ShardError,
     StateError,
     TaskQuarantined,
     TooManyBadSamples,
@@ -30,11 +37,34 @@ ALL = [
     LoaderClosed("this iterator was closed"),
     RingMemoryError(1 << 30, 1 << 20, "memory limit of control group /a"),
     RingMemoryError(1 << 30, None, "mmap", "Share less."),
+    DeviceUnavailable("cuda:7", "torch sees 2 CUDA devices"),
+    PageLockError(1 << 30, None, "CUDA_ERROR_OUT_OF_MEMORY"),
+    ShardError("the block is cut", url="memory://a", offset=12, resume=3),
     UnsupportedPlatform("no workers here"),
     StateError("of another loader"),
     RanksDisagree("one of them left"),
 ]
-BUILTIN: dict[type[LoaderError], type[Exception]] = {RingMemoryError: MemoryError, StateError: ValueError}
+BUILTIN: dict[type[LoaderError], type[Exception]] = {
+    RingMemoryError: MemoryError,
+    PageLockError: MemoryError,
+    StateError: ValueError,
+    ShardError: ValueError,
+}
+# What an attribute says where an error was made from a text, by its type otherwise.
+NOTHING = ("", 0, -1, (), None)
+
+
+def every_error() -> list[type[LoaderError]]:
+    """Every subclass of the root, in all modules of the package."""
+    for module in pkgutil.walk_packages(asyncloader.__path__, "asyncloader."):
+        if not module.name.startswith("asyncloader.integrations."):  # each imports its framework; none has an error
+            importlib.import_module(module.name)
+    found: list[type[LoaderError]] = []
+    todo = [LoaderError]
+    while todo:
+        found.append(todo.pop())
+        todo += (kind for kind in found[-1].__subclasses__() if kind.__module__.startswith("asyncloader."))
+    return found
 
 
 @pytest.mark.parametrize("error", ALL, ids=lambda e: type(e).__name__)
@@ -46,6 +76,26 @@ def test_error_pickles(error: LoaderError) -> None:
     assert type(copy) is type(error)
     assert (str(copy), copy.args, vars(copy)) == (str(error), error.args, vars(error))
     assert copy.__notes__ == ["seen in a worker"]
+
+
+@pytest.mark.parametrize("kind", every_error(), ids=lambda kind: kind.__name__)
+def test_error_is_made_from_a_text(kind: type[LoaderError]) -> None:
+    """As torch's `ExceptionWrapper` raises it: the same type, the text as it is, harmless attributes; it pickles."""
+
+    def wrapped() -> ExceptionWrapper:
+        made = next((error for error in ALL if type(error) is kind), None) or kind("what happened")
+        try:
+            raise made
+        except LoaderError:
+            return ExceptionWrapper(where="in a thread")
+
+    with pytest.raises(kind, match=r"^Caught .* in a thread") as caught:
+        wrapped().reraise()
+    assert type(caught.value) is kind
+    attributes = {name for error in ALL if type(error) is kind for name in vars(error)}
+    for error in (kind("what\nhappened"), pickle.loads(pickle.dumps(kind("what\nhappened")))):
+        assert (str(error), error.args) == ("what\nhappened", ("what\nhappened",))
+        assert [name for name in attributes if getattr(error, name) not in NOTHING] == []
 
 
 @pytest.mark.parametrize("error", ALL, ids=lambda e: type(e).__name__)

@@ -70,3 +70,6 @@ def test_numbers_of_the_system() -> None:
     for error, number in numbers.items():
         assert error.errno == number
         assert pickle.loads(pickle.dumps(error)).errno == number
+    failed = errors.ReadFailed("m")
+    failed.errno = errno.EIO
+    assert pickle.loads(pickle.dumps(failed)).errno == errno.EIO
