@@ -266,7 +266,7 @@ class UnsupportedPlatform(LoaderError, RuntimeError):
 
 
 class NeverIteratedWarning(UserWarning):
-    """A `DataLoader` was collected without having been iterated: a framework may have replaced it by a stock one."""
+    """A stock loader that was made from a `DataLoader`'s attributes is iterated in its place: a framework replaced it."""
 
 
 def signal_name(number: int) -> str:
