@@ -3,15 +3,15 @@
 Data path: none.
 
 The last resort, for code that builds loaders itself and takes no class. It is explicit and it ends with its ``with``
-block. No name is replaced, in no module: the class stays torch's under every name that anybody has taken, so it does not
-matter when and how libraries were imported. Inside the block its constructor makes the instance one of ours:
+block. No module's names are replaced: the class is torch's wherever it is held, so it does not matter when and how
+libraries were imported. Inside the block its constructor makes the instance one of ours:
 
 - an instance of torch's class becomes one of our `DataLoader`;
 - an instance of a subclass becomes one of a class of the same name, derived from the subclass and from ours, in which
-  the subclass's ``super()`` is ours. The subclass itself is not touched. It has torch's metaclass, `type`, and so agrees
-  with any other.
+  the subclass's ``super()`` is ours. The subclass itself is not touched.
 
-The iterators' base class tells, inside the block, which loaders torch's own engine reads all the same.
+The metaclass of both is torch's, `type`, which agrees with any other. Inside the block the iterators' base class tells
+which loaders torch's own engine reads all the same.
 """
 
 from __future__ import annotations
@@ -105,13 +105,13 @@ if hasattr(os, "register_at_fork"):
 
 def _making(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def __init__(self: Any, /, *args: Any, **kwargs: Any) -> None:
+    def make(self: Any, /, *args: Any, **kwargs: Any) -> None:
         if _hooks.blocks and not issubclass(type(self), LoaderSpec) and _become_ours(self):
             DataLoader.__init__(self, *args, **kwargs)  # comes by here again
         else:
             original(self, *args, **kwargs)
 
-    return __init__
+    return make
 
 
 def _become_ours(loader: Any) -> bool:
@@ -141,7 +141,7 @@ def _new(kind: type[Any]) -> Any:
 
 def _iterating(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+    def begin(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
         if _hooks.blocks and not isinstance(self, CountedNext) and not _was_made_before(self, loader):
             _hooks.warn(
                 _name(type(loader)),
@@ -150,7 +150,7 @@ def _iterating(original: Callable[..., None]) -> Callable[..., None]:
             )
         original(self, loader, *args, **kwargs)
 
-    return __init__
+    return begin
 
 
 def _was_made_before(iterator: Any, loader: Any) -> bool:

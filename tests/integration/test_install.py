@@ -1,4 +1,4 @@
-"""`asyncloader.install()`: inside the block torch's class makes ours, wherever it is held; afterwards nothing is left."""
+"""`asyncloader.install()`: inside the block torch's class makes ours, whoever holds it; afterwards nothing is left."""
 
 from __future__ import annotations
 
@@ -32,10 +32,16 @@ pytestmark = pytest.mark.usefixtures("constructors")
 
 def test_it_ends_with_its_block() -> None:
     """`with` gives our class, which torch's makes inside, and no more when the block was left by an exception."""
-    with pytest.raises(ZeroDivisionError), install() as ours:
-        assert ours is DataLoader
-        assert type(torch.utils.data.DataLoader(Numbers(3))) is ours
-        raise ZeroDivisionError
+    made = []
+
+    def fail() -> None:
+        with install() as ours:
+            made.extend([ours, type(torch.utils.data.DataLoader(Numbers(3)))])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert made == [DataLoader, DataLoader]
     assert type(torch.utils.data.DataLoader(Numbers(3))) is Torchs
 
 

@@ -1,4 +1,4 @@
-"""`asyncloader.install()` and subclasses of torch's loader; and what makes torch's iterators without a loader of torch's."""
+"""`asyncloader.install()` and subclasses of torch's loader; and what makes torch's iterators by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`NeverIteratedWarning`: a stock loader that was made from ours and is iterated in its place; nothing else gives it."""
+"""`NeverIteratedWarning`: a stock loader that was made from ours is iterated in its place; nothing else gives it."""
 
 from __future__ import annotations
 
@@ -99,9 +99,10 @@ def test_as_an_error_it_costs_nothing() -> None:
     loader = DataLoader[Any](Numbers(4))
     stock = stock_from(loader)
     del loader
-    with warnings.catch_warnings(), pytest.raises(NeverIteratedWarning):
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
-        iter(stock)
+        with pytest.raises(NeverIteratedWarning):
+            iter(stock)
     assert len(list(stock)) == 4
 
 
