@@ -266,7 +266,7 @@ class UnsupportedPlatform(LoaderError, RuntimeError):
 
 
 class NeverIteratedWarning(UserWarning):
-    """A stock loader that was made from a `DataLoader`'s attributes is iterated in its place: a framework replaced it."""
+    """A stock loader that was made from a `DataLoader` is iterated in its place: a framework replaced it."""
 
 
 def signal_name(number: int) -> str:

@@ -78,7 +78,8 @@ class _Hooks:
         with self.lock:
             self.blocks += 1
             if self.blocks == 1:
-                for kind, hook in ((_Torchs, _making), (_BaseDataLoaderIter, _iterating)):
+                hooks: list[tuple[Any, Any]] = [(_Torchs, _making), (_BaseDataLoaderIter, _iterating)]
+                for kind, hook in hooks:
                     self._put.append((kind, hook(kind.__init__)))
                     kind.__init__ = self._put[-1][1]
 
@@ -130,7 +131,7 @@ def _ours_from(kind: type[Any]) -> type[Any]:
         if made.__dict__.get("_asyncloader_of") is kind:
             return made
     body = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")} | {"_asyncloader_of": kind}
-    if kind.__reduce__ is object.__reduce__:
+    if "__reduce__" not in {name for base in kind.__mro__[:-1] for name in vars(base)}:
         body["__reduce__"] = lambda self: (_new, (kind,), self.__getstate__())  # pickle knows classes by their names
     return types.new_class(kind.__name__, (kind, DataLoader), exec_body=lambda names: names.update(body))
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
-
 import torch
 
 __all__ = ["Torchs", "told"]
 
-Torchs: Any = torch.utils.data.DataLoader
+Torchs = torch.utils.data.DataLoader
 
 
 def told(caught: list[warnings.WarningMessage]) -> list[str]:

@@ -113,23 +113,24 @@ def test_loaders_made_before_stay_torchs() -> None:
 
 def test_a_library_that_wraps_torchs_constructor_inside() -> None:
     """Its wrapper stays where it is when the block ends, and what is below it does torch's work alone."""
-    original = Torchs.__init__
+    kind: Any = Torchs
+    original = kind.__init__
     calls = []
     with install():
-        inside = Torchs.__init__
+        inside = kind.__init__
 
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
             calls.append(type(self))
             inside(self, *args, **kwargs)
 
-        Torchs.__init__ = wrapper
+        kind.__init__ = wrapper
     try:
         assert type(Torchs(Numbers(3))) is Torchs
         with install():
             assert type(Torchs(Numbers(3))) is DataLoader
-        assert Torchs.__init__ is wrapper
+        assert kind.__init__ is wrapper
     finally:
-        Torchs.__init__ = original
+        kind.__init__ = original
     assert calls == [Torchs, DataLoader]
 
 

@@ -46,44 +46,44 @@ class Shifted:
 def shapes() -> dict[str, Any]:
     """Subclasses of torch's class as they are found in public code, made now."""
 
-    class Inherited(Torchs):
+    class Inherited(Torchs[Any]):
         pass
 
-    class Mixed(Shifted, Torchs):
+    class Mixed(Shifted, Torchs[Any]):
         pass
 
-    class Typed(Torchs, Generic[T]):
+    class Typed(Torchs[T], Generic[T]):
         pass
 
-    class Interface(Torchs, Sized):
+    class Interface(Torchs[Any], Sized):
         pass
 
-    class Abstract(Torchs, abc.ABC):
+    class Abstract(Torchs[Any], abc.ABC):
         pass
 
-    class AbstractMeta(Torchs, metaclass=abc.ABCMeta):
+    class AbstractMeta(Torchs[Any], metaclass=abc.ABCMeta):
         pass
 
-    class OwnMeta(Torchs, metaclass=Plain):
+    class OwnMeta(Torchs[Any], metaclass=Plain):
         pass
 
-    class Slots(Torchs):
+    class Slots(Torchs[Any]):
         __slots__ = ("spare",)
 
-    class Explicit(Torchs):
+    class Explicit(Torchs[Any]):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self.early = 1
             Torchs.__init__(self, *args, **kwargs)
             self.seed = "a subclass's own"
 
-    class MultiEpoch(Torchs):
+    class MultiEpoch(Torchs[Any]):
         """Keeps one iterator for its life, over a sampler that never ends."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.count = super().__len__()
+            self.count: int = super().__len__()
             self._DataLoader__initialized = False
-            self.batch_sampler = Repeated(self.batch_sampler)
+            self.batch_sampler: Any = Repeated(self.batch_sampler)
             self._DataLoader__initialized = True
             self.iterator = super().__iter__()
 
@@ -145,7 +145,7 @@ def test_a_subclass_keeps_its_attributes() -> None:
 def test_an_abstract_subclass_stays_abstract() -> None:
     """Inside, too, it cannot be made, and its concrete subclass can."""
 
-    class Base(Torchs, abc.ABC):
+    class Base(Torchs[Any], abc.ABC):
         @abc.abstractmethod
         def name(self) -> str: ...
 
@@ -161,7 +161,7 @@ def test_an_abstract_subclass_stays_abstract() -> None:
     assert (loader.name(), len(list(loader))) == ("concrete", 3)
 
 
-class Theirs(Torchs):
+class Theirs(Torchs[Any]):
     """A library's."""
 
     def __init__(self, dataset: Any, batch_size: int = 2) -> None:
@@ -182,7 +182,7 @@ def test_its_loaders_pickle_copy_and_clone(kind: Any) -> None:
 def test_a_class_that_nothing_can_be_derived_from() -> None:
     """It is named once, and its loaders are torch's."""
 
-    class Registered(Torchs):
+    class Registered(Torchs[Any]):
         def __init_subclass__(cls, *, key: str) -> None:
             """Wants an argument of every subclass."""
 
@@ -219,7 +219,7 @@ class _OwnIterator(_MultiProcessingDataLoaderIter):
     """As LitData has it: a subclass of torch's iterator, which its loader makes."""
 
 
-class Streaming(Torchs):
+class Streaming(Torchs[Any]):
     """The loader of that iterator."""
 
     def _get_iterator(self) -> Any:
@@ -243,7 +243,7 @@ def test_own_iterators_are_named_once(kind: Any, workers: int) -> None:
 def test_nobody_else_is_named() -> None:
     """Our own loaders, subclasses of either kind, and those that call `super()._get_iterator()` say nothing."""
 
-    class Wrapping(Torchs):
+    class Wrapping(Torchs[Any]):
         def _get_iterator(self) -> Any:
             return super()._get_iterator()
 
