@@ -131,7 +131,8 @@ def _ours_from(kind: type[Any]) -> type[Any]:
         if made.__dict__.get("_asyncloader_of") is kind:
             return made
     body = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")} | {"_asyncloader_of": kind}
-    if "__reduce__" not in {name for base in kind.__mro__[:-1] for name in vars(base)}:
+    reduce: Any = kind.__reduce__
+    if reduce is object.__reduce__:
         body["__reduce__"] = lambda self: (_new, (kind,), self.__getstate__())  # pickle knows classes by their names
     return types.new_class(kind.__name__, (kind, DataLoader), exec_body=lambda names: names.update(body))
 

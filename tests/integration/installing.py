@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+
 import torch
 
 __all__ = ["Torchs", "told"]

@@ -153,9 +153,10 @@ def test_an_abstract_subclass_stays_abstract() -> None:
         def name(self) -> str:
             return "concrete"
 
+    abstract: Any = Base
     with install():
         with pytest.raises(TypeError, match="abstract"):
-            Base(Numbers(3))
+            abstract(Numbers(3))
         loader: Any = Concrete(Numbers(3))
     assert isinstance(loader, Base)
     assert (loader.name(), len(list(loader))) == ("concrete", 3)
