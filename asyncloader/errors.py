@@ -334,7 +334,7 @@ class UnsupportedPlatform(LoaderError, RuntimeError):
 
 
 class NeverIteratedWarning(UserWarning):
-    """A `DataLoader` was collected without having been iterated: a framework may have replaced it by a stock one."""
+    """A stock loader that was made from a `DataLoader` is iterated in its place: a framework replaced it."""
 
 
 def signal_name(number: int) -> str:

@@ -5,10 +5,8 @@ Data path: options -> [loader] -> sync_iterator (read that one next).
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, Self, TypeVar
@@ -18,10 +16,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.bridge import Bridge
 from asyncloader.checkpoint import StateKeeper
-from asyncloader.errors import LoaderClosed, NeverIteratedWarning
+from asyncloader.errors import LoaderClosed
 from asyncloader.explain import explain
 from asyncloader.options import LoaderSpec, async_index_source
 from asyncloader.rebuild import constructor_arguments
+from asyncloader.replaced import tell_if_replaced
 from asyncloader.sampler import feedback_target
 from asyncloader.statistics import Statistics
 from asyncloader.sync_inline import InlineIterator
@@ -40,8 +39,8 @@ class DataLoader(LoaderSpec[T_co]):
     Signature, checks, attributes and batches are torch's; arguments of our own come last, by keyword only (see
     `LoaderSpec`). Datasets may have ``async`` methods, samplers may be async iterables.
 
-    A loader that is collected without ever having been used warns (`NeverIteratedWarning`): some frameworks replace the
-    user's loader by a stock one, which nothing else would show.
+    Some frameworks replace the user's loader by a stock one, which nothing else would show: that one warns when it is
+    iterated (`NeverIteratedWarning`), if this one was collected before without having been iterated.
     """
 
     @property
@@ -70,8 +69,6 @@ class DataLoader(LoaderSpec[T_co]):
             iterator = kind(self, state.statistics, state.bridge, state.keeper)
         state.newest = weakref.ref(iterator)
         state.iterators.add(iterator)
-        with contextlib.suppress(TypeError):  # lists and the like cannot be referred to weakly
-            _iterated[id(self.dataset)] = self.dataset
         return iterator
 
     def __enter__(self) -> Self:
@@ -158,7 +155,6 @@ class DataLoader(LoaderSpec[T_co]):
                 ``sampler`` that of ``shuffle``, ``num_workers=0`` drops what needs workers. A default sampler is made
                 anew, for the dataset that the clone gets.
         """
-        _ = self._asyncloader_state  # it was of use
         return type(self)(**constructor_arguments(self, changes, self))
 
     @classmethod
@@ -179,9 +175,8 @@ class DataLoader(LoaderSpec[T_co]):
         return explain(type(self).__name__, self, self._asyncloader_state.statistics, pool)
 
     def __getstate__(self) -> dict[str, Any]:
-        _ = self._asyncloader_state  # a copy is made: it was of use
         state = self.__dict__.copy()
-        del state["_asyncloader_state"]
+        state.pop("_asyncloader_state", None)
         state.pop("_asyncloader_maker", None)
         state["_iterator"] = None  # a copy begins anew
         return state
@@ -192,24 +187,12 @@ class DataLoader(LoaderSpec[T_co]):
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         if exiting() or "_asyncloader_state" in self.__dict__:  # the default: at exit this module's names may be gone
             return
-        # Copies, unpickled loaders and those that a forked child inherits have no maker here; they may rest. So may one
-        # of which a framework made another of our class, as Lightning does.
-        if self.__dict__.get("_asyncloader_maker") != os.getpid() or _iterated.get(id(self.dataset)) is self.dataset:
-            return
-        warnings.warn(
-            f"{self!r} was never iterated. If you did pass it to a framework, that made a stock DataLoader from its "
-            "attributes; see asyncloader.integrations and asyncloader.install for how to keep this one",
-            NeverIteratedWarning,
-            stacklevel=2,
-        )
+        if self.__dict__.get("_asyncloader_maker") == os.getpid():  # else a copy, or what a forked child inherited
+            tell_if_replaced(self)
 
 
 async def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     function(*args, **kwargs)
-
-
-# Datasets that a loader of ours was iterated over, by their identity.
-_iterated: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class _FacadeState:

@@ -2,79 +2,164 @@
 
 Data path: none.
 
-The last resort, for frameworks that build loaders themselves and take no class. It is explicit, it ends with its
-``with`` block, and it touches these names and no others: the two places where torch keeps the class, and the globals of
-the frameworks that imported it from there.
+The last resort, for code that builds loaders itself and takes no class. It is explicit and it ends with its ``with``
+block. No module's names are replaced: the class is torch's wherever it is held, so it does not matter when and how
+libraries were imported. Inside the block its constructor makes the instance one of ours:
+
+- an instance of torch's class becomes one of our `DataLoader`;
+- an instance of a subclass becomes one of a class of the same name, derived from the subclass and from ours, in which
+  the subclass's ``super()`` is ours. The subclass itself is not touched.
+
+The metaclass of both is torch's, `type`, which agrees with any other. Inside the block the iterators' base class tells
+which loaders torch's own engine reads all the same.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Generator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+import functools
+import os
+import threading
+import types
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ContextDecorator
+from typing import Any
 
 import torch.utils.data
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _MultiProcessingDataLoaderIter,
+    _SingleProcessDataLoaderIter,
+)
 
 from asyncloader.loader import DataLoader
+from asyncloader.options import LoaderSpec
+from asyncloader.sync_inline import CountedNext
 
-__all__ = ["InstalledDataLoader", "install"]
+__all__ = ["install"]
 
-T_co = TypeVar("T_co", covariant=True)
-
-_TORCHS: type[Any] = torch.utils.data.DataLoader
-
-PLACES = (
-    "torch.utils.data",
-    "torch.utils.data.dataloader",
-    "accelerate.data_loader",
-    "ignite.distributed.auto",
-    "ray.train.torch.train_loop_utils",
-    "timm.data.loader",
-    "transformers.trainer",
-    "webdataset.compat",
-)
-"""Modules in which the global `DataLoader` is replaced, if they are imported and have it."""
+_Torchs: Any = torch.utils.data.DataLoader
 
 
-class _AnyLoader(type):
-    """`isinstance(x, torch.utils.data.DataLoader)` must go on to be true of torch's own loaders."""
+def install() -> AbstractContextManager[type[DataLoader[Any]]]:
+    """Make torch's `DataLoader` class make ours until the block ends; gives our class.
 
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, _TORCHS) if cls is InstalledDataLoader else super().__instancecheck__(instance)
+    Inside the block, in all threads, ``torch.utils.data.DataLoader(...)`` makes an `asyncloader.DataLoader`, under
+    whatever name and from wherever it is called, and so do its subclasses: their loaders are of their class and of
+    ours. Loaders that were made inside stay ours; those that were made before stay what they are. Blocks may be nested.
 
-    def __subclasscheck__(cls, subclass: type) -> bool:
-        return issubclass(subclass, _TORCHS) if cls is InstalledDataLoader else super().__subclasscheck__(subclass)
-
-
-class InstalledDataLoader(DataLoader[T_co], metaclass=_AnyLoader):
-    """Our `DataLoader` in the place of torch's."""
-
-
-@contextmanager
-def install() -> Generator[type[DataLoader[Any]], None, None]:
-    """Put our `DataLoader` in the place of torch's until the block ends; gives the class.
-
-    ``torch.utils.data.DataLoader``, and the name in the modules of accelerate, transformers, Ray Train, Ignite, timm
-    and webdataset that are imported by then, mean ours inside the block, in all threads. Code that took the name from
-    torch before keeps torch's class. A module that is first imported inside the block, and takes the name from torch,
-    keeps ours afterwards unless it is one of those: import what you need before. Blocks may be nested.
+    A library that makes torch's *iterators* itself is not reached: a warning names it, once, when that happens inside
+    the block.
     """
-    inside_another = any(_present(place) is InstalledDataLoader for place in PLACES)
-    for place in PLACES:
-        _replace(place, _TORCHS, InstalledDataLoader)
+    return _Block()
+
+
+class _Block(ContextDecorator):
+    """Has no finalizer: a block that is never left does nothing when the interpreter exits."""
+
+    def __enter__(self) -> type[DataLoader[Any]]:
+        _hooks.enter()
+        return DataLoader
+
+    def __exit__(self, *_: object) -> None:
+        _hooks.leave()
+
+
+class _Hooks:
+    """The two constructors that do more while at least one block is open."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.blocks = 0
+        self.named: set[str] = set()
+        self._put: list[tuple[Any, Any]] = []
+
+    def enter(self) -> None:
+        with self.lock:
+            self.blocks += 1
+            if self.blocks == 1:
+                hooks: list[tuple[Any, Any]] = [(_Torchs, _making), (_BaseDataLoaderIter, _iterating)]
+                for kind, hook in hooks:
+                    self._put.append((kind, hook(kind.__init__)))
+                    kind.__init__ = self._put[-1][1]
+
+    def leave(self) -> None:
+        with self.lock:
+            self.blocks -= 1
+            if not self.blocks:
+                for kind, hook in self._put:
+                    if kind.__init__ is hook:  # else somebody wrapped it; it does nothing from here on
+                        kind.__init__ = hook.__wrapped__
+                self._put.clear()
+                self.named.clear()
+
+    def warn(self, name: str, text: str) -> None:
+        if name not in self.named:
+            self.named.add(name)
+            warnings.warn(f"asyncloader.install() does not reach {name}: {text}", stacklevel=4)
+
+
+_hooks = _Hooks()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: setattr(_hooks, "lock", threading.Lock()))
+
+
+def _making(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def make(self: Any, /, *args: Any, **kwargs: Any) -> None:
+        if _hooks.blocks and not issubclass(type(self), LoaderSpec) and _become_ours(self):
+            DataLoader.__init__(self, *args, **kwargs)  # comes by here again
+        else:
+            original(self, *args, **kwargs)
+
+    return make
+
+
+def _become_ours(loader: Any) -> bool:
+    kind = type(loader)
     try:
-        yield InstalledDataLoader
-    finally:
-        if not inside_another:
-            for place in PLACES:
-                _replace(place, InstalledDataLoader, _TORCHS)
+        object.__setattr__(loader, "__class__", DataLoader if kind is _Torchs else _ours_from(kind))
+    except Exception as error:  # whatever the class's own metaclass or `__init_subclass__` raises
+        _hooks.warn(_name(kind), f"no class can be derived from it ({error}). Its batches come from torch's engine")
+        return False
+    return True
 
 
-def _present(place: str) -> Any:
-    return getattr(sys.modules.get(place), "DataLoader", None)
+def _ours_from(kind: type[Any]) -> type[Any]:
+    """The class of ours that stands for a subclass of torch's; the same one as long as anybody has it."""
+    for made in type.__subclasses__(kind):
+        if made.__dict__.get("_asyncloader_of") is kind:
+            return made
+    body = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")} | {"_asyncloader_of": kind}
+    reduce: Any = kind.__reduce__
+    if reduce is object.__reduce__:
+        body["__reduce__"] = lambda self: (_new, (kind,), self.__getstate__())  # pickle knows classes by their names
+    return types.new_class(kind.__name__, (kind, DataLoader), exec_body=lambda names: names.update(body))
 
 
-def _replace(place: str, old: type[Any], new: type[Any]) -> None:
-    if _present(place) is old:
-        sys.modules[place].DataLoader = new  # type: ignore[attr-defined]
+def _new(kind: type[Any]) -> Any:
+    return object.__new__(_ours_from(kind))
+
+
+def _iterating(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def begin(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        if _hooks.blocks and not isinstance(self, CountedNext) and not _was_made_before(self, loader):
+            _hooks.warn(
+                _name(type(loader)),
+                f"it makes torch's iterators by itself (here {_name(type(self))}), so its batches come from torch's "
+                "engine. Where it takes a loader, pass it one of asyncloader",
+            )
+        original(self, loader, *args, **kwargs)
+
+    return begin
+
+
+def _was_made_before(iterator: Any, loader: Any) -> bool:
+    """Whether torch's engine is what one expects of this loader: torch's, and not made inside a block."""
+    plain = type(iterator) in (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter)
+    return plain and issubclass(type(loader), _Torchs) and not issubclass(type(loader), LoaderSpec)
+
+
+def _name(kind: type[Any]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

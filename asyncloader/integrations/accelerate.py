@@ -17,14 +17,13 @@ from accelerate.data_loader import BatchSamplerShard, DataLoaderAdapter, DataLoa
 from torch.utils.data import BatchSampler
 
 from asyncloader.loader import DataLoader
-from asyncloader.options import LoaderSpec, is_iterable
+from asyncloader.options import is_iterable
 from asyncloader.rebuild import constructor_arguments
 from asyncloader.stateful_loader import StatefulDataLoader
 
 __all__ = ["adopt", "prepare", "skip_first_batches"]
 
-_Torchs: Any = LoaderSpec.__mro__[1]  # under its names in torch.utils.data there may be ours, inside `install`
-_TORCHS_OPTIONS = inspect.signature(_Torchs).parameters
+_TORCHS_OPTIONS = inspect.signature(torch.utils.data.DataLoader).parameters
 
 
 def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
@@ -95,12 +94,10 @@ def adopt(prepared: Any, like: DataLoader[Any] | None = None) -> Any:
     """
     # `type`, here and below: the wrappers claim the class of what is inside them.
     wrapper = issubclass(type(prepared), DataLoaderAdapter)
-    if not wrapper and not issubclass(type(prepared), _Torchs):
+    if not wrapper and not issubclass(type(prepared), torch.utils.data.DataLoader):
         raise TypeError(
             f"adopt takes a loader, or one of Accelerate's wrappers around one, but got {type(prepared).__name__}"
         )
-    if like is not None:
-        _ = like._asyncloader_state  # it was of use, whatever becomes of it
     inside = prepared.base_dataloader if wrapper else prepared
     if not wrapper:
         return inside if isinstance(inside, DataLoader) else _class_for(inside, like).from_torch(inside, **_own(like))

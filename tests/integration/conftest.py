@@ -3,11 +3,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from tests.integration.remote_folders import SIZES, make_shards
 from tests.integration.running import PATIENCE_S
@@ -23,6 +25,15 @@ def tars(tmp_path: Path) -> str:
 def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch finds no accelerator, so that what it and we do without one is tested on every machine."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+
+
+@pytest.fixture
+def constructors() -> Iterator[None]:
+    """Whatever a test of `install` does, torch's two constructors are torch's again at its end."""
+    kinds: list[Any] = [torch.utils.data.DataLoader, _BaseDataLoaderIter]
+    before = [kind.__init__ for kind in kinds]
+    yield
+    assert [kind.__init__ for kind in kinds] == before
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

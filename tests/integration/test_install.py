@@ -1,12 +1,15 @@
-"""`asyncloader.install()`: inside the block torch's name means our class, everywhere; afterwards nothing is left."""
+"""`asyncloader.install()`: inside the block torch's class makes ours, whoever holds it; afterwards nothing is left."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import pickle
 import subprocess
 import sys
 import threading
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,58 +19,44 @@ import torch.utils.data
 
 import asyncloader
 from asyncloader import DataLoader, install
-from asyncloader.patching import PLACES
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import Numbers
-from tests.integration.running import collect, environment
+from tests.integration.installing import Torchs, told
+from tests.integration.running import collect, environment, run_script
 
-Torchs = torch.utils.data.DataLoader
-
-
-def names() -> list[Any]:
-    """What the two names of torch's are now."""
-    import torch.utils.data.dataloader as module
-
-    return [torch.utils.data.DataLoader, module.DataLoader]
+pytestmark = pytest.mark.usefixtures("constructors")
 
 
-def test_the_name_means_ours_and_then_torchs_again() -> None:
-    """Both of torch's names are our class inside the block, which `with` gives, and torch's own class after it."""
-    with install() as ours:
-        assert names() == [ours, ours]
-        assert issubclass(ours, DataLoader)
-    assert names() == [Torchs, Torchs]
+# ------------------------------------------------------------------------------------------------- the block
 
 
-def test_an_error_in_the_block_puts_torchs_back() -> None:
-    """An exception passes through, and torch's class is back."""
-    with pytest.raises(ZeroDivisionError), install():
-        raise ZeroDivisionError
-    assert names() == [Torchs, Torchs]
+def test_it_ends_with_its_block() -> None:
+    """`with` gives our class, which torch's makes inside, and no more when the block was left by an exception."""
+    made = []
+
+    def fail() -> None:
+        with install() as ours:
+            made.extend([ours, type(torch.utils.data.DataLoader(Numbers(3)))])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert made == [DataLoader, DataLoader]
+    assert type(torch.utils.data.DataLoader(Numbers(3))) is Torchs
 
 
-def test_blocks_nest() -> None:
-    """An inner block changes nothing, and its end neither; a second block after the first works like it."""
-    for _ in range(2):
-        with install() as outer:
-            with install() as inner:
-                assert inner is outer
-            assert names() == [outer, outer]
-        assert names() == [Torchs, Torchs]
-
-
-def test_a_name_that_somebody_else_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is left alone, and the other names come back all the same."""
-    import torch.utils.data.dataloader as module
-
-    class Theirs(Torchs[Any]):
-        """Another package's."""
-
-    monkeypatch.setattr(torch.utils.data, "DataLoader", Theirs)
-    with install() as ours:
-        assert names() == [Theirs, ours]
-    assert names() == [Theirs, Torchs]
-    assert module.DataLoader is Torchs
+def test_blocks_nest_and_overlap() -> None:
+    """It lasts until the last of them is left, whichever that is."""
+    first, second = install(), install()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert type(Torchs(Numbers(3))) is DataLoader
+    with install():
+        pass
+    assert type(Torchs(Numbers(3))) is DataLoader
+    second.__exit__(None, None, None)
+    assert type(Torchs(Numbers(3))) is Torchs
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -83,92 +72,66 @@ def test_code_that_makes_torchs_loader_gets_ours(workers: int) -> None:
     assert loader.stats()["data/batches"] == 8
 
 
-def test_isinstance_stays_true() -> None:
-    """Inside the block torch's own loaders, ours, and subclasses of either still are DataLoaders; nothing else is."""
+def test_wherever_the_class_was_taken_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under another name in a module, in a table, as a default argument, as a part: all of them make ours."""
 
-    class Theirs(Torchs[Any]):
-        pass
+    def default(kind: Any = torch.utils.data.DataLoader) -> Any:
+        return kind(Numbers(3))
 
-    class Mine(DataLoader[Any]):
-        pass
-
-    kinds: list[Any] = [Torchs, DataLoader, Theirs, Mine]
-    loaders = [kind(Numbers(3)) for kind in kinds]
-    with install() as ours:
-        for kind, loader in zip(kinds, loaders, strict=True):
-            assert isinstance(loader, torch.utils.data.DataLoader)
-            assert issubclass(kind, torch.utils.data.DataLoader)
-        assert isinstance(ours(Numbers(3)), torch.utils.data.DataLoader)
-        assert not isinstance([1], torch.utils.data.DataLoader)
-        assert not issubclass(list, torch.utils.data.DataLoader)
-        made = ours(Numbers(3))
-    assert isinstance(made, Torchs)
-    assert isinstance(made, torch.utils.data.DataLoader)
-
-
-def test_a_subclass_made_inside_is_a_class_like_any_other() -> None:
-    """`class Own(torch.utils.data.DataLoader)` in the block: a subclass of ours, and only its instances are its own."""
+    library: Any = types.ModuleType("library")
+    library.TorchDataLoader, library.table = Torchs, {"plain": Torchs}
+    monkeypatch.setitem(sys.modules, "library", library)
+    part = functools.partial(Torchs, Numbers(3))
     with install():
-
-        class Own(torch.utils.data.DataLoader[Any]):
-            def __iter__(self) -> Any:
-                return (batch + 1 for batch in super().__iter__())
-
-        own = Own(Numbers(2))
-        assert isinstance(own, Own)
-        assert isinstance(own, torch.utils.data.DataLoader)
-        assert not isinstance(Torchs(Numbers(2)), Own)
-        assert not issubclass(Torchs, Own)
-    assert isinstance(own, DataLoader)
-    assert [float(batch[0, 0]) for batch in own] == [1.0, 101.0]
-
-
-def test_a_name_taken_before_stays_torchs() -> None:
-    """Code that has torch's class goes on having it: its loaders are torch's, and so are its subclasses."""
-    with install():
-        loader = Torchs(Numbers(4), num_workers=1)
-        assert type(loader) is Torchs
-        assert_same(list(loader), collect("torch", Numbers(4)))
+        made = [default(), library.TorchDataLoader(Numbers(3)), library.table["plain"](Numbers(3)), part()]
+        assert library.TorchDataLoader is Torchs, "no name is replaced"
+    assert {type(loader) for loader in made} == {DataLoader}
+    assert {type(loader) for loader in (default(), part())} == {Torchs}
 
 
 def test_it_holds_in_all_threads() -> None:
-    """Another thread sees the same name."""
+    """Another thread makes ours, too."""
     seen: list[Any] = []
     with install() as ours:
-        thread = threading.Thread(target=lambda: seen.append(torch.utils.data.DataLoader))
+        thread = threading.Thread(target=lambda: seen.append(type(torch.utils.data.DataLoader(Numbers(3)))))
         thread.start()
         thread.join()
     assert seen == [ours]
 
 
-FRAMEWORKS = [place for place in PLACES if not place.startswith("torch.")]
+def test_loaders_made_before_stay_torchs() -> None:
+    """They are iterated by torch's engine inside the block, and nothing is said about it; they pickle and copy."""
+    before = Torchs(Numbers(4), num_workers=1)
+    with warnings.catch_warnings(record=True) as caught, install():
+        warnings.simplefilter("always")
+        assert isinstance(before, torch.utils.data.DataLoader)
+        for loader in (before, pickle.loads(pickle.dumps(before)), copy.copy(before)):
+            assert type(loader) is Torchs
+            assert_same(list(loader), collect("torch", Numbers(4)))
+    assert told(caught) == []
 
 
-@pytest.mark.parametrize("place", FRAMEWORKS)
-def test_frameworks_that_took_the_name(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A framework's module that took the name from torch has ours inside the block, and torch's again after it."""
-    framework: Any = types.ModuleType(place)
-    framework.DataLoader = Torchs
-    monkeypatch.setitem(sys.modules, place, framework)
-    with install() as ours:
-        assert framework.DataLoader is ours
-        with install():
-            pass
-        assert framework.DataLoader is ours
-    assert framework.DataLoader is Torchs
-
-
-def test_other_names_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module on the list that has another `DataLoader`, or none, is not touched."""
-    patched, bare = types.ModuleType("timm.data.loader"), types.ModuleType("webdataset.compat")
-    patched.DataLoader = list  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, patched.__name__, patched)
-    monkeypatch.setitem(sys.modules, bare.__name__, bare)
+def test_a_library_that_wraps_torchs_constructor_inside() -> None:
+    """Its wrapper stays where it is when the block ends, and what is below it does torch's work alone."""
+    kind: Any = Torchs
+    original = kind.__init__
+    calls = []
     with install():
-        assert patched.DataLoader is list
-        assert not hasattr(bare, "DataLoader")
-    assert patched.DataLoader is list
-    assert not hasattr(bare, "DataLoader")
+        inside = kind.__init__
+
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+            calls.append(type(self))
+            inside(self, *args, **kwargs)
+
+        kind.__init__ = wrapper
+    try:
+        assert type(Torchs(Numbers(3))) is Torchs
+        with install():
+            assert type(Torchs(Numbers(3))) is DataLoader
+        assert kind.__init__ is wrapper
+    finally:
+        kind.__init__ = original
+    assert calls == [Torchs, DataLoader]
 
 
 def test_nothing_is_imported_for_it(tmp_path: Path) -> None:
@@ -187,16 +150,18 @@ print(sorted(found & {"accelerate", "ignite", "ray", "timm", "transformers", "we
     assert done.stdout.strip() == "[]"
 
 
-def test_its_loaders_pickle_and_clone() -> None:
-    """A loader made inside can be pickled, read and cloned outside, and the other way round."""
-    with install():
-        inside: Any = torch.utils.data.DataLoader(Numbers(4), batch_size=2)
-        packed = pickle.dumps(inside)
-    copy = pickle.loads(packed)
-    assert type(copy) is type(inside) is type(inside.clone())
-    with install():
-        assert_same(list(pickle.loads(packed)), collect("sync", Numbers(4), batch_size=2))
-    assert_same(list(copy), list(inside))
+@pytest.mark.parametrize("held", ["", "block = "])
+def test_a_block_that_is_never_left(held: str, tmp_path: Path) -> None:
+    """It lasts for the rest of the process, whether anybody holds it or not, and its end is silent."""
+    script = f"""
+import torch
+import asyncloader
+{held}asyncloader.install()
+{held or "block = "}asyncloader.install().__enter__()
+assert isinstance(torch.utils.data.DataLoader([1]), asyncloader.DataLoader)
+"""
+    done = run_script(tmp_path, script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_it_is_part_of_the_package() -> None:

@@ -9,7 +9,6 @@ import pytest
 from torch.utils.data import default_collate
 
 import asyncloader
-from asyncloader.patching import InstalledDataLoader
 from tests.integration.comparing import assert_same
 from tests.integrations.helping import Line, Rows, RowStream, batches_given, draws, seed_all
 
@@ -21,7 +20,7 @@ class Setup:
 
     def __init__(self) -> None:
         self.transformers: Any = import_module("transformers")
-        trainer = import_module("transformers.trainer")  # imported when first asked for; `install` must find it
+        trainer = import_module("transformers.trainer")  # it is imported when first asked for
         mixin: Any = import_module("asyncloader.integrations.transformers").AsyncTrainerMixin
         self.stock: Any = trainer.Trainer
         self.watch: Any = type("Watch", (_Watch, self.transformers.TrainerCallback), {})
@@ -198,7 +197,7 @@ def test_trainer_inside_install(hf: Setup, tmp_path: Path) -> None:
             trainer.train()
         runs.append((losses(trainer), weights(trainer), draws()))
     assert_same(runs[1], runs[0])
-    assert type(used(trainer)) is InstalledDataLoader
+    assert type(used(trainer)) is asyncloader.DataLoader
     assert (batches_given(used(trainer)), batches_given(used(trainer, "eval"))) == (44, 2)
 
 
@@ -220,7 +219,7 @@ def test_resume_within_an_epoch(hf: Setup, tmp_path: Path, way: str) -> None:
     assert len(runs[1][0]) == 12
     assert_same(runs[1], runs[0])
     if way == "install":
-        assert type(used(trainer)) is InstalledDataLoader
+        assert type(used(trainer)) is asyncloader.DataLoader
     else:  # the rest of the first epoch came from Accelerate's stock loader, the second epoch from ours
         assert batches_given(used(trainer)) == 22
 

@@ -1,0 +1,16 @@
+"""For the tests of `install`."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+__all__ = ["Torchs", "told"]
+
+Torchs = torch.utils.data.DataLoader
+
+
+def told(caught: list[warnings.WarningMessage]) -> list[str]:
+    """What `install` said that it does not reach."""
+    return [str(w.message) for w in caught if "install() does not reach" in str(w.message)]
