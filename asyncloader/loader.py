@@ -26,7 +26,7 @@ from asyncloader.sampler import feedback_target
 from asyncloader.statistics import Statistics
 from asyncloader.sync_inline import InlineIterator
 from asyncloader.sync_iterator import WorkerIterator
-from asyncloader.thread_workers import has_thread_workers, refusal, thread_iterator
+from asyncloader.thread_workers import ThreadIterator, has_thread_workers, refusal
 from asyncloader.workers.bad_samples import BadSample
 
 __all__ = ["DataLoader"]
@@ -66,7 +66,7 @@ class DataLoader(LoaderSpec[T_co]):
         if self.num_workers:
             self.check_worker_number_rationality()
         if has_thread_workers(self):
-            iterator = thread_iterator(self)
+            iterator = ThreadIterator(self)
         else:
             kind = WorkerIterator if self.num_workers else InlineIterator
             with state.keeper.making_iterator():

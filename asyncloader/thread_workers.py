@@ -14,12 +14,13 @@ import threading
 import warnings
 from typing import Any
 
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from asyncloader.options import OUR_OPTION_NAMES, LoaderSpec, async_index_source
+from asyncloader.sync_inline import CountedNext
 from asyncloader.workers.fetch import is_async_dataset
 
-__all__ = ["has_thread_workers", "refusal", "thread_iterator"]
+__all__ = ["ThreadIterator", "has_thread_workers", "refusal"]
 
 _INSTEAD = (
     'use processes ("fork", "spawn" or "forkserver"), or num_workers=0 with fetch_threads, which are threads of this '
@@ -38,28 +39,31 @@ def has_thread_workers(spec: LoaderSpec[Any]) -> bool:
     return isinstance(kind(target=print, args=()), threading.Thread)  # a function that makes them; it is not started
 
 
-def thread_iterator(spec: LoaderSpec[Any]) -> _BaseDataLoaderIter:
-    """torch's iterator with workers, over this loader, whose workers are threads. Warns.
+class ThreadIterator(CountedNext, _MultiProcessingDataLoaderIter):
+    """torch's iterator with workers, over a loader of ours whose workers are threads. Warns.
 
     Raises:
         ValueError: the loader has options, or a dataset or sampler, that torch does not know.
     """
-    defaults = inspect.signature(LoaderSpec).parameters
-    given = {name: getattr(spec._ours, name) for name in OUR_OPTION_NAMES}
-    unknown = [f"{name}={value!r}" for name, value in given.items() if value != defaults[name].default]
-    if is_async_dataset(spec.dataset):
-        unknown.append("an async dataset")
-    if async_index_source(spec) is not None:
-        unknown.append("an async sampler")
-    if unknown:
-        raise ValueError(refusal(spec, f"know no {', '.join(unknown)}"))
-    warnings.warn(
-        f"{_reason(spec)}: the batches are torch's, stats() does not count them, and state_dict() is empty. For more, "
-        f"{_INSTEAD}",
-        RuntimeWarning,
-        stacklevel=4,
-    )
-    return _MultiProcessingDataLoaderIter(spec)
+
+    def __init__(self, loader: LoaderSpec[Any]) -> None:
+        defaults = inspect.signature(LoaderSpec).parameters
+        given = {name: getattr(loader._ours, name) for name in OUR_OPTION_NAMES}
+        unknown = [f"{name}={value!r}" for name, value in given.items() if value != defaults[name].default]
+        if is_async_dataset(loader.dataset):
+            unknown.append("an async dataset")
+        if async_index_source(loader) is not None:
+            unknown.append("an async sampler")
+        if unknown:
+            self._shutdown = True  # there is nothing to shut down
+            raise ValueError(refusal(loader, f"know no {', '.join(unknown)}"))
+        warnings.warn(
+            f"{_reason(loader)}: the batches are torch's, stats() does not count them, and state_dict() is empty. For "
+            f"more, {_INSTEAD}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        super().__init__(loader)
 
 
 def refusal(spec: LoaderSpec[Any], what: str) -> str:
