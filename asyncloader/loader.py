@@ -62,7 +62,7 @@ class DataLoader(LoaderSpec[T_co]):
         state = self._state
         if state.closed:
             raise LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
-        iterator: Any
+        iterator: InlineIterator | WorkerIterator | ThreadIterator
         if self.num_workers:
             self.check_worker_number_rationality()
         if has_thread_workers(self):
@@ -222,7 +222,7 @@ class _FacadeState:
         self.bridge = Bridge()
         self.keeper = StateKeeper()
         self.closed = False
-        self.iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.iterators: weakref.WeakSet[InlineIterator | WorkerIterator | ThreadIterator] = weakref.WeakSet()
         self.newest: weakref.ref[InlineIterator | WorkerIterator] | None = None
 
     def iterator(self) -> InlineIterator | WorkerIterator | None:

@@ -23,7 +23,7 @@ CLIENTS = {
     "with_torch_geometric": "torch_geometric",
 }
 
-pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
 
 
 def _need(package: str) -> None:
