@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # switched off is setuptools' general advice about editable installs.
 INSTALL := PYTHONWARNINGS=ignore::UserWarning $(PIP) install --quiet -c constraints.txt --no-build-isolation
 
-.PHONY: help demo demo-remote test test-integrations chaos bench check format docs clean
+.PHONY: help demo demo-remote test test-integrations test-clients chaos bench check format docs clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # two pips in one environment would trip over each other
 
@@ -37,6 +37,9 @@ test: $(VENV)/.stamp-test ## run the whole suite
 
 test-integrations: $(VENV)/.stamp-test-integrations ## run the tests with more frameworks that hold a loader (1 GB)
 	$(BIN)/python -m pytest -m clients tests/integrations $(ARGS)
+
+test-clients: $(VENV)/.stamp-test-clients ## compare libraries' batches inside install() with torch's (1 GB, Python 3.11)
+	$(BIN)/python -m pytest -m clients tests/clients $(ARGS)
 
 chaos: $(VENV)/.stamp-test ## kill, stop and starve workers at random; writes docs/reference/reliability.md
 	$(BIN)/python -m tests.stress --seeds $(SEEDS) --save $(ARGS)
@@ -67,6 +70,7 @@ $(VENV)/.stamp-demo: EXTRAS := demo
 $(VENV)/.stamp-demo-remote: EXTRAS := demo,http
 $(VENV)/.stamp-test: EXTRAS := test,demo
 $(VENV)/.stamp-test-integrations: EXTRAS := test-integrations
+$(VENV)/.stamp-test-clients: EXTRAS := test-clients
 $(VENV)/.stamp-bench: EXTRAS := bench
 $(VENV)/.stamp-check: EXTRAS := lint,test,demo
 $(VENV)/.stamp-docs: EXTRAS := docs

@@ -30,6 +30,7 @@ from asyncloader.rank_view import OnUneven
 from asyncloader.rebuild import constructor_arguments
 from asyncloader.sampler import feedback_target
 from asyncloader.statistics import Statistics
+from asyncloader.thread_workers import has_thread_workers, refusal
 from asyncloader.workers.bad_samples import BadSample
 from asyncloader.workers.pool import WorkerPool
 from asyncloader.yielding import Yielding
@@ -216,11 +217,14 @@ class AsyncDataLoader(Generic[T_co]):
 
         Raises:
             LoaderClosed: after `aclose`.
+            ValueError: `multiprocessing_context` makes threads.
         """
         if self._closed:
             raise LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
         spec = self._spec
         iterator: AsyncLoaderIterator | InlineIterator
+        if has_thread_workers(spec):
+            raise ValueError(refusal(spec, "`async for` cannot read"))
         if spec.num_workers:
             spec.check_worker_number_rationality()
         with self._keeper.making_iterator():

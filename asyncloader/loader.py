@@ -16,7 +16,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.bridge import Bridge
 from asyncloader.checkpoint import StateKeeper
-from asyncloader.errors import LoaderClosed
+from asyncloader.errors import LoaderClosed, StateError
 from asyncloader.explain import explain
 from asyncloader.options import LoaderSpec, async_index_source
 from asyncloader.rebuild import constructor_arguments
@@ -25,6 +25,7 @@ from asyncloader.sampler import feedback_target
 from asyncloader.statistics import Statistics
 from asyncloader.sync_inline import InlineIterator
 from asyncloader.sync_iterator import WorkerIterator
+from asyncloader.thread_workers import ThreadIterator, has_thread_workers, refusal
 from asyncloader.workers.bad_samples import BadSample
 from asyncloader.yielding import Yielding
 
@@ -61,13 +62,16 @@ class DataLoader(LoaderSpec[T_co]):
         state = self._asyncloader_state
         if state.closed:
             raise LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
-        iterator: InlineIterator | WorkerIterator
+        iterator: InlineIterator | WorkerIterator | ThreadIterator
         if self.num_workers:
             self.check_worker_number_rationality()
-        kind = WorkerIterator if self.num_workers else InlineIterator
-        with state.keeper.making_iterator():
-            iterator = kind(self, state.statistics, state.bridge, state.keeper)
-        state.newest = weakref.ref(iterator)
+        if has_thread_workers(self):
+            iterator = ThreadIterator(self)
+        else:
+            kind = WorkerIterator if self.num_workers else InlineIterator
+            with state.keeper.making_iterator():
+                iterator = kind(self, state.statistics, state.bridge, state.keeper)
+            state.newest = weakref.ref(iterator)
         state.iterators.add(iterator)
         return iterator
 
@@ -91,12 +95,14 @@ class DataLoader(LoaderSpec[T_co]):
         """Where the newest iterator stands: a fresh dictionary of plain values, O(1). Between epochs: the next epoch.
 
         Only batches that were delivered count. Safe for ``torch.load(weights_only=True)``; for JSON, too, if the states
-        of the user's own samplers and datasets are.
+        of the user's own samplers and datasets are. Empty where the workers are threads, which are torch's.
 
         Raises:
             StateError: in seeded mode, within an epoch: a map dataset has a state of its own, and several workers read
                 it, or one reads several samples at a time.
         """
+        if has_thread_workers(self):
+            return {}
         return self._asyncloader_state.keeper.state(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -106,7 +112,13 @@ class DataLoader(LoaderSpec[T_co]):
             StateError: the state is broken, of another version or of another loader, or has no exact position; in its
                 words, what to do.
         """
+<<<<<<< HEAD
         self._asyncloader_state.keeper.load(self, state_dict)
+=======
+        if state_dict and has_thread_workers(self):
+            raise StateError(refusal(self, "cannot begin from a state"))
+        self._state.keeper.load(self, state_dict)
+>>>>>>> clients
         # As in torchdata: persistent workers end, whose copies of the dataset have gone on.
         self._iterator = None
 
@@ -204,7 +216,7 @@ class _FacadeState:
         self.bridge = Bridge()
         self.keeper = StateKeeper()
         self.closed = False
-        self.iterators: weakref.WeakSet[InlineIterator | WorkerIterator] = weakref.WeakSet()
+        self.iterators: weakref.WeakSet[InlineIterator | WorkerIterator | ThreadIterator] = weakref.WeakSet()
         self.newest: weakref.ref[InlineIterator | WorkerIterator] | None = None
 
     def iterator(self) -> InlineIterator | WorkerIterator | None:

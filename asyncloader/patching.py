@@ -35,6 +35,7 @@ from torch.utils.data.dataloader import (
 from asyncloader.loader import DataLoader
 from asyncloader.options import LoaderSpec
 from asyncloader.sync_inline import CountedNext
+from asyncloader.thread_workers import ThreadIterator
 
 __all__ = ["install"]
 
@@ -144,7 +145,7 @@ def _new(kind: type[Any]) -> Any:
 def _iterating(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def begin(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-        if _hooks.blocks and not isinstance(self, CountedNext) and not _was_made_before(self, loader):
+        if _hooks.blocks and not isinstance(self, (CountedNext, ThreadIterator)) and not _was_made_before(self, loader):
             _hooks.warn(
                 _name(type(loader)),
                 f"it makes torch's iterators by itself (here {_name(type(self))}), so its batches come from torch's "

@@ -10,6 +10,7 @@ collected beside the bytes, and every worker gets its own duplicates of them.
 
 from __future__ import annotations
 
+import io
 import mmap
 import multiprocessing.context as context  # noqa: PLR0402 - pyright knows it by this name only
 import os
@@ -71,13 +72,15 @@ def _set_spawning(collector: _Collector | None) -> None:
 class Payload:
     """A pickled `WorkerSetup` in shared memory. Pickles as an argument of a `Process`; `load` in the child.
 
-    Keep it, and the set-up, until every worker has started: it owns a descriptor, and the set-up owns those beside it.
+    Keep it until every worker has started: it owns a descriptor, and holds what owns those beside it: the set-up, and
+    what reductions made while pickling, such as the tensor of a `torch.Generator`'s state.
     """
 
-    def __init__(self, fd: int, nbytes: int, fds: list[int]) -> None:
+    def __init__(self, fd: int, nbytes: int, fds: list[int], owners: object = None) -> None:
         self.fd = fd
         self.nbytes = nbytes
         self.fds = fds
+        self._owners = owners
 
     @classmethod
     def dump(cls, setup: WorkerSetup) -> Payload:
@@ -89,9 +92,12 @@ class Payload:
         collector = _Collector()
         _set_spawning(collector)
         try:
-            data = reduction.ForkingPickler.dumps(tuple(setup), pickle.HIGHEST_PROTOCOL)
+            buffer = io.BytesIO()
+            pickler = reduction.ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL)
+            pickler.dump(tuple(setup))  # its memo refers to all that it has pickled
         finally:
             _set_spawning(None)
+        data = buffer.getbuffer()
         nbytes = len(data)
         fd = segment.create(nbytes)
         try:
@@ -100,7 +106,7 @@ class Payload:
         except BaseException:
             os.close(fd)
             raise
-        return cls(fd, nbytes, collector.fds)
+        return cls(fd, nbytes, collector.fds, pickler)
 
     def __reduce__(self) -> Any:
         return _received_payload, (InheritedFd(self.fd), self.nbytes, [InheritedFd(fd) for fd in self.fds])
@@ -118,7 +124,8 @@ class Payload:
                 os.close(fd)
 
     def close(self) -> None:
-        """Close the payload's descriptor (those beside it belong to the set-up)."""
+        """Close the payload's descriptor, and let go of what owns those beside it."""
+        self._owners = None
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -100,6 +100,16 @@ def test_what_may_only_be_inherited_is_shared_with_every_child() -> None:
         queue.close()
 
 
+def test_descriptors_of_what_pickling_makes_stay_open() -> None:
+    """A generator's state is pickled as a tensor that nothing else holds; its memory travels by descriptor, too."""
+    payload = Payload.dump(setup([torch.Generator(), torch.Generator()]))
+    try:
+        assert len(set(payload.fds)) == 2
+        assert all(os.fstat(fd).st_size for fd in payload.fds)
+    finally:
+        payload.close()
+
+
 def test_descriptors_are_collected_beside_the_bytes() -> None:
     """The payload holds one descriptor of its own, and names those that the set-up owns."""
     shared = torch.zeros(3).share_memory_()
