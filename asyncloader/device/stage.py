@@ -72,8 +72,8 @@ class DeviceStage(Stage):
         if not locked and answer.result.nbytes:
             self._statistics.staged += 1
         ready = self._mover.move(batch, locked=locked)
-        if ready.event is not None:
-            self._releaser.hold(ready.event, batch if source is None else source)
+        if ready.copied is not None:
+            self._releaser.hold(ready.copied, batch if source is None else source)
             self._releaser.wait(_IN_FLIGHT)
         return OnDevice(ready, answer.result, answer.cursor, answer.bad)
 

@@ -21,9 +21,10 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-__all__ = ["dense_parts", "map_tensors", "move", "tensors_of"]
+__all__ = ["dense_parts", "map_tensors", "move", "only_tensors", "tensors_of"]
 
 _ATOMS = (str, bytes, bytearray, memoryview, range, int, float, complex, bool, type(None))
+_PLAIN = (str, bytes, range, int, float, complex, bool, type(None))
 _LOOK_INSIDE: Final[Any] = object()
 
 _Known: TypeAlias = dict[int, tuple[Any, Any]]
@@ -75,9 +76,22 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
     return found
 
 
+def only_tensors(batch: Any, accepted: Callable[[torch.Tensor], bool]) -> bool:
+    """Whether there is nothing in the batch but accepted tensors, and plain values, in plain containers: nothing that
+    could look into other memory.
+    """
+    if type(batch) is torch.Tensor:
+        return accepted(batch)
+    if type(batch) is dict:
+        return all(only_tensors(value, accepted) for value in batch.values())
+    if type(batch) in (list, tuple):
+        return all(only_tensors(value, accepted) for value in batch)
+    return type(batch) in _PLAIN
+
+
 def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that hold a tensor's elements: itself, or the parts of a sparse or nested one, or of a subclass that
-    wraps others.
+    wraps others. None of them has a conjugate or negative bit.
     """
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
@@ -90,7 +104,16 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor]
+    return [_without_bits(tensor)]
+
+
+def _without_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, without the conjugate or negative bit: operations that know no such bits would compute a copy
+    of the tensor, or fail.
+    """
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
 
 
 def _mapped(value: Any, function: Callable[[Any], Any], known: _Known, *, attributes: bool) -> Any:

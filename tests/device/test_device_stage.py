@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 import queue
+import warnings
 import threading
 from typing import Any
 
@@ -12,11 +13,12 @@ import torch
 from asyncloader.delivery import Opener
 from asyncloader.device.mover import Mover
 from asyncloader.device.stage import DeviceStage, OnDevice
+from asyncloader.device.driver import LockingUnsupported
 from asyncloader.errors import PageLockError
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.statistics import Statistics
 from tests.device.answers import batch_of, deliver, new_ring, overwrite_free_slots
-from tests.device.fake import PATIENCE_S, FakeMachine
+from tests.device.fake import PATIENCE_S, FakeEvent, FakeMachine
 from tests.device.stages import closing
 
 
@@ -265,11 +267,52 @@ def test_a_transform_that_raises() -> None:
     assert world.device.waits.get(timeout=PATIENCE_S) is not None
     assert world.out.empty()
     assert not ring.idle
-    world.device.advance()
+    world.device.advance()  # the copy
+    world.device.advance()  # and what the transform began
     assert isinstance(failure(world), KeyError)
     world.close()
     gc.collect()
     assert ring.idle
+
+
+def test_slots_are_free_before_the_transform_has_ended() -> None:
+    """At the event of their copies. So a slow transform takes none of the workers' room."""
+    world, ring = World(transform=torch.Tensor.double), new_ring()
+    world.put(deliver(0, ring))
+    batch = world.take()
+    copied = world.device.waits.get(timeout=PATIENCE_S)
+    assert not ring.idle
+    world.device.advance()
+    assert copied.done.is_set()
+    world.stage._releaser.wait(0)
+    assert ring.idle
+    ready = world.device.handed[0].event
+    assert isinstance(ready, FakeEvent)
+    assert not ready.done.is_set()
+    world.close()
+    assert batch.dtype is torch.float64
+
+
+def test_a_device_whose_memory_cannot_be_locked() -> None:
+    """One warning; batches come, each copied to page-locked memory first. No ring is tried again."""
+    world, rings = World(), [new_ring(number=number) for number in range(2)]
+    world.machine.refusal = LockingUnsupported("CUDA_ERROR_NOT_SUPPORTED (801): operation not supported")
+    told: list[warnings.WarningMessage]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        world.put(*(deliver(seq, rings[seq % 2]) for seq in range(4)))
+        batches = [world.take() for _ in range(1)]
+        world.device.go()
+        batches += [world.take() for _ in range(3)]
+    assert [str(each.message) for each in told if "CUDA_ERROR_NOT_SUPPORTED (801)" in str(each.message)] == [
+        str(each.message) for each in told
+    ]
+    assert len(told) == 1
+    world.close()
+    assert [batch.tolist() for batch in batches] == [batch_of(seq).tolist() for seq in range(4)]
+    assert (world.device.sources, world.statistics.staged) == (["pinned"] * 4, 4)
+    assert world.device.unlocked_because.startswith("CUDA_ERROR_NOT_SUPPORTED")
+    assert world.statistics.locked_bytes == 0
 
 
 def test_a_batch_that_cannot_be_opened() -> None:
