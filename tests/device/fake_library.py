@@ -5,7 +5,20 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-__all__ = ["CONTEXT", "EXCHANGE", "GET", "OOM", "POP", "PUSH", "REGISTER", "RELEASE", "RETAIN", "STREAM", "UNREGISTER", "FakeLibrary"]
+__all__ = [
+    "CONTEXT",
+    "EXCHANGE",
+    "GET",
+    "OOM",
+    "POP",
+    "PUSH",
+    "REGISTER",
+    "RELEASE",
+    "RETAIN",
+    "STREAM",
+    "UNREGISTER",
+    "FakeLibrary",
+]
 
 CONTEXT = 0xC0FFEE
 OOM = 2

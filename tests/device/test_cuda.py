@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncloader import AsyncDataLoader, DataLoader
+from asyncloader import DataLoader
 from asyncloader.device.accelerator import OPENERS
 from asyncloader.device.cuda import CudaAccelerator
 from tests.device.fake_cuda import FakeCuda
@@ -168,7 +168,7 @@ def test_where_no_memory_can_be_locked(library: Any, monkeypatch: pytest.MonkeyP
     assert ["cannot be page-locked here" in str(each.message) for each in told] == [True]
 
 
-async def test_code_without_workers_finds_the_callers_device(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_without_workers_finds_the_callers_device(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dataset that makes tensors on the current device, where torch's loader would have called it in this thread."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -183,5 +183,4 @@ async def test_code_without_workers_finds_the_callers_device(fake: FakeCuda, mon
             return fake.device
 
     with torch.cuda.device(SECOND):
-        async with AsyncDataLoader[Any](Asking(), batch_size=None) as loader:
-            assert [device async for device in loader] == [1, 1]
+        assert collect("asyncio", Asking(), batch_size=None) == [1, 1]

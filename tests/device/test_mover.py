@@ -121,7 +121,9 @@ def test_what_was_copied_is_not_held_through_the_transform(rest: Any) -> None:
 def test_what_the_transform_may_still_read_is_held(kind: Any) -> None:
     """A part of the batch that was not copied: the transform may copy it, in its own stream, later."""
     _, mover = new(transform=lambda batch: batch)
-    ready = mover.move([torch.arange(3), kind(torch.arange(4).numpy() if kind is memoryview else torch.arange(4))], locked=True)
+    ready = mover.move(
+        [torch.arange(3), kind(torch.arange(4).numpy() if kind is memoryview else torch.arange(4))], locked=True
+    )
     assert ready.copied is ready.event
 
 
