@@ -12,15 +12,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from asyncloader.device.accelerator import Accelerator, DoneEvent
+from asyncloader.device.ranges import copy_ranges
 from asyncloader.device.static import StaticTensors
-from asyncloader.device.tensors import dense_parts, move, only_tensors, tensors_of
+from asyncloader.device.tensors import dense_parts, move, moved_tensors, only_tensors, tensors_of
 
 __all__ = ["Mover", "Ready"]
+
+_Copy: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Ready(NamedTuple):
@@ -54,12 +57,13 @@ class Mover:
         self._static = StaticTensors() if static else None
         self._turn = threading.Lock()
 
-    def move(self, batch: Any, *, locked: bool) -> Ready:
+    def move(self, batch: Any, *, locked: bool, slot: torch.Tensor | None = None) -> Ready:
         """Begin to copy a batch. Its memory must stay as it is until `Ready.copied`.
 
         Args:
             batch: in the CPU's memory.
             locked: that is page-locked; other memory is copied to such first.
+            slot: the bytes that all of the batch lies in; None: its tensors are here and there.
 
         Raises:
             Exception: the transform's, or the device's; the memory is not read any more then.
@@ -69,7 +73,7 @@ class Mover:
         # consumer's own thread.
         with self._turn, accelerator.work():
             with self._ended_by_error():
-                moved = move(batch, accelerator.device, accelerator.copy if locked else self._copy_pinned)
+                moved = self._copied(batch, accelerator.copy if locked else self._copy_pinned, slot)
                 copied = accelerator.event()
             there = self._there(moved)
             if self._transform is None:
@@ -92,6 +96,15 @@ class Mover:
                 if event is not None:
                     event.synchronize()
             raise
+
+    def _copied(self, batch: Any, copy: _Copy, slot: torch.Tensor | None) -> Any:
+        copies = copy_ranges(moved_tensors(batch), slot, copy)
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            there = copies.get(id(tensor))
+            return copy(tensor) if there is None else there
+
+        return move(batch, self.accelerator.device, copied)
 
     def _copy_pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.accelerator.copy(self.accelerator.pin(tensor))

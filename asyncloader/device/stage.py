@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+
 from asyncloader.delivery import Opener
 from asyncloader.device.locking import RingLocker
 from asyncloader.device.mover import Mover, Ready
@@ -71,7 +73,9 @@ class DeviceStage(Stage):
         locked = locked and source is not None
         if not locked and answer.result.nbytes:
             self._statistics.staged += 1
-        ready = self._mover.move(batch, locked=locked)
+        slot = torch.frombuffer(source, dtype=torch.uint8) if locked else None
+        ready = self._mover.move(batch, locked=locked, slot=slot)
+        del slot  # it keeps the source
         if ready.copied is not None:
             self._releaser.hold(ready.copied, batch if source is None else source)
             self._releaser.wait(_IN_FLIGHT)

@@ -21,7 +21,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-__all__ = ["dense_parts", "map_tensors", "move", "only_tensors", "tensors_of"]
+__all__ = ["dense_parts", "map_tensors", "move", "moved_tensors", "only_tensors", "tensors_of"]
 
 _ATOMS = (str, bytes, bytearray, memoryview, range, int, float, complex, bool, type(None))
 _PLAIN = (str, bytes, range, int, float, complex, bool, type(None))
@@ -43,8 +43,8 @@ def move(batch: Any, device: torch.device, copy_tensor: Callable[[torch.Tensor],
     def moved(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return copy_tensor(value)
-        to = getattr(value, "to", None)
-        if to is None or not callable(to) or isinstance(value, type):
+        to = _own_way(value)
+        if to is None:
             return _LOOK_INSIDE
         try:
             result = to(device, non_blocking=True)
@@ -53,6 +53,25 @@ def move(batch: Any, device: torch.device, copy_tensor: Callable[[torch.Tensor],
         return value if result is None else result  # some change themselves, and return nothing
 
     return _mapped(batch, moved, {}, attributes=False)
+
+
+def moved_tensors(batch: Any) -> list[torch.Tensor]:
+    """Each tensor that `move` would copy, once."""
+    found: list[torch.Tensor] = []
+
+    def noted(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+            return value
+        return _LOOK_INSIDE if _own_way(value) is None else value
+
+    _mapped(batch, noted, {}, attributes=False)
+    return found
+
+
+def _own_way(value: Any) -> Callable[..., Any] | None:
+    to = getattr(value, "to", None)
+    return to if callable(to) and not isinstance(value, type) else None
 
 
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

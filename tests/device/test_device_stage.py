@@ -3,7 +3,6 @@ from __future__ import annotations
 import gc
 import os
 import queue
-import warnings
 import threading
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from asyncloader.delivery import Opener
 from asyncloader.device.mover import Mover
 from asyncloader.device.stage import DeviceStage, OnDevice
-from asyncloader.device.driver import LockingUnsupported
 from asyncloader.errors import PageLockError
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.statistics import Statistics
@@ -293,26 +291,18 @@ def test_slots_are_free_before_the_transform_has_ended() -> None:
     assert batch.dtype is torch.float64
 
 
-def test_a_device_whose_memory_cannot_be_locked() -> None:
-    """One warning; batches come, each copied to page-locked memory first. No ring is tried again."""
-    world, rings = World(), [new_ring(number=number) for number in range(2)]
-    world.machine.refusal = LockingUnsupported("CUDA_ERROR_NOT_SUPPORTED (801): operation not supported")
-    told: list[warnings.WarningMessage]
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        world.put(*(deliver(seq, rings[seq % 2]) for seq in range(4)))
-        batches = [world.take() for _ in range(1)]
-        world.device.go()
-        batches += [world.take() for _ in range(3)]
-    assert [str(each.message) for each in told if "CUDA_ERROR_NOT_SUPPORTED (801)" in str(each.message)] == [
-        str(each.message) for each in told
-    ]
-    assert len(told) == 1
+def test_the_tensors_of_a_slot_are_one_copy() -> None:
+    """Of a batch of small ones, straight from the ring."""
+    world, ring = World(), new_ring()
+    world.put(
+        deliver(0, ring, {"x": torch.arange(5), "y": [torch.ones(3, 4).t()[1:], torch.zeros(2, dtype=torch.int8)]})
+    )
+    batch = world.take()
+    world.device.advance()
+    assert batch["x"].tolist() == [0, 1, 2, 3, 4]
+    assert batch["y"][0].tolist() == [[1.0] * 3] * 3
+    assert world.device.sources == ["ring"]
     world.close()
-    assert [batch.tolist() for batch in batches] == [batch_of(seq).tolist() for seq in range(4)]
-    assert (world.device.sources, world.statistics.staged) == (["pinned"] * 4, 4)
-    assert world.device.unlocked_because.startswith("CUDA_ERROR_NOT_SUPPORTED")
-    assert world.statistics.locked_bytes == 0
 
 
 def test_a_batch_that_cannot_be_opened() -> None:
