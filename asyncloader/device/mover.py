@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from traceback import walk_tb
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -20,6 +21,7 @@ from asyncloader.device.accelerator import Accelerator, DoneEvent
 from asyncloader.device.ranges import copy_ranges
 from asyncloader.device.static import StaticTensors
 from asyncloader.device.tensors import dense_parts, move, moved_tensors, only_tensors, tensors_of
+from asyncloader.workers.error_notes import add_note
 
 __all__ = ["Mover", "Ready"]
 
@@ -81,7 +83,7 @@ class Mover:
             # What is left of the CPU's memory in the batch may be read by the transform's stream, too.
             only_copies = only_tensors(moved, self._is_there)
             with accelerator.compute(self._parts(there), copied), self._ended_by_error():
-                moved = self._transform(moved)
+                moved = _called(self._transform, moved)
                 done = accelerator.event()
             return Ready(moved, self._there(moved), done, copied if only_copies else done)
 
@@ -122,3 +124,18 @@ class Mover:
         """The batch, for the current stream of this thread."""
         self.accelerator.hand_over(self._parts(ready.tensors), ready.event)
         return ready.batch if self._static is None else self._static.fill(ready.batch, ready.tensors)
+
+
+def _called(transform: Callable[[Any], Any], batch: Any) -> Any:
+    try:
+        return transform(batch)
+    except AssertionError as error:
+        if any(frame.f_code.co_filename.endswith("cudagraph_trees.py") for frame, _ in walk_tb(error.__traceback__)):
+            add_note(
+                error,
+                "device_transform runs in a thread of the loader's, and ahead of you. What torch.compile("
+                "mode='reduce-overhead') makes keeps its CUDA graphs by thread, and writes each result over the one "
+                "before: compile with mode='default' or 'max-autotune-no-cudagraphs', or call it on the batches that "
+                "you get.",
+            )
+        raise

@@ -259,3 +259,21 @@ def test_a_batch_without_tensors_has_an_event_of_its_own() -> None:
     assert mover.take(ready) == ["text"]
     assert isinstance(mover.accelerator, FakeAccelerator)
     assert machine.trouble == []
+
+
+def test_a_transform_that_was_compiled_with_graphs() -> None:
+    """Before torch 2.13 what torch.compile(mode="reduce-overhead") makes fails in the loader's thread by an assertion
+    without a text; it gets one. Other assertions are the transform's own.
+    """
+    names: dict[str, Any] = {}
+    exec(compile("def get_obj(batch): assert False", "/torch/_inductor/cudagraph_trees.py", "exec"), names)
+
+    def own(batch: Any) -> Any:
+        raise AssertionError
+
+    for transform, notes in ((names["get_obj"], ["mode='reduce-overhead'"]), (own, [])):
+        with pytest.raises(AssertionError) as caught:
+            new(manual=False, transform=transform)[1].move(torch.zeros(2), locked=True)
+        found = getattr(caught.value, "__notes__", [])
+        assert len(found) == len(notes)
+        assert all(words in note for words, note in zip(notes, found, strict=True))
