@@ -91,7 +91,7 @@ class PlainAccelerator(Accelerator):
         """Nothing to prepare."""
         return nullcontext()
 
-    def compute(self, copies: Sequence[torch.Tensor], copied: DoneEvent | None) -> AbstractContextManager[None]:
+    def compute(self, copies: Sequence[torch.Tensor], copied: DoneEvent | None) -> AbstractContextManager[None]:  # noqa: ARG002 - there is one stream
         """Nothing to prepare."""
         return nullcontext()
 

@@ -119,7 +119,7 @@ class _Kept:
 
 
 @cache
-def _kept(owner: int, index: int) -> _Kept:
+def _kept(owner: int, index: int) -> _Kept:  # noqa: ARG001 - a part of the key
     """Those of this process: `owner` is its number. A forked child has none of its parent's."""
     return _Kept(torch.device("cuda", index), open_driver(index))
 

@@ -6,7 +6,7 @@ A copy costs some microseconds whatever its size, and a batch may have hundreds 
 slot, so small neighbours are copied together, and views of the copy take their places. A large tensor has a copy of its
 own: who keeps only a batch's labels should not keep the memory of its images.
 
-A tensor with gaps, or one that is expanded, is copied as the range of bytes that it lies in, and viewed there as it was.
+A tensor with gaps, or one that is expanded, is copied as the range of bytes in which it lies, and viewed there.
 torch would make a dense copy of it in ordinary memory first, and wait for the device to read that.
 """
 
@@ -87,7 +87,7 @@ def _place(tensor: torch.Tensor, slot: torch.Tensor | None) -> _Place:
     nbytes = (reach + 1) * item
     if slot is not None:
         start = address - slot.data_ptr()
-        if 0 <= start and start + nbytes <= slot.numel() and start % item == 0:
+        if start in range(slot.numel() - nbytes + 1) and start % item == 0:
             return _Place(slot.data_ptr(), start, start + nbytes, tensor, slot)
     if nbytes > _MOST_GAPS * _dense_bytes(tensor):
         return _Place(-address, 0, nbytes, tensor, None)

@@ -181,8 +181,8 @@ def test_a_device_that_can_have_no_memory_locked(library: FakeLibrary) -> None:
 
 
 def test_streams() -> None:
-    """Each another one, in the device's primary context, which stays; that of no thread is changed. It does not wait for
-    the default stream.
+    """Each another one, in the device's primary context, which stays; that of no thread is changed. None of them waits
+    for the default stream.
     """
     library = FakeLibrary()
     asked = Driver(library, 2)
