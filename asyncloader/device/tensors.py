@@ -132,7 +132,7 @@ def _without_bits(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.is_conj():
         tensor = tensor.conj()
-    return torch._neg_view(tensor) if tensor.is_neg() else tensor
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _mapped(value: Any, function: Callable[[Any], Any], known: _Known, *, attributes: bool) -> Any:

@@ -38,14 +38,14 @@ HOST_REGISTER_SUPPORTED = 99  # in cuda.h
 
 
 class FakeLibrary:
-    """Answers as CUDA's documentation says, with the error codes that it is told to give.
+    """Answers as CUDA's documentation says, with the error codes that it is told to give (and with ``lockable=0`` of
+    a device that can have no memory locked).
 
     Like the real one it is given C types: a plain Python integer would be cut to 32 bits.
     """
 
-    def __init__(self, *, lockable: bool = True, **codes: int) -> None:
+    def __init__(self, **codes: int) -> None:
         self.codes = codes
-        self.lockable = lockable
         self.calls: list[tuple[str, Any]] = []
         self.retained = 0
         self.stack: list[int | None] = []
@@ -99,7 +99,7 @@ class FakeLibrary:
 
     def cuDeviceGetAttribute(self, value: Any, attribute: Any, device: Any) -> int:  # noqa: N802
         assert attribute.value == HOST_REGISTER_SUPPORTED
-        value._obj.value = int(self.lockable)
+        value._obj.value = self.codes.get("lockable", 1)
         return 0
 
     def cuStreamCreate(self, stream: Any, flags: Any) -> int:  # noqa: N802

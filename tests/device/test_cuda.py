@@ -138,18 +138,17 @@ def test_events_are_used_again_and_never_destroyed(fake: FakeCuda) -> None:
     """By all loaders of the process; none while somebody may still wait for it."""
     kept: list[Any] = []
     for _ in range(20):
-        with (accelerator := CudaAccelerator(SECOND)).work():
-            event = accelerator.event()
-            kept = [*kept[-1:], event]
-        del event
+        accelerator = CudaAccelerator(SECOND)
+        with accelerator.work():
+            kept = [*kept[-1:], accelerator.event()]
     assert len(fake.events) == 3
     assert len({id(event.raw) for event in kept}) == 2
-    del kept, accelerator
+    del kept
     gc.collect()
     assert len(CudaAccelerator(SECOND)._kept.events) == 3
 
 
-@pytest.mark.parametrize("library", [{"lockable": False}, {REGISTER: 801}], ids=["attribute", "code 801"])
+@pytest.mark.parametrize("library", [{"lockable": 0}, {REGISTER: 801}], ids=["attribute", "code 801"])
 def test_where_no_memory_can_be_locked(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches come by way of page-locked copies. One warning for all loaders of the process; `explain` says why."""
     FakeCuda().install(monkeypatch, FakeLibrary(**library))

@@ -166,7 +166,7 @@ def test_the_limit_is_told_only_where_it_may_be_the_reason(code: int, monkeypatc
     assert f"({code})" in str(caught.value)
 
 
-@pytest.mark.parametrize("library", [FakeLibrary(lockable=False), FakeLibrary(**{REGISTER: 801})])
+@pytest.mark.parametrize("library", [FakeLibrary(lockable=0), FakeLibrary(**{REGISTER: 801})])
 def test_a_device_that_can_have_no_memory_locked(library: FakeLibrary) -> None:
     """Says so by its attribute, or by a code of its own; it is asked once, and the reason kept."""
     asked = Driver(library, 0)
