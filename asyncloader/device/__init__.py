@@ -5,6 +5,7 @@ Data path: reorder -> delivery -> [device] -> consumer. In the order of a batch:
     options        what the user asked for, checked
     accelerator    what is asked of a device; which one serves a torch.device
     cuda, driver   CUDA: a side stream, events, page-locking
+    numa           where there are several nodes: near the device
     locking        rings are page-locked when their first batch comes
     stage          a batch is opened, and copied from its slot
     release        its slot is kept until the copy is done

@@ -42,6 +42,8 @@ class Accelerator(ABC):
     lock: Lock | None
     """Page-locks a ring, so that copies from it are as fast as from memory of the device's own allocator; None: there
     is no such thing."""
+    node: int | None = None
+    """The device's NUMA node, where there are several."""
     unlocked_because: str = ""
     """Why `lock` is None, where the device is one of those that could have it."""
 

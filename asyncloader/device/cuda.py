@@ -23,6 +23,7 @@ import torch
 
 from asyncloader.device.accelerator import Accelerator, DoneEvent
 from asyncloader.device.driver import Driver, open_driver
+from asyncloader.device.numa import node_of
 from asyncloader.errors import DeviceUnavailable
 
 __all__ = ["CudaAccelerator"]
@@ -57,6 +58,7 @@ class CudaAccelerator(Accelerator):
             self.unlocked_because = self._driver.refusal
         else:
             self.lock = self._driver.lock
+        self.node = None if self._driver is None else node_of(self._driver.pci_address())
 
     @contextmanager
     def _here(self) -> Generator[None]:

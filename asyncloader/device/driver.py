@@ -91,6 +91,14 @@ class Driver:
             library.cuDeviceGetAttribute(ctypes.byref(supported), ctypes.c_int(_HOST_REGISTER_SUPPORTED), device)
         return bool(supported.value)
 
+    def pci_address(self) -> str:
+        """As "0000:3B:00.0"; empty where the driver does not say."""
+        device, text = ctypes.c_int(), ctypes.create_string_buffer(32)
+        library = self._library
+        if library.cuDeviceGet(ctypes.byref(device), ctypes.c_int(self._index)) == _SUCCESS:
+            library.cuDeviceGetPCIBusId(text, ctypes.c_int(len(text)), device)
+        return text.value.decode()
+
     def new_stream(self) -> int | None:
         """The handle of a new stream that waits for no other by itself; None: the driver refuses.
 

@@ -9,10 +9,12 @@ never used. The locks go with the ring's memory, when nobody looks into it any m
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from time import perf_counter
 
 from asyncloader.device.accelerator import Accelerator
 from asyncloader.device.driver import LockingUnsupported
+from asyncloader.device.numa import prefer_node
 from asyncloader.statistics import Statistics
 from asyncloader.workers.ring import Ring
 
@@ -45,7 +47,7 @@ class RingLocker:
         if not ring.locked:
             began = perf_counter()
             try:
-                ring.lock_pages(lock)
+                ring.lock_pages(lock, partial(prefer_node, node=self._accelerator.node))
             except LockingUnsupported as error:
                 self._do_without(str(error))
                 return False

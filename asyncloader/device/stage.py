@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from asyncloader.delivery import Opener
 from asyncloader.device.locking import RingLocker
 from asyncloader.device.mover import Mover, Ready
+from asyncloader.device.numa import stay_near
 from asyncloader.device.release import Releaser
 from asyncloader.events import Action
 from asyncloader.stage import Stage
@@ -53,7 +55,7 @@ class DeviceStage(Stage):
     def __init__(
         self, opener: Opener, mover: Mover, statistics: Statistics, forward: Callable[[Action], None], ahead: int
     ) -> None:
-        super().__init__("asyncloader-device", forward, ahead)
+        super().__init__("asyncloader-device", forward, ahead, partial(stay_near, mover.accelerator.node))
         self._opener = opener
         self._mover = mover
         self._locker = RingLocker(mover.accelerator, statistics)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from asyncloader import DataLoader
+from asyncloader.device import cuda
 from asyncloader.device.accelerator import OPENERS
 from asyncloader.device.cuda import CudaAccelerator
 from tests.device.fake_cuda import FakeCuda
@@ -132,6 +133,12 @@ def test_the_transforms_stream_waits_for_the_copies_and_no_copy_for_a_transform(
     assert len(copies.waits) == 1
     assert copies.waits == computations.waits[1:]
     assert copies.waits[0].recorded is torch.cuda.current_stream(SECOND)
+
+
+def test_the_node_of_a_device(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is found by its PCI address."""
+    monkeypatch.setattr(cuda, "node_of", {"0000:3B:00.0": 1}.get)
+    assert CudaAccelerator(SECOND).node == 1
 
 
 def test_events_are_used_again_and_never_destroyed(fake: FakeCuda) -> None:

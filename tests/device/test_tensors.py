@@ -347,7 +347,7 @@ def test_the_parts_of_tensors_that_are_not_dense() -> None:
     assert all(type(part) is torch.Tensor for part in dense_parts(nested))
 
 
-@pytest.mark.parametrize("view", [torch.conj, lambda x: x.conj().imag, lambda x: torch._neg_view(x.real)])
+@pytest.mark.parametrize("view", [torch.conj, lambda x: x.conj().imag, lambda x: x[:1].conj().imag])
 def test_parts_have_no_conjugate_or_negative_bit(view: Any) -> None:
     """They are the same memory: `record_stream` of a tensor with such a bit would be that of a computed copy."""
     tensor = view(torch.tensor([1 + 2j, 3 - 4j]))
