@@ -283,7 +283,7 @@ class PageLockError(LoaderError, MemoryError):
 
     Attributes:
         nbytes: the ring's size.
-        limit: bytes of locked memory that this process may have (``ulimit -l``); None for no limit.
+        limit: bytes of locked memory that this process may have (``ulimit -l``), where that may be why; else None.
         reason: what the driver said.
     """
 
@@ -299,12 +299,13 @@ class PageLockError(LoaderError, MemoryError):
         self.reason = reason
 
     def _sentence(self) -> str:
-        limit = "no limit" if self.limit is None else f"{self.limit:,} bytes"
-        return (
-            f"a ring of {self.nbytes:,} bytes could not be page-locked: {self.reason}. This process may lock {limit} "
-            "(ulimit -l; in a container also its own, docker run --ulimit memlock=-1). Raise it, lower "
-            "num_workers or prefetch_factor, or use pin_memory=True instead of device=."
-        )
+        told = f"a ring of {self.nbytes:,} bytes could not be page-locked: {self.reason}. "
+        if self.limit is not None:
+            told += (
+                f"This process may lock {self.limit:,} bytes (ulimit -l; in a container also its own, docker run "
+                "--ulimit memlock=-1): raise it if that is too little. "
+            )
+        return told + "Lower num_workers, prefetch_factor or ring_bytes, or use pin_memory=True instead of device=."
 
 
 class ShardError(LoaderError, ValueError):

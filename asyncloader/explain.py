@@ -153,7 +153,7 @@ def _device(spec: LoaderSpec[Any], statistics: Statistics) -> str:
         return f"{device}, {ahead}, by plain copies: rings are page-locked for CUDA alone"
     mover = current_mover(spec)
     if mover is not None and mover.accelerator.lock is None:
-        return f"{device}, {ahead}, by way of page-locked copies: torch's CUDA here has no driver that locks rings"
+        return f"{device}, {ahead}, by way of page-locked copies: {mover.accelerator.unlocked_because}"
     if not statistics.locked_bytes:
         if statistics.staged > 1:
             return f"{device}, {ahead}, by way of page-locked copies: batches do not fit into rings of this ring_bytes"

@@ -36,7 +36,7 @@ from asyncloader.errors import LoaderClosed, TooManyBadSamples
 from asyncloader.flight_options import most_credits
 from asyncloader.leased_epoch import InlineLeases
 from asyncloader.options import LoaderSpec, async_index_source, is_iterable
-from asyncloader.pin_memory import torch_pin
+from asyncloader.pin_memory import torch_pin, use_current_device
 from asyncloader.progress import Progress
 from asyncloader.read_ahead import ReadAhead
 from asyncloader.seeded_mode import even_ranks, without_batch
@@ -136,7 +136,10 @@ class InlineIterator:
         self._indices: AsyncIterator[Any] | None = None
         self._mover = mover_of(spec)
         self._pin = torch_pin(self._draws._pin_memory_device) if self._draws._pin_memory else None
-        self._executor = ThreadPoolExecutor(1, "asyncloader-fetch")
+        # The dataset's code, and pinning, find the device that is current here. Else nothing is asked of any device.
+        uses_device = self._pin is not None or torch.cuda.is_initialized()
+        initializer = use_current_device() if uses_device else None
+        self._executor = ThreadPoolExecutor(1, "asyncloader-fetch", initializer)
         self._owner = os.getpid()
         self._turn = asyncio.Lock()  # several tasks may share this iterator; each gets batches of its own
         self._pending: asyncio.Future[tuple[Any, int, bytes]] | None = None

@@ -112,13 +112,9 @@ class DataLoader(LoaderSpec[T_co]):
             StateError: the state is broken, of another version or of another loader, or has no exact position; in its
                 words, what to do.
         """
-<<<<<<< HEAD
-        self._asyncloader_state.keeper.load(self, state_dict)
-=======
         if state_dict and has_thread_workers(self):
             raise StateError(refusal(self, "cannot begin from a state"))
-        self._state.keeper.load(self, state_dict)
->>>>>>> clients
+        self._asyncloader_state.keeper.load(self, state_dict)
         # As in torchdata: persistent workers end, whose copies of the dataset have gone on.
         self._iterator = None
 

@@ -122,10 +122,10 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
         device: where batches are delivered, as torch takes it ("cuda", "cuda:1", a `torch.device`); default None: in
             the CPU's memory. On CUDA they are copied straight from page-locked rings, ahead of the consumer.
         prefetch_device: batches that may be on the device, or on their way, before the consumer asks; default 1.
-        device_transform: a function from a batch on the device to the one that is delivered, run in the copies' stream;
-            default None.
-        static_buffers: deliver every batch in the same tensors, for CUDA graphs (each combination of shapes has its
-            own); a batch is then valid until the next one is taken. Default False.
+        device_transform: a function from a batch on the device to the one that is delivered, run in a thread and a
+            stream of the loader's, so not one of ``torch.compile(mode="reduce-overhead")``; default None.
+        static_buffers: deliver every batch in the same tensors, for CUDA graphs (each of the first 32 combinations of
+            shapes has its own); a batch is then valid until the next one is taken. Default False.
 
     Raises:
         ValueError, TypeError: torch's, in torch's order and words, then ours.

@@ -20,7 +20,7 @@ from asyncloader.stage import Stage
 from asyncloader.workers import wire
 from asyncloader.workers.listener import Answer
 
-__all__ = ["PinStage", "Pinned", "torch_pin"]
+__all__ = ["PinStage", "Pinned", "torch_pin", "use_current_device"]
 
 
 class Pinned(NamedTuple):
@@ -47,7 +47,7 @@ class PinStage(Stage):
     """
 
     def __init__(self, opener: Opener, pin: Callable[[Any], Any], forward: Callable[[Action], None]) -> None:
-        super().__init__("asyncloader-pin", forward, initializer=_use_current_device())
+        super().__init__("asyncloader-pin", forward, initializer=use_current_device())
         self._opener = opener
         self._pin = pin
 
@@ -56,7 +56,8 @@ class PinStage(Stage):
         return Pinned(self._pin(self._opener.open(answer)), answer.result, answer.cursor, answer.bad)
 
 
-def _use_current_device() -> Callable[[], None]:
+def use_current_device() -> Callable[[], None]:
+    """What makes the current device of this thread that of another one, which calls it; threads begin on device 0."""
     if not torch.accelerator.is_available():
         return lambda: None
     device = torch.accelerator.current_device_index()

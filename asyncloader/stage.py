@@ -24,6 +24,7 @@ from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 from asyncloader.events import Action, Deliver, Fail
+from asyncloader.one_core import use_one_core
 from asyncloader.workers.listener import Answer
 
 __all__ = ["Stage"]
@@ -170,6 +171,7 @@ class Stage(ABC):
 
 def _serve(reference: weakref.ref[Stage], messages: _Messages) -> None:
     """The thread. Between two messages it refers to nothing of them, nor to the stage."""
+    use_one_core()
     while True:
         message = messages.get()
         stage = reference()

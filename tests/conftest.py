@@ -26,6 +26,11 @@ import pytest
 
 from tests.processes import children_of
 
+try:
+    import uvloop
+except ImportError:  # tests/gpu runs where there is no more than torch, numpy and pytest
+    uvloop = None  # type: ignore[assignment]
+
 # Helpers that assert are not named test_*, and their asserts should speak as well. All of them here, because files of
 # one folder import those of another: who registers a module that was imported already gets a warning, hence an error.
 ASSERTING = [
@@ -56,14 +61,25 @@ MALLOC_TRIM: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_tr
 # ------------------------------------------------------------------------------------------- the loop matrix
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Know the plugins' settings also where the plugins are not installed: pytest refuses those that nobody knows."""
+    settings = {
+        "asyncio": ["mode", "debug", "default_fixture_loop_scope", "default_test_loop_scope"],
+        "timeout": [""],
+    }
+    for plugin, names in settings.items():
+        if not pluginmanager.hasplugin(plugin):
+            for name in names:
+                parser.addini(f"{plugin}_{name}".rstrip("_"), "of a plugin that is not installed")
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Every async test runs on asyncio and, where it is installed, on uvloop."""
     factories: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
-    if sys.platform != "win32":
-        import uvloop
-
+    if uvloop is not None:
         factories["uvloop"] = uvloop.new_event_loop
     return factories
 
@@ -76,9 +92,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Run one uvloop first: libuv opens a pair of descriptors for the process when it is first used."""
-    if sys.platform != "win32":
-        import uvloop
-
+    if uvloop is not None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(asyncio.sleep(0))
 
@@ -156,7 +170,8 @@ def _descriptors() -> dict[tuple[int, str], str]:
             target = str(link.readlink())
         except OSError:
             continue  # the descriptor of this very listing
-        if int(link.name) not in helpers:
+        # CUDA opens its devices when it needs them, and keeps them as long as the process lives.
+        if int(link.name) not in helpers and not target.startswith(("/dev/nvidia", "/dev/dri/")):
             found[int(link.name), target] = f"{link.name} -> {target}"
     return found
 

@@ -134,3 +134,27 @@ def test_what_a_failed_test_left_is_collected(tmp_path: Path) -> None:
     """One test later it is gone: no later test finds its threads and descriptors."""
     ran = run_pytest(tmp_path, FAILING)
     assert "1 failed, 2 passed" in ran.stdout, ran.stdout + ran.stderr
+
+
+WITHOUT = """
+import sys
+for name in ("aiofiles", "hypothesis", "psutil", "pytest_asyncio", "pytest_timeout", "uvloop", "xdist"):
+    sys.modules[name] = None
+import pytest
+sys.exit(pytest.main(["-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"]))
+"""
+
+
+def test_the_gpu_tests_need_no_more_than_torch_numpy_and_pytest() -> None:
+    """A machine with a card need not have the rest: they begin there, and without a card are skipped."""
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT],
+        cwd=HERE.parent,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert ran.returncode == pytest.ExitCode.OK, ran.stdout + ran.stderr
+    assert " skipped in " in ran.stdout

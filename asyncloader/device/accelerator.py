@@ -34,19 +34,31 @@ class DoneEvent(Protocol):
 
 
 class Accelerator(ABC):
-    """One device. `work`, `event`, and what happens within `work` are called by one thread at a time."""
+    """One device, for one loader. `work`, and what happens within it, are called by one thread at a time. Every call
+    leaves the calling thread's current device what it was.
+    """
 
     device: torch.device
     lock: Lock | None
     """Page-locks a ring, so that copies from it are as fast as from memory of the device's own allocator; None: there
     is no such thing."""
+    node: int | None = None
+    """The device's NUMA node, where there are several."""
+    unlocked_because: str = ""
+    """Why `lock` is None, where the device is one of those that could have it."""
 
     @abstractmethod
     def work(self) -> AbstractContextManager[None]:
-        """In it, this thread's copies to the device, and its computations there, go to the side stream."""
+        """In it, this thread's copies to the device go to the stream of copies."""
 
-    def follow(self) -> None:  # noqa: B027 - without a side stream there is nothing that could
-        """The side stream waits for what the current stream of this thread has been given so far."""
+    @abstractmethod
+    def compute(self, copies: Sequence[torch.Tensor], copied: DoneEvent | None) -> AbstractContextManager[None]:
+        """Within `work`: in it, this thread's computations on `copies` go to another stream, which begins when
+        `copied` has come. So the next batch is copied meanwhile.
+        """
+
+    def follow(self) -> None:  # noqa: B027 - without side streams there is nothing that could
+        """Both streams wait for what the current stream of this thread has been given so far."""
 
     @abstractmethod
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -60,7 +72,7 @@ class Accelerator(ABC):
 
     @abstractmethod
     def event(self) -> DoneEvent | None:
-        """The end of the work given to the side stream so far; None: it is done already."""
+        """The end of what this thread's present stream was given so far; None: it is done already."""
 
     @abstractmethod
     def hand_over(self, tensors: Sequence[torch.Tensor], event: DoneEvent | None) -> None:
@@ -78,6 +90,10 @@ class PlainAccelerator(Accelerator):
         self.device = device
 
     def work(self) -> AbstractContextManager[None]:
+        """Nothing to prepare."""
+        return nullcontext()
+
+    def compute(self, copies: Sequence[torch.Tensor], copied: DoneEvent | None) -> AbstractContextManager[None]:  # noqa: ARG002 - there is one stream
         """Nothing to prepare."""
         return nullcontext()
 

@@ -29,11 +29,19 @@ import torch
 
 from asyncloader.errors import PageLockError
 
-__all__ = ["Driver", "open_driver"]
+__all__ = ["Driver", "LockingUnsupported", "open_driver"]
 
 _PORTABLE = 0x01
 _SUCCESS = 0
+_OUT_OF_MEMORY = 2
+_NOT_SUPPORTED = 801
 _RELAXED = 2
+_NON_BLOCKING = 0x01
+_HOST_REGISTER_SUPPORTED = 99  # CUdevice_attribute
+
+
+class LockingUnsupported(Exception):
+    """This device cannot read from memory of ours that is page-locked, whatever its size. It works all the same."""
 
 
 class Driver:
@@ -49,20 +57,65 @@ class Driver:
         self._library = library
         self._quick = library if quick is None else quick
         self._index = index
+        self.refusal = ""
+        """Why this device can have no memory locked, once that is known."""
 
     def lock(self, address: int, nbytes: int) -> Callable[[], None]:
         """Page-lock a range; returns what unlocks it. Both take about 0.1 s for a GB whose pages are there.
 
         Raises:
-            PageLockError: the driver refuses.
+            LockingUnsupported: this device can have no memory locked: its own attribute says so, or the driver does
+                (CUDA_ERROR_NOT_SUPPORTED: under confidential computing, for one).
+            PageLockError: the driver refuses this range.
         """
+        if not self.refusal and not self._can_lock():
+            self.refusal = "cudaDevAttrHostRegisterSupported is 0"
+        if self.refusal:
+            raise LockingUnsupported(self.refusal)
         with self.relaxed(), self._context() as refused:
             code = refused or self._library.cuMemHostRegister_v2(
                 ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_uint(_PORTABLE)
             )
+        if code == _NOT_SUPPORTED:
+            self.refusal = self._text(code)
+            raise LockingUnsupported(self.refusal)
         if code != _SUCCESS:
-            raise PageLockError(nbytes, _memlock_limit(), self._text(code))
+            raise PageLockError(nbytes, _memlock_limit() if code == _OUT_OF_MEMORY else None, self._text(code))
         return partial(self._unlock, os.getpid(), address)
+
+    def _can_lock(self) -> bool:
+        device, supported = ctypes.c_int(), ctypes.c_int(1)
+        library = self._library
+        if library.cuDeviceGet(ctypes.byref(device), ctypes.c_int(self._index)) == _SUCCESS:
+            # A driver that does not know the attribute leaves the answer as it is.
+            library.cuDeviceGetAttribute(ctypes.byref(supported), ctypes.c_int(_HOST_REGISTER_SUPPORTED), device)
+        return bool(supported.value)
+
+    def pci_address(self) -> str:
+        """As "0000:3B:00.0"; empty where the driver does not say."""
+        device, text = ctypes.c_int(), ctypes.create_string_buffer(32)
+        library = self._library
+        if library.cuDeviceGet(ctypes.byref(device), ctypes.c_int(self._index)) == _SUCCESS:
+            library.cuDeviceGetPCIBusId(text, ctypes.c_int(len(text)), device)
+        return text.value.decode()
+
+    def new_stream(self) -> int | None:
+        """The handle of a new stream that waits for no other by itself; None: the driver refuses.
+
+        The stream is the process's for good, and so is the device's primary context, which is retained for it.
+        """
+        device, context, stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+        library = self._library
+        if library.cuDeviceGet(ctypes.byref(device), ctypes.c_int(self._index)) != _SUCCESS:
+            return None
+        if library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) != _SUCCESS:
+            return None
+        with self.relaxed(), self._context() as refused:
+            code = refused or library.cuStreamCreate(ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))
+        if code != _SUCCESS:
+            library.cuDevicePrimaryCtxRelease_v2(device)
+            return None
+        return stream.value
 
     @contextmanager
     def relaxed(self) -> Generator[None]:
@@ -119,8 +172,15 @@ class Driver:
 
 
 def open_driver(index: int) -> Driver | None:
-    """The driver; None where there is none that we know: ROCm's, for one."""
-    library = None if torch.version.cuda is None else _load()
+    """The driver; None where there is none that we know: ROCm's, for one. A process has one for each device, so what
+    it has learned of a device holds for all loaders.
+    """
+    return None if torch.version.cuda is None else _driver(index)
+
+
+@cache
+def _driver(index: int) -> Driver | None:
+    library = _load()
     return None if library is None else Driver(library, index, ctypes.PyDLL("libcuda.so.1"))
 
 

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
+
+import torch
 
 from asyncloader.delivery import Opener
 from asyncloader.device.locking import RingLocker
 from asyncloader.device.mover import Mover, Ready
+from asyncloader.device.numa import stay_near
 from asyncloader.device.release import Releaser
 from asyncloader.events import Action
 from asyncloader.stage import Stage
@@ -51,7 +55,7 @@ class DeviceStage(Stage):
     def __init__(
         self, opener: Opener, mover: Mover, statistics: Statistics, forward: Callable[[Action], None], ahead: int
     ) -> None:
-        super().__init__("asyncloader-device", forward, ahead)
+        super().__init__("asyncloader-device", forward, ahead, partial(stay_near, mover.accelerator.node))
         self._opener = opener
         self._mover = mover
         self._locker = RingLocker(mover.accelerator, statistics)
@@ -71,9 +75,11 @@ class DeviceStage(Stage):
         locked = locked and source is not None
         if not locked and answer.result.nbytes:
             self._statistics.staged += 1
-        ready = self._mover.move(batch, locked=locked)
-        if ready.event is not None:
-            self._releaser.hold(ready.event, batch if source is None else source)
+        slot = torch.frombuffer(source, dtype=torch.uint8) if locked else None
+        ready = self._mover.move(batch, locked=locked, slot=slot)
+        del slot  # it keeps the source
+        if ready.copied is not None:
+            self._releaser.hold(ready.copied, batch if source is None else source)
             self._releaser.wait(_IN_FLIGHT)
         return OnDevice(ready, answer.result, answer.cursor, answer.bad)
 

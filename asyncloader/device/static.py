@@ -8,6 +8,7 @@ own stream, behind whatever that stream still does with the batch before: no ste
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable
 from typing import Any
 
@@ -15,16 +16,22 @@ import torch
 
 from asyncloader.device.tensors import map_tensors
 
-__all__ = ["StaticTensors"]
+__all__ = ["MOST_SETS", "StaticTensors"]
+
+
+MOST_SETS = 32
+"""A set takes the memory of a batch for good: it cannot be given to other shapes, since a graph may read from it."""
 
 
 class StaticTensors:
     """The sets of tensors, one for each combination of shapes, strides and dtypes; an epoch's short last batch has its
-    own. They live as long as this object.
+    own. They live as long as this object. The first `MOST_SETS` combinations have one; batches of others are delivered
+    as they are, with one warning.
     """
 
     def __init__(self) -> None:
         self._sets: dict[Hashable, list[torch.Tensor]] = {}
+        self._warned = False
 
     def fill(self, batch: Any, tensors: list[torch.Tensor]) -> Any:
         """The batch, its tensors being the static ones, which hold its values once the current stream is there.
@@ -42,6 +49,9 @@ class StaticTensors:
     def _filled(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         key = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors)
         kept = self._sets.get(key)
+        if kept is None and len(self._sets) >= MOST_SETS:
+            self._warn()
+            return tensors
         if kept is None:
             # Made by the consumer's stream, unlike the batch's own: no other stream ever has a claim on their memory.
             kept = self._sets[key] = [tensor.clone() for tensor in tensors]
@@ -49,3 +59,15 @@ class StaticTensors:
             for static, tensor in zip(kept, tensors, strict=True):
                 static.copy_(tensor, non_blocking=True)
         return kept
+
+    def _warn(self) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"static_buffers: batches came in more than {MOST_SETS} combinations of shapes. The first {MOST_SETS} keep "
+            "their tensors; batches of any other are delivered in tensors of their own, which no CUDA graph should "
+            "read. Pad batches to a few shapes, or leave out static_buffers.",
+            RuntimeWarning,
+            stacklevel=2,
+        )

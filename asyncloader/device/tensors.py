@@ -21,9 +21,10 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-__all__ = ["dense_parts", "map_tensors", "move", "tensors_of"]
+__all__ = ["dense_parts", "map_tensors", "move", "moved_tensors", "only_tensors", "tensors_of"]
 
 _ATOMS = (str, bytes, bytearray, memoryview, range, int, float, complex, bool, type(None))
+_PLAIN = (str, bytes, range, int, float, complex, bool, type(None))
 _LOOK_INSIDE: Final[Any] = object()
 
 _Known: TypeAlias = dict[int, tuple[Any, Any]]
@@ -42,8 +43,8 @@ def move(batch: Any, device: torch.device, copy_tensor: Callable[[torch.Tensor],
     def moved(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return copy_tensor(value)
-        to = getattr(value, "to", None)
-        if to is None or not callable(to) or isinstance(value, type):
+        to = _own_way(value)
+        if to is None:
             return _LOOK_INSIDE
         try:
             result = to(device, non_blocking=True)
@@ -52,6 +53,25 @@ def move(batch: Any, device: torch.device, copy_tensor: Callable[[torch.Tensor],
         return value if result is None else result  # some change themselves, and return nothing
 
     return _mapped(batch, moved, {}, attributes=False)
+
+
+def moved_tensors(batch: Any) -> list[torch.Tensor]:
+    """Each tensor that `move` would copy, once."""
+    found: list[torch.Tensor] = []
+
+    def noted(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+            return value
+        return _LOOK_INSIDE if _own_way(value) is None else value
+
+    _mapped(batch, noted, {}, attributes=False)
+    return found
+
+
+def _own_way(value: Any) -> Callable[..., Any] | None:
+    to = getattr(value, "to", None)
+    return to if callable(to) and not isinstance(value, type) else None
 
 
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -75,9 +95,22 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
     return found
 
 
+def only_tensors(batch: Any, accepted: Callable[[torch.Tensor], bool]) -> bool:
+    """Whether there is nothing in the batch but accepted tensors, and plain values, in plain containers: nothing that
+    could look into other memory.
+    """
+    if type(batch) is torch.Tensor:
+        return accepted(batch)
+    if type(batch) is dict:
+        return all(only_tensors(value, accepted) for value in batch.values())
+    if type(batch) in (list, tuple):
+        return all(only_tensors(value, accepted) for value in batch)
+    return type(batch) in _PLAIN
+
+
 def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that hold a tensor's elements: itself, or the parts of a sparse or nested one, or of a subclass that
-    wraps others.
+    wraps others. None of them has a conjugate or negative bit.
     """
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
@@ -90,7 +123,16 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor]
+    return [_without_bits(tensor)]
+
+
+def _without_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, without the conjugate or negative bit: operations that know no such bits would compute a copy
+    of the tensor, or fail.
+    """
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _mapped(value: Any, function: Callable[[Any], Any], known: _Known, *, attributes: bool) -> Any:

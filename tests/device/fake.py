@@ -135,6 +135,8 @@ class FakeAccelerator(Accelerator):
         self.lock = machine.lock if machine.lockable else None
         self.sources: list[str] = []
         self.handed: list[Handed] = []
+        self.computed: list[tuple[list[int], DoneEvent | None]] = []
+        """For each transform, what it reads, and what it waits for."""
         self.followed = 0  # epochs that were begun
         self.events = 0
         self.reached = 0
@@ -164,6 +166,12 @@ class FakeAccelerator(Accelerator):
 
     def follow(self) -> None:
         self.followed += 1
+
+    @contextmanager
+    def compute(self, copies: Sequence[torch.Tensor], copied: DoneEvent | None) -> Generator[None]:
+        self._expect_work("compute")
+        self.computed.append(([tensor.data_ptr() for tensor in copies], copied))
+        yield
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         self._expect_work("copy")

@@ -16,7 +16,7 @@ from asyncloader.errors import PageLockError
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.statistics import Statistics
 from tests.device.answers import batch_of, deliver, new_ring, overwrite_free_slots
-from tests.device.fake import PATIENCE_S, FakeMachine
+from tests.device.fake import PATIENCE_S, FakeEvent, FakeMachine
 from tests.device.stages import closing
 
 
@@ -265,11 +265,44 @@ def test_a_transform_that_raises() -> None:
     assert world.device.waits.get(timeout=PATIENCE_S) is not None
     assert world.out.empty()
     assert not ring.idle
-    world.device.advance()
+    world.device.advance()  # the copy
+    world.device.advance()  # and what the transform began
     assert isinstance(failure(world), KeyError)
     world.close()
     gc.collect()
     assert ring.idle
+
+
+def test_slots_are_free_before_the_transform_has_ended() -> None:
+    """At the event of their copies. So a slow transform takes none of the workers' room."""
+    world, ring = World(transform=torch.Tensor.double), new_ring()
+    world.put(deliver(0, ring))
+    batch = world.take()
+    copied = world.device.waits.get(timeout=PATIENCE_S)
+    assert not ring.idle
+    world.device.advance()
+    assert copied.done.is_set()
+    world.stage._releaser.wait(0)
+    assert ring.idle
+    ready = world.device.handed[0].event
+    assert isinstance(ready, FakeEvent)
+    assert not ready.done.is_set()
+    world.close()
+    assert batch.dtype is torch.float64
+
+
+def test_the_tensors_of_a_slot_are_one_copy() -> None:
+    """Of a batch of small ones, straight from the ring."""
+    world, ring = World(), new_ring()
+    world.put(
+        deliver(0, ring, {"x": torch.arange(5), "y": [torch.ones(3, 4).t()[1:], torch.zeros(2, dtype=torch.int8)]})
+    )
+    batch = world.take()
+    world.device.advance()
+    assert batch["x"].tolist() == [0, 1, 2, 3, 4]
+    assert batch["y"][0].tolist() == [[1.0] * 3] * 3
+    assert world.device.sources == ["ring"]
+    world.close()
 
 
 def test_a_batch_that_cannot_be_opened() -> None:

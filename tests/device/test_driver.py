@@ -12,101 +12,22 @@ import pytest
 import torch
 
 from asyncloader.device import driver
-from asyncloader.device.driver import Driver, open_driver
+from asyncloader.device.driver import Driver, LockingUnsupported, open_driver
 from asyncloader.errors import PageLockError
-
-CONTEXT = 0xC0FFEE
-OOM = 2
-NAMES = {OOM: b"CUDA_ERROR_OUT_OF_MEMORY", 712: b"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"}
-
-GET, RETAIN, PUSH, POP, RELEASE = (
-    "cuDeviceGet",
-    "cuDevicePrimaryCtxRetain",
-    "cuCtxPushCurrent_v2",
-    "cuCtxPopCurrent_v2",
-    "cuDevicePrimaryCtxRelease_v2",
+from tests.device.fake_library import (
+    CONTEXT,
+    EXCHANGE,
+    GET,
+    OOM,
+    POP,
+    PUSH,
+    REGISTER,
+    RELEASE,
+    RETAIN,
+    STREAM,
+    UNREGISTER,
+    FakeLibrary,
 )
-EXCHANGE = "cuThreadExchangeStreamCaptureMode"
-REGISTER, UNREGISTER = "cuMemHostRegister_v2", "cuMemHostUnregister"
-
-
-class FakeLibrary:
-    """Answers as CUDA's documentation says, with the error codes that it is told to give.
-
-    Like the real one it is given C types: a plain Python integer would be cut to 32 bits.
-    """
-
-    def __init__(self, **codes: int) -> None:
-        self.codes = codes
-        self.calls: list[tuple[str, Any]] = []
-        self.retained = 0
-        self.stack: list[int | None] = []
-        self.mode = 0
-        self.modes: list[int] = []
-        """The thread's mode at each locking and unlocking."""
-
-    @property
-    def names(self) -> list[str]:
-        return [name for name, _ in self.calls]
-
-    def _call(self, name: str, *arguments: Any) -> int:
-        assert not any(isinstance(each, int) for each in arguments)
-        self.calls.append((name, tuple(each.value for each in arguments if isinstance(each, ctypes._SimpleCData))))
-        return self.codes.get(name, 0)
-
-    def cuInit(self, flags: Any) -> int:  # noqa: N802
-        return self._call("cuInit", flags)
-
-    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
-        code = self.codes.get(EXCHANGE, 0)
-        if code == 0:
-            mode._obj.value, self.mode = self.mode, mode._obj.value
-        return code
-
-    def cuDeviceGet(self, device: Any, index: Any) -> int:  # noqa: N802
-        code = self._call(GET, index)
-        device._obj.value = 40 + index.value
-        return code
-
-    def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:  # noqa: N802
-        code = self._call(RETAIN, device)
-        if code == 0:
-            context._obj.value = CONTEXT
-            self.retained += 1
-        return code
-
-    def cuCtxPushCurrent_v2(self, context: Any) -> int:  # noqa: N802
-        code = self._call(PUSH, context)
-        if code == 0:
-            self.stack.append(context.value)
-        return code
-
-    def cuCtxPopCurrent_v2(self, popped: Any) -> int:  # noqa: N802
-        popped._obj.value = self.stack.pop()
-        return self._call(POP)
-
-    def cuDevicePrimaryCtxRelease_v2(self, device: Any) -> int:  # noqa: N802
-        self.retained -= 1
-        return self._call(RELEASE, device)
-
-    def cuMemHostRegister_v2(self, address: Any, nbytes: Any, flags: Any) -> int:  # noqa: N802
-        assert self.stack == [CONTEXT]
-        self.modes.append(self.mode)
-        return self._call(REGISTER, address, nbytes, flags)
-
-    def cuMemHostUnregister(self, address: Any) -> int:  # noqa: N802
-        assert self.stack == [CONTEXT]
-        self.modes.append(self.mode)
-        return self._call(UNREGISTER, address)
-
-    def cuGetErrorName(self, code: Any, text: Any) -> int:  # noqa: N802
-        text._obj.value = NAMES.get(code.value)
-        return 0
-
-    def cuGetErrorString(self, code: Any, text: Any) -> int:  # noqa: N802
-        text._obj.value = b"out of memory" if code.value == OOM else None
-        return 0
-
 
 ADDRESS, NBYTES = 0x7F12_3456_7000, 5 << 32
 
@@ -118,6 +39,7 @@ def test_locking_and_unlocking() -> None:
     library = FakeLibrary()
     undo = Driver(library, 3).lock(ADDRESS, NBYTES)
     assert library.calls == [
+        (GET, (3,)),  # whether the device can
         (GET, (3,)),
         (RETAIN, (43,)),
         (PUSH, (CONTEXT,)),
@@ -183,7 +105,7 @@ STEPS = [
     (RETAIN, [GET, RETAIN]),
     (PUSH, [GET, RETAIN, PUSH, RELEASE]),
     (REGISTER, [GET, RETAIN, PUSH, REGISTER, POP, RELEASE]),
-]
+]  # of locking, once the driver has said that the device can
 
 
 @pytest.mark.parametrize(("step", "calls"), STEPS)
@@ -192,7 +114,7 @@ def test_a_refusal_at_any_step(step: str, calls: list[str]) -> None:
     library = FakeLibrary(**{step: OOM})
     with pytest.raises(PageLockError) as caught:
         Driver(library, 0).lock(ADDRESS, NBYTES)
-    assert library.names == calls
+    assert library.names == [GET, *calls]
     assert (library.retained, library.stack) == (0, [])
     assert caught.value.nbytes == NBYTES
     assert caught.value.reason == "CUDA_ERROR_OUT_OF_MEMORY (2): out of memory"
@@ -234,6 +156,49 @@ def test_the_limit_is_told(soft: int, limit: int | None, monkeypatch: pytest.Mon
     assert asked == [resource.RLIMIT_MEMLOCK]
 
 
+@pytest.mark.parametrize("code", [1, 4, 712])
+def test_the_limit_is_told_only_where_it_may_be_the_reason(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range that is locked already, say, has nothing to do with ``ulimit -l``."""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 16, 1 << 16))
+    with pytest.raises(PageLockError) as caught:
+        Driver(FakeLibrary(**{REGISTER: code}), 0).lock(ADDRESS, NBYTES)
+    assert "ulimit" not in str(caught.value)
+    assert f"({code})" in str(caught.value)
+
+
+@pytest.mark.parametrize("library", [FakeLibrary(lockable=0), FakeLibrary(**{REGISTER: 801})])
+def test_a_device_that_can_have_no_memory_locked(library: FakeLibrary) -> None:
+    """Says so by its attribute, or by a code of its own; it is asked once, and the reason kept."""
+    asked = Driver(library, 0)
+    with pytest.raises(LockingUnsupported, match=r"cudaDevAttrHostRegisterSupported|\(801\)"):
+        asked.lock(ADDRESS, NBYTES)
+    assert (library.retained, library.stack) == (0, [])
+    library.calls.clear()
+    with pytest.raises(LockingUnsupported):
+        asked.lock(ADDRESS, NBYTES)
+    assert library.calls == []
+    assert asked.refusal
+
+
+def test_streams() -> None:
+    """Each another one, in the device's primary context, which stays; that of no thread is changed. None of them waits
+    for the default stream.
+    """
+    library = FakeLibrary()
+    asked = Driver(library, 2)
+    assert [asked.new_stream(), asked.new_stream()] == [0x5010, 0x5020]
+    assert (STREAM, (1,)) in library.calls
+    assert (library.retained, library.stack) == (2, [])
+
+
+@pytest.mark.parametrize("step", [GET, RETAIN, PUSH, STREAM])
+def test_a_stream_that_cannot_be_had(step: str) -> None:
+    """None, and nothing is kept for it."""
+    library = FakeLibrary(**{step: OOM})
+    assert Driver(library, 0).new_stream() is None
+    assert (library.retained, library.stack) == (0, [])
+
+
 def test_a_forked_child_unlocks_nothing() -> None:
     """It has the parent's objects, and may lose them; the parent's device still reads there. No call is made."""
     library = FakeLibrary()
@@ -269,8 +234,10 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     driver._load.cache_clear()
+    driver._driver.cache_clear()
     yield replace
     driver._load.cache_clear()
+    driver._driver.cache_clear()
 
 
 def test_the_library_is_loaded_once(load: Any) -> None:
@@ -278,7 +245,7 @@ def test_the_library_is_loaded_once(load: Any) -> None:
     library = FakeLibrary()
     load(library)
     for _ in range(2):
-        assert open_driver(1) is not None
+        assert open_driver(1) is open_driver(1) is not open_driver(2)
     assert library.calls == [("cuInit", (0,))]
 
 

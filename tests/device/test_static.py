@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncloader.device.static import StaticTensors
+from asyncloader.device.static import MOST_SETS, StaticTensors
 from asyncloader.device.tensors import tensors_of
 
 
@@ -128,3 +128,17 @@ def test_tensors_that_require_gradients() -> None:
         filled = fill(static, torch.full((2,), float(number), requires_grad=True))
         assert not filled.requires_grad
         assert filled.tolist() == [number, number]
+
+
+def test_there_are_so_many_sets_and_no_more() -> None:
+    """The first shapes keep theirs for good, since graphs may read there; others are delivered as they are, which is
+    told once.
+    """
+    static = StaticTensors()
+    shapes = range(1, MOST_SETS + 1)
+    kept = {size: addresses(fill(static, torch.zeros(size))) for size in shapes}
+    others = [torch.full((size,), 7.0) for size in (1000, 1001, 1000)]
+    with pytest.warns(RuntimeWarning, match="more than 32 combinations of shapes"):
+        assert fill(static, others[0]) is others[0]
+    assert all(fill(static, other) is other for other in others)  # a second warning would be an error here
+    assert {size: addresses(fill(static, torch.ones(size))) for size in shapes} == kept

@@ -345,3 +345,14 @@ def test_the_parts_of_tensors_that_are_not_dense() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     assert [part.numel() for part in dense_parts(nested)][:2] == [5, 3]
     assert all(type(part) is torch.Tensor for part in dense_parts(nested))
+
+
+@pytest.mark.parametrize("view", [torch.conj, lambda x: x.conj().imag, lambda x: x[:1].conj().imag])
+def test_parts_have_no_conjugate_or_negative_bit(view: Any) -> None:
+    """They are the same memory: `record_stream` of a tensor with such a bit would be that of a computed copy."""
+    tensor = view(torch.tensor([1 + 2j, 3 - 4j]))
+    assert tensor.is_conj() or tensor.is_neg()
+    (part,) = dense_parts(tensor)
+    assert not part.is_conj()
+    assert not part.is_neg()
+    assert part.data_ptr() == tensor.data_ptr()

@@ -17,7 +17,6 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
-import uvloop
 
 from asyncloader import AsyncDataLoader, DataLoader
 from tests.integration.comparing import assert_same
@@ -46,12 +45,13 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 30.0  # reached only by a hang
-KINDS = ["sync", "asyncio", "uvloop"]
 BOTH = ["sync", "asyncio"]
-LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
-    "asyncio": asyncio.new_event_loop,
-    "uvloop": uvloop.new_event_loop,
-}
+LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
+with suppress(ImportError):  # tests/gpu runs where there is no more than torch, numpy and pytest
+    import uvloop
+
+    LOOPS["uvloop"] = uvloop.new_event_loop
+KINDS = ["sync", *LOOPS]
 
 
 def run_async(coroutine: Coroutine[Any, Any, T], kind: str = "asyncio") -> T:

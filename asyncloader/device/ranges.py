@@ -1,0 +1,106 @@
+"""The tensors of a batch as ranges of bytes, each of which is copied once.
+
+Data path: delivery -> stage -> mover -> [ranges] -> cuda.
+
+A copy costs some microseconds whatever its size, and a batch may have hundreds of tensors. They lie side by side in its
+slot, so small neighbours are copied together, and views of the copy take their places. A large tensor has a copy of its
+own: who keeps only a batch's labels should not keep the memory of its images.
+
+A tensor with gaps, or one that is expanded, is copied as the range of bytes in which it lies, and viewed there.
+torch would make a dense copy of it in ordinary memory first, and wait for the device to read that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["JOINED_BYTES", "copy_ranges"]
+
+JOINED_BYTES = 1 << 20
+"""The most that is copied together, and so the most that a small tensor keeps of its batch's memory."""
+
+_ALIGNMENT = 16  # bytes: the widest element
+_MOST_GAPS = 2  # times a tensor's own bytes: more of memory that is not the batch's is not worth copying
+
+
+class _Place(NamedTuple):
+    """Where a tensor lies: bytes `start` to `end` of `memory`, which are those of whatever else lies there, too."""
+
+    base: int
+    start: int
+    end: int
+    tensor: torch.Tensor
+    memory: torch.Tensor | None
+
+
+def copy_ranges(
+    tensors: Sequence[torch.Tensor], slot: torch.Tensor | None, copy: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """The tensors' copies, by the tensors' identity. Those that are not dense or strided CPU tensors have none here.
+
+    Args:
+        tensors: of one batch.
+        slot: the bytes that the batch lies in; None where that is no memory of its own.
+        copy: gives the copy of a tensor.
+    """
+    places = sorted((_place(tensor, slot) for tensor in tensors if _is_plain(tensor)), key=lambda each: each[:3])
+    copies: dict[int, torch.Tensor] = {}
+    first = 0
+    while first < len(places):
+        base, start, end, tensor, memory = places[first]
+        last = first + 1
+        while last < len(places) and places[last].base == base:
+            joined = max(end, places[last].end)
+            if places[last].start >= end and (memory is not slot or slot is None or joined - start > JOINED_BYTES):
+                break
+            end, last = joined, last + 1
+        group = places[first:last]
+        if len(group) == 1 and _dense_bytes(tensor) == end - start:
+            copies[id(tensor)] = copy(tensor)
+        elif memory is None:
+            copies[id(tensor)] = copy(tensor.contiguous())
+        else:
+            start -= start % _ALIGNMENT
+            there = copy(memory[start:end])
+            for place in group:
+                copies[id(place.tensor)] = _view(there, place.start - start, place.tensor)
+        first = last
+    return copies
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and tensor.numel() > 0
+        and not (tensor.is_nested or tensor.is_quantized or tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _place(tensor: torch.Tensor, slot: torch.Tensor | None) -> _Place:
+    address, item = tensor.data_ptr(), tensor.element_size()
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    nbytes = (reach + 1) * item
+    if slot is not None:
+        start = address - slot.data_ptr()
+        if start in range(slot.numel() - nbytes + 1) and start % item == 0:
+            return _Place(slot.data_ptr(), start, start + nbytes, tensor, slot)
+    if nbytes > _MOST_GAPS * _dense_bytes(tensor):
+        return _Place(-address, 0, nbytes, tensor, None)
+    storage = tensor.untyped_storage()
+    memory = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+    start = address - storage.data_ptr()
+    return _Place(storage.data_ptr(), start, start + nbytes, tensor, memory)
+
+
+def _dense_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _view(there: torch.Tensor, start: int, tensor: torch.Tensor) -> torch.Tensor:
+    view = torch.empty(0, dtype=tensor.dtype, device=there.device)
+    return view.set_(there.untyped_storage(), start // tensor.element_size(), tensor.shape, tensor.stride())
