@@ -371,7 +371,9 @@ class Progress:
         }
 
     def _worker_states(self, streams: dict[str, Any], finished: bool) -> dict[str, Any]:
-        cursors = [None if not data else Cursor(*pickle.loads(data))._asdict() for data in self._cursors]
+        cursors: list[dict[str, Any] | None] = [
+            None if not data else Cursor(*pickle.loads(data))._asdict() for data in self._cursors
+        ]
         take = None if finished or self._failed or self.live is None else self.live()
         if take is not None and (data := take()):
             # In the consumer's process the dataset may share its random numbers with the consumer, who has gone on.

@@ -75,7 +75,8 @@ async def test_batches_are_a_blocking_stacks(name: str, workers: int) -> None:
     """For `for` and `async for`, random numbers included."""
     options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 3, "num_workers": workers}
     asynchronous, blocking = STACKS[name]
-    with DataLoader(blocking(), **options | {"num_workers": 0}) as loader:
+    inline: dict[str, Any] = options | {"num_workers": 0}
+    with DataLoader(blocking(), **inline) as loader:
         expected = plain(list(loader))
     with DataLoader(asynchronous(), **options) as loader:
         assert plain(list(loader)) == expected

@@ -84,6 +84,7 @@ async def test_what_nobody_can_say_is_refused(make: Any, dataset: Any, changes: 
     with pytest.raises(StateError, match=f"{reason}.*Subset"):
         loader.state_dict()
     loader.close()
+    plain: Any
     with make(Subset(dataset(), range(16)), **options(**changes)) as plain:
         found = aiter(plain) if make is AsyncDataLoader else iter(plain)
         assert len(await anext(found) if make is AsyncDataLoader else next(found)) == 2

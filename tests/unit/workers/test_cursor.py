@@ -99,7 +99,7 @@ def test_a_dataset_that_is_its_own_iterator_is_saved_once() -> None:
     """Its state stands under the dataset."""
     dataset = Part("D")
     bookmark = begun(dataset, dataset)
-    assert read(bookmark.after_batch(1, ended=False)) == Cursor(1, 1, False, "D", None)
+    assert read(bookmark.after_batch(1, ended=False)) == Cursor(1, 1, False, "D", None, itself="within")
     assert dataset.calls == ["save dataset"]
 
 
