@@ -24,7 +24,10 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleP
 import asyncloader
 from asyncloader.sync_inline import InlineIterator
 from asyncloader.sync_iterator import WorkerIterator
+from tests.clients.gaps import fill_torchaudio
 from tests.integration.comparing import assert_same
+
+fill_torchaudio()  # in spawned workers, too, which import this module before they read their dataset
 
 WORKERS = (0, 2)
 

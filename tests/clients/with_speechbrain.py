@@ -6,14 +6,9 @@ import tempfile
 from typing import Any
 
 import torch
-
-from tests.clients.gaps import fill_torchaudio
-
-fill_torchaudio()
-
-from speechbrain.dataio.dataloader import make_dataloader  # noqa: E402
-from speechbrain.dataio.dataset import DynamicItemDataset  # noqa: E402
-from speechbrain.utils.checkpoints import Checkpointer  # noqa: E402
+from speechbrain.dataio.dataloader import make_dataloader
+from speechbrain.dataio.dataset import DynamicItemDataset
+from speechbrain.utils.checkpoints import Checkpointer
 
 
 def _signal(length: int) -> torch.Tensor:
