@@ -133,6 +133,7 @@ class FakeAccelerator(Accelerator):
     def __init__(self, machine: FakeMachine, device: torch.device) -> None:
         self.device = device
         self.lock = machine.lock if machine.lockable else None
+        self.unlocked_because = "" if machine.lockable else "it has no driver that locks rings"
         self.sources: list[str] = []
         self.handed: list[Handed] = []
         self.computed: list[tuple[list[int], DoneEvent | None]] = []

@@ -291,20 +291,6 @@ def test_slots_are_free_before_the_transform_has_ended() -> None:
     assert batch.dtype is torch.float64
 
 
-def test_the_tensors_of_a_slot_are_one_copy() -> None:
-    """Of a batch of small ones, straight from the ring."""
-    world, ring = World(), new_ring()
-    world.put(
-        deliver(0, ring, {"x": torch.arange(5), "y": [torch.ones(3, 4).t()[1:], torch.zeros(2, dtype=torch.int8)]})
-    )
-    batch = world.take()
-    world.device.advance()
-    assert batch["x"].tolist() == [0, 1, 2, 3, 4]
-    assert batch["y"][0].tolist() == [[1.0] * 3] * 3
-    assert world.device.sources == ["ring"]
-    world.close()
-
-
 def test_a_batch_that_cannot_be_opened() -> None:
     """An object that does not unpickle here fails the epoch, and costs no slot."""
     world, ring = World(), new_ring()

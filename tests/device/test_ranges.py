@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from asyncloader.device.ranges import JOINED_BYTES, copy_ranges
+from tests.device.answers import deliver, new_ring
+from tests.device.test_device_stage import World
 
 
 class Copier:
@@ -120,3 +122,17 @@ def test_memory_format_is_kept() -> None:
     tensor = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
     copies = copy_ranges([tensor], None, Copier())
     assert copies[id(tensor)].stride() == tensor.stride()
+
+
+def test_the_tensors_of_a_slot_are_one_copy() -> None:
+    """Of a batch of small ones, straight from the ring."""
+    world, ring = World(), new_ring()
+    world.put(
+        deliver(0, ring, {"x": torch.arange(5), "y": [torch.ones(3, 4).t()[1:], torch.zeros(2, dtype=torch.int8)]})
+    )
+    batch = world.take()
+    world.device.advance()
+    assert batch["x"].tolist() == [0, 1, 2, 3, 4]
+    assert batch["y"][0].tolist() == [[1.0] * 3] * 3
+    assert world.device.sources == ["ring"]
+    world.close()
