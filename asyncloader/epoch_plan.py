@@ -115,15 +115,12 @@ def _replays(spec: LoaderSpec[Any]) -> bool:
 
 
 def _policy(spec: LoaderSpec[Any]) -> ErrorPolicy | None:
-    if spec._asyncloader_options.on_error == "raise":
+    ours = spec._asyncloader_options
+    if ours.on_error == "raise":
         return None
-    refill = spec._asyncloader_options.bad_samples == "refill"
-    return ErrorPolicy(
-        spec._asyncloader_options.on_error,
-        refill,
-        len(spec.dataset) if refill else None,
-        spec._asyncloader_options.seed,
-    )  # type: ignore[arg-type]
+    refill = ours.bad_samples == "refill"
+    length = len(spec.dataset) if refill else None  # type: ignore[arg-type]
+    return ErrorPolicy(ours.on_error, refill, length, ours.seed)
 
 
 def _seeded_setup(spec: LoaderSpec[Any], workers: int, draws: _BaseDataLoaderIter) -> SeededSetup | None:

@@ -221,8 +221,8 @@ def test_module_says_what_it_is(module: str) -> None:
 
 @pytest.mark.parametrize("path", [*MODULES.values(), *TESTS], ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_file_is_short(path: Path) -> None:
-    """One file, one job: at most 400 lines."""
-    assert len(path.read_text().splitlines()) <= 400
+    """One file, one job: at most 500 lines."""
+    assert len(path.read_text().splitlines()) <= 500
 
 
 @pytest.mark.parametrize("path", TESTS, ids=lambda p: p.relative_to(ROOT).as_posix())
