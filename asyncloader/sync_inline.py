@@ -52,15 +52,10 @@ _EXIT_SECONDS = 6.0
 
 
 class CountedNext(Draws):
-    """torch's `__next__`, with the profiler's range only while a profiler looks (it costs 10 microseconds).
+    """torch's `__next__`, with the profiler's range only while a profiler looks (it costs 10 microseconds)."""
 
-    Its end, as a part of ours: `_leave_soon` asks for it and waits for nothing, for finalizers; `_bridge` is where it
-    takes place.
-    """
-
-    _bridge: Bridge | None
-
-    def _leave_soon(self) -> None:
+    def _leave_soon(self) -> Bridge | None:
+        """Ask for the iterator's end, and wait for nothing, as finalizers must. Returns where it takes place."""
         raise NotImplementedError
 
     def __next__(self) -> Any:
@@ -278,13 +273,14 @@ class InlineIterator(CountedNext):
             self._agreement.give_up()
         self._release()
 
-    def _leave_soon(self) -> None:
+    def _leave_soon(self) -> Bridge | None:
         self._closed = True
         if self._agreement is not None:
             self._agreement.give_up()
         bridge, self._bridge = self._bridge, None
         if bridge is not None:
             bridge.leave(_leave_and_tell, self._ahead, self._reader, self._context)
+        return bridge
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         if not exiting() and getattr(self, "_owner", None) == os.getpid():
@@ -328,10 +324,8 @@ def _install_exit_hook() -> None:
 
 
 def _end_all() -> None:
-    bridges = {iterator._bridge for iterator in _live} - {None}
-    for iterator in list(_live):
-        iterator._leave_soon()
+    bridges = {iterator._leave_soon() for iterator in list(_live)}
     deadline = monotonic() + _EXIT_SECONDS
     for bridge in bridges:
-        assert bridge is not None
-        bridge.settle(max(0.0, deadline - monotonic()))
+        if bridge is not None:
+            bridge.settle(max(0.0, deadline - monotonic()))

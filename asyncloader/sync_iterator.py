@@ -50,8 +50,6 @@ __all__ = ["WorkerIterator"]
 class WorkerIterator(CountedNext):
     """With workers. The loop's thread refers to the pipeline and the queue, never to this object: dropped, it dies."""
 
-    _bridge: Bridge
-
     def __init__(self, loader: LoaderSpec[Any], statistics: Statistics, bridge: Bridge, keeper: StateKeeper) -> None:
         self._keeper = keeper
         self._loader = weakref.ref(loader)
@@ -311,13 +309,14 @@ class WorkerIterator(CountedNext):
             self._pool.stop()
             self._queue.put(Fail(LoaderClosed(self._ended or "this iterator has ended")))  # a thread may wait there
 
-    def _leave_soon(self) -> None:
+    def _leave_soon(self) -> Bridge | None:
         if self._shutdown or os.getpid() != self._owner:
-            return
+            return None
         self._shutdown = True
         if self._ended is None:
             self._ended = "this iterator was shut down"
         self._bridge.leave(_leave, self._pipeline, self._consumer, self._queue, self._pool)
+        return self._bridge
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         if not exiting() and not getattr(self, "_shutdown", True):

@@ -29,7 +29,7 @@ _INSTEAD = (
 
 def has_thread_workers(spec: LoaderSpec[Any]) -> bool:
     """Whether the loader's multiprocessing context makes threads."""
-    context = spec.multiprocessing_context
+    context: Any = spec.multiprocessing_context
     if context is None or not spec.num_workers:
         return False
     kind = context.Process

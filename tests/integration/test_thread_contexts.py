@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import Dataset
+from torch.utils.data._utils import worker as torch_worker
 
 from asyncloader import AsyncDataLoader, DataLoader
 from tests.integration.comparing import assert_same
@@ -66,7 +67,7 @@ def _settings_kept() -> Any:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-    torch.utils.data._utils.worker._worker_info = None
+    torch_worker._worker_info = None
 
 
 def _batches(make: Any, **options: Any) -> list[Any]:

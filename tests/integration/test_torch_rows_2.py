@@ -143,7 +143,7 @@ class Informed(Dataset[Any]):
         info: Any = get_worker_info()
         values = {name: getattr(info, name) for name in INFORMATION if hasattr(info, name)}
         refused = [outcome(setattr, info, name, 5) for name in (*values, "dataset")]
-        if dataclasses.is_dataclass(info):
+        if dataclasses.is_dataclass(type(info)):
             refused.append(outcome(delattr, info, "id")[:1])
         return type(info).__qualname__, values, refused, hasattr(info, "__dict__"), type(info.dataset) is Informed
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import accelerate.data_loader
+import accelerate
 import pytest
 import torch
 from accelerate import DataLoaderConfiguration
