@@ -213,19 +213,11 @@ class RaisingStream(IterableDataset[Any]):
 class StatefulRaisingStream(RaisingStream):
     """The same with a state."""
 
-    def __init__(self, n: int, faults: Faults, bad: set[int]) -> None:
-        super().__init__(n, faults, bad)
-        self.loaded = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.place, self.loaded = self.loaded, 0
-        return self
-
     def state_dict(self) -> dict[str, Any]:
         return {"place": self.place}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.loaded = state_dict["place"]
+        self.place = state_dict["place"]
 
 
 def grown(size: int) -> mmap.mmap:

@@ -103,12 +103,16 @@ def test_point_03_own_options_survive_rebuilding() -> None:
 
 
 def test_point_04_no_other_public_attribute() -> None:
-    """Instances have torch's public attributes and our options, before, while and after they are iterated."""
+    """Instances have torch's public attributes, and those of our options that differ from their defaults, before, while
+    and after they are iterated. The others can be read, too.
+    """
     theirs = inspect.signature(torch.utils.data.DataLoader).parameters
     ours = inspect.signature(DataLoader).parameters
-    allowed = public(torch.utils.data.DataLoader(Numbers(6), num_workers=1)) | (ours.keys() - theirs.keys())
-    loader = DataLoader[Any](Numbers(6), num_workers=1, persistent_workers=True)
+    allowed = public(torch.utils.data.DataLoader(Numbers(6), num_workers=1)) | {"concurrency"}
+    loader = DataLoader[Any](Numbers(6), num_workers=1, persistent_workers=True, concurrency=3)
     assert public(loader) == allowed
+    for name in ours.keys() - theirs.keys() - {"concurrency"}:
+        assert getattr(loader, name) == ours[name].default
     batches = iter(loader)
     next(batches)
     loader.stats()
