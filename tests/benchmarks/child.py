@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .plan import OURS, Job
+from .plan import ASYNC_PLAIN, OURS, Job
 
 if TYPE_CHECKING:
     from .loaders import Pass
@@ -245,10 +245,10 @@ def main() -> None:
 
         # The consumer computes in one thread: with more, its pool would fight the workers for the cores.
         torch.set_num_threads(1)
-    if job.loader in OURS:
+    if job.loader in (*OURS, ASYNC_PLAIN):
         import asyncloader
 
-        getattr(asyncloader, job.loader)  # imported where torch is, before any clock starts
+        getattr(asyncloader, job.loader.partition(" ")[0])  # imported where torch is, before any clock starts
     result = PROBES[job.probe](job)
     Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")
     if job.probe == "remote":

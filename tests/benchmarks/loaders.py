@@ -16,7 +16,7 @@ import torch
 import uvloop
 
 from .peers import PEERS, open_peer
-from .plan import ASYNC, OURS, TORCH_FILE_SYSTEM
+from .plan import ASYNC, ASYNC_PLAIN, OURS, TORCH_FILE_SYSTEM
 from .workloads import Workload
 
 
@@ -59,10 +59,10 @@ def build(name: str, workload: Workload, batches: int, *, workers: int = 2, star
     options: dict[str, Any] = {"batch_size": workload.batch_size, "num_workers": workers}
     if workers:
         options |= {"persistent_workers": True, "multiprocessing_context": start}
-    if name in OURS:
+    if name in (*OURS, ASYNC_PLAIN):
         import asyncloader
 
-        return getattr(asyncloader, name)(dataset, **options)
+        return getattr(asyncloader, name.partition(" ")[0])(dataset, **options)
     if name == TORCH_FILE_SYSTEM:
         torch.multiprocessing.set_sharing_strategy("file_system")
     return torch.utils.data.DataLoader(dataset, **options)
@@ -76,8 +76,9 @@ def drive(name: str, make: Callable[[], Any], schedule: Iterator[Pass]) -> float
     Returns:
         `time.perf_counter()` just before the loader was made.
     """
-    if name == ASYNC:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    if name in (ASYNC, ASYNC_PLAIN):
+        factory = uvloop.new_event_loop if name == ASYNC else asyncio.new_event_loop
+        with asyncio.Runner(loop_factory=factory) as runner:
             return runner.run(_drive_async(make, schedule))
     return _drive(make, schedule)
 

@@ -14,6 +14,8 @@ TORCH_UNORDERED = "torch out of order"
 ASYNC = "AsyncDataLoader"
 FACADE = "DataLoader"
 OURS = (ASYNC, FACADE)
+ASYNC_PLAIN = "AsyncDataLoader on asyncio"
+"""Iterated in asyncio's own event loop; the others use uvloop."""
 PEERS = (
     "torchdata StatefulDataLoader",
     "torchdata nodes",
@@ -154,6 +156,7 @@ def _floors() -> tuple[Floor, ...]:
     more = (
         *(Floor("small/touch", loader, 4.0, TORCH_FILE_SYSTEM) for loader in OURS),
         *(Floor("line", loader, None, TORCH_UNORDERED) for loader in OURS),
+        *(Floor(metric, ASYNC_PLAIN, 0.75, ASYNC) for metric in ("small/touch", "ints/touch")),
     )
     return (*floors, *more)
 
@@ -174,7 +177,7 @@ def jobs(rows: tuple[str, ...], seconds: float, peers: bool, full: bool) -> list
     planned: list[Job] = []
     for workload, feeds in THROUGHPUT.items():
         if set(feeds) & set(rows):
-            extra = (TORCH_FILE_SYSTEM,) if workload == "small" else ()
+            extra = {"small": (ASYNC_PLAIN, TORCH_FILE_SYSTEM), "ints": (ASYNC_PLAIN,)}.get(workload, ())
             loaders = (TORCH, *OURS, *extra, *(PEERS if peers else ()))
             planned += [Job("throughput", workload, loader, seconds=seconds, full=full) for loader in loaders]
     if "inline" in rows:

@@ -13,6 +13,7 @@ from pathlib import Path
 from .harness import Results
 from .plan import (
     ASYNC,
+    ASYNC_PLAIN,
     FACADE,
     FLOORS,
     LIMITS,
@@ -94,7 +95,11 @@ def floor_table(results: Results) -> str:
     return "\n".join(lines)
 
 
-AGAINST = {TORCH_FILE_SYSTEM: " (torch's `file_system` strategy)", TORCH_UNORDERED: " (torch's out of order)"}
+AGAINST = {
+    TORCH_FILE_SYSTEM: " (torch's `file_system` strategy)",
+    TORCH_UNORDERED: " (torch's out of order)",
+    ASYNC: f" (against `{ASYNC}` on uvloop)",
+}
 
 
 @dataclass(frozen=True)
@@ -153,7 +158,7 @@ def peer_table(results: Results) -> str:
         "| loader | " + " | ".join(SHORT_TITLES[key] for key in metrics) + " |",
         "|---|" + "--:|" * len(metrics),
     ]
-    for loader in (TORCH, TORCH_FILE_SYSTEM, *OURS, *PEERS):
+    for loader in (TORCH, TORCH_FILE_SYSTEM, *OURS, ASYNC_PLAIN, *PEERS):
         cells = [f"`{loader}`" if loader in OURS else loader]
         for key in metrics:
             if results.has(key, loader):
@@ -257,7 +262,8 @@ METHOD = f"""\
 - Every measurement runs in a fresh process. Within a round each loader is measured once; the order turns
   around from round to round. Without workers the loaders take turns in one process instead.
 - A rate is the median over whole epochs, from `iter()` to the last batch, checks excluded. The consumer
-  of `{ASYNC}` is an `async for` on uvloop; every other loader is read by a plain `for`.
+  of `{ASYNC}` is an `async for` on uvloop, that of `{ASYNC_PLAIN}` one on asyncio's own
+  event loop; every other loader is read by a plain `for`.
 - The consumer computes in one thread: more would fight the workers for the cores.
 - Content: in the first round the CRC-32 of the whole warm-up epoch of every loader (each sample in its
   order, with its dtypes and shapes) is held against the one computed from the definition of the samples.

@@ -19,6 +19,7 @@ from .harness import JobFailed, Results, tree_memory
 from .loaders import Pass, build, drive
 from .plan import (
     ASYNC,
+    ASYNC_PLAIN,
     FACADE,
     FLOORS,
     LIMITS,
@@ -62,7 +63,7 @@ def collect(loader: str, name: str, workers: int) -> list[Any]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", list(WORKLOADS))
-@pytest.mark.parametrize("loader", OURS)
+@pytest.mark.parametrize("loader", [*OURS, ASYNC_PLAIN])
 def test_content_equals_torch(loader: str, name: str, workers: int) -> None:
     """Our loaders deliver torch's batches, leaf by leaf, and an epoch has the checksum of its definition."""
     ours, theirs = collect(loader, name, workers), collect(TORCH, name, workers)
@@ -106,12 +107,14 @@ def test_checksum_finds_one_wrong_element() -> None:
 
 
 def fake_results(factor: float) -> Results:
-    """Every metric measured twice: torch 100, everyone else `factor` times that."""
+    """Every metric measured twice: torch 100, ours `factor` times that, and on asyncio's loop as many times ours."""
     results = Results(memcpy=[1e10])
     for metric in METRICS:
         for loader in (TORCH_FILE_SYSTEM, TORCH_UNORDERED, TORCH, *OURS):
             for noise in (1.0, 1.2):
                 results.add(metric.key, loader, 100.0 * noise * (factor if loader in OURS else 1.0))
+        for noise in (1.0, 1.2):
+            results.add(metric.key, ASYNC_PLAIN, 100.0 * noise * factor**2)
     return results
 
 
@@ -194,7 +197,7 @@ def _hold(pipe: Any) -> None:
     pipe.recv()
 
 
-@pytest.mark.parametrize("loader", [PEERS[0], TORCH, *OURS])
+@pytest.mark.parametrize("loader", [PEERS[0], TORCH, *OURS, ASYNC_PLAIN])
 def test_only_a_peers_failure_is_forgiven_and_told(loader: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that fails is measured again and named on the page; torch or we fail once and there is no table."""
     outputs: list[Any] = [JobFailed("a b\nContentError: wrong"), ({"rate": {"touch": 2.0}, "cpu": {"touch": 1.0}}, [])]
