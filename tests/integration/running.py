@@ -9,6 +9,7 @@ import select
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ __all__ = [
     "Deaths",
     "Run",
     "assert_like_torch",
+    "await_our_threads",
     "cancelled_after",
     "collect",
     "environment",
@@ -76,6 +78,14 @@ async def cancelled_after(turns: int, awaitable: Coroutine[Any, Any, Any]) -> No
 
 
 # ------------------------------------------------------------------------------------------- whole epochs
+
+
+def await_our_threads() -> None:
+    """What was dropped ends by itself, the loop's thread last: nothing has to be called for it, nor collected."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("asyncloader"):
+            thread.join(PATIENCE_S)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("asyncloader")]
 
 
 @dataclass

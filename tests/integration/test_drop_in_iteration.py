@@ -22,7 +22,7 @@ from asyncloader import AsyncDataLoader, DataLoader
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import CountedStream, Numbers, Pids, UnevenStream, WholeBatches
 from tests.integration.frameworks import epoch
-from tests.integration.running import BOTH, KINDS, PATIENCE_S, assert_like_torch, collect, outcomes, run_async
+from tests.integration.running import BOTH, KINDS, assert_like_torch, await_our_threads, collect, outcomes, run_async
 from tests.integration.side_by_side import messages
 
 BOTH_CLASSES = pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
@@ -36,10 +36,8 @@ def alive() -> list[Any]:
 
 
 def await_end() -> None:
-    """What was dropped ends by itself, and the loop's thread last: nothing has to be called for it, nor collected."""
-    for thread in threading.enumerate():
-        if thread.name == "asyncloader-loop":
-            thread.join(PATIENCE_S)
+    """No process outlives the threads that end it."""
+    await_our_threads()
     assert not alive()
 
 

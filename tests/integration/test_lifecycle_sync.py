@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from asyncloader import DataLoader, LoaderClosed
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import AsyncNumbers, Numbers, Pids
-from tests.integration.running import PATIENCE_S, Deaths, collect
+from tests.integration.running import Deaths, await_our_threads, collect
 
 
 def firsts(batches: list[Any]) -> list[float]:
@@ -24,14 +24,6 @@ def firsts(batches: list[Any]) -> list[float]:
 
 def our_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("asyncloader")]
-
-
-def await_our_threads() -> None:
-    """Those of what was dropped end by themselves."""
-    for thread in threading.enumerate():
-        if thread.name.startswith("asyncloader"):
-            thread.join(PATIENCE_S)
-    assert our_threads() == []
 
 
 def test_break_frees_the_workers() -> None:

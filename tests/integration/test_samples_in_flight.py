@@ -18,7 +18,15 @@ from tests.integration.comparing import assert_same
 from tests.integration.datasets import AsyncNumbers, Numbers
 from tests.integration.faulty import AsyncFaulty, Faults
 from tests.integration.meeting import Meeting, MeetingBatches
-from tests.integration.running import BOTH, KINDS, assert_like_torch, cancelled_after, outcomes, run_async
+from tests.integration.running import (
+    BOTH,
+    KINDS,
+    assert_like_torch,
+    await_our_threads,
+    cancelled_after,
+    outcomes,
+    run_async,
+)
 
 WORKERS = [0, 1, 2]
 
@@ -287,13 +295,14 @@ async def test_closing_ends_all_that_was_read_ahead() -> None:
 
 
 def test_dropping_the_iterator_ends_all_that_was_read_ahead() -> None:
-    """The same for the facade: `break` leaves nothing behind, and a new epoch may begin."""
+    """The same for the facade: after a `break` all of it ends by itself, and a new epoch may begin."""
     dataset = Waits()
     with DataLoader[Any](dataset, concurrency=50) as loader:
         for _ in range(2):
             for batch in loader:
                 assert batch.tolist() == [0]
                 break
+            await_our_threads()
             assert dataset.begun == dataset.ended >= 50
 
 
