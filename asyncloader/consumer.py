@@ -53,16 +53,14 @@ class Delivery:
         """Who calls `deliver` sets it, `batch` and `error` to None when the batch, or the error, is the user's."""
         self.batch: Any = None
         self.error: Any = None  # in its place: an exception, or torch's wrapper of one
-        self.descriptors: list[int] = []  # the answer's, while they are to be closed
+        self.descriptors: list[int] | None = None  # the answer's, while they are to be closed
         self.offer: Any = NOTHING  # what the sampler gave
         self.reached = _BEGUN
 
     def begin(self, item: Deliver) -> None:
         """Nothing was done for this item."""
-        outcome = item.outcome
-        self.descriptors = [] if not isinstance(outcome, Answer) or outcome.fd is None else [outcome.fd]
-        # Nothing is called from here on, so that Ctrl-C does not come in between.
-        self.batch, self.error, self.offer, self.reached = NO_BATCH, None, NOTHING, _BEGUN
+        # Nothing is called in here, so that Ctrl-C does not come in between.
+        self.batch, self.error, self.descriptors, self.offer, self.reached = NO_BATCH, None, None, NOTHING, _BEGUN
         self.item = item
 
 
@@ -280,6 +278,8 @@ class Consumer:
                 delivery.error, delivery.reached = error, _OPENED
         if delivery.reached == _OPENED:
             if answer is not None:
+                if delivery.descriptors is None:
+                    delivery.descriptors = [] if answer.fd is None else [answer.fd]
                 self._opener.let_go(answer, delivery.descriptors)
             delivery.reached = _LET_GO
 

@@ -280,10 +280,14 @@ class Progress:
             turn = (worker + 1) % len(self._given)
         for failed in self._failed:
             step, beyond = self._past(step, beyond, failed)
+        number = self._steps.get(task)
         padding = None if self.view is None else self.view.cutter.padding
-        if padding is not None and padding[0] != self._steps.get(task):
+        if padding is not None and padding[0] != number:
             padding = None
-        step, beyond = self._past(step, beyond, task)
+        if number == step and not beyond:  # as nearly always
+            step += 1
+        else:
+            step, beyond = self._past(step, beyond, task)
         # Nothing is called from here on, so that Ctrl-C does not come in between.
         self._previous = previous
         self._step, self._beyond = step, beyond
@@ -403,8 +407,6 @@ class Progress:
 
 def _marked(step: int, beyond: set[int], number: int) -> tuple[int, set[int]]:
     """The position `step` and `beyond` and the step of this number, as a position. Changes nothing."""
-    if not beyond and number == step:
-        return step + 1, beyond
     beyond = {*beyond, number}
     while step in beyond:
         beyond.remove(step)
