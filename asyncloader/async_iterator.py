@@ -260,7 +260,7 @@ class AsyncLoaderIterator:
                             return batch
                         continue
                     loop = asyncio.get_running_loop()
-                    self._copying = (item, loop.run_in_executor(None, self._consumer.open, item))
+                    self._copying = (item, loop.run_in_executor(None, self._consumer.open, item.outcome))
                 else:
                     await self._wait()
         except TooManyBadSamples as error:
@@ -274,9 +274,11 @@ class AsyncLoaderIterator:
             raise LoaderClosed("this iterator was closed")
         try:
             batch = self._consumer.deliver(item, waited, self._pipeline.advance, opened)
-            self._consumer.delivery = None
         except StopAsyncIteration as error:  # of a worker: here it would pass for the end of the epoch
             raise RuntimeError("the dataset's code raised StopAsyncIteration") from error
+        finally:
+            delivery = self._consumer.delivery
+            delivery.item = delivery.batch = delivery.error = None
         if batch is NO_BATCH:
             return batch
         self._yielded += 1

@@ -151,10 +151,10 @@ class Bridge:
         loop = self._alive()
         self._calls.append((function, args))
         if not self._woken:
-            self._woken = True
             try:
+                self._woken = True
                 loop.call_soon_threadsafe(self._run_calls)
-            except BaseException:  # Ctrl-C: the next call wakes it
+            except BaseException:  # Ctrl-C, and whoever called calls again; or the next call wakes it
                 self._woken = False
                 raise
 

@@ -39,17 +39,29 @@ NO_BATCH: Final[Any] = object()
 """In place of a batch all of whose samples were left out: take the next one."""
 
 
-class _Delivery:
-    """How far an item's delivery has come: Ctrl-C may end the call, and the next one goes on."""
+# How far a delivery has come, in this order.
+_BEGUN, _OPENING, _OPENED, _LET_GO, _PULLED, _TOLD, _COUNTED, _DONE = range(8)
 
-    __slots__ = ("advanced", "batch", "begun", "done", "item")
 
-    def __init__(self, item: Deliver) -> None:
+class Delivery:
+    """What was done for the item that is under way: Ctrl-C may end the call of `deliver`, and the next one goes on."""
+
+    __slots__ = ("batch", "descriptors", "error", "item", "offer", "reached")
+
+    def __init__(self) -> None:
+        self.item: Deliver | None = None
+        """Who calls `deliver` sets it, `batch` and `error` to None when the batch, or the error, is the user's."""
+        self.batch: Any = None
+        self.error: Any = None  # in its place: an exception, or torch's wrapper of one
+        self.descriptors: list[int] | None = None  # the answer's, while they are to be closed
+        self.offer: Any = NOTHING  # what the sampler gave
+        self.reached = _BEGUN
+
+    def begin(self, item: Deliver) -> None:
+        """Nothing was done for this item."""
+        # Nothing is called in here, so that Ctrl-C does not come in between.
+        self.batch, self.error, self.descriptors, self.offer, self.reached = NO_BATCH, None, None, NOTHING, _BEGUN
         self.item = item
-        self.begun = False
-        self.batch: Any = NO_BATCH  # until it is opened
-        self.advanced = False
-        self.done = False
 
 
 class Consumer:
@@ -80,7 +92,8 @@ class Consumer:
         self._quarantine = quarantine
         self._notices: deque[Notice | Begun | Mapping[str, float]] = deque()
         self._progress = progress
-        self._tasks = 0  # indices given out
+        self._tasks = 0  # indices of a plain sampler that were given out
+        self._taken = 0  # deliveries
         self._begun = statistics.begin()
         # Nothing here keeps `draws`, which in the sync loader is the iterator itself: it must die when dropped.
         self._workers = plan.workers
@@ -89,10 +102,8 @@ class Consumer:
         self._draws = weakref.ref(draws)
         # False when there is nothing to advance here: no sampler, or one that a task of the loop reads.
         self._reads = draws.order is not None
-        self._outstanding = 0  # indices given out and not delivered; only counted where there is a plain sampler
         self._first = True
-        self.delivery: _Delivery | None = None
-        """The one that is under way. Who calls `deliver` sets it to None when the batch is the user's."""
+        self.delivery = Delivery()
         self._opener = Opener(statistics)
         self._pins = draws._pin_memory
         self._pin_device = draws._pin_memory_device
@@ -107,27 +118,25 @@ class Consumer:
     @property
     def outstanding(self) -> int:
         """Indices given out and not delivered; 0 where there is no plain sampler."""
-        return max(0, self._outstanding)
+        return max(0, self._tasks - self._taken)
 
     def _prime(self, count: int) -> list[Any]:
         offers: list[Any] = []
-        while self._reads and len(offers) < count and (offer := self._pull()) is not NOTHING:
+        while self._reads and len(offers) < count and (offer := self._pull(self._tasks)) is not NOTHING:
             offers.append(offer)
+            self._reads = offer is not ENDED
+            self._tasks += self._reads
         return offers
 
-    def _pull(self) -> Any:
+    def _pull(self, left: int) -> Any:
+        """The sampler's next index, while `left` are outstanding. The same until `_tasks` is moved on."""
         draws = self._draws()
         assert draws is not None
         try:
-            step, offer = draws.pull()
+            step, offer = draws.pull(self._tasks)
         except StopIteration:
-            if self._outstanding:
-                return NOTHING  # as in torch it is asked again after the next batch
-            self._reads = False
-            return ENDED
+            return NOTHING if left else ENDED  # as in torch it is asked again after the next batch
         self._progress.pulled(self._tasks, step)
-        self._tasks += 1
-        self._outstanding += 1
         return offer
 
     def pipeline(
@@ -196,15 +205,14 @@ class Consumer:
         outcome = item.outcome
         return isinstance(outcome, Answer) and outcome.result.nbytes >= LARGE and self._opener.will_copy(outcome)
 
-    def open(self, item: Deliver) -> Any:
-        """The batch; None when there is an error in its place, which `deliver` will raise."""
-        outcome = item.outcome
+    def open(self, outcome: Any) -> Any:
+        """The batch; `NO_BATCH` when there is none yet, or an error in its place, which `deliver` will raise."""
         if isinstance(outcome, Answer):
             return self._opener.open(outcome)
         if isinstance(outcome, OnDevice):
             assert isinstance(self._stage, DeviceStage)
             return self._stage.take(outcome)
-        return outcome.batch if isinstance(outcome, Pinned) else None
+        return outcome.batch if isinstance(outcome, Pinned) else NO_BATCH
 
     def deliver(
         self,
@@ -215,8 +223,10 @@ class Consumer:
     ) -> Any:
         """The batch for the user, or `NO_BATCH`.
 
-        After a KeyboardInterrupt, called again with the same item, it goes on where it was: the batch is opened, the
-        sampler advanced and the delivery counted once.
+        After a KeyboardInterrupt, called again with the same item, it goes on where it was: the user gets the batch, or
+        the error in its place, once, and the sampler's next index is asked for once. What cannot be taken up again is
+        the user's own code: a sampler that is a generator has ended when KeyboardInterrupt came out of it, and with it
+        the epoch; an `on_error` function, and `collate_fn` after it, are called anew. Statistics may lack the batch.
 
         Args:
             item: what the pipeline gave.
@@ -230,86 +240,125 @@ class Consumer:
             TooManyBadSamples: this batch's bad samples are more than are allowed. Nothing should be taken any more.
         """
         delivery = self.delivery
-        if delivery is None or delivery.item is not item:
-            delivery = self.delivery = _Delivery(item)
-        try:
-            return self._delivered(delivery, waited, tell, opened)
-        except Exception:
-            self.delivery = None
-            raise
-
-    def _delivered(
-        self,
-        delivery: _Delivery,
-        waited: float,
-        tell: Callable[[int, Any], None],
-        opened: Callable[[], Any] | None,
-    ) -> Any:
-        item = delivery.item
-        if delivery.done:
+        if delivery.item is not item:
+            delivery.begin(item)
+        if delivery.reached < _TOLD:
+            self._open(delivery, item.outcome, opened)
+            if delivery.reached < _PULLED:
+                self._advance(delivery)
+            tell(item.seq, delivery.offer)
+            delivery.reached = _TOLD
+        if delivery.error is None and delivery.reached < _DONE:
+            self._count(delivery, item, item.outcome, waited)
+        error = delivery.error
+        if error is None:
             return delivery.batch
+        self._progress.failed(item.seq)
         try:
-            try:
-                if delivery.batch is NO_BATCH:
-                    again, delivery.begun = delivery.begun, True
-                    if again:
-                        self._opener.forget(item.outcome)
-                    delivery.batch = self.open(item) if opened is None else opened()
-            except Exception:
-                self._advance(delivery, tell)  # the credit must not be lost
-                raise
-            if not delivery.advanced:
-                self._advance(delivery, tell)
-        except Exception:
-            self._progress.failed(item.seq)
-            raise
-        outcome = item.outcome
-        if not isinstance(outcome, (Answer, OnDevice, Pinned)):
-            return self._without_answer(item, outcome, waited)
-        if outcome.bad:
-            self._statistics.bad(pickle.loads(outcome.bad))
-        if self._first:
-            self._first = False
-            self._statistics.first_batch(self._begun)
-        result = outcome.result
-        self._statistics.credits = self._scheduler.credits
-        self._statistics.batch(result.samples, result.nbytes, result.pickled, waited, result.busy, self._workers)
-        # Last: a state that is saved after Ctrl-C says nothing of a batch that has not come.
-        self._progress.delivered(item.seq, item.worker, outcome.cursor)
-        delivery.done = True
-        return delivery.batch
+            if isinstance(error, BaseException):
+                raise error
+            raise_worker_error(error)
+        finally:
+            del error  # its traceback refers to this frame
 
-    def _without_answer(self, item: Deliver, outcome: Any, waited: float) -> Any:
-        """There is no worker's batch: a substitute, `NO_BATCH`, or an error."""
-        if isinstance(outcome, WorkerFailure):
-            self._progress.failed(item.seq)
-            self._statistics.batch(0, 0, 0, waited, outcome.busy, self._workers)
+    def _open(self, delivery: Delivery, outcome: Any, opened: Callable[[], Any] | None) -> None:
+        answer = outcome if opened is None and isinstance(outcome, Answer) else None
+        if delivery.reached < _OPENED:
+            try:
+                if answer is None:
+                    delivery.batch = self.open(outcome) if opened is None else opened()
+                    delivery.reached = _LET_GO
+                else:
+                    if delivery.reached == _OPENING:
+                        self._opener.forget(answer)
+                    delivery.reached = _OPENING
+                    batch, held = self._opener.build(answer)
+                    delivery.batch, delivery.reached = batch, _OPENED if held is None else _LET_GO
+            except Exception as error:
+                delivery.error, delivery.reached = error, _OPENED
+        if delivery.reached == _OPENED:
+            if answer is not None:
+                if delivery.descriptors is None:
+                    delivery.descriptors = [] if answer.fd is None else [answer.fd]
+                self._opener.let_go(answer, delivery.descriptors)
+            delivery.reached = _LET_GO
+
+    def _advance(self, delivery: Delivery) -> None:
+        """Ask the sampler for the next index."""
+        error, offer, left = delivery.error, NOTHING, self._tasks - self._taken - 1
+        if self._reads:
+            try:
+                offer = self._pull(left)
+            except Exception as raised:
+                # As in torch it is asked again after the next batch, unless there is none to come.
+                error, offer = raised, NOTHING if left > 0 else ENDED
+        # Nothing is called from here on, so that Ctrl-C does not come in between.
+        if offer is ENDED:
+            self._reads = False
+        elif offer is not NOTHING:
+            self._tasks += 1
+        self._taken += 1
+        delivery.error, delivery.offer, delivery.reached = error, offer, _PULLED
+        error = None  # its traceback refers to this frame
+
+    def _count(self, delivery: Delivery, item: Deliver, outcome: Any, waited: float) -> None:
+        """In the statistics at most once; in the position exactly once, and last: a state that is saved after Ctrl-C
+        says nothing of a batch that has not come.
+        """
+        first = delivery.reached < _COUNTED
+        delivery.reached = _COUNTED
+        if not isinstance(outcome, (Answer, OnDevice, Pinned)):
+            self._without_answer(delivery, item, outcome, waited if first else None)
+            return
+        if first:
             if outcome.bad:
                 self._statistics.bad(pickle.loads(outcome.bad))
-            raise_worker_error(outcome.take())
-        if isinstance(outcome, LeftOut) and self._plan.ranks > 1:
-            self._statistics.bad(pickle.loads(outcome.bad))
+            if self._first:
+                self._first = False
+                self._statistics.first_batch(self._begun)
+            result = outcome.result
+            self._statistics.credits = self._scheduler.credits
+            self._statistics.batch(result.samples, result.nbytes, result.pickled, waited, result.busy, self._workers)
+        self._progress.delivered(item.seq, item.worker, outcome.cursor)
+        delivery.reached = _DONE
+
+    def _without_answer(self, delivery: Delivery, item: Deliver, outcome: Any, waited: float | None) -> None:
+        """There is no worker's batch: a substitute, `NO_BATCH`, or an error. `waited` is None if it was counted."""
+        if isinstance(outcome, WorkerFailure):
             self._progress.failed(item.seq)
-            raise without_batch(self._plan.ranks)
+            if waited is not None:
+                self._statistics.batch(0, 0, 0, waited, outcome.busy, self._workers)
+                if outcome.bad:
+                    self._statistics.bad(pickle.loads(outcome.bad))
+            # Moved: raised, it refers to frames that refer to the outcome.
+            delivery.error, outcome.error = outcome.error, None
+            return
         if isinstance(outcome, LeftOut):
-            self._progress.delivered(item.seq, item.worker, outcome.cursor)
-            self._statistics.bad(pickle.loads(outcome.bad))
-            return NO_BATCH
-        assert isinstance(outcome, Poisoned)
-        try:
-            batch, records = self._quarantine.settle(outcome)
-        except BaseException:
+            batch, records = None, pickle.loads(outcome.bad)
+        else:
+            assert isinstance(outcome, Poisoned)
+            try:
+                batch, records = self._quarantine.settle(outcome)
+            except Exception as error:
+                delivery.error = error
+                return
+        failed = batch is None and self._plan.ranks > 1
+        if failed and isinstance(outcome, LeftOut):
             self._progress.failed(item.seq)
-            raise
-        self._progress.delivered(item.seq, item.worker)
-        self._statistics.bad(records)
-        if batch is None and self._plan.ranks > 1:
-            raise without_batch(self._plan.ranks)
-        if batch is None:
-            return NO_BATCH
-        if self._mover is not None:
-            return self._mover.take(self._mover.move(batch, locked=False))
-        return torch_pin(self._pin_device)(batch) if self._pins else batch
+        else:
+            self._progress.delivered(item.seq, item.worker, outcome.cursor if isinstance(outcome, LeftOut) else b"")
+        if waited is not None:
+            self._statistics.bad(records)
+        if failed:
+            delivery.error = without_batch(self._plan.ranks)
+            return
+        if batch is not None:
+            if self._mover is not None:
+                batch = self._mover.take(self._mover.move(batch, locked=False))
+            elif self._pins:
+                batch = torch_pin(self._pin_device)(batch)
+            delivery.batch = batch
+        delivery.reached = _DONE
 
     def hear(self) -> None:
         """Take note of what happened beside the batches. Call it before taking one: a warning may be an error to the
@@ -329,21 +378,6 @@ class Consumer:
                 self._statistics.restarts += 1
             if notice.warning:
                 warnings.warn(notice.warning, RuntimeWarning, stacklevel=4)
-
-    def _advance(self, delivery: _Delivery, tell: Callable[[int, Any], None]) -> None:
-        offer: Any = NOTHING
-        self._outstanding -= 1
-        try:
-            if self._reads:
-                offer = self._pull()
-        except BaseException:
-            # As in torch, the sampler is asked again after the next batch, unless there is none to come.
-            if self._outstanding <= 0:
-                self._reads, offer = False, ENDED
-            raise
-        finally:
-            delivery.advanced = True
-            tell(delivery.item.seq, offer)
 
 
 def discard(item: Action) -> None:

@@ -8,8 +8,10 @@ that decides between view and copy, and why it cannot deadlock, is in `workers/r
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
+from itertools import repeat
 from typing import Any, NoReturn
 
 from asyncloader.statistics import Statistics
@@ -53,26 +55,39 @@ class Opener:
         """The batch. The answer must not be used afterwards."""
         return self.open_held(answer)[0]
 
-    def forget(self, outcome: Any) -> None:
-        """`open` was interrupted, and nobody has got a view: it may be called again."""
-        if isinstance(outcome, Answer) and outcome.ring is not None:
-            outcome.ring.take_back(outcome.result.slot)
-
     def open_held(self, answer: Answer) -> tuple[Any, Anchor | None]:
         """The same, and what holds its slot beside the batch; None where there is none, or it was copied out of it."""
+        try:
+            return self.build(answer)
+        finally:
+            self.let_go(answer, [] if answer.fd is None else [answer.fd])
+
+    def forget(self, answer: Answer) -> None:
+        """`build` was interrupted, and nobody has got the batch: it may be called again."""
+        if answer.ring is not None:
+            answer.ring.take_back(answer.result.slot)
+
+    def let_go(self, answer: Answer, descriptors: list[int]) -> None:
+        """The batch is built: what it does not hold comes back now. `descriptors`: the answer's, to be closed once."""
+        if answer.ring is not None:
+            answer.ring.reclaim()
+        if descriptors:
+            # Out of the list and closed by one call into C: Ctrl-C comes before or after that.
+            list(map(os.close, map(descriptors.pop, repeat(0, len(descriptors)))))
+
+    def build(self, answer: Answer) -> tuple[Any, Anchor | None]:
+        """As `open_held`, and `let_go` is left to the caller."""
         result, template, ring, fd = answer[:4]
         if result.pickled > _PICKLE_WARNING_BYTES and not self._warned:
             self._warned = True
             _warn_pickled(result.pickled)
         if ring is not None:
-            if ring.may_lend():
-                anchor = ring.lend(result.slot, result.nbytes)
+            may_lend = ring.may_lend()
+            anchor = ring.lend(result.slot, result.nbytes)  # to ourselves, perhaps: the slot comes back all the same
+            if may_lend:
                 return template.build(anchor), anchor
             self._statistics.copy_outs += 1
-            try:
-                return copy_out(template, ring.look(result.slot, result.nbytes), result.nbytes), None
-            finally:
-                ring.give_back(result.slot)
+            return copy_out(template, anchor, result.nbytes), None
         if fd is None:
             return template.build(None), None
         anchor = oneoff_anchor(fd, result.nbytes)

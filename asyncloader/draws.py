@@ -107,17 +107,17 @@ class Draws(_BaseDataLoaderIter):
                 iterator = self.order = progress.stream(sampler, iterator, drawn)
         self.__dict__["_sampler_iter"] = iterator
 
-    def pull(self) -> tuple[int | None, Any]:
-        """The next step's number and index. The number is None if the index is not of the epoch's order.
+    def pull(self, task: int | None = None) -> tuple[int | None, Any]:
+        """The next step's number and index. The number is None if the index is not of the epoch's order. One that is,
+        is given again if it is asked for again for the same task.
 
         Raises:
             StopIteration: at the end.
             TypeError: in seeded mode, what was put in the order's place gives indices without positions.
         """
+        if self.order is not None and self._sampler_iter is self.order:
+            return self.order.pull(task)
         index: Any = self._next_index()  # type: ignore[no-untyped-call]
-        order = self.order
-        if order is not None and self._sampler_iter is order and order.unclaimed:
-            return order.unclaimed.pop(), index
         if isinstance(self._index_sampler, RankView) and not isinstance(index, Placed):
             raise TypeError(
                 f"in seeded mode random numbers follow from positions, which {type(self._sampler_iter).__name__}, put "

@@ -137,7 +137,8 @@ class IndexStream:
         self._iterator: Any = None
         self._step = step
         self._every = every
-        self._first: Any = _END
+        self._read: deque[Any] = deque()  # out of the sampler, and in no step; one at most
+        self._pulled: tuple[int | None, int, Any] = None, 0, None  # the last one: for which task; its step and index
         self._own = own_generator(self._sampler)
         self.unclaimed: list[int] = []
         """Numbers of steps that ``next()`` gave, and that no task was made of."""
@@ -158,21 +159,32 @@ class IndexStream:
         self.unclaimed.append(step)
         return index
 
-    def pull(self) -> tuple[int, Any]:
-        """The next step's number and index. StopIteration at the end."""
+    def pull(self, task: int | None = None) -> tuple[int, Any]:
+        """The next step's number and index. StopIteration at the end. Asked again for the same task, whose answer was
+        lost to Ctrl-C, it gives the same.
+        """
+        if task is not None and task == self._pulled[0]:
+            return self._pulled[1:]
         if self._items is None:
             self._items = self._begin()
+        read = self._read
         while True:
-            item, self._first = self._first, _END
-            if item is _END:
-                item = next(self._items)
+            if not read:
+                # Into the deque by one call into C: Ctrl-C comes before or after that, or in the sampler's own code.
+                read.extend(map(next, (self._items,)))
+                if not read:
+                    raise StopIteration
             step = self._step
-            self._step += 1
             if self.log is not None:
                 ended = isinstance(self._iterator, _Ending) and self._iterator.ended
-                if not self.log.note(self._step, self._sampler, _inner(self._iterator), ended=ended):
+                if not self.log.note(step + 1, self._sampler, _inner(self._iterator), ended=ended):
                     self.log = None
+            # Nothing is called from here on, so that Ctrl-C does not come in between.
+            item = read[0]
+            del read[0]
+            self._step = step + 1
             if step not in self._beyond:
+                self._pulled = task, step, item
                 return step, item
 
     def state(self, step: int) -> dict[str, Any] | None:
@@ -212,7 +224,7 @@ class IndexStream:
         try:
             items = self._restored(self._step)
             # Not through itertools: its wrappers ask for an iterator anew, or do not go on after an error.
-            self._first = next(items, _END)
+            self._read.extend(map(next, (items,)))
         finally:
             if self.generators is None:
                 self.generators = self._drawn or drawn_from(before, generator_states(self._own))

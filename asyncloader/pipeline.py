@@ -72,11 +72,6 @@ class WorkerFailure:
         self.busy = busy
         self.bad = bad
 
-    def take(self) -> Any:
-        """The error, which is not kept: raised, it refers to frames that refer to this object."""
-        error, self.error = self.error, None
-        return error
-
 
 class LeftOut(NamedTuple):
     """A task's outcome when all of its samples were left out: there is no batch."""
@@ -149,6 +144,7 @@ class Pipeline(Listener):
         self._reader: asyncio.Task[None] | None = None
         self._source_error: Exception | None = None
         self._closed = False
+        self._advanced: int | None = None  # the delivery that was taken last
         self._replacer = replacer
         self._exact = exact
         self._replays = replays
@@ -182,9 +178,12 @@ class Pipeline(Listener):
         self._handle(Started())
 
     def advance(self, seq: int, offer: Any) -> None:
-        """The consumer took delivery `seq`, and the sampler gave `offer` (an index, `ENDED` or `NOTHING`)."""
-        if self._closed:
+        """The consumer took delivery `seq`, and the sampler gave `offer` (an index, `ENDED` or `NOTHING`). Told twice
+        in a row, after Ctrl-C, is told once.
+        """
+        if self._closed or seq == self._advanced:
             return
+        self._advanced = seq
         if offer is not NOTHING:
             self._offers.append(offer)
         self._handle(Delivered(seq))

@@ -66,6 +66,7 @@ class Progress:
         self._step = 0 if resumed is None else resumed["step"]
         self._beyond: set[int] = set() if resumed is None else set(resumed["beyond"])
         self._failed: list[int] = []
+        self._delivered: int | None = None  # the task that was delivered last
         self._steps: dict[int, int] = {}  # task -> step, for tasks that are outstanding
         self._stream: IndexStream | None = None
         self.log: StateLog | None = None
@@ -251,29 +252,18 @@ class Progress:
 
     def _pass_over(self) -> None:
         """Steps that somebody else took from the sampler's iterator are past: their batches are not wanted."""
-        if self._stream is not None and self._stream.unclaimed:
-            for step in self._stream.unclaimed:
-                self._mark_step(step)
-            self._stream.unclaimed.clear()
+        stream = self._stream
+        if stream is not None and stream.unclaimed:
+            step, beyond = self._step, self._beyond
+            for each in stream.unclaimed:
+                step, beyond = _marked(step, beyond, each)
+            self._step, self._beyond, stream.unclaimed = step, beyond, []
 
     def delivered(self, task: int, worker: int = 0, cursor: bytes = b"") -> None:
-        """The user gets the task's batch now."""
-        self._touched = True
-        self._previous = self._step, tuple(self._beyond), worker
-        if self._streams is not None:
-            self._previous += self._given[worker], self._cursors[worker], self._turn
-            self._given[worker] += 1
-            self._turn = (worker + 1) % len(self._given)
-            if cursor:
-                self._cursors[worker] = cursor
-        if self._failed:
-            for failed in self._failed:
-                self._mark(failed)
-            self._failed.clear()
-        if self.view is not None:
-            padding = self.view.cutter.padding
-            self.padding = 0 if padding is None or padding[0] != self._steps.get(task) else padding[1]
-        self._mark(task)
+        """The user gets the task's batch now. Told twice in a row, after Ctrl-C, is told once."""
+        if task != self._delivered:
+            self._mark(task, worker, cursor)
+        self._steps.pop(task, None)
         self._pass_over()
         log = self.log if self._stream is None else self._stream.log
         if log is not None:
@@ -281,26 +271,47 @@ class Progress:
         if self._step == self._total:
             self._complete()
 
-    def _mark(self, task: int) -> None:
-        step = self._steps.pop(task, None)
-        if step is None:
-            if self._expects["kind"] == "map":
-                return  # the sampler raised: no step was taken from it
-            step = self._step  # those of a stream have no numbers of their own
-        self._mark_step(step)
+    def _mark(self, task: int, worker: int, cursor: bytes) -> None:
+        step, beyond = self._step, self._beyond
+        previous: tuple[Any, ...] = step, tuple(beyond), worker
+        turn = self._turn
+        if self._streams is not None:
+            previous += self._given[worker], self._cursors[worker], turn
+            turn = (worker + 1) % len(self._given)
+        for failed in self._failed:
+            step, beyond = self._past(step, beyond, failed)
+        number = self._steps.get(task)
+        padding = None if self.view is None else self.view.cutter.padding
+        if padding is not None and padding[0] != number:
+            padding = None
+        if number == step and not beyond:  # as nearly always
+            step += 1
+        else:
+            step, beyond = self._past(step, beyond, task)
+        # Nothing is called from here on, so that Ctrl-C does not come in between.
+        self._previous = previous
+        self._step, self._beyond = step, beyond
+        self._touched, self._failed, self._turn = True, [], turn
+        self.padding = 0 if padding is None else padding[1]
+        if self._streams is not None:
+            self._given[worker] += 1
+            if cursor:
+                self._cursors[worker] = cursor
+        self._delivered = task
 
-    def _mark_step(self, step: int) -> None:
-        if step == self._step and not self._beyond:
-            self._step += 1
-            return
-        self._beyond.add(step)
-        while self._step in self._beyond:
-            self._beyond.remove(self._step)
-            self._step += 1
+    def _past(self, step: int, beyond: set[int], task: int) -> tuple[int, set[int]]:
+        """The position `step` and `beyond`, and the task's step."""
+        number = self._steps.get(task)
+        if number is None:
+            if self._expects["kind"] == "map":
+                return step, beyond  # the sampler raised: no step was taken from it
+            number = step  # those of a stream have no numbers of their own
+        return _marked(step, beyond, number)
 
     def failed(self, task: int) -> None:
-        """The user gets an error in the batch's place: if the next batch is taken, this one is past."""
-        self._failed.append(task)
+        """The user gets an error in the batch's place: if the next batch is taken, this one is past. Twice is once."""
+        if task not in self._failed and task != self._delivered:
+            self._failed.append(task)
 
     def finish(self) -> None:
         """The user was told that there are no more batches."""
@@ -313,8 +324,8 @@ class Progress:
         if self._clock.restored == self._restored:
             self._clock.completed(self.epoch)
         if self.view is not None and not self._tallied:
-            self._tallied = True
             _, dropped, repeated = self.view.tail()
+            self._tallied = True
             self._tally.dropped += dropped
             self._tally.repeated += repeated
 
@@ -392,3 +403,12 @@ class Progress:
             "given": list(self._given),
             "cursors": cursors,
         }
+
+
+def _marked(step: int, beyond: set[int], number: int) -> tuple[int, set[int]]:
+    """The position `step` and `beyond` and the step of this number, as a position. Changes nothing."""
+    beyond = {*beyond, number}
+    while step in beyond:
+        beyond.remove(step)
+        step += 1
+    return step, beyond

@@ -224,19 +224,20 @@ class WorkerIterator(CountedNext):
                     raise error
                 finally:
                     del item, error  # the traceback refers to this frame, which must not refer back to the error
-            self._delivering = True
+            self._delivering, delivery = True, consumer.delivery
             try:
                 batch = consumer.deliver(item, perf_counter() - begin, self._tell)
             except TooManyBadSamples as error:
                 self._fail(error)
                 raise
             except Exception:
-                taken.clear()
-                self._delivering = False
+                # Nothing is called from here on, so that Ctrl-C does not come before the error is the caller's.
+                del taken[0]
+                self._delivering, delivery.item, delivery.batch, delivery.error = False, None, None, None
                 raise
-            # Nothing is called from here on, so that Ctrl-C does not come before the batch is the caller's.
+            # As above.
             del taken[0]
-            self._delivering, consumer.delivery = False, None
+            self._delivering, delivery.item, delivery.batch, delivery.error = False, None, None, None
             if batch is not NO_BATCH:
                 return batch
 

@@ -164,15 +164,16 @@ class Ring:
 
     def reclaim(self) -> None:
         """Take back the slots whose last view has died since the last call."""
-        released = self._released
+        released, leases, free = self._released, self._leases, self._free
         while released:
-            lease = released.popleft()
-            slot = lease.slot
+            slot = released[0].slot
             # The release of another lease than this is stale: the slot was retired, or belongs to somebody else now.
-            if self._leases.get(slot) is lease:
-                del self._leases[slot]
+            if leases.get(slot) is released[0]:
+                # Nothing is called in here, so that Ctrl-C does not come in between.
+                del leases[slot]
                 self._generation[slot] += 1
-                self._free.append(slot)
+                free += (slot,)
+            del released[0]
 
     def may_lend(self) -> bool:
         """Whether a view may be handed out; if not, the batch must be copied out."""
@@ -192,7 +193,9 @@ class Ring:
         return anchor
 
     def take_back(self, slot: int) -> None:
-        """Undo `lend`, of which nobody has got the view: the slot is an assigned one again. Else nothing."""
+        """Undo `lend`, of which nobody has got the view: the slot is an assigned one again. Else nothing. To be called
+        before `reclaim`.
+        """
         self._leases.pop(slot, None)
 
     def look(self, slot: int, nbytes: int) -> Anchor:
@@ -254,19 +257,16 @@ class WorkerRing:
 
 
 def oneoff_anchor(fd: int, nbytes: int) -> Anchor:
-    """Map a segment that holds one batch. Takes the descriptor; the memory goes with the last view.
+    """Map a segment that holds one batch. The descriptor stays open; the memory goes with it and the last view.
 
     Raises:
         ValueError: the segment does not hold so many bytes. (To touch what lies behind its end would be a SIGBUS.)
         RingMemoryError: no address space for it.
     """
-    try:
-        there = os.fstat(fd).st_size
-        if not 0 < nbytes <= there:
-            raise ValueError(f"a worker's answer is broken: {nbytes} bytes in a segment of {there}")
-        return make_anchor(segment.map_segment(fd, nbytes), 0, nbytes)
-    finally:
-        os.close(fd)
+    there = os.fstat(fd).st_size
+    if not 0 < nbytes <= there:
+        raise ValueError(f"a worker's answer is broken: {nbytes} bytes in a segment of {there}")
+    return make_anchor(segment.map_segment(fd, nbytes), 0, nbytes)
 
 
 # Rings of this process, for the fork hook. A weak set: a ring needs no closing.

@@ -4,81 +4,167 @@ from __future__ import annotations
 
 import dis
 import sys
+from collections import deque
+from collections.abc import Iterator
+from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
+import pytest
 import torch
 
 from asyncloader import DataLoader
-from asyncloader.consumer import Consumer
+from asyncloader.bridge import Bridge
+from asyncloader.consumer import Consumer, Delivery
+from asyncloader.delivery import Opener
+from asyncloader.draws import Draws
+from asyncloader.index_stream import IndexStream
+from asyncloader.progress import Progress
 from asyncloader.sync_iterator import WorkerIterator
-from tests.integration.datasets import Numbers
+from asyncloader.workers.ring import Ring, oneoff_anchor
 
-WATCHED = [WorkerIterator._next_data, Consumer.deliver, Consumer._delivered]
+BATCHES = 400
+SEED = 7
+
+WATCHED = [
+    WorkerIterator._next_data,
+    *(Consumer.deliver, Consumer._open, Consumer._advance, Consumer._pull, Consumer._count, Consumer._without_answer),
+    Delivery.begin,
+    *(Opener.build, Opener.let_go, Opener.forget),
+    *(Ring.reclaim, Ring.may_lend, Ring.lend, Ring.look, Ring.take_back, oneoff_anchor),
+    *(Progress.pulled, Progress.delivered, Progress._mark, Progress._past, Progress._pass_over, Progress.failed),
+    *(Draws.pull, IndexStream.pull),
+    Bridge.call,
+]
+
+PROMPTS = ("CALL", "RESUME", "JUMP_BACKWARD", "BEFORE_WITH", "WITH_EXCEPT_START", "SEND")
+"""Python looks for signals where a function begins, after calls, and at jumps back: the instructions' names."""
+
+
+@cache
+def _prompts(code: CodeType) -> frozenset[int]:
+    """Where the instructions stand after which there may be a signal."""
+    return frozenset(each.offset for each in dis.get_instructions(code) if each.opname.startswith(PROMPTS))
 
 
 class Interruption:
-    """Raises KeyboardInterrupt at one instruction of a call: the `at`-th of those in the watched functions.
+    """Raises KeyboardInterrupt at one place of a call: the `at`-th of those in the watched functions where Python may
+    have looked for signals since the instruction before. 0: at none.
 
-    Not behind the instruction with which the batch is given up: from there on nothing is called, and Python looks for
-    signals only after calls, at jumps back, and where a function begins.
+    From Python 3.12 on a function's instructions are told from its second traced call on.
     """
 
     def __init__(self, at: int) -> None:
         self.left = at
         self.codes: set[CodeType] = {function.__code__ for function in WATCHED}
-        self.deletes = {
-            each.offset for each in dis.get_instructions(WorkerIterator._next_data) if each.opname == "DELETE_SUBSCR"
-        }
+        self.before: dict[FrameType, bool] = {}
 
     def __enter__(self) -> None:
         sys.settrace(self.called)
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
+        self.before.clear()
 
     def called(self, frame: FrameType, event: str, argument: Any) -> Any:
         if frame.f_code not in self.codes:
             return None
         frame.f_trace_opcodes = True
+        self.before[frame] = True
         return self.traced
 
     def traced(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "opcode":
+        if event == "exception":
+            self.before[frame] = False  # nobody looks on the way to a handler
+        if event != "opcode":
+            return self.traced
+        if self.before[frame]:
             self.left -= 1
             if not self.left:
                 raise KeyboardInterrupt
-            if frame.f_code is WorkerIterator._next_data.__code__ and frame.f_lasti in self.deletes:
-                sys.settrace(None)
-                return None
+        self.before[frame] = frame.f_lasti in _prompts(frame.f_code)
         return self.traced
 
 
-def test_from_giving_a_batch_up_on_nothing_is_called() -> None:
-    """What `Interruption` rests on."""
-    instructions = list(dis.get_instructions(WorkerIterator._next_data))
-    last = max(place for place, each in enumerate(instructions) if each.opname == "DELETE_SUBSCR")
-    after = [each.opname for each in instructions[last:]]
-    until = after[: after.index("RETURN_VALUE") + 1]
-    assert not [name for name in until if "CALL" in name]
+class Samples(torch.utils.data.Dataset[Any]):
+    """Of this size, full of their indices. Those with odd indices raise, if they are to."""
+
+    def __init__(self, size: int = 3, *, raises: bool = False) -> None:
+        self.size = size
+        self.raises = raises
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.raises and index % 2:
+            raise ValueError(f"sample {index}")
+        return torch.full((self.size,), index)
 
 
-def test_ctrl_c_at_every_instruction() -> None:
-    """At each one in turn, in another batch's delivery. No slot stays leased."""
-    with DataLoader[Any](Numbers(1000), num_workers=1, prefetch_factor=4, persistent_workers=True) as loader:
-        batches: Any = iter(loader)
-        got: list[torch.Tensor] = [next(batches)]
+ONE_OFF = {"ring_bytes": 1 << 16}
+"""Slots are smaller than a batch of 64 KiB."""
+
+CASES: dict[str, tuple[Samples, dict[str, Any], int]] = {
+    "views": (Samples(), {}, 1),
+    "copied out": (Samples(), {}, BATCHES),
+    "segments of their own": (Samples(1 << 13), ONE_OFF, 1),
+    "copied out of their segments": (Samples(1 << 13), ONE_OFF, 40),
+    "errors": (Samples(raises=True), {}, 1),
+    "seeded": (Samples(), {"seed": 1, "shuffle": True}, 1),
+}
+
+
+def _made(case: str) -> DataLoader[Any]:
+    dataset, options, _ = CASES[case]
+    return DataLoader[Any](dataset, num_workers=1, prefetch_factor=4, persistent_workers=True, **options)
+
+
+def _next(batches: Iterator[Any], held: deque[Any]) -> int:
+    """What the next batch holds; below zero, what the error in its place is about."""
+    try:
+        held.append(next(batches))
+    except ValueError as error:
+        return -int(str(error).split()[-1])
+    return int(held[-1][0, -1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ctrl_c_at_every_place(case: str) -> None:
+    """At each one in turn, in another batch's delivery. Nothing stays leased, and the state is that of an epoch without
+    Ctrl-C.
+    """
+    torch.manual_seed(SEED)
+    with _made(case) as plain, _made(case) as loader:
+        held: deque[Any] = deque(maxlen=CASES[case][2])
+        undisturbed = iter(plain)
+        torch.manual_seed(SEED)
+        batches = iter(loader)
+        with Interruption(0):
+            got = [_next(batches, held) for _ in range(5)]
+        expected = [_next(undisturbed, deque(maxlen=1)) for _ in range(5)]
         struck = at = 0
         while struck == at:
             at += 1
             try:
                 with Interruption(at):
-                    got.append(next(batches).clone())
+                    got.append(_next(batches, held))
             except KeyboardInterrupt:
                 struck += 1
-        assert struck > 50
-        got += [batch.clone() for batch in batches]
-        assert [int(batch[0, 0]) for batch in got] == [int(Numbers(1000)[index][0]) for index in range(1000)]
-        del got
+                got.append(_next(batches, held))
+            expected.append(_next(undisturbed, deque(maxlen=1)))
+            if CASES[case][0].raises:  # every other one does
+                got.append(_next(batches, held))
+                expected.append(_next(undisturbed, deque(maxlen=1)))
+            assert got == expected
+        assert struck > 40
+        assert len(got) < BATCHES
+        assert loader.state_dict() == plain.state_dict()
+        assert bool(loader.stats()["data/copy_outs"]) == ("copied" in case)
+        for rest in (batches, undisturbed):
+            while len(got if rest is batches else expected) < BATCHES:
+                (got if rest is batches else expected).append(_next(rest, deque(maxlen=1)))
+        assert got == expected
+        held.clear()
         (ring,) = (keeper.ring for keeper in batches._pool.rings)
         assert ring.idle

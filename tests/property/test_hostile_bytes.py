@@ -215,14 +215,13 @@ def test_a_slot_is_not_lent_twice() -> None:
 
 @pytest.mark.parametrize("nbytes", [0, -1, 4097, 1 << 20, 1 << 40, 1 << 63, 1 << 64])
 def test_a_segment_that_is_shorter_than_it_says_is_not_mapped(nbytes: int) -> None:
-    """Bytes beyond a segment's end would be a SIGBUS when touched; the descriptor is closed all the same."""
+    """Bytes beyond a segment's end would be a SIGBUS when touched."""
     fd = os.memfd_create("asyncloader-test") if hasattr(os, "memfd_create") else os.open("/dev/zero", os.O_RDWR)
     if hasattr(os, "memfd_create"):
         os.ftruncate(fd, 4096)
     with pytest.raises(ValueError, match=f"{nbytes} bytes in a segment of"):
         oneoff_anchor(fd, nbytes)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
+    os.close(fd)
 
 
 def test_a_descriptor_that_is_no_segment_is_refused() -> None:
@@ -230,4 +229,5 @@ def test_a_descriptor_that_is_no_segment_is_refused() -> None:
     ours, theirs = os.pipe()
     with pytest.raises(ValueError, match="segment of 0"):
         oneoff_anchor(ours, 64)
+    os.close(ours)
     os.close(theirs)

@@ -41,7 +41,9 @@ def test_the_last_view_goes_without_python_code(oneoff: bool) -> None:
     ring = new_ring()
     batch = lend(ring)
     if oneoff:
-        batch = torch.frombuffer(oneoff_anchor(segment.create(PAGE), PAGE), dtype=torch.uint8)
+        fd = segment.create(PAGE)
+        batch = torch.frombuffer(oneoff_anchor(fd, PAGE), dtype=torch.uint8)
+        os.close(fd)
     memory = weakref.ref(batch.untyped_storage())
     del ring
     gc.collect()
@@ -349,12 +351,11 @@ def test_worker_reserves_pages_on_first_use() -> None:
 
 
 def test_oneoff_segment_lives_as_long_as_its_view() -> None:
-    """A one-off segment's descriptor is closed at once; its bytes stay with the view."""
+    """When a one-off segment's descriptor is closed, its bytes stay with the view."""
     fd = segment.create(PAGE)
     segment.map_segment(fd, PAGE)[:3] = b"abc"
     anchor = oneoff_anchor(fd, 3)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
+    os.close(fd)
     assert anchor.raw == b"abc"
 
 
