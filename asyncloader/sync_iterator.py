@@ -322,6 +322,8 @@ class WorkerIterator(CountedNext):
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         if not exiting() and not getattr(self, "_shutdown", True):
             self._leave_soon()
+            if not self._bridge.inside:
+                self._pool.hang_up()  # as torch's iterator: the workers are gone with it, though not yet the threads
 
 
 def _start(pipeline: Pipeline, offers: list[Any], starts: Sequence[EpochStart], sink: Any) -> None:

@@ -25,6 +25,8 @@ BOUNDED = {
     "_leave_all: thread.join": "ditto, of the threads that tell the other ranks",
     "Bridge.settle: thread.join": "its argument",
     "_settle: time.sleep": "a twentieth of a second",
+    # Processes end by themselves once they are told to, whatever the threads of this one are at.
+    "hang_up: poll.poll": "five seconds",
     # Reached from a finalizer where no thread can be started any more, and then the pool is nobody else's.
     "WorkerPool.stop: with self._stop_lock": "five seconds",
     "WorkerPool.stop: with self._making": "as long as a line of code takes",

@@ -29,7 +29,7 @@ from asyncloader.workers.info import EpochStart, WorkerSetup
 from asyncloader.workers.lifeline import Lifeline
 from asyncloader.workers.listener import Listener
 from asyncloader.workers.payload import Payload
-from asyncloader.workers.process import WorkerProcess
+from asyncloader.workers.process import WorkerProcess, hang_up
 from asyncloader.workers.ring import install_fork_hook
 from asyncloader.workers.rings import RingKeeper
 from asyncloader.workers.starting import dump, import_worker_code, preload_in_fork_server
@@ -363,6 +363,13 @@ class WorkerPool:
         if os.getpid() == self._owner:
             for process in self.processes:
                 process.request_stop()
+
+    def hang_up(self) -> None:
+        """Have the workers leave, and wait until they have, some seconds at most. For finalizers, in any thread but
+        the loop's: see `process.hang_up`. `stop` must be under way in another thread, or follow.
+        """
+        if os.getpid() == self._owner:
+            hang_up(self.processes, shutdown.BUDGET)
 
     def stop_soon(self) -> None:
         """`stop` in a thread of its own, for callers that may not block: idle workers leave at once all the same."""

@@ -15,6 +15,7 @@ import os
 import select
 import signal
 import socket
+from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
@@ -100,7 +101,8 @@ class WorkerProcess:
             os.close(theirs_stacks)
         self.pid: int = self.process.pid
         self._memory_kills = MemoryKills.of(self.pid)
-        if context.get_start_method() != "forkserver" and hasattr(os, "pidfd_open"):
+        self._direct = context.get_start_method() != "forkserver"
+        if self._direct and hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):
                 self._pidfd = os.pidfd_open(self.pid)
 
@@ -165,6 +167,11 @@ class WorkerProcess:
         """SIGKILL."""
         self.process.kill()
 
+    def reap(self) -> None:
+        """Leave no zombie of it, if it has ended. Any thread, also beside another that does so."""
+        if self._direct:  # else the fork server reaps it, and tells one thread how it ended
+            _ = self.process.exitcode
+
     def release(self) -> None:
         """Reap the process, which must have ended, and close what this side holds. Idempotent."""
         if self.released:
@@ -221,6 +228,31 @@ def _forget_all() -> None:
         if process.process is not None:
             multiprocessing.process._children.discard(process.process)  # type: ignore[attr-defined]
     _processes.clear()
+
+
+def hang_up(processes: Sequence[WorkerProcess], seconds: float) -> None:
+    """Tell workers to leave, and wait until they have, so many seconds at most. For finalizers: takes no lock, and
+    needs no other thread, although one may be ending the same workers meanwhile.
+    """
+    poll, watched = select.poll(), set[int]()
+    try:
+        for process in processes:
+            with contextlib.suppress(OSError):  # another thread has closed it
+                process.channel.sock.shutdown(socket.SHUT_WR)
+                fd = os.dup(process.death_fd)  # its own number may be closed, and used again, at any moment
+                watched.add(fd)
+                poll.register(fd, select.POLLIN)
+        deadline = monotonic() + seconds
+        waiting = set(watched)
+        while waiting and (left := deadline - monotonic()) > 0:
+            for fd, _ in poll.poll(left * 1000):
+                poll.unregister(fd)
+                waiting.discard(fd)
+    finally:
+        for fd in watched:
+            os.close(fd)
+    for process in processes:
+        process.reap()
 
 
 def wait_for_deaths(processes: list[WorkerProcess], seconds: float) -> list[WorkerProcess]:
