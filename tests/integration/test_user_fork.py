@@ -127,6 +127,27 @@ SCRIPTS = {
         assert len(list(loader)) == 1000
         print("done")
     """,
+    "right after break": """
+        import os, sys
+        import psutil
+        import torch
+        from asyncloader import DataLoader
+        loader = DataLoader(torch.arange(100), num_workers=2)
+        for _ in range(2):
+            for batch in loader:
+                break
+            child = os.fork()
+            if child == 0:
+                assert [int(b) for b in loader] == list(range(100))
+                sys.exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+            for batch in loader:
+                assert len(psutil.Process().children()) == 2  # the generation before has gone
+                break
+        loader.close()
+        assert not psutil.Process().children()
+        print("done")
+    """,
     "async, the child exits normally": """
         import asyncio, os, sys
         import torch
