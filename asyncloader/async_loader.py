@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from asyncloader.async_iterator import AsyncLoaderIterator
 from asyncloader.checkpoint import StateKeeper
-from asyncloader.device.options import DEFAULT_PREFETCH_DEVICE, DeviceLike
+from asyncloader.device.options import DEFAULT_PREFETCH_DEVICE, DeviceLike, kept_rings_of
 from asyncloader.draws import Draws
 from asyncloader.epoch_plan import EpochPlan, epoch_plan
 from asyncloader.errors import LoaderClosed
@@ -284,6 +284,8 @@ class AsyncDataLoader(Generic[T_co]):
         # Also those of iterators that were dropped a moment ago, which are ending in threads of their own.
         for pool in list(self._pools):
             await asyncio.shield(asyncio.to_thread(pool.stop))
+        if rings := kept_rings_of(self._spec):
+            await asyncio.shield(asyncio.to_thread(rings.close))
         if self._keeper.grouped:
             await asyncio.shield(asyncio.to_thread(self._keeper.retire_group))
 
@@ -295,6 +297,8 @@ class AsyncDataLoader(Generic[T_co]):
         self._idle_pool = None
         for pool in list(self._pools):
             pool.stop()
+        if rings := kept_rings_of(self._spec):
+            rings.close()
         self._keeper.retire_group()
 
     def _newest_iterator(self) -> AsyncLoaderIterator | InlineIterator | None:

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import IterDataPipe, MapDataPipe, default_collate, default_convert
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
+from asyncloader.device.options import kept_rings_of
 from asyncloader.fault_options import max_restarts
 from asyncloader.flight_options import most_credits
 from asyncloader.options import LoaderSpec, async_index_source, is_iterable
@@ -145,6 +146,7 @@ def make_pool(spec: LoaderSpec[Any], setup: WorkerSetup, plan: EpochPlan) -> Wor
         plan.run_ahead,
         worker_timeout=spec._asyncloader_options.worker_timeout,
         least_credits=plan.least_credits,
+        kept=kept_rings_of(spec),
     )
 
 

@@ -16,6 +16,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.bridge import Bridge
 from asyncloader.checkpoint import StateKeeper
+from asyncloader.device.options import kept_rings_of
 from asyncloader.errors import LoaderClosed, StateError
 from asyncloader.explain import explain
 from asyncloader.options import LoaderSpec, async_index_source
@@ -89,6 +90,8 @@ class DataLoader(LoaderSpec[T_co]):
         for iterator in list(state.iterators):
             iterator._shutdown_workers()
         state.bridge.settle()  # those that were dropped a moment ago
+        if rings := kept_rings_of(self):
+            rings.close()
         state.keeper.retire_group()
 
     def state_dict(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from asyncloader.workers.exit_hook import stop_at_exit
 from asyncloader.workers.fetch import is_concurrent
 from asyncloader.workers.inbox import Inbox
 from asyncloader.workers.info import EpochStart, WorkerSetup
+from asyncloader.workers.kept_rings import KeptRings, RingTerms
 from asyncloader.workers.lifeline import Lifeline
 from asyncloader.workers.listener import Listener
 from asyncloader.workers.payload import Payload
@@ -54,6 +55,7 @@ class WorkerPool:
         run_ahead: batches that may wait for an earlier one, beside the credits.
         worker_timeout: seconds that a worker may take over one task; None: as long as it likes.
         least_credits: tasks outstanding a worker, however large batches are; default: `credits`.
+        kept: where page-locked rings come from and go to; default None: each pool has its own.
 
     Raises:
         RingMemoryError: the rings asked for can never fit.
@@ -69,6 +71,7 @@ class WorkerPool:
         run_ahead: int = 0,
         worker_timeout: float | None = None,
         least_credits: int | None = None,
+        kept: KeptRings | None = None,
     ) -> None:
         self.start_method: str = context.get_start_method()
         self.concurrent = is_concurrent(setup.dataset, setup.fetch_threads)
@@ -86,10 +89,10 @@ class WorkerPool:
         self._making = threading.Lock()
         self._vacant: set[int] = set()  # places of workers that died
         self.processes: list[WorkerProcess] = []
-        self.rings = [
-            RingKeeper(credits, ring_bytes, run_ahead, setup.num_workers, least_credits)
-            for _ in range(setup.num_workers)
-        ]
+        self._kept = kept
+        self._terms = terms = RingTerms(credits, ring_bytes, run_ahead, setup.num_workers, least_credits)
+        inherited = None if kept is None else kept.take(terms)
+        self.rings = inherited or [RingKeeper(*terms) for _ in range(setup.num_workers)]
         self._inboxes: list[Inbox] = []
         self._listener: Listener | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -262,7 +265,8 @@ class WorkerPool:
         if grown is not None:
             assert grown.fd is not None
             self._send(process, wire.pack_ring(grown.number, grown.slots, grown.slot_bytes), [grown.fd])
-            grown.close_fd()
+            if self._kept is None:
+                grown.close_fd()  # no other worker will get it
         number, slot = keeper.assign(epoch, seq)
         if self._watch is not None:
             self._watch.assigned(worker, seq)
@@ -399,10 +403,21 @@ class WorkerPool:
                 self._stopped = True
                 every = [*self.processes, *self._lingering, *self._spare]
                 self._spare.clear()
+            # Else the loop's thread may be at an answer this moment, and with it at the rings.
+            at_rest = self._loop is None and not self._failed
             try:
                 self.detach()
                 shutdown.run([process for process in every if not process.released])
             finally:
                 self._lifeline.close()
+                if self._kept is not None and at_rest:
+                    self._hand_on_rings(self._kept)
                 for keeper in self.rings:
                     keeper.close()
+
+    def _hand_on_rings(self, kept: KeptRings) -> None:
+        for process, keeper in zip(self.processes, self.rings, strict=False):  # no process, if they were not all made
+            if not process.left:
+                keeper.abandon()
+        if self.processes:
+            kept.leave(self._terms, [keeper.hand_on() for keeper in self.rings])

@@ -66,6 +66,8 @@ class WorkerProcess:
         self.suspect: int | None = None
         """Where a suspected task's standard error is kept."""
         self.released = False
+        self.asked = False
+        """It was asked to leave."""
         self.process: Any = None  # a fork in another thread, before there is one, looks for it
         self._pidfd: int | None = None
         self.stacks, theirs_stacks = stack_pipe()
@@ -116,6 +118,11 @@ class WorkerProcess:
         """Whether the process still runs (asks the kernel, does not wait)."""
         return bool(self.process.is_alive())
 
+    @property
+    def left(self) -> bool:
+        """Whether it has ended, for certain, and in order: it was asked to, and neither killed nor crashed."""
+        return self.released and self.asked and self.process.exitcode == 0
+
     def death(self) -> WorkerDied:
         """The error for a process that ended unasked; call when `death_fd` is readable."""
         # `join` with a time-out waits for the sentinel pipe, which a child of the worker's own may hold open. The pidfd
@@ -154,6 +161,7 @@ class WorkerProcess:
 
     def request_stop(self) -> None:
         """Ask the worker to leave. Does not wait; an idle worker leaves at once."""
+        self.asked = True
         with contextlib.suppress(OSError):
             self.channel.send(wire.pack(wire.STOP))
         with contextlib.suppress(OSError):

@@ -27,6 +27,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -55,6 +56,9 @@ class Ring:
         RingMemoryError: a ring of this size cannot be had.
     """
 
+    fd: int | None = None
+    """The segment's descriptor, until `close_fd`; None where there is no segment yet."""
+
     def __init__(self, slots: int, slot_bytes: int, credits: int, number: int = 0) -> None:
         if not 0 < credits < slots:
             raise ValueError(f"a ring needs more slots than credits, got slots={slots}, credits={credits}")
@@ -62,7 +66,8 @@ class Ring:
         self.slot_bytes = slot_bytes
         self.credits = credits
         self.number = number
-        self.fd: int | None = segment.create(slots * slot_bytes)
+        self._owner = os.getpid()
+        self.fd = segment.create(slots * slot_bytes)
         try:
             self._memory = segment.map_segment(self.fd, slots * slot_bytes)
         except BaseException:
@@ -101,6 +106,19 @@ class Ring:
         self.reclaim()
         return len(self._free) == self.slots
 
+    @property
+    def reusable(self) -> bool:
+        """Whether another worker may have it, and another consumer, who are the only ones to use it then: nobody has a
+        slot to write to or to deliver. What is leased stays so.
+
+        Any thread. One that still delivers a slot of it may move slots from leased to free meanwhile, and one that
+        forks, to retired. In the order in which they are counted here that can only make them too few.
+        """
+        there = len(self._free)
+        there += len(self._retired)
+        there += len(self._leases)
+        return there == self.slots and not self.worn
+
     def __repr__(self) -> str:
         return (
             f"<Ring {self.number}: {self.slots} slots x {self.slot_bytes} bytes, "
@@ -108,10 +126,15 @@ class Ring:
         )
 
     def close_fd(self) -> None:
-        """Close the descriptor once the worker has it; the mapping stays."""
-        if self.fd is not None:
-            os.close(self.fd)
-            self.fd = None
+        """Close the descriptor once no worker is to get it any more; the mapping stays."""
+        fd, self.fd = self.fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        # One that could have been sent to another worker. A forked child may have closed the number, and used it again.
+        if not exiting() and self.fd is not None and os.getpid() == self._owner:
+            self.close_fd()
 
     def lock_pages(
         self,

@@ -15,6 +15,9 @@ ended, the epoch was abandoned) come back.
 
 from __future__ import annotations
 
+import copy
+from typing import Self
+
 from asyncloader.errors import RingMemoryError
 from asyncloader.workers import segment, wire
 from asyncloader.workers.layout import FIRST_SLOT_BYTES, HEADROOM, PAGE, fit_slot_bytes, grown_slot_bytes, slot_count
@@ -71,6 +74,7 @@ class RingKeeper:
         self._slotless: set[tuple[int, int]] = set()  # unanswered tasks that were given none
         self._slot_bytes = FIRST_SLOT_BYTES if ring_bytes is None else self._fixed_slot_bytes(ring_bytes)
         self._grown = True  # the first ring is owed
+        self._inherited = False  # `ring` is of a worker before this one, which has not been sent it
         self._number = -1  # of the newest ring
 
     @property
@@ -92,6 +96,11 @@ class RingKeeper:
         Raises:
             RingMemoryError: it cannot be had; or it, and its like for the other workers, could not be filled.
         """
+        if self._inherited:
+            self._inherited = False
+            if self.ring is not None and self.ring.reusable:
+                return self.ring
+            self._grown = True
         if not self._grown and not (self.ring is not None and self.ring.worn):
             return None
         if self._ring_bytes is None and self._slot_bytes > FIRST_SLOT_BYTES:
@@ -169,7 +178,7 @@ class RingKeeper:
 
     def void(self) -> None:
         """The worker will answer none of its tasks: their slots come back."""
-        for ring, slot in self._held.values():
+        for ring, slot in list(self._held.values()):
             ring.give_back(slot)
         self._held.clear()
         self._slotless.clear()
@@ -189,6 +198,21 @@ class RingKeeper:
         self._slotless.clear()
         self.ring = None
         self._grown = True
+
+    def hand_on(self) -> Self:
+        """A keeper for another worker, which begins with what this one has learned, and with its ring if that is
+        page-locked. This one has no ring any more.
+
+        The worker must have ended, and in order: a process that one had forked before it was killed may still write.
+        """
+        self.void()
+        heir = copy.copy(self)
+        heir._held, heir._slotless = {}, set()
+        heir._inherited = self.ring is not None and self.ring.locked and not self._grown
+        if not heir._inherited:
+            heir.ring, heir._grown = None, True
+        self.ring = None
+        return heir
 
     def close(self) -> None:
         """Let go of the rings; what the consumer holds stays valid."""

@@ -14,8 +14,16 @@ import torch
 
 from asyncloader.device.accelerator import PlainAccelerator, open_accelerator
 from asyncloader.device.mover import Mover
+from asyncloader.workers.kept_rings import KeptRings
 
-__all__ = ["DEFAULT_PREFETCH_DEVICE", "DeviceLike", "check_device_options", "current_mover", "mover_of"]
+__all__ = [
+    "DEFAULT_PREFETCH_DEVICE",
+    "DeviceLike",
+    "check_device_options",
+    "current_mover",
+    "kept_rings_of",
+    "mover_of",
+]
 
 DeviceLike: TypeAlias = torch.device | str | int | None
 """As torch takes it: ``"cuda"``, ``"cuda:1"``, a `torch.device`, a number."""
@@ -69,13 +77,20 @@ def mover_of(loader: _Loader) -> Mover | None:
     """
     if loader._asyncloader_options.device is None:
         return None
-    kept: _Kept | None = loader.__dict__.get(_KEPT)
-    if kept is None or not kept.serves(loader):
-        # In the loader, which a transform may refer to: anywhere else the two would keep each other for ever.
-        kept = loader.__dict__[_KEPT] = _Kept(loader, _make_mover(loader))
+    kept = _kept_of(loader)
+    if not kept.opened:
+        kept.mover = _make_mover(loader)
+        kept.opened = True
     if kept.mover is not None:
         kept.mover.accelerator.follow()
     return kept.mover
+
+
+def kept_rings_of(loader: _Loader) -> KeptRings | None:
+    """Where this loader's page-locked rings are between epochs; None: it delivers to no device. The device is not
+    opened for it.
+    """
+    return None if loader._asyncloader_options.device is None else _kept_of(loader).rings
 
 
 def current_mover(loader: _Loader) -> Mover | None:
@@ -87,13 +102,26 @@ def current_mover(loader: _Loader) -> Mover | None:
 _KEPT = "_asyncloader_mover"
 
 
-class _Kept:
-    """A loader's mover. Copies of the loader, also those that are pickled, make their own."""
+def _kept_of(loader: _Loader) -> _Kept:
+    kept: _Kept | None = loader.__dict__.get(_KEPT)
+    if kept is None or not kept.serves(loader):
+        # In the loader, which a transform may refer to: anywhere else the two would keep each other for ever.
+        kept = loader.__dict__[_KEPT] = _Kept(loader)
+    return kept
 
-    def __init__(self, loader: _Loader | None = None, mover: Mover | None = None) -> None:
+
+class _Kept:
+    """A loader's mover, and its rings. Copies of the loader, also those that are pickled, and the loader in a forked
+    child, have their own.
+    """
+
+    def __init__(self, loader: _Loader | None = None) -> None:
         self._loader = None if loader is None else weakref.ref(loader)
         self._owner = os.getpid()
-        self.mover = mover
+        self.mover: Mover | None = None
+        self.opened = False
+        """Whether it is known that there is a mover, or is none."""
+        self.rings = KeptRings()
 
     def serves(self, loader: _Loader) -> bool:
         return self._loader is not None and self._loader() is loader and self._owner == os.getpid()

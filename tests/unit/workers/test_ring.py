@@ -322,7 +322,7 @@ def test_worker_side_sees_the_same_memory() -> None:
     """What the worker writes at a slot's offset is what the consumer's view reads."""
     ring = Ring(slots=5, slot_bytes=PAGE, credits=2)
     assert ring.fd is not None
-    worker = WorkerRing(ring.fd, ring.slots, ring.slot_bytes)  # takes the descriptor
+    worker = WorkerRing(os.dup(ring.fd), ring.slots, ring.slot_bytes)
     ring.take()
     slot = ring.take()
     assert slot is not None
@@ -336,7 +336,7 @@ def test_worker_reserves_pages_on_first_use() -> None:
     """Pages are there before they are written, no more than are needed, and only once."""
     ring = Ring(slots=5, slot_bytes=PAGE, credits=2)
     assert ring.fd is not None
-    worker = WorkerRing(ring.fd, ring.slots, ring.slot_bytes)  # takes the descriptor
+    worker = WorkerRing(os.dup(ring.fd), ring.slots, ring.slot_bytes)
 
     def allocated() -> int:
         return os.fstat(worker.fd).st_blocks * 512
