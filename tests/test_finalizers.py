@@ -27,6 +27,7 @@ BOUNDED = {
     "_settle: time.sleep": "a twentieth of a second",
     # Processes end by themselves once they are told to, whatever the threads of this one are at.
     "hang_up: poll.poll": "five seconds",
+    "hang_up: select.poll": "not at all: it makes the object",
     # Reached from a finalizer where no thread can be started any more, and then the pool is nobody else's.
     "WorkerPool.stop: with self._stop_lock": "five seconds",
     "WorkerPool.stop: with self._making": "as long as a line of code takes",

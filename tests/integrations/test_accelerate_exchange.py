@@ -193,11 +193,13 @@ def test_save_and_load_state(tmp_path: Path) -> None:
     config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=5)
     running = accelerator(dataloader_config=config)
     model, loader = prepare(running, Line(), OURS(Rows(24), 8, shuffle=True, num_workers=2))
-    expected = [len(list(loader)), epochs(loader, 1)]
+    for _ in range(2):
+        assert len(list(loader)) == 3
     running.save_state(str(tmp_path))
+    following = list(loader)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     torch.nn.init.zeros_(model.layer.weight)
     running.load_state(str(tmp_path))
     assert_same(dict(model.state_dict()), weights)
-    loader.set_epoch(1)
-    assert_same([len(loader), epochs(loader, 1)], expected)
+    loader.set_epoch(2)
+    assert_same(list(loader), following)
