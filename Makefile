@@ -38,8 +38,8 @@ test: $(VENV)/.stamp-test ## run the whole suite
 test-integrations: $(VENV)/.stamp-test-integrations ## run the tests with more frameworks that hold a loader (1 GB)
 	$(BIN)/python -m pytest -m clients tests/integrations $(ARGS)
 
-test-clients: $(VENV)/.stamp-test-clients ## compare libraries' batches inside install() with torch's (1 GB, Python 3.11)
-	$(BIN)/python -m pytest -m clients tests/clients $(ARGS)
+test-clients: $(VENV)/.stamp-test-clients ## compare libraries' batches inside install() with torch's (2 GB, Python 3.11)
+	$(BIN)/python -m pytest -m clients -o faulthandler_timeout=590 tests/clients $(ARGS)
 
 chaos: $(VENV)/.stamp-test ## kill, stop and starve workers at random; writes docs/reference/reliability.md
 	$(BIN)/python -m tests.stress --seeds $(SEEDS) --save $(ARGS)

@@ -34,8 +34,8 @@ WORKERS = (0, 2)
 
 def main(client: str, when: str, method: str) -> None:
     """Raises at the first difference."""
-    multiprocessing.set_start_method(method)
     expected_bytes = _stock(client)
+    multiprocessing.set_start_method(method)
     with contextlib.ExitStack() as stack:
         if when == "early":
             stack.enter_context(asyncloader.install())
@@ -56,7 +56,11 @@ def main(client: str, when: str, method: str) -> None:
 
 
 def _stock(client: str) -> bytes:
-    """The library's batches with torch's loader, from a process of their own: here it is not imported yet."""
+    """The library's batches with torch's loader, from a process of their own: here it is not imported yet.
+
+    Its workers are forked, whatever ours are: the batches do not depend on that, and spawned ones import the library
+    anew in each epoch, which takes minutes.
+    """
     here, there = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=_send_stock, args=(client, there))
     child.start()
