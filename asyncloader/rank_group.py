@@ -37,8 +37,12 @@ class RankGroup:
 
     def __init__(self, group: Any) -> None:
         self._group = group
+        # One tensor for all reductions, kept until the group is destroyed. A thread of gloo's lets go of a reduction
+        # after that was answered; if it had the last reference to the tensor it would need the GIL to free it, and
+        # torch 2.6 holds that while it waits for gloo's threads to end.
+        self._numbers = torch.empty(2, dtype=torch.int64, device="cpu")
         self._world = weakref.ref(torch.distributed.group.WORLD)
-        self._finalizer = weakref.finalize(self, _unused.append, (os.getpid(), group))
+        self._finalizer = weakref.finalize(self, _unused.append, (os.getpid(), group, self._numbers))
         self._finalizer.atexit = False
         self._broken: str | None = None
         self._lock = threading.Lock()
@@ -67,8 +71,9 @@ class RankGroup:
         Raises:
             RuntimeError: a rank is gone, or the network failed; now, or at an earlier call.
         """
-        both = torch.tensor([number, -number], dtype=torch.int64, device="cpu")
+        both = self._numbers
         if self._broken is None:
+            both[0], both[1] = number, -number
             try:
                 torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MIN, group=self._group)
                 return int(both[0]), -int(both[1])
@@ -91,8 +96,8 @@ class RankGroup:
         destroy_unused()
 
 
-# Groups that nobody uses any more, with the process that made them.
-_unused: deque[tuple[int, Any]] = deque()
+# Groups that nobody uses any more: the process that made each, the group, its tensor.
+_unused: deque[tuple[int, Any, torch.Tensor]] = deque()
 
 
 def destroy_unused() -> None:
@@ -110,10 +115,12 @@ def destroy_unused() -> None:
             thread.join(_DESTROY_SECONDS)
 
 
-def _destroy(unused: list[tuple[int, Any]]) -> None:
-    _, group = unused.pop()  # the last reference is this thread's
+def _destroy(unused: list[tuple[int, Any, torch.Tensor]]) -> None:
+    _, group, numbers = unused.pop()  # the last reference is this thread's
     with contextlib.suppress(Exception):  # torch.distributed was shut down already
         torch.distributed.destroy_process_group(group)
+    del group  # first, and the tensor then: see `RankGroup`
+    del numbers
 
 
 def make_group(topology: Topology, old: RankGroup | None = None) -> RankGroup:
