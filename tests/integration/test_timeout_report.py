@@ -138,6 +138,7 @@ async def test_report_while_a_worker_dies(number: int) -> None:
     async with AsyncDataLoader[Any](Hanging(), num_workers=2, max_worker_restarts=1) as loader:
         batches: Any = aiter(loader)
         await anext(batches)
+        await batches._pipeline.begun()  # the other worker, too, is past its start-up
         pids = [process.pid for process in batches.pool.processes]
         asking = asyncio.ensure_future(batches._pipeline.report())
         await asyncio.sleep(0)
