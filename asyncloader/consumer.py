@@ -261,6 +261,22 @@ class Consumer:
         finally:
             del error  # its traceback refers to this frame
 
+    def abandon(self, item: Deliver) -> None:
+        """Nobody will take the item, whose delivery Ctrl-C ended: its memory comes back."""
+        delivery, outcome = self.delivery, item.outcome
+        if delivery.item is not item or delivery.reached < _OPENED:
+            if isinstance(outcome, Answer):
+                self._opener.forget(outcome)
+            discard(item)
+        elif delivery.reached == _OPENED and isinstance(outcome, Answer):
+            self._let_go(delivery, outcome)
+        delivery.item, delivery.batch, delivery.error = None, None, None
+
+    def _let_go(self, delivery: Delivery, answer: Answer) -> None:
+        if delivery.descriptors is None:
+            delivery.descriptors = [] if answer.fd is None else [answer.fd]
+        self._opener.let_go(answer, delivery.descriptors)
+
     def _open(self, delivery: Delivery, outcome: Any, opened: Callable[[], Any] | None) -> None:
         answer = outcome if opened is None and isinstance(outcome, Answer) else None
         if delivery.reached < _OPENED:
@@ -278,9 +294,7 @@ class Consumer:
                 delivery.error, delivery.reached = error, _OPENED
         if delivery.reached == _OPENED:
             if answer is not None:
-                if delivery.descriptors is None:
-                    delivery.descriptors = [] if answer.fd is None else [answer.fd]
-                self._opener.let_go(answer, delivery.descriptors)
+                self._let_go(delivery, answer)
             delivery.reached = _LET_GO
 
     def _advance(self, delivery: Delivery) -> None:

@@ -70,7 +70,7 @@ class WorkerIterator(CountedNext):
         self._ended: str | None = None  # as in async_iterator.py
         self._queue: queue.SimpleQueue[Action | None] = queue.SimpleQueue()  # None: look for other work
         self._taken: deque[Action | None] = deque()  # out of the queue, and not dealt with; one at most
-        self._delivering = False  # that one's delivery has begun
+        self._delivering: Consumer | None = None  # has begun to deliver that one
         self._acquire(loader)
         end_at_exit(self)
         try:
@@ -224,7 +224,7 @@ class WorkerIterator(CountedNext):
                     raise error
                 finally:
                     del item, error  # the traceback refers to this frame, which must not refer back to the error
-            self._delivering, delivery = True, consumer.delivery
+            self._delivering, delivery = consumer, consumer.delivery
             try:
                 batch = consumer.deliver(item, perf_counter() - begin, self._tell)
             except TooManyBadSamples as error:
@@ -233,21 +233,23 @@ class WorkerIterator(CountedNext):
             except Exception:
                 # Nothing is called from here on, so that Ctrl-C does not come before the error is the caller's.
                 del taken[0]
-                self._delivering, delivery.item, delivery.batch, delivery.error = False, None, None, None
+                self._delivering, delivery.item, delivery.batch, delivery.error = None, None, None, None
                 raise
             # As above.
             del taken[0]
-            self._delivering, delivery.item, delivery.batch, delivery.error = False, None, None, None
+            self._delivering, delivery.item, delivery.batch, delivery.error = None, None, None, None
             if batch is not NO_BATCH:
                 return batch
 
     def _drop_taken(self) -> None:
         """What Ctrl-C kept from being delivered, nobody wants any more. In the iterating thread."""
+        consumer, self._delivering = self._delivering, None
         while self._taken:
             item = self._taken.pop()
-            if item is not None and not self._delivering:
+            if consumer is not None and isinstance(item, Deliver):
+                consumer.abandon(item)
+            elif item is not None:
                 discard(item)
-        self._delivering = False
 
     def _timed_out(self) -> LoaderTimeout:
         error = LoaderTimeout(self._timeout)

@@ -196,3 +196,26 @@ def test_ctrl_c_at_every_place(case: str) -> None:
         held.clear()
         (ring,) = (keeper.ring for keeper in batches._pool.rings)
         assert ring.idle
+
+
+@pytest.mark.parametrize("case", ["views", "copied out", "segments of their own", "copied out of their segments"])
+def test_an_epoch_left_after_ctrl_c_at_every_place(case: str) -> None:
+    """Nobody takes the batch that was under way: its slot is free again, and its descriptor closed."""
+    with _made(case) as loader:
+        held: deque[Any] = deque(maxlen=CASES[case][2])
+        struck = at = 0
+        while struck == at:
+            at += 1
+            batches = iter(loader)
+            held.append(next(batches))
+            try:
+                with Interruption(at):
+                    held.append(next(batches))
+            except KeyboardInterrupt:
+                struck += 1
+        assert struck > 40
+        batches = iter(loader)
+        assert [int(batch[0, -1]) for batch in batches] == list(range(BATCHES))
+        held.clear()
+        (ring,) = (keeper.ring for keeper in batches._pool.rings)
+        assert ring.idle
