@@ -21,6 +21,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
+from time import monotonic
 from typing import Any, TypeVar
 
 from asyncloader.errors import LoaderClosed
@@ -31,12 +32,26 @@ try:
 except ImportError:  # not on Windows, and not required elsewhere
     uvloop = None  # type: ignore[assignment]
 
-__all__ = ["Bridge", "loop_factory"]
+__all__ = ["Bridge", "join_all", "loop_factory"]
 
 T = TypeVar("T")
 
 SETTLE_SECONDS = 10.0
 """How long the end of dropped iterators is waited for at most: more than workers and datasets are given."""
+
+# Loop threads of this process that have not ended.
+_running: set[threading.Thread] = set()
+
+
+def join_all(seconds: float) -> None:
+    """Wait until no loop thread runs, so many seconds at most. For the process's exit, once all iterators leave.
+
+    A daemon thread that runs on is ended by the interpreter's finalization wherever it stands, which aborts the process
+    if that is in C++ code.
+    """
+    deadline = monotonic() + seconds
+    for thread in list(_running):
+        thread.join(max(0.0, deadline - monotonic()))
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
@@ -79,9 +94,11 @@ class Bridge:
     def _start(self) -> None:
         loop, over = loop_factory()(), threading.Event()
         thread = threading.Thread(target=_run, args=(loop, over), name="asyncloader-loop", daemon=True)
+        _running.add(thread)
         try:
             thread.start()
         except RuntimeError:  # there are no more threads
+            _running.discard(thread)
             loop.close()
             raise
         except BaseException:  # Ctrl-C while it waits for the thread, which runs by then
@@ -290,3 +307,4 @@ def _run(loop: asyncio.AbstractEventLoop, over: threading.Event) -> None:
         loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
+        _running.discard(threading.current_thread())

@@ -15,13 +15,13 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
-from time import monotonic, perf_counter
-from typing import Any
+from time import perf_counter
+from typing import Any, Protocol
 
 import torch
 
 from asyncloader.bad_sample_log import BadSampleLog
-from asyncloader.bridge import Bridge
+from asyncloader.bridge import Bridge, join_all
 from asyncloader.checkpoint import StateKeeper
 from asyncloader.device.options import mover_of
 from asyncloader.draws import Draws, warn_over_length
@@ -53,10 +53,6 @@ _EXIT_SECONDS = 6.0
 
 class CountedNext(Draws):
     """torch's `__next__`, with the profiler's range only while a profiler looks (it costs 10 microseconds)."""
-
-    def _leave_soon(self) -> Bridge | None:
-        """Ask for the iterator's end, and wait for nothing, as finalizers must. Returns where it takes place."""
-        raise NotImplementedError
 
     def __next__(self) -> Any:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
@@ -273,14 +269,13 @@ class InlineIterator(CountedNext):
             self._agreement.give_up()
         self._release()
 
-    def _leave_soon(self) -> Bridge | None:
+    def _leave_soon(self) -> None:
         self._closed = True
         if self._agreement is not None:
             self._agreement.give_up()
         bridge, self._bridge = self._bridge, None
         if bridge is not None:
             bridge.leave(_leave_and_tell, self._ahead, self._reader, self._context)
-        return bridge
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         if not exiting() and getattr(self, "_owner", None) == os.getpid():
@@ -306,12 +301,19 @@ class _Broken:
         self.error = error
 
 
-# Iterators that have something to be ended. At exit that is done while their loops' threads still run: once the
-# interpreter is finalizing no daemon thread does, and finalizers do nothing at all.
-_live: weakref.WeakSet[CountedNext] = weakref.WeakSet()
+class Endable(Protocol):
+    """An iterator that has something to be ended."""
+
+    def _leave_soon(self) -> None:
+        """Ask for its end, and wait for nothing, as finalizers must."""
 
 
-def end_at_exit(iterator: CountedNext) -> None:
+# Those that live. At exit they are ended, and all loop threads with them, also those of iterators that were dropped a
+# moment ago: once the interpreter is finalizing no daemon thread runs, and finalizers do nothing at all.
+_live: weakref.WeakSet[Endable] = weakref.WeakSet()
+
+
+def end_at_exit(iterator: Endable) -> None:
     """Have this iterator ended when the process ends, if it still lives."""
     _install_exit_hook()
     _live.add(iterator)
@@ -324,8 +326,6 @@ def _install_exit_hook() -> None:
 
 
 def _end_all() -> None:
-    bridges = {iterator._leave_soon() for iterator in list(_live)}
-    deadline = monotonic() + _EXIT_SECONDS
-    for bridge in bridges:
-        if bridge is not None:
-            bridge.settle(max(0.0, deadline - monotonic()))
+    for iterator in list(_live):
+        iterator._leave_soon()
+    join_all(_EXIT_SECONDS)

@@ -312,14 +312,13 @@ class WorkerIterator(CountedNext):
             self._pool.stop()
             self._queue.put(Fail(LoaderClosed(self._ended or "this iterator has ended")))  # a thread may wait there
 
-    def _leave_soon(self) -> Bridge | None:
+    def _leave_soon(self) -> None:
         if self._shutdown or os.getpid() != self._owner:
-            return None
+            return
         self._shutdown = True
         if self._ended is None:
             self._ended = "this iterator was shut down"
         self._bridge.leave(_leave, self._pipeline, self._consumer, self._queue, self._pool)
-        return self._bridge
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         if not exiting() and not getattr(self, "_shutdown", True):

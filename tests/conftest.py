@@ -1,7 +1,7 @@
 """What every test runs under: a leak check, and each async test once on asyncio and once on uvloop.
 
-A test leaves nothing behind: no child process, thread, file descriptor, mapped segment, name in /dev/shm, or
-pending task. The check compares before with after, once garbage is collected. It waits only for events that
+A test leaves nothing behind: no child process, thread, file descriptor, mapped segment, name in /dev/shm, signal
+handler, or pending task. The check compares before with after, once garbage is collected. It waits only for events that
 end a thing (a thread's end, a process's exit), never for time to pass.
 """
 
@@ -14,6 +14,7 @@ import inspect
 import os
 import re
 import select
+import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
@@ -109,6 +110,7 @@ class World:
     descriptors: dict[tuple[int, str], str]
     segments: dict[str, str]
     shared_names: dict[str, str]
+    signal_handlers: dict[int, str]
 
     @classmethod
     def now(cls) -> World:
@@ -118,13 +120,14 @@ class World:
             descriptors=_descriptors(),
             segments=_segments(),
             shared_names=_shared_names(),
+            signal_handlers=_signal_handlers(),
         )
 
     def since(self, before: World) -> list[str]:
         """The things that are here now and were not before, one line each."""
         return [
             f"{kind[:-1].replace('_', ' ')}: {words}"
-            for kind in ("children", "threads", "descriptors", "segments", "shared_names")
+            for kind in ("children", "threads", "descriptors", "segments", "shared_names", "signal_handlers")
             for thing, words in getattr(self, kind).items()
             if thing not in getattr(before, kind)
         ]
@@ -189,6 +192,18 @@ def _shared_names() -> dict[str, str]:
     if not shm.is_dir():
         return {}
     return {path.name: str(path) for path in shm.iterdir() if re.search("asyncloader", path.name)}
+
+
+def _signal_handlers() -> dict[int, str]:
+    """Signals that the process handles, be it in Python or in C: torch's workers have handlers in C.
+
+    Without SIGCHLD, which torch handles in every process that has had one of its loaders with workers.
+    """
+    if not LINUX:
+        return {}
+    (mask,) = re.findall(r"^SigCgt:\s*(\w+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    numbers = signal.valid_signals() - {signal.SIGCHLD}  # valid: glibc keeps two for its threads
+    return {number: str(number) for number in numbers if int(mask, 16) >> (number - 1) & 1}
 
 
 def _wait_for_endings(before: World) -> None:

@@ -50,6 +50,14 @@ LEAKS = {
         """,
         "memfd:asyncloader-test",
     ),
+    "signal handler": (
+        """
+        import signal
+        def test_it():
+            signal.signal(signal.SIGTERM, lambda *_: None)
+        """,
+        "signal handler: 15",
+    ),
     "task": (
         """
         import asyncio

@@ -21,7 +21,7 @@ WAITS = {"join", "wait", "wait_for", "result", "acquire", "run", "get", "sleep",
 
 BOUNDED = {
     # What a hook at exit may wait for: it runs while daemon threads still do.
-    "_end_all: bridge.settle": "until a deadline that all iterators have in common",
+    "join_all: thread.join": "until a deadline that all threads have in common",
     "_leave_all: thread.join": "ditto, of the threads that tell the other ranks",
     "Bridge.settle: thread.join": "its argument",
     "_settle: time.sleep": "a twentieth of a second",

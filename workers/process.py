@@ -245,6 +245,7 @@ def hang_up(processes: Sequence[WorkerProcess], seconds: float) -> None:
     poll, watched = select.poll(), set[int]()
     try:
         for process in processes:
+            process.asked = True
             with contextlib.suppress(OSError):  # another thread has closed it
                 process.channel.sock.shutdown(socket.SHUT_WR)
                 fd = os.dup(process.death_fd)  # its own number may be closed, and used again, at any moment

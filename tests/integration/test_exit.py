@@ -1,6 +1,6 @@
 """Programs that end with iterators alive: they end, with their own exit code and without a word.
 
-Finalizers of what is left wait for nothing. From Python 3.13 on, a daemon thread never runs again once the interpreter
+Finalizers of what is left do nothing. From Python 3.13 on, a daemon thread never runs again once the interpreter
 is finalizing; before, it is ended wherever it stands.
 """
 

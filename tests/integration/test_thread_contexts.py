@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import Dataset
+from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils import worker as torch_worker
 
 from asyncloader import AsyncDataLoader, DataLoader
@@ -62,8 +63,12 @@ class _Here(Dataset[Any]):
 
 
 @pytest.fixture(autouse=True)
-def _settings_kept() -> Any:
-    """torch's worker sets the threads and seeds of what it takes for a process of its own, and its worker info."""
+def _settings_kept(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """torch's worker sets up what it takes for a process of its own: threads, seeds, its worker info, and handlers.
+
+    Its handler of SIGTERM ends the process, and every child that is forked from it, with exit code 0.
+    """
+    monkeypatch.setattr(signal_handling, "_set_worker_signal_handlers", lambda: None)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
