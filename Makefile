@@ -36,10 +36,10 @@ test: $(VENV)/.stamp-test ## run the whole suite
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-integrations: $(VENV)/.stamp-test-integrations ## run the tests with more frameworks that hold a loader (1 GB)
-	$(BIN)/python -m pytest -m clients tests/integrations $(ARGS)
+	$(BIN)/python -m pytest -m clients tests/clients/frameworks $(ARGS)
 
 test-clients: $(VENV)/.stamp-test-clients ## compare libraries' batches inside install() with torch's (2 GB, Python 3.11)
-	$(BIN)/python -m pytest -m clients -o faulthandler_timeout=590 tests/clients $(ARGS)
+	$(BIN)/python -m pytest -m clients -o faulthandler_timeout=590 tests/clients/libraries $(ARGS)
 
 chaos: $(VENV)/.stamp-test ## kill, stop and starve workers at random; writes docs/reference/reliability.md
 	$(BIN)/python -m tests.stress --seeds $(SEEDS) --save $(ARGS)

@@ -62,55 +62,55 @@ if TYPE_CHECKING:
         UnsupportedPlatform,
         WorkerDied,
     )
-    from asyncloader.length_batches import BucketBatchSampler, TokenBudgetBatchSampler
+    from asyncloader.integrations.install import install
     from asyncloader.loader import DataLoader
-    from asyncloader.mixture import MixtureSampler
-    from asyncloader.patching import install
     from asyncloader.remote.dataset import RemoteIterableDataset
-    from asyncloader.sampler import AsyncSampler
-    from asyncloader.seeded_sampler import SeededSampler
-    from asyncloader.sharing import SharedDict, SharedList, share
+    from asyncloader.samplers.async_sampler import AsyncSampler
+    from asyncloader.samplers.by_length import BucketBatchSampler, TokenBudgetBatchSampler
+    from asyncloader.samplers.mixture import MixtureSampler
+    from asyncloader.samplers.seeded import SeededSampler
+    from asyncloader.samplers.stateful import StatefulDistributedSampler, StatefulRandomSampler
+    from asyncloader.shared.share import SharedDict, SharedList, share
     from asyncloader.stateful_loader import StatefulDataLoader
-    from asyncloader.stateful_samplers import StatefulDistributedSampler, StatefulRandomSampler
-    from asyncloader.workers.bad_samples import BadSample
-    from asyncloader.workers.cursor import Stateful
-    from asyncloader.workers.seeding import sample_rng
+    from asyncloader.workers.fetch.dataset_state import Stateful
+    from asyncloader.workers.fetch.sample_errors import BadSample
+    from asyncloader.workers.fetch.seeding import sample_rng
 
 __version__ = "0.1.0"
 
 _OWN = {
     "AsyncDataLoader": "asyncloader.async_loader",
-    "AsyncSampler": "asyncloader.sampler",
-    "BadSample": "asyncloader.workers.bad_samples",
-    "BucketBatchSampler": "asyncloader.length_batches",
+    "AsyncSampler": "asyncloader.samplers.async_sampler",
+    "BadSample": "asyncloader.workers.fetch.sample_errors",
+    "BucketBatchSampler": "asyncloader.samplers.by_length",
     "DataLoader": "asyncloader.loader",
     "DeviceUnavailable": "asyncloader.errors",
     "LoaderClosed": "asyncloader.errors",
     "LoaderError": "asyncloader.errors",
     "LoaderTimeout": "asyncloader.errors",
-    "MixtureSampler": "asyncloader.mixture",
+    "MixtureSampler": "asyncloader.samplers.mixture",
     "NeverIteratedWarning": "asyncloader.errors",
     "PageLockError": "asyncloader.errors",
     "RanksDisagree": "asyncloader.errors",
     "RemoteIterableDataset": "asyncloader.remote.dataset",
     "RingMemoryError": "asyncloader.errors",
-    "SeededSampler": "asyncloader.seeded_sampler",
+    "SeededSampler": "asyncloader.samplers.seeded",
     "ShardError": "asyncloader.errors",
-    "SharedDict": "asyncloader.sharing",
-    "SharedList": "asyncloader.sharing",
+    "SharedDict": "asyncloader.shared.share",
+    "SharedList": "asyncloader.shared.share",
     "StateError": "asyncloader.errors",
-    "Stateful": "asyncloader.workers.cursor",
+    "Stateful": "asyncloader.workers.fetch.dataset_state",
     "StatefulDataLoader": "asyncloader.stateful_loader",
-    "StatefulDistributedSampler": "asyncloader.stateful_samplers",
-    "StatefulRandomSampler": "asyncloader.stateful_samplers",
+    "StatefulDistributedSampler": "asyncloader.samplers.stateful",
+    "StatefulRandomSampler": "asyncloader.samplers.stateful",
     "TaskQuarantined": "asyncloader.errors",
-    "TokenBudgetBatchSampler": "asyncloader.length_batches",
+    "TokenBudgetBatchSampler": "asyncloader.samplers.by_length",
     "TooManyBadSamples": "asyncloader.errors",
     "UnsupportedPlatform": "asyncloader.errors",
     "WorkerDied": "asyncloader.errors",
-    "install": "asyncloader.patching",
-    "sample_rng": "asyncloader.workers.seeding",
-    "share": "asyncloader.sharing",
+    "install": "asyncloader.integrations.install",
+    "sample_rng": "asyncloader.workers.fetch.seeding",
+    "share": "asyncloader.shared.share",
 }
 
 __all__ = [

@@ -15,23 +15,30 @@ from typing import Any, Generic, Literal, Self, TypeVar
 import torch
 from torch.utils.data import Dataset
 
-from asyncloader.async_iterator import AsyncLoaderIterator
-from asyncloader.checkpoint import StateKeeper
-from asyncloader.device.options import DEFAULT_PREFETCH_DEVICE, DeviceLike, kept_rings_of
-from asyncloader.draws import Draws
-from asyncloader.epoch_plan import EpochPlan, epoch_plan
+from asyncloader.clone import constructor_arguments
+from asyncloader.delivery.transfer import DEFAULT_PREFETCH_DEVICE, DeviceLike, kept_rings_of
+from asyncloader.epoch.async_inline import InlineIterator
+from asyncloader.epoch.async_iterator import AsyncLoaderIterator
+from asyncloader.epoch.plan import Draws, EpochPlan, epoch_plan
+from asyncloader.epoch.thread_workers import has_thread_workers, refusal
 from asyncloader.errors import LoaderClosed
 from asyncloader.explain import explain
-from asyncloader.fault_options import DEFAULT_MAX_BAD_SAMPLES, BadSamples, OnError
-from asyncloader.inline import InlineIterator
-from asyncloader.options import DEFAULT_CONCURRENCY, DEFAULT_RUN_AHEAD, OPTION_NAMES, OUR_OPTION_NAMES, LoaderSpec
-from asyncloader.progress import Progress
-from asyncloader.rank_view import OnUneven
-from asyncloader.rebuild import constructor_arguments
-from asyncloader.sampler import feedback_target
+from asyncloader.options import (
+    DEFAULT_CONCURRENCY,
+    DEFAULT_MAX_BAD_SAMPLES,
+    DEFAULT_RUN_AHEAD,
+    OPTION_NAMES,
+    OUR_OPTION_NAMES,
+    BadSamples,
+    LoaderSpec,
+    OnError,
+)
+from asyncloader.samplers.async_sampler import feedback_target
+from asyncloader.samplers.distributed import OnUneven
+from asyncloader.state.checkpoint import StateKeeper
+from asyncloader.state.progress import Progress
 from asyncloader.statistics import Statistics
-from asyncloader.thread_workers import has_thread_workers, refusal
-from asyncloader.workers.bad_samples import BadSample
+from asyncloader.workers.fetch.sample_errors import BadSample
 from asyncloader.workers.pool import WorkerPool
 from asyncloader.yielding import Yielding
 

@@ -8,11 +8,13 @@ costs a third of a frozen dataclass.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from asyncloader.errors import WorkerDied
 
 __all__ = [
+    "ENDED",
+    "NOTHING",
     "Action",
     "Assign",
     "Broke",
@@ -24,6 +26,8 @@ __all__ = [
     "Exhausted",
     "Fail",
     "Finish",
+    "LeftOut",
+    "Notice",
     "Offered",
     "Placed",
     "Poisoned",
@@ -33,6 +37,7 @@ __all__ = [
     "SamplerEnded",
     "Started",
     "Task",
+    "WorkerFailure",
     "bare_index",
 ]
 
@@ -178,3 +183,53 @@ class Fail(NamedTuple):
 
 
 Action: TypeAlias = Pull | Assign | Replace | Deliver | Finish | Fail
+
+
+# ------------------------------------------------------------------- outcomes, and what goes beside the batches
+
+
+class _Mark:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+ENDED: Final = _Mark("ENDED")
+"""In place of an index: the sampler has no more."""
+
+
+NOTHING: Final = _Mark("NOTHING")
+"""In place of an index: there is no plain sampler, or it ended before."""
+
+
+class WorkerFailure:
+    """A task's outcome when user code raised: `error` is an exception, or torch's wrapper of one."""
+
+    __slots__ = ("bad", "busy", "error")
+
+    def __init__(self, error: Any, busy: float, bad: bytes) -> None:
+        self.error = error
+        self.busy = busy
+        self.bad = bad
+
+
+class LeftOut(NamedTuple):
+    """A task's outcome when all of its samples were left out: there is no batch."""
+
+    busy: float
+    cursor: bytes
+    bad: bytes
+
+
+class Notice(NamedTuple):
+    """A worker was replaced: something that the consumer should know, beside the batches.
+
+    Attributes:
+        retired: it had left by itself, because it had grown.
+        warning: a text for the user; may be empty.
+    """
+
+    retired: bool
+    warning: str

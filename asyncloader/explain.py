@@ -10,14 +10,12 @@ from typing import Any
 from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader.cpus import usable_cpus
-from asyncloader.device.options import current_mover
-from asyncloader.epoch_plan import start_method
-from asyncloader.fault_options import max_restarts
-from asyncloader.flight_options import most_credits
-from asyncloader.options import LoaderSpec, is_iterable
-from asyncloader.seeded_mode import topology
+from asyncloader.delivery.transfer import current_mover
+from asyncloader.epoch.plan import start_method
+from asyncloader.options import LoaderSpec, is_iterable, max_restarts, most_credits
+from asyncloader.samplers.distributed import topology
 from asyncloader.statistics import Statistics
-from asyncloader.workers.fetch import is_async_dataset, is_concurrent
+from asyncloader.workers.fetch.factory import is_async_dataset, is_concurrent
 from asyncloader.workers.pool import WorkerPool
 
 __all__ = ["explain", "verdict"]

@@ -15,19 +15,19 @@ import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.bridge import Bridge
-from asyncloader.checkpoint import StateKeeper
-from asyncloader.device.options import kept_rings_of
+from asyncloader.clone import constructor_arguments
+from asyncloader.delivery.transfer import kept_rings_of
+from asyncloader.epoch.sync_inline import InlineIterator
+from asyncloader.epoch.sync_iterator import WorkerIterator
+from asyncloader.epoch.thread_workers import ThreadIterator, has_thread_workers, refusal
 from asyncloader.errors import LoaderClosed, StateError
 from asyncloader.explain import explain
 from asyncloader.options import LoaderSpec, async_index_source
-from asyncloader.rebuild import constructor_arguments
-from asyncloader.replaced import tell_if_replaced
-from asyncloader.sampler import feedback_target
+from asyncloader.replaced_loader import tell_if_replaced
+from asyncloader.samplers.async_sampler import feedback_target
+from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.statistics import Statistics
-from asyncloader.sync_inline import InlineIterator
-from asyncloader.sync_iterator import WorkerIterator
-from asyncloader.thread_workers import ThreadIterator, has_thread_workers, refusal
-from asyncloader.workers.bad_samples import BadSample
+from asyncloader.workers.fetch.sample_errors import BadSample
 from asyncloader.yielding import Yielding
 
 __all__ = ["DataLoader"]

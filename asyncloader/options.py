@@ -4,6 +4,18 @@ Data path: none; read before the first stage starts.
 
 `LoaderSpec` is a `torch.utils.data.DataLoader` whose iteration is replaced. Both loaders stand on it: the sync one *is*
 one, the async one *has* one. Options that torch lets a user change after construction are read when iteration starts.
+
+The options that say what becomes of workers that die and samples that raise: their checks and defaults.
+
+Data path: options -> [fault_options] -> scheduler, pool, worker. Pure.
+
+The options of samples in flight, and how many batches a worker has in hand for them. Pure.
+
+Data path: options -> [flight_options] -> epoch_plan -> scheduler, workers.
+
+A worker has `prefetch_factor` batches in hand, as torch's. Where it fetches samples concurrently, it has as many as it
+takes to keep `concurrency` samples in flight (or `fetch_threads` threads at work) while one batch more is finished and
+waits: the slowest sample of a batch then stops no other batch's reads. How much memory they may take is `rings.py`'s.
 """
 
 from __future__ import annotations
@@ -12,7 +24,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 import torch.utils.data
@@ -20,25 +32,78 @@ from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data import _DatasetKind as DatasetKind
 
 from asyncloader.cpus import affinity, cpu_quota
-from asyncloader.device.options import DEFAULT_PREFETCH_DEVICE, DeviceLike, check_device_options
-from asyncloader.fault_options import DEFAULT_MAX_BAD_SAMPLES, BadSamples, OnError, check_fault_options
-from asyncloader.flight_options import check_flight_options
-from asyncloader.generators import drawing_generator
-from asyncloader.rank_view import OnUneven
-from asyncloader.sampler import AsyncIndexSource, as_async_source
-from asyncloader.seeded_mode import check_options, default_sampler, rank_view, topology
-from asyncloader.workers.fetch import is_async_stream
-from asyncloader.workers.leasing import is_leased
+from asyncloader.delivery.transfer import DEFAULT_PREFETCH_DEVICE, DeviceLike
+from asyncloader.option_checks import (
+    check_concurrency_options,
+    check_device_options,
+    check_fault_options,
+    check_seed_options,
+    is_seed,
+)
+from asyncloader.samplers.async_sampler import AsyncIndexSource, as_async_source
+from asyncloader.samplers.distributed import OnUneven, rank_view, topology
+from asyncloader.samplers.generators import drawing_generator
+from asyncloader.samplers.seeded import SeededSampler
+from asyncloader.workers.fetch.assignment_client import is_leased
+from asyncloader.workers.fetch.dataset_state import is_stateful
+from asyncloader.workers.fetch.factory import is_async_stream, is_concurrent
+from asyncloader.workers.fetch.seeded_fetch import fetches_batches
 
 __all__ = [
     "DEFAULT_CONCURRENCY",
+    "DEFAULT_MAX_BAD_SAMPLES",
     "DEFAULT_RUN_AHEAD",
     "OPTION_NAMES",
     "OUR_OPTION_NAMES",
+    "BadSamples",
     "LoaderSpec",
+    "OnError",
     "async_index_source",
+    "default_sampler",
     "is_iterable",
+    "max_restarts",
+    "most_credits",
 ]
+
+
+def most_credits(
+    spec: torch.utils.data.DataLoader[Any], concurrency: int, fetch_threads: int, *, iterable: bool
+) -> int:
+    """Batches that may be in hand at a time for one copy of the dataset, however small they are.
+
+    `prefetch_factor` at least (1 without workers). Not more for streams, which are read one sample after the other; for
+    datasets with a state of their own, which would be saved further ahead; and where batches have no known size.
+    """
+    least: int = spec.prefetch_factor or 1
+    dataset: Any = spec.dataset
+    in_flight: int = fetch_threads or concurrency
+    if iterable or not is_concurrent(dataset, fetch_threads) or is_stateful(dataset):
+        return least
+    size: Any = spec.batch_size if spec.batch_sampler is None else getattr(spec.batch_sampler, "batch_size", None)
+    if spec.batch_sampler is None and spec.batch_size is None:
+        size = 1
+    if not isinstance(size, int) or size < 1:
+        return least
+    if fetch_threads and spec.batch_sampler is not None and fetches_batches(dataset):
+        size = 1  # a thread makes a whole batch
+    batches: int = -(-in_flight // size)
+    return max(least, batches + 1)
+
+
+OnError: TypeAlias = Literal["raise", "skip"] | Callable[[Any, Exception], Any]
+BadSamples: TypeAlias = Literal["short", "refill"]
+
+DEFAULT_MAX_BAD_SAMPLES = 1000
+
+_SEEDED_RESTARTS = 3
+
+
+def max_restarts(given: int | None, *, seeded: bool) -> int:
+    """How often a worker may be replaced in an epoch: as given; else 3 times where that is exact."""
+    if given is not None:
+        return given
+    return _SEEDED_RESTARTS if seeded else 0
+
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -211,7 +276,7 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
             raise ValueError(
                 f"ring_bytes should be a positive number of bytes or None, but got ring_bytes={ring_bytes!r}"
             )
-        check_flight_options(
+        check_concurrency_options(
             concurrency=concurrency,
             fetch_threads=fetch_threads,
             decode=decode,
@@ -219,7 +284,7 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
             dataset=dataset,
             iterable=is_iterable(self),
         )
-        check_options(
+        check_seed_options(
             iterable=is_iterable(self),
             seed=seed,
             generator=generator,
@@ -329,6 +394,14 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
                 "if necessary.",
                 stacklevel=2,
             )
+
+
+def default_sampler(dataset: Any, seed: int | None, shuffle: Any, sampler: Any, batch_sampler: Any) -> Any:
+    """The sampler of seeded mode where the user gave none; None where there is one, or nothing to sample."""
+    if not is_seed(seed) or sampler is not None or batch_sampler is not None or isinstance(dataset, IterableDataset):
+        return None
+    assert seed is not None
+    return SeededSampler(dataset, seed, shuffle=bool(shuffle))
 
 
 class _AsyncStream(IterableDataset[Any]):

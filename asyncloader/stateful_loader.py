@@ -17,12 +17,11 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe, MapDataPipe
 
-from asyncloader.device.options import DEFAULT_PREFETCH_DEVICE, DeviceLike
-from asyncloader.fault_options import DEFAULT_MAX_BAD_SAMPLES, OnError
-from asyncloader.generators import draws_when_iterated
+from asyncloader.delivery.transfer import DEFAULT_PREFETCH_DEVICE, DeviceLike
 from asyncloader.loader import DataLoader
-from asyncloader.options import DEFAULT_CONCURRENCY
-from asyncloader.stateful_samplers import StatefulRandomSampler
+from asyncloader.options import DEFAULT_CONCURRENCY, DEFAULT_MAX_BAD_SAMPLES, OnError
+from asyncloader.samplers.generators import draws_when_iterated
+from asyncloader.samplers.stateful import StatefulRandomSampler
 
 __all__ = ["StatefulDataLoader"]
 

@@ -4,18 +4,25 @@ Data path: beside the consumer.
 
 Time counts while an iterator is in use: from its start to its last batch or its end. Pauses between epochs do not
 count. Updated by the consumer's thread alone; read from any.
+
+What ``loader.errors`` shows: the samples that raised, up to a limit.
+
+Data path: consumer -> [bad_sample_log].
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 
-from asyncloader.bad_sample_log import BadSampleLog
-from asyncloader.totals import KEYS, TOTALS
-from asyncloader.workers.bad_samples import BadSample
+from asyncloader.counters import KEYS, TOTALS
+from asyncloader.errors import TooManyBadSamples
+from asyncloader.workers.fetch.sample_errors import BadSample
 
-__all__ = ["Statistics"]
+__all__ = [
+    "BadSampleLog",
+    "Statistics",
+]
 
 
 class Statistics:
@@ -146,3 +153,26 @@ class Statistics:
             "device/staged": float(self.staged),
             **{f"store/{name}": count for name, count in self.store.items()},
         }
+
+
+class BadSampleLog:
+    """The bad samples of one epoch, in the order in which their batches were delivered.
+
+    Args:
+        limit: how many there may be; None: any number.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.samples: list[BadSample] = []
+        self._limit = limit
+
+    def add(self, records: Iterable[BadSample]) -> None:
+        """Take the records of one batch.
+
+        Raises:
+            TooManyBadSamples: there are more than the limit now. All of them were taken.
+        """
+        self.samples += records
+        if self._limit is not None and len(self.samples) > self._limit:
+            last = self.samples[-1]
+            raise TooManyBadSamples(self._limit, f"index {last.index!r}, {last.error}")

@@ -38,13 +38,13 @@ ASSERTING = [
     "conformance.transport_lifetime",
     "conformance.transport_reading",
     "conformance.transport_subject",
-    "device.answers",
-    "device.fake",
-    "device.stages",
+    "delivery.answers",
+    "delivery.fake",
+    "delivery.stages",
     "integration.comparing",
     "integration.forking",
     "integration.running",
-    "integrations.helping",
+    "clients.frameworks.helping",
 ]
 pytest.register_assert_rewrite(*(f"tests.{helper}" for helper in ASSERTING))
 

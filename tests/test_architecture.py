@@ -8,113 +8,115 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
-FOLDERS = {
-    "asyncloader": "asyncloader",
-    "asyncloader/device": "asyncloader.device",
-    "asyncloader/formats": "asyncloader.formats",
-    "asyncloader/integrations": "asyncloader.integrations",
-    "asyncloader/remote": "asyncloader.remote",
-    "workers": "asyncloader.workers",
-    "transports": "asyncloader.transports",
-}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LINKS = {"workers", "transports"}
 
 
-def _modules() -> dict[str, Path]:
-    found = {}
-    for folder, package in FOLDERS.items():
-        for path in sorted((ROOT / folder).glob("*.py")):
-            found[package if path.stem == "__init__" else f"{package}.{path.stem}"] = path
-    return found
+def _folder(package: str) -> Path:
+    """Where the build takes a package from."""
+    mapped = PROJECT["tool"]["setuptools"]["package-dir"]
+    base = next(each for each in sorted(mapped, key=len, reverse=True) if f"{package}.".startswith(f"{each}."))
+    return ROOT / str(mapped[base]) / package.removeprefix(base).removeprefix(".").replace(".", "/")
 
 
-MODULES = _modules()
+FOLDERS = {package: _folder(package) for package in PROJECT["tool"]["setuptools"]["packages"]}
+MODULES = {
+    package if path.stem == "__init__" else f"{package}.{path.stem}": path
+    for package, folder in FOLDERS.items()
+    for path in sorted(folder.glob("*.py"))
+}
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
-# Pure: decisions and arithmetic only. They can be tested by examples, and read without knowing any I/O.
-PURE = [
-    "asyncloader.errors",
-    "asyncloader.events",
-    "asyncloader.batch_plan",
-    "asyncloader.device",
-    "asyncloader.device.static",
-    "asyncloader.device.tensors",
-    "asyncloader.epoch",
-    "asyncloader.interleave",
-    "asyncloader.permutation",
-    "asyncloader.state_layout",
-    "asyncloader.fault_options",
-    "asyncloader.formats",
-    "asyncloader.formats.base",
-    "asyncloader.formats.compressed",
-    "asyncloader.formats.crc32c",
-    "asyncloader.formats.example",
-    "asyncloader.formats.jsonl",
-    "asyncloader.formats.mds",
-    "asyncloader.formats.mds_encodings",
-    "asyncloader.formats.mds_index",
-    "asyncloader.formats.members",
-    "asyncloader.formats.parquet",
-    "asyncloader.formats.parquet_arrow",
-    "asyncloader.formats.parquet_meta",
-    "asyncloader.formats.parquet_pages",
-    "asyncloader.formats.push",
-    "asyncloader.formats.registry",
-    "asyncloader.formats.tar",
-    "asyncloader.formats.tfrecord",
-    "asyncloader.formats.thrift",
-    "asyncloader.remote.braces",
-    "asyncloader.remote.catalogue",
-    "asyncloader.remote.epoch_leases",
-    "asyncloader.remote.lane_state",
-    "asyncloader.remote.leases",
-    "asyncloader.remote.shuffle",
-    "asyncloader.places",
-    "asyncloader.recovery",
-    "asyncloader.scheduler",
-    "asyncloader.reorder",
-    "asyncloader.workers.bad_samples",
-    "asyncloader.workers.cursor",
-    "asyncloader.workers.error_notes",
-    "asyncloader.workers.info",
-    "asyncloader.workers.leaves",
-    "asyncloader.workers.reductions",
-    "asyncloader.workers.seeding",
-    "asyncloader.workers.shared_build",
-    "asyncloader.workers.shared_layout",
-    "asyncloader.workers.layout",
-    "asyncloader.workers.wire",
-    "asyncloader.transports.cache_layout",
-    "asyncloader.transports.broken",
-    "asyncloader.transports.errors",
-    "asyncloader.transports.http_answers",
-    "asyncloader.transports.ranges",
-    "asyncloader.transports.retry",
-    "asyncloader.totals",
-    "asyncloader.transports.wire",
+# Who may import whom: a room (a package, or a module that lies beside the packages) imports from its own line and from
+# those above it. What a function imports late, when it runs, is not counted.
+FLOORS = [
+    "errors counters cpus yielding workers.ipc",
+    "events bridge formats transports workers.memory replaced_loader",
+    "workers.fetch",
+    "samplers shared statistics workers",
+    "delivery ranks remote",
+    "option_checks options",
+    "state clone",
+    "epoch",
+    "explain",
+    "loader async_loader",
+    "stateful_loader",
+    "integrations asyncloader",
 ]
+FLOOR = {
+    "asyncloader" if room == "asyncloader" else f"asyncloader.{room}": floor
+    for floor, rooms in enumerate(FLOORS)
+    for room in rooms.split()
+}
+
+# Pure: decisions and arithmetic only. They can be tested by examples, and read without knowing any I/O.
+PURE = {
+    f"asyncloader.{name}"
+    for name in [
+        "counters",
+        "errors",
+        "events",
+        "delivery.tensors",
+        "epoch.recovery",
+        "epoch.resume_points",
+        "epoch.scheduler",
+        "formats",
+        "formats.base",
+        "formats.compressed",
+        "formats.jsonl",
+        "formats.mds",
+        "formats.parquet",
+        "formats.parquet_arrow",
+        "formats.parquet_meta",
+        "formats.parquet_pages",
+        "formats.push_parser",
+        "formats.tar",
+        "formats.tfrecord",
+        "formats.thrift",
+        "remote.assignment",
+        "remote.assignment_state",
+        "remote.braces",
+        "remote.catalog",
+        "remote.shuffle",
+        "samplers.batch_plan",
+        "samplers.generators",
+        "samplers.interleave",
+        "samplers.permutation",
+        "shared.builder",
+        "shared.layout",
+        "state.epoch_counter",
+        "state.schema",
+        "transports.cache_layout",
+        "transports.errors",
+        "transports.http_answers",
+        "transports.ranges",
+        "transports.retry",
+        "workers.fetch.dataset_state",
+        "workers.fetch.error_notes",
+        "workers.fetch.sample_errors",
+        "workers.fetch.seeding",
+        "workers.fetch.setup",
+        "workers.ipc.wire",
+        "workers.memory.layout",
+        "workers.memory.leaves",
+    ]
+}
 IMPURE_IMPORTS = {"asyncio", "multiprocessing", "select", "selectors", "socket", "subprocess", "threading"}
 
-# Who stands where: when it is imported, a module imports from its own layer or from those below it. What a
-# function imports late, when it runs, is not counted.
-BOTTOM = {"asyncloader.errors", "asyncloader.events", "asyncloader.totals"}
-TOP = {"asyncloader.loader", "asyncloader.stateful_loader", "asyncloader.patching", "asyncloader"}
+
+def room(module: str) -> str:
+    """The package that a module lies in; the module itself where that is the topmost one."""
+    package = module if module in FOLDERS else module.rpartition(".")[0]
+    return module if package == "asyncloader" else package
 
 
-def layer(module: str) -> int:
-    """0 plain types, 1 workers and transports, 2 the stages, 3 the facade and the package's face, 4 integrations."""
-    if module.startswith("asyncloader.integrations"):
-        return 4
-    if module in BOTTOM:
-        return 0
-    if module.startswith(("asyncloader.workers", "asyncloader.transports")):
-        return 1
-    return 3 if module in TOP else 2
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def imports(module: str, *, late: bool = False) -> set[str]:
@@ -140,7 +142,7 @@ def imports(module: str, *, late: bool = False) -> set[str]:
             elif late or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
                 visit(child)
 
-    visit(ast.parse(path.read_text()))
+    visit(parsed(path))
     return found
 
 
@@ -148,107 +150,130 @@ def top_level_names(names: set[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_module_imports_only_what_is_below_it(module: str) -> None:
-    """Plain types < workers and transports < the stages < loader.py and the package's face < integrations."""
-    ours = {name for name in imports(module) if name in MODULES and name != "asyncloader"}
-    too_high = sorted(name for name in ours if layer(name) > layer(module))
-    assert not too_high, f"{module} (layer {layer(module)}) imports {too_high}"
+def test_every_room_has_a_floor() -> None:
+    """The tables above name what there is, and nothing else: a module that moved does not drop out of them."""
+    assert FLOOR.keys() == {room(module) for module in MODULES}
+    assert PURE - MODULES.keys() == set()
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_workers_and_transports_do_not_know_each_other(module: str) -> None:
+def test_modules_import_only_what_is_below_them() -> None:
+    """From plain types up to the loaders and the bridges to frameworks."""
+    too_high = [
+        f"{module} imports {name}"
+        for module in MODULES
+        for name in imports(module) & MODULES.keys() - {"asyncloader"}
+        if FLOOR[room(name)] > FLOOR[room(module)]
+    ]
+    assert not too_high
+
+
+def test_no_two_modules_import_each_other() -> None:
+    """Nor do more of them in a circle, when they are imported: the order of reading is the order of imports."""
+    below = {module: imports(module) & MODULES.keys() - {"asyncloader", module} for module in MODULES}
+    while leaves := {module for module, names in below.items() if not names & below.keys()}:
+        below = {module: names for module, names in below.items() if module not in leaves}
+    assert not below
+
+
+def test_workers_and_transports_do_not_know_each_other() -> None:
     """What moves batches between processes and what reads remote bytes are two subjects."""
     pair = ("asyncloader.workers", "asyncloader.transports")
     for mine, other in (pair, pair[::-1]):
-        if module.startswith(mine):
-            assert not [name for name in imports(module, late=True) if name.startswith(other)]
+        for module in MODULES:
+            if module.startswith(mine):
+                assert not [name for name in imports(module, late=True) if name.startswith(other)], module
 
 
-@pytest.mark.parametrize("module", [module for module in PURE if module in MODULES])
-def test_pure_module_does_no_io(module: str) -> None:
+def test_pure_modules_do_no_io() -> None:
     """The modules that decide import nothing that can wait, send or start something, early or late."""
-    assert not top_level_names(imports(module, late=True)) & IMPURE_IMPORTS
+    impure = {module: top_level_names(imports(module, late=True)) & IMPURE_IMPORTS for module in sorted(PURE)}
+    assert not {module: names for module, names in impure.items() if names}
 
 
-@pytest.mark.parametrize("module", [module for module in PURE if module in MODULES])
-def test_pure_module_stands_on_pure_modules(module: str) -> None:
+def test_pure_modules_stand_on_pure_modules() -> None:
     """A pure module's imports among ours are pure too, or the rule above says little."""
-    ours = {name for name in imports(module, late=True) if name in MODULES}
-    assert ours <= {*PURE, "asyncloader", "asyncloader.workers", "asyncloader.transports"}
+    allowed = PURE | {package for package in FOLDERS if package != "asyncloader.delivery"}
+    impure = {module: imports(module, late=True) & MODULES.keys() - allowed for module in sorted(PURE)}
+    assert not {module: names for module, names in impure.items() if names}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_only_the_bridge_starts_a_loop(module: str) -> None:
+def test_only_the_bridge_starts_a_loop() -> None:
     """One place where sync meets async in the main process, and one where a worker starts its own loop."""
-    nodes = ast.walk(ast.parse(MODULES[module].read_text()))
-    calls = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
-    starts = calls & {"asyncio.run", "asyncio.Runner", "asyncio.new_event_loop", "uvloop.run"}
-    assert not starts or module in {"asyncloader.bridge", "asyncloader.workers.worker", "asyncloader.testing"}
+    starts = {
+        module
+        for module, path in MODULES.items()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in {"asyncio.run", "asyncio.Runner", "asyncio.new_event_loop", "uvloop.run"}
+    }
+    assert starts <= {"asyncloader.bridge", "asyncloader.workers.worker"}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_deprecated_loop_calls(module: str) -> None:
+def test_no_deprecated_loop_calls() -> None:
     """The running loop is the user's: no policies, and no loop taken from thin air."""
-    source = MODULES[module].read_text()
-    assert not re.findall(r"asyncio\.(?:get_event_loop\b|\w*_event_loop_policy)", source)
+    for path in MODULES.values():
+        assert not re.findall(r"asyncio\.(?:get_event_loop\b|\w*_event_loop_policy)", path.read_text()), path
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_third_party_imports_are_declared(module: str) -> None:
+def test_third_party_imports_are_declared() -> None:
     """What a module needs at import is a runtime dependency; what it needs late may be an extra."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
     def names(requirements: list[str]) -> set[str]:
         return {re.split(r"[<>=!;\[ ]", line, maxsplit=1)[0].lower() for line in requirements}
 
-    runtime = names(project["dependencies"])
-    extras = set().union(*(names(lines) for lines in project["optional-dependencies"].values()))
+    runtime = names(PROJECT["project"]["dependencies"])
+    extras = set().union(*(names(lines) for lines in PROJECT["project"]["optional-dependencies"].values()))
     known = {"asyncloader", *sys.stdlib_module_names}
-    # A bridge to a framework is imported by those who have the framework.
-    early = runtime | extras if module.startswith("asyncloader.integrations.") else runtime
-    assert top_level_names(imports(module)) - known <= early
-    assert top_level_names(imports(module, late=True)) - known <= runtime | extras
+    for module in MODULES:
+        # A bridge to a framework is imported by those who have the framework.
+        early = runtime | extras if module.startswith("asyncloader.integrations.") else runtime
+        assert top_level_names(imports(module)) - known <= early, module
+        assert top_level_names(imports(module, late=True)) - known <= runtime | extras, module
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_module_says_what_it_is(module: str) -> None:
+def test_modules_say_what_they_are() -> None:
     """Every module opens with a docstring, and its first line is a whole sentence or a title."""
-    docstring = ast.get_docstring(ast.parse(MODULES[module].read_text()))
-    assert docstring
-    assert len(docstring.splitlines()[0]) > 20
+    for module, path in MODULES.items():
+        docstring = ast.get_docstring(parsed(path))
+        assert docstring, module
+        assert len(docstring.splitlines()[0]) > 20, module
 
 
-@pytest.mark.parametrize("path", [*MODULES.values(), *TESTS], ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_file_is_short(path: Path) -> None:
+def test_files_are_short() -> None:
     """One file, one job: at most 500 lines."""
-    assert len(path.read_text().splitlines()) <= 500
+    lengths = {path: len(path.read_text().splitlines()) for path in [*MODULES.values(), *TESTS]}
+    assert not {path: length for path, length in lengths.items() if length > 500}
 
 
-@pytest.mark.parametrize("path", TESTS, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_tests_state_the_fact_tested(path: Path) -> None:
+def test_tests_state_the_fact_tested() -> None:
     """Every test has a docstring; read alone, they say what the package promises."""
-    nodes = ast.walk(ast.parse(path.read_text()))
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    tests = [node for node in functions if node.name.startswith("test_")]
-    assert not [node.name for node in tests if not ast.get_docstring(node)]
+    silent = [
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for path in TESTS
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name.startswith("test_")
+        and not ast.get_docstring(node)
+    ]
+    assert not silent
 
 
 def test_packages_are_listed() -> None:
     """The build lists its packages one by one, so a new sub-folder would be left out."""
+    tops = (ROOT / name for name in ("asyncloader", *LINKS))
     nested = {
-        folder.relative_to(ROOT).as_posix()
-        for top in FOLDERS
-        for folder in (ROOT / top).iterdir()
-        if folder.is_dir() and not folder.is_symlink() and folder.name != "__pycache__"
+        folder
+        for top in tops
+        for folder in (top, *top.rglob("*"))
+        if any(folder.glob("*.py")) and not any(each.is_symlink() for each in (folder, *folder.parents))
     }
-    assert nested <= FOLDERS.keys()
+    assert nested == set(FOLDERS.values())
 
 
 def test_no_bare_import_of_the_checkout_folders() -> None:
     """A bare `import workers` in the checkout makes second copies of modules, whose classes equal none."""
     for path in [*MODULES.values(), *TESTS, *(ROOT / "docs").rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module or ""]

@@ -29,20 +29,25 @@ sockets. It waits for calls in progress, which end as usual or raise TransportCl
 TransportClosed. It may be called twice, also concurrently, and also by a cancelled caller. Iterators of
 `stream` and `list` that are left before their end are closed by their user:
 ``async with contextlib.aclosing(transport.stream(path)) as chunks``.
+
+Several calls at once, which succeed or fail as one. Data path: transport -> [together] -> calls of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from asyncloader.transports.ranges import ByteRange, ReadPlan, plan_ranges
-from asyncloader.transports.together import together
 
-__all__ = ["ObjectInfo", "Transport"]
+__all__ = [
+    "ObjectInfo",
+    "Transport",
+    "together",
+]
 
 
 class ObjectInfo(NamedTuple):
@@ -213,3 +218,20 @@ class Transport(ABC):
     def _plan(self, ranges: Iterable[tuple[int, int]]) -> ReadPlan:
         """Plan `ranges` by this transport's own `range_gap` and `range_size`."""
         return plan_ranges(ranges, max_gap=self.range_gap, max_size=self.range_size)
+
+
+_R = TypeVar("_R")
+
+
+async def together(calls: Iterable[Coroutine[Any, Any, _R]]) -> list[_R]:
+    """Await all at once, and give what they return, in order.
+
+    Raises:
+        The error of the first that fails, as it is. The others were cancelled by it, and have ended.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from failures.exceptions[0].__cause__
+    return [task.result() for task in tasks]

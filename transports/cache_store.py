@@ -6,9 +6,11 @@ footer says, torn by a loss of power or cut by hand, is deleted and counts as ne
 
 Everything here blocks, and is called in threads. Errors are the system's; what a read must do about them is
 decided in `cached`.
+
+Whether a file of the local cache survived what happened to the system. Data path: under `cache_store`.
 """
 
-# Names are strings, as in `confine`.
+# Names are strings, as the kernel takes and gives them: a Path for each read would cost more than its open.
 # ruff: noqa: PTH102, PTH103, PTH104, PTH108, PTH110, PTH112, PTH113, PTH118, PTH120, PTH208
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ import threading
 import time
 import zlib
 from contextlib import suppress
+from functools import cache
 
 from asyncloader.transports.cache_layout import (
+    BOOT_SIZE,
     MARKER,
     MARKER_NAME,
     ROOT_NAME,
@@ -37,9 +41,15 @@ from asyncloader.transports.cache_layout import (
     storable_etag,
 )
 from asyncloader.transports.cache_usage import OPEN_FLAGS, CacheCounts, CacheUsage, same_file, try_lock
-from asyncloader.transports.cache_verify import boot, verify
 
-__all__ = ["CacheEntry", "CacheFill", "CacheStore", "EntryLost"]
+__all__ = [
+    "CacheEntry",
+    "CacheFill",
+    "CacheStore",
+    "EntryLost",
+    "boot",
+    "verify",
+]
 
 # A file's time of last use is renewed when it is older than this, or in the future.
 _USE_AGE_NS = 60_000_000_000
@@ -377,3 +387,44 @@ class CacheStore:
 
 def _charge(footer: Footer) -> int:
     return charge(footer.size + len(footer.pack()))
+
+
+_AT_ONCE = 1 << 20
+
+
+def verify(descriptor: int, path: str, footer: Footer) -> bool:
+    """Whether the bytes are those that were written.
+
+    A file that was written since the system started is what the page cache says. One from before is read once,
+    as its last blocks may have reached the disk and others not, and marked with this start.
+    """
+    now = boot()
+    if footer.boot in {SYNCED, now}:
+        return True
+    crc = position = 0
+    while position < footer.size:
+        data = os.pread(descriptor, min(_AT_ONCE, footer.size - position), position)
+        if not data:
+            return False
+        crc = zlib.crc32(data, crc)
+        position += len(data)
+    if crc != footer.crc:
+        return False
+    with suppress(OSError):  # a directory that cannot be written to: verified at every use
+        writable = os.open(path, os.O_WRONLY | OPEN_FLAGS)
+        try:
+            if same_file(descriptor, path):
+                os.pwrite(writable, now, os.fstat(descriptor).st_size - BOOT_SIZE)
+        finally:
+            os.close(writable)
+    return True
+
+
+@cache
+def boot() -> bytes:
+    """Give this start of the system, `SYNCED` where the system does not name it."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:  # noqa: PTH123
+            return bytes.fromhex(file.read().strip().replace(b"-", b"").decode())
+    except (OSError, ValueError):
+        return SYNCED

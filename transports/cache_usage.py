@@ -26,7 +26,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
-from asyncloader.totals import TOTALS
+from asyncloader.counters import TOTALS
 from asyncloader.transports.cache_layout import (
     Stored,
     charge,

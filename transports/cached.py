@@ -4,6 +4,12 @@
 
 What it asks of the store: the version of an object that is in the cache, one small request each time; what is not
 there, as before. A read that misses is one request, as without a cache. `cache_layout` shows the directory.
+
+A stream's bytes on their way to a file of the cache as well. Data path: store -> [tee] -> dataset, and file.
+
+Chunks are written in a thread while the consumer works on them; at most `_BATCH` bytes wait besides what is being
+written, so a disk that is slower than the network slows the stream. Nothing that goes wrong here reaches the
+consumer: the copy is dropped, and the stream goes on.
 """
 
 from __future__ import annotations
@@ -21,12 +27,14 @@ from asyncloader.transports.base import ObjectInfo, Transport
 from asyncloader.transports.blocking import BlockingPool
 from asyncloader.transports.cache_layout import hash_key, object_url
 from asyncloader.transports.cache_store import CacheEntry, CacheFill, CacheStore, EntryLost
-from asyncloader.transports.cache_tee import Tee
 from asyncloader.transports.cache_usage import CacheCounts
 from asyncloader.transports.checks import check_chunk_size, check_path, check_range, check_size, check_start
 from asyncloader.transports.errors import ReadFailed, SizeUnknown, TransportError
 
-__all__ = ["CachedTransport"]
+__all__ = [
+    "CachedTransport",
+    "Tee",
+]
 
 _R = TypeVar("_R")
 
@@ -382,3 +390,87 @@ def _use_entry(opener: Callable[[], CacheEntry | None], use: Callable[[CacheEntr
         return use(entry)
     finally:
         entry.close()
+
+
+# One trip to a thread for so many bytes: chunks from a network are often some KiB.
+_BATCH = 1 << 20
+
+
+class Tee:
+    """One object's copy. `drop` must follow whatever happens; it does nothing after a `keep`.
+
+    Args:
+        fill: the file; None for no copy.
+        pool: the threads that write.
+        trouble: is told the error when the disk fails; in the loop, once.
+    """
+
+    def __init__(self, fill: CacheFill | None, pool: BlockingPool, trouble: Callable[[OSError], None]) -> None:
+        self._fill = fill
+        self._pool = pool
+        self._trouble = trouble
+        self._waiting: list[bytes] = []
+        self._bytes = 0
+        self._writing: asyncio.Future[None] | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether there is a copy that may be kept yet."""
+        return self._fill is not None
+
+    async def add(self, chunk: bytes) -> None:
+        """Take the next bytes. TransportClosed: the pool was closed."""
+        if self._fill is None:
+            return
+        self._waiting.append(chunk)
+        self._bytes += len(chunk)
+        if self._bytes >= _BATCH:
+            await self._flush()
+
+    async def keep(self) -> None:
+        """Write what is left, and make the file part of the cache."""
+        await self._written()
+        if (fill := self._fill) is not None:
+            try:
+                await self._pool.run(partial(fill.commit, b"".join(self._waiting)))
+            except OSError as error:
+                self._fail(error)
+            self._fill = None
+
+    async def drop(self) -> None:
+        """Delete the file, unless it was kept."""
+        if (fill := self._fill) is not None:
+            self._fill = None
+            writing, self._writing = self._writing, None
+            await self._pool.finish(fill.abort)
+            if writing is not None:
+                await asyncio.wait([writing])
+                if not writing.cancelled():
+                    writing.exception()  # seen; the copy is gone anyway
+
+    async def _flush(self) -> None:
+        await self._written()
+        if self._fill is None or not self._waiting:
+            return
+        data = self._waiting[0] if len(self._waiting) == 1 else b"".join(self._waiting)
+        self._waiting.clear()
+        self._bytes = 0
+        self._writing = asyncio.wrap_future(self._pool.submit(partial(self._fill.write, data)))
+
+    async def _written(self) -> None:
+        """Wait for the write in progress. A cancelled caller leaves it running, and `drop` waits for it."""
+        if self._writing is None:
+            return
+        try:
+            await asyncio.shield(self._writing)
+        except OSError as error:
+            self._writing = None
+            self._fail(error)
+            await self.drop()
+        else:
+            self._writing = None
+
+    def _fail(self, error: OSError) -> None:
+        self._waiting.clear()
+        self._bytes = 0
+        self._trouble(error)

@@ -6,25 +6,85 @@ an error.
 
 `Download` has the positions, the slots and the retries. How an answer is asked for, read and understood is the
 matter of `HttpDownload` and of `StoreDownload`.
+
+What the transports that reach over a network share. Data path: dataset -> [transport] -> download -> server.
+
+What becomes of requests that fail, whatever sends them. Data path: failed request -> [client] -> retry or error.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
+from asyncloader.transports.base import ObjectInfo, Transport, together
+from asyncloader.transports.checks import check_chunk_size, check_path, check_size, check_start
 from asyncloader.transports.errors import RangeOutOfBounds, ReadFailed
-from asyncloader.transports.retry import Attempts
-from asyncloader.transports.retrying_client import RetryingClient
-from asyncloader.transports.together import together
+from asyncloader.transports.retry import Attempts, RetryCounts, RetryPolicy
 
 if TYPE_CHECKING:
-    from asyncloader.transports.broken import Broken
-    from asyncloader.transports.client_owner import Scope
+    from asyncloader.transports.client_owner import ClientOwner, Scope
+    from asyncloader.transports.retry import Broken, RetryCounts
 
-__all__ = ["CHANGED", "Download", "ObjectVersion", "read_blocks"]
+__all__ = [
+    "CHANGED",
+    "Download",
+    "NetworkTransport",
+    "ObjectVersion",
+    "RetryingClient",
+    "check_limits",
+    "read_blocks",
+]
+
+_C = TypeVar("_C")
+
+
+class RetryingClient(ABC, Generic[_C]):
+    """Requests below one root. The network's own requests are a subclass's.
+
+    Args:
+        owner: has the connections.
+        retry: what is tried again and for how long.
+    """
+
+    def __init__(self, owner: ClientOwner[_C], retry: RetryPolicy) -> None:
+        self.owner = owner
+        self.counts = RetryCounts()
+        self._retry = retry
+
+    @abstractmethod
+    def where(self, path: str | None) -> str:
+        """Give the URL of an object, or of what is nearest to it, for texts: without secrets. None: of the root."""
+
+    def attempts(self, began: float, *, share: float = 0.5) -> Attempts:
+        """Begin to keep account of an operation that has failed once; `share` as in `Attempts`."""
+        return Attempts(self._retry, began, share=share)
+
+    def judge(self, path: str | None, broken: Broken, attempts: Attempts, now: float) -> float:
+        """Give the seconds to wait before the next attempt, and count it; raise the error if there is none."""
+        if not broken.heals:
+            raise broken.final or self.failure(path, broken) from broken.cause
+        verdict = attempts.failed(now, broken.retry_after)
+        if verdict.delay is None:
+            self.counts.give_up()
+            times = "once" if attempts.failures == 1 else f"{attempts.failures} times"
+            raise self.failure(path, broken, f"tried {times}: {verdict.reason}") from broken.cause
+        self.counts.retry(broken.kind, verdict.delay)
+        return verdict.delay
+
+    def failure(self, path: str | None, broken: Broken, note: str = "") -> ReadFailed:
+        """Make the error of a request that failed for good; `path` None: of a listing."""
+        subject = "the listing" if path is None else repr(path)
+        text = f"reading {subject} failed: {self.where(path)}: {broken.text}{'; ' + note if note else ''}"
+        error = ReadFailed(text, path=path)
+        if isinstance(broken.cause, OSError):
+            error.errno = broken.cause.errno
+        return error
+
 
 _R = TypeVar("_R")
 
@@ -227,3 +287,108 @@ async def read_blocks(
             path=path,
         )
     return blocks
+
+
+class NetworkTransport(Transport, Generic[_K]):
+    """A transport whose objects are read by downloads that are tried again; `retries` counts that.
+
+    Args:
+        client: sends the requests.
+        root: the URL as it was given, and the first argument of the subclass's constructor.
+        options: its other arguments, by name.
+    """
+
+    # Refuses a path that cannot be an object's here, with InvalidPath.
+    _check = staticmethod(check_path)
+
+    def __init__(self, client: _K, root: str, options: Mapping[str, Any]) -> None:
+        self._client = client
+        self._root = root
+        self._options = options
+
+    def __repr__(self) -> str:
+        state = "closed" if self._client.owner.closed else "open"
+        return f"<{type(self).__name__} {self._client.where(None)!r} requests={self._options['requests']} {state}>"
+
+    def __reduce__(self) -> tuple[Callable[..., Self], tuple[str]]:
+        return partial(type(self), **self._options), (self._root,)
+
+    @property
+    def retries(self) -> RetryCounts:
+        """What was tried again so far, by this transport in this process."""
+        return self._client.counts
+
+    async def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
+        """Read a whole object; a download that breaks is resumed. As `Transport.read`."""
+        self._check(path)
+        check_size(path, 0, max_bytes)
+        return await self._download(path, max_bytes=max_bytes).rest()
+
+    async def read_with_info(self, path: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
+        """Read a whole object and its version in one request. As `Transport.read_with_info`."""
+        self._check(path)
+        check_size(path, 0, max_bytes)
+        download = self._download(path, max_bytes=max_bytes)
+        data = await download.rest()
+        return data, ObjectInfo(len(data), download.version and download.version.validator)
+
+    async def read_range(self, path: str, start: int, length: int) -> bytes:
+        """Read a range. As `Transport.read_range`."""
+        self._check(path)
+        if start < 0 or length < 0:
+            raise ValueError(f"a byte range needs start and length of 0 or more, got start={start}, length={length}")
+        if not length:
+            self._client.owner.use()
+            return b""
+        return await self._download(path, start, length).rest()
+
+    async def read_ranges(self, path: str, ranges: Iterable[tuple[int, int]]) -> Sequence[bytes]:
+        """Read ranges, near ones in one request, all of one version of the object. As `Transport.read_ranges`.
+
+        Raises:
+            ReadFailed: also when the object changed between the requests.
+        """
+        self._check(path)
+        plan = self._plan(ranges)
+        self._client.owner.use()
+        downloads = [self._download(path, block.start, block.length) for block in plan.blocks]
+        return plan.cut(await read_blocks(self._client, path, downloads, self.range_requests))
+
+    async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
+        """Read an object in chunks as they arrive; a download that breaks is resumed. As `Transport.stream`.
+
+        Raises:
+            ReadFailed: also when it breaks, and the server sends no strong ETag by which to resume.
+        """
+        self._check(path)
+        check_chunk_size(chunk_size)
+        check_start(path, None, start)
+        download = self._download(path, start)
+        try:
+            while chunk := await download.part(chunk_size):
+                yield chunk
+        finally:
+            download.close()
+
+    async def aclose(self) -> None:
+        """End calls in progress with TransportClosed, and close the connections. As `Transport.aclose`."""
+        await self._client.owner.aclose()
+
+    @abstractmethod
+    def _download(
+        self, path: str, start: int = 0, length: int | None = None, max_bytes: int | None = None
+    ) -> Download[_K, Any]:
+        """Make a download with this transport's client; `path` has been checked. As `Download`."""
+
+
+def check_limits(requests: int, **seconds: float) -> None:
+    """Refuse what cannot be a limit of the requests in progress, or of a wait.
+
+    Raises:
+        ValueError: `requests` is below 1, or one of the `seconds` is not above 0 and finite.
+    """
+    if requests < 1:
+        raise ValueError(f"requests must be at least 1, got {requests}")
+    for name, each in seconds.items():
+        if not (isfinite(each) and each > 0):
+            raise ValueError(f"{name} must be above 0 seconds, got {each}")

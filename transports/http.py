@@ -15,11 +15,11 @@ from urllib.parse import urlsplit
 
 from asyncloader.transports.base import ObjectInfo
 from asyncloader.transports.checks import check_path, check_prefix
+from asyncloader.transports.download import NetworkTransport, check_limits
 from asyncloader.transports.errors import InvalidPath, TransportError
 from asyncloader.transports.http_answers import safe_url
 from asyncloader.transports.http_client import HeaderSource, HttpClient
 from asyncloader.transports.http_download import HttpDownload
-from asyncloader.transports.network import NetworkTransport, check_limits
 from asyncloader.transports.retry import RetryPolicy
 
 __all__ = ["HttpTransport"]

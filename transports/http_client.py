@@ -2,31 +2,94 @@
 
 Redirects are followed here, not by aiohttp: what authorises us goes to the root's own origin and to no other,
 and never from https to http.
+
+What aiohttp's errors mean, and which of them heal. Data path: aiohttp's error -> [trouble] -> retry or error.
+
+aiohttp's session, owned by one loop and process. Data path: download -> [session: connections] -> server.
+
+What an owner does is in `client_owner`; here is what is aiohttp's. *After a fork* the child makes a session of
+its own: the sockets of the parent's are the parent's as well, and so, with epoll, is the set of what the
+parent's loop watches.
 """
 
 from __future__ import annotations
 
 import base64
 import inspect
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from itertools import count
 from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
-from asyncloader.transports.broken import Broken
-from asyncloader.transports.errors import ReadFailed
+from asyncloader.transports.client_owner import ClientOwner
+from asyncloader.transports.download import RetryingClient
+from asyncloader.transports.errors import ReadFailed, TransportError
 from asyncloader.transports.http_answers import safe_url, status_error
-from asyncloader.transports.http_session import SessionOwner
-from asyncloader.transports.http_trouble import trouble_of
-from asyncloader.transports.retry import RetryPolicy, parse_retry_after
-from asyncloader.transports.retrying_client import RetryingClient
+from asyncloader.transports.retry import Broken, RetryPolicy, error_heals, parse_retry_after
 
 if TYPE_CHECKING:
     import aiohttp
     from yarl import URL
 
-__all__ = ["HeaderSource", "HttpClient", "escaped", "origin_of"]
+__all__ = [
+    "HeaderSource",
+    "HttpClient",
+    "SessionOwner",
+    "escaped",
+    "origin_of",
+    "trouble_of",
+]
+
+_HEADERS = {"Accept-Encoding": "identity", "User-Agent": "asyncloader"}
+
+
+class SessionOwner(ClientOwner["aiohttp.ClientSession"]):
+    """The connections of one transport, and its calls in progress.
+
+    Args:
+        name: the transport for texts, without secrets.
+        requests: requests that are in progress at the same time at most, at least 1.
+        connect_s: seconds that one address may take to accept a connection.
+    """
+
+    def __init__(self, name: str, requests: int, connect_s: float) -> None:
+        super().__init__(name, requests)
+        self._connect_s = connect_s
+
+    def open_client(self) -> aiohttp.ClientSession:
+        """Make a session. Raises TransportError when aiohttp is missing."""
+        try:
+            import aiohttp
+        except ImportError as error:
+            raise TransportError(
+                "http and https need aiohttp, which is not installed; install it by: pip install 'asyncloader[http]'"
+            ) from error
+        return aiohttp.ClientSession(
+            # The slots are the limit. The system looks names up, also where aiodns is installed, which aiohttp would
+            # prefer: its errors do not tell a name server without an answer from a name that does not exist.
+            connector=aiohttp.TCPConnector(limit=0, resolver=aiohttp.ThreadedResolver()),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),
+            headers=_HEADERS,
+            read_bufsize=1 << 18,
+        )
+
+    async def close_client(self, client: aiohttp.ClientSession) -> None:
+        """Close all connections."""
+        await client.close()
+
+    @staticmethod
+    def leave_to_parent(client: aiohttp.ClientSession) -> object:
+        """Keep the connections open, which are the parent's as well. As `ClientOwner.leave_to_parent`."""
+        if (connector := client.connector) is None:
+            return None
+        connector._closed = True  # its finalizer would close the parent's connections
+        client.detach()
+        return client, connector
+
 
 HeaderSource = Mapping[str, str] | Callable[[], Mapping[str, str] | Awaitable[Mapping[str, str]]]
 """Headers, or what gives them, plain or async, before each request."""
@@ -172,3 +235,58 @@ def origin_of(url: URL) -> tuple[str, str, int | None]:
 
 def _basic(user: str, password: str | None) -> str:
     return "Basic " + base64.b64encode(f"{unquote(user)}:{unquote(password or '')}".encode()).decode()
+
+
+def trouble_of(error: BaseException, answering: bool, statuses: frozenset[int]) -> Broken | None:
+    """Say what `error` means; None when it is not the network's.
+
+    Args:
+        error: what the attempt raised.
+        answering: whether the head of the answer had arrived.
+        statuses: the statuses that heal.
+    """
+    if isinstance(error, Broken):
+        return error
+    if isinstance(error, TransportError) or not isinstance(error, Exception):
+        return None
+    import aiohttp
+
+    match error:
+        case aiohttp.ConnectionTimeoutError():
+            return Broken("connect time-out", "the server did not accept a connection in time")
+        case aiohttp.ClientConnectorCertificateError():
+            certificate = error.certificate_error
+            text = f"the certificate of {error.host}:{error.port} is refused: {certificate}"
+            return Broken("certificate", text, heals=False, cause=certificate)
+        case aiohttp.ClientConnectorError():
+            inner = error.os_error
+            text = f"no connection to {error.host}:{error.port}: {_words(inner)}"
+            return Broken("connection", text, heals=error_heals(inner), cause=inner)
+        case aiohttp.ServerTimeoutError() | TimeoutError():
+            text = "the answer stalled" if answering else "no answer came in time"
+            return Broken("stalled" if answering else "no answer", text)
+        case aiohttp.ClientPayloadError():
+            return Broken("broken body", "the connection broke in the middle of the answer", cause=error)
+        case aiohttp.ClientHttpProxyError():  # https through a proxy: it was asked for a way, and not for the object
+            text = f"the proxy answered {error.status} {error.message[:80]}".rstrip()
+            asked = error.headers.get("Retry-After") if error.headers is not None else None
+            after = parse_retry_after(asked, time.time())
+            return Broken(f"proxy {error.status}", text, heals=error.status in statuses, retry_after=after)
+        case aiohttp.ClientResponseError():
+            # Its own text has the whole URL in it.
+            return Broken("not http", f"the answer is not legal HTTP: {error.message[:200]!r}", heals=False)
+        case aiohttp.ClientOSError():
+            heals = error_heals(error) or isinstance(error.__cause__, ssl.SSLEOFError)
+            return Broken("connection", f"the connection broke: {_words(error)}", heals=heals, cause=error)
+        case aiohttp.ClientConnectionError():
+            return Broken("connection", f"the connection broke: {type(error).__name__}", cause=error)
+        case aiohttp.ClientError():
+            return Broken("request", f"the request cannot be made: {type(error).__name__}", heals=False)
+        case OSError():
+            return Broken("connection", f"the connection broke: {error}", heals=error_heals(error), cause=error)
+        case _:
+            return None
+
+
+def _words(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__

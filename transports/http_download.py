@@ -10,7 +10,6 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from asyncloader.transports.base import ObjectInfo
-from asyncloader.transports.broken import Broken
 from asyncloader.transports.checks import check_size, check_start
 from asyncloader.transports.client_owner import Scope
 from asyncloader.transports.download import CHANGED, Download
@@ -23,6 +22,7 @@ from asyncloader.transports.http_answers import (
     parse_content_range,
 )
 from asyncloader.transports.http_client import HttpClient
+from asyncloader.transports.retry import Broken
 
 if TYPE_CHECKING:
     import aiohttp

@@ -3,18 +3,29 @@
 Whole reads and ranges are one trip to a thread that opens, reads and closes: two to three times the rate of
 a trip for each of the three, for small files in the page cache. Streams and open files are aiofiles', a trip
 for each chunk.
+
+A directory that no path leads out of. Data path: thread -> [open below the root] -> bytes.
+
+Everything here blocks and is called in a thread. Names are checked before the open, links after it: the
+kernel is asked which file was really opened, so a link that is swapped between a check and an open gains
+nothing.
 """
+
+# Names are strings, as the kernel takes and gives them: a Path for each read would cost more than its open.
+# ruff: noqa: PTH112, PTH115, PTH116, PTH118
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import stat
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from io import BufferedReader
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
 from aiofiles.threadpool import wrap
@@ -29,14 +40,25 @@ from asyncloader.transports.checks import (
     check_size,
     check_start,
 )
-from asyncloader.transports.confine import Entry, Root, os_errors
-from asyncloader.transports.errors import RangeOutOfBounds
+from asyncloader.transports.errors import (
+    AccessDenied,
+    InvalidPath,
+    ObjectNotFound,
+    RangeOutOfBounds,
+    ReadFailed,
+    TransportError,
+)
 from asyncloader.transports.ranges import ReadPlan
 
 if TYPE_CHECKING:
     from aiofiles.threadpool.binary import AsyncBufferedReader
 
-__all__ = ["LocalTransport"]
+__all__ = [
+    "Entry",
+    "LocalTransport",
+    "Root",
+    "os_errors",
+]
 
 _R = TypeVar("_R")
 
@@ -245,3 +267,153 @@ def _pread(descriptor: int, path: str, start: int, length: int) -> bytes:
         parts.append(data)
         total += len(data)
     return b"".join(parts)
+
+
+# A FIFO must not make the open wait for a writer, nor a terminal become ours.
+_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+
+
+class Entry(NamedTuple):
+    """One name in a directory: `path` below the root, and the identities of the directories above it."""
+
+    path: str
+    is_directory: bool
+    ancestors: frozenset[tuple[int, int]]
+
+
+class Root:
+    """The files below one directory. Holds no descriptor and no state but names.
+
+    Args:
+        directory: absolute path. It may be, or become, a link; it is followed wherever it leads.
+        descriptors: where the system shows what a descriptor has open. Where it shows nothing, names are
+            resolved a second time and compared with the open file.
+    """
+
+    def __init__(self, directory: str, descriptors: str = "/proc/self/fd") -> None:
+        self.directory = directory
+        self._descriptors = descriptors
+        self._real: str | None = None
+
+    def open(self, path: str) -> tuple[int, int]:
+        """Open a regular file for reading.
+
+        Returns:
+            Its descriptor, which the caller closes, and its size in bytes.
+
+        Raises:
+            InvalidPath: the path is not canonical, or a link in it leads out of the root.
+            ObjectNotFound: there is no such file, or it is not a regular one.
+            AccessDenied, ReadFailed: the system says so.
+        """
+        check_path(path)
+        with os_errors(path, self.directory):
+            descriptor = os.open(os.path.join(self.directory, path), _FLAGS)
+            try:
+                status = os.fstat(descriptor)
+                self._refuse_outside(descriptor, path)
+                if not stat.S_ISREG(status.st_mode):
+                    raise ObjectNotFound(f"{path!r} is not a regular file in {self.directory!r}", path=path)
+            except BaseException:
+                os.close(descriptor)
+                raise
+        return descriptor, status.st_size
+
+    def entries(self, directory: str, ancestors: frozenset[tuple[int, int]]) -> list[Entry]:
+        """Give a directory's regular files and directories, and the links to such.
+
+        Sorted so that walking into each directory where it stands gives all paths in ascending order. A
+        directory that is its own ancestor, by a link, gives nothing, and so does one that is gone.
+
+        Args:
+            directory: path below the root; empty for the root itself.
+            ancestors: of the `Entry` that named it.
+
+        Raises:
+            InvalidPath: the directory, or a link in it, leads out of the root.
+            ObjectNotFound: the root itself is missing.
+            AccessDenied, ReadFailed: the system says so.
+        """
+        with os_errors(directory, self.directory):
+            try:
+                descriptor = os.open(os.path.join(self.directory, directory), _FLAGS | os.O_DIRECTORY)
+            except (FileNotFoundError, NotADirectoryError):
+                if os.path.isdir(self.directory):
+                    return []
+                raise
+            try:
+                self._refuse_outside(descriptor, directory)
+                status = os.fstat(descriptor)
+                identity = (status.st_dev, status.st_ino)
+                if identity in ancestors:
+                    return []
+                return self._scan(descriptor, directory, ancestors | {identity})
+            finally:
+                os.close(descriptor)
+
+    def _scan(self, descriptor: int, directory: str, ancestors: frozenset[tuple[int, int]]) -> list[Entry]:
+        found: list[Entry] = []
+        with os.scandir(descriptor) as names:
+            for name in names:
+                path = f"{directory}/{name.name}" if directory else name.name
+                is_directory = name.is_dir()
+                if not is_directory and not name.is_file():
+                    continue  # a FIFO, a socket, a device, or a link that leads nowhere
+                if name.is_symlink() and not is_directory:  # directories are checked when they are opened
+                    self._refuse_true_path(os.path.realpath(os.path.join(self.directory, path)), path)
+                found.append(Entry(path, is_directory, ancestors))
+        # "a/" sorts where its files do: after "a.png", before "a0.png".
+        found.sort(key=lambda entry: entry.path + "/" if entry.is_directory else entry.path)
+        return found
+
+    def _refuse_outside(self, descriptor: int, path: str) -> None:
+        self._refuse_true_path(self._true_path(descriptor, path), path)
+
+    def _true_path(self, descriptor: int, path: str) -> str:
+        """Give the path of the open file, free of links."""
+        try:
+            return os.readlink(f"{self._descriptors}/{descriptor}")
+        except OSError:
+            true = os.path.realpath(os.path.join(self.directory, path))
+            if not os.path.samestat(os.stat(true), os.fstat(descriptor)):
+                raise ReadFailed(f"{path!r} was replaced while it was opened; read it again", path=path) from None
+            return true
+
+    def _refuse_true_path(self, true: str, path: str) -> None:
+        if self._real is not None and _below(true, self._real):
+            return
+        self._real = os.path.realpath(self.directory)  # the root may be a link that was pointed elsewhere
+        if not _below(true, self._real):
+            raise InvalidPath(
+                f"{path!r} leads out of the root {self.directory!r} by a link, which is refused; "
+                "open a transport at a directory that holds both the link and what it points to",
+                path=path,
+            )
+
+
+def _below(true: str, root: str) -> bool:
+    return true == root or true.startswith(root.rstrip("/") + "/")
+
+
+@contextmanager
+def os_errors(path: str, root: str) -> Generator[None, None, None]:
+    """Translate the system's errors about `path` below `root` into the family of `TransportError`."""
+    try:
+        yield
+    except TransportError:
+        raise
+    except (FileNotFoundError, NotADirectoryError) as error:
+        what = (
+            f"{path!r} does not exist in {root!r}" if os.path.isdir(root) else f"the root {root!r} is not a directory"
+        )
+        raise ObjectNotFound(what, path=path) from error
+    except PermissionError as error:
+        raise AccessDenied(f"no permission to read {path!r} in {root!r}", path=path) from error
+    except OSError as error:
+        if error.errno in {errno.ENAMETOOLONG, errno.ELOOP}:
+            raise InvalidPath(f"{path!r} in {root!r}: {error.strerror}", path=path) from error
+        if error.errno == errno.ENXIO:
+            raise ObjectNotFound(f"{path!r} is not a regular file in {root!r}", path=path) from error
+        failed = ReadFailed(f"reading {path!r} in {root!r} failed: {error.strerror}", path=path)
+        failed.errno = error.errno
+        raise failed from error

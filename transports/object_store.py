@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from asyncloader.transports.base import ObjectInfo
 from asyncloader.transports.checks import check_prefix
-from asyncloader.transports.network import NetworkTransport, check_limits
+from asyncloader.transports.download import NetworkTransport, check_limits
 from asyncloader.transports.object_store_client import StoreClient, check_key
 from asyncloader.transports.object_store_config import Settings, parse_place
 from asyncloader.transports.object_store_download import StoreDownload, StoreVersion

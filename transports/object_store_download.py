@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from asyncloader.transports.broken import Broken
 from asyncloader.transports.checks import check_size, check_start
 from asyncloader.transports.client_owner import Scope
 from asyncloader.transports.download import CHANGED, Download
 from asyncloader.transports.errors import ReadFailed
-from asyncloader.transports.object_store_client import StoreClient
-from asyncloader.transports.object_store_trouble import status_of
+from asyncloader.transports.object_store_client import StoreClient, status_of
+from asyncloader.transports.retry import Broken
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, ObjectMeta

@@ -24,6 +24,8 @@ changes a sample.
 
 *There is no circuit breaker.* It would let reads fail early, and a training run wants them to wait. What else
 it is for, sparing a server that is down, the jitter does: 512 reads in flight ask it about 100 times a second.
+
+A request that failed, and whether trying again heals it. Data path: download -> [broken] -> retry or error.
 """
 
 from __future__ import annotations
@@ -36,11 +38,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC
 from math import isfinite
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
-from asyncloader.totals import TOTALS
+from asyncloader.counters import TOTALS
+from asyncloader.transports.errors import TransportError
 
-__all__ = ["HEALING_STATUSES", "Attempts", "RetryCounts", "RetryPolicy", "Verdict", "error_heals", "parse_retry_after"]
+__all__ = [
+    "HEALING_STATUSES",
+    "Attempts",
+    "Broken",
+    "RetryCounts",
+    "RetryPolicy",
+    "Verdict",
+    "error_heals",
+    "parse_retry_after",
+]
 
 HEALING_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 520, 521, 522, 523, 524, 529, 530})
 """Answers that say "not now": time-outs, throttling, servers and gateways in trouble. S3 answers 500 in passing;
@@ -288,3 +300,44 @@ def parse_retry_after(value: str | None, now: float) -> float | None:
 def _address_error_names(number: int | None) -> set[str]:
     # The values of glibc, musl and the BSDs (macOS among them); this module may not import socket.
     return {-3: {"EAI_AGAIN"}, 2: {"EAI_AGAIN"}}.get(number if number is not None else 0, set())
+
+
+class Broken(Exception):
+    """A request failed. Stays inside the transport.
+
+    Args:
+        kind: one or two words, by which retries are counted.
+        text: a clause for people, without secrets.
+        heals: whether to try again.
+        cause: the original error, None when there is none or its text may hold secrets.
+        retry_after: seconds that the server asks to wait, None: not said.
+        final: the error to raise in the end; None: a ReadFailed of `text`.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        text: str,
+        *,
+        heals: bool = True,
+        cause: BaseException | None = None,
+        retry_after: float | None = None,
+        final: TransportError | None = None,
+    ) -> None:
+        super().__init__(text)
+        self.kind = kind
+        self.text = text
+        self.heals = heals
+        self.cause = cause
+        self.retry_after = retry_after
+        self.final = final
+
+    @classmethod
+    def short(cls, position: int, end: int) -> Self:
+        """The body ended before the length that its head had stated."""
+        return cls("short body", f"the answer ended at byte {position:,} of {end:,}")
+
+    @classmethod
+    def corrupt(cls, algorithm: str) -> Self:
+        """The body's digest is not the one that its head had declared."""
+        return cls("wrong digest", f"the bytes do not have the {algorithm} digest that the server declared")

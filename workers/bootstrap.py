@@ -20,25 +20,9 @@ import gc
 import os
 import threading
 from collections.abc import Generator
-from typing import Any, NamedTuple
+from typing import Any
 
-__all__ = ["Bootstrap", "Links", "uncollected"]
-
-
-class Links(NamedTuple):
-    """The descriptors that a worker shares with the main process; each an `InheritedFd`.
-
-    Attributes:
-        control: the worker's end of the control socket.
-        lifeline: the pipe whose end ends the worker.
-        stacks: the pipe into which it writes what it is doing.
-        parent: the main process's pidfd, None where the system has none.
-    """
-
-    control: Any
-    lifeline: Any
-    stacks: Any
-    parent: Any
+__all__ = ["Bootstrap", "uncollected"]
 
 
 class Bootstrap:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 import pickle
 
-from asyncloader.workers import wire
-from asyncloader.workers.codec import Template
+from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer, Listener
+from asyncloader.workers.memory.codec import Template
+from asyncloader.workers.memory.ring import Ring
+from asyncloader.workers.memory.ring_manager import RingKeeper
 from asyncloader.workers.process import WorkerProcess
-from asyncloader.workers.ring import Ring
-from asyncloader.workers.rings import RingKeeper
-from asyncloader.workers.watch import Watch
+from asyncloader.workers.watchdog import Watch
 
 __all__ = ["Inbox"]
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from asyncloader.errors import WorkerDied
-from asyncloader.workers import wire
-from asyncloader.workers.codec import Template
-from asyncloader.workers.ring import Ring
+from asyncloader.workers.ipc import wire
+from asyncloader.workers.memory.codec import Template
+from asyncloader.workers.memory.ring import Ring
 
 __all__ = ["Answer", "Listener"]
 

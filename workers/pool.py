@@ -8,35 +8,46 @@ back for every answer and every death.
 
 A worker that died leaves its place empty: whoever listens may have another process made for it (`make`, which blocks
 and may be called in any thread) and put there (`adopt`). How workers are ended is `shutdown.py`'s.
+
+At exit, pools that still have workers are stopped, before multiprocessing ends its daemonic children itself.
+
+Data path: none.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
+import functools
 import os
 import pickle
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from asyncloader.errors import LoaderClosed, WorkerDied
-from asyncloader.workers import shutdown, wire
-from asyncloader.workers.exit_hook import stop_at_exit
-from asyncloader.workers.fetch import is_concurrent
+from asyncloader.workers import shutdown
+from asyncloader.workers.fetch.factory import is_concurrent
+from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.inbox import Inbox
-from asyncloader.workers.info import EpochStart, WorkerSetup
-from asyncloader.workers.kept_rings import KeptRings, RingTerms
-from asyncloader.workers.lifeline import Lifeline
+from asyncloader.workers.ipc import wire
+from asyncloader.workers.ipc.lifeline import Lifeline
 from asyncloader.workers.listener import Listener
-from asyncloader.workers.payload import Payload
+from asyncloader.workers.memory.kept_rings import KeptRings, RingTerms
+from asyncloader.workers.memory.ring import install_fork_hook
+from asyncloader.workers.memory.ring_manager import RingKeeper
 from asyncloader.workers.process import WorkerProcess, hang_up
-from asyncloader.workers.ring import install_fork_hook
-from asyncloader.workers.rings import RingKeeper
-from asyncloader.workers.starting import dump, import_worker_code, preload_in_fork_server
-from asyncloader.workers.watch import Watch
+from asyncloader.workers.setup_payload import Payload, dump, import_worker_code, preload_in_fork_server
+from asyncloader.workers.watchdog import Watch
 
-__all__ = ["WorkerPool"]
+__all__ = [
+    "WorkerPool",
+    "install_exit_hook",
+    "stop_at_exit",
+]
 
 _DEATH_SECONDS = 2.0
 """How long a worker that we killed may take to end. After that it is taken for dead: it hangs in the system."""
@@ -421,3 +432,44 @@ class WorkerPool:
                 keeper.abandon()
         if self.processes:
             kept.leave(self._terms, [keeper.hand_on() for keeper in self.rings])
+
+
+class Stoppable(Protocol):
+    """A pool of workers."""
+
+    def detach(self) -> None:
+        """Stop listening."""
+        ...
+
+    def request_stop(self) -> None:
+        """Ask all workers to leave, without waiting."""
+        ...
+
+    def stop(self) -> None:
+        """Wait until they have."""
+        ...
+
+
+_pools: weakref.WeakSet[Stoppable] = weakref.WeakSet()
+
+
+def stop_at_exit(pool: Stoppable) -> None:
+    """Have this pool stopped, if it is still there."""
+    install_exit_hook()
+    _pools.add(pool)
+
+
+@functools.cache
+def install_exit_hook() -> None:
+    """Register the hook, once: what is registered later is called before it."""
+    atexit.register(_stop_all)
+
+
+def _stop_all() -> None:
+    pools = list(_pools)
+    for pool in pools:
+        with contextlib.suppress(Exception):
+            pool.detach()
+            pool.request_stop()
+    for pool in pools:
+        pool.stop()  # waits for one in progress, too

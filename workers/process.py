@@ -20,14 +20,14 @@ from time import monotonic
 from typing import Any
 
 from asyncloader.errors import WorkerDied
-from asyncloader.workers import wire
-from asyncloader.workers.bootstrap import Bootstrap, Links, uncollected
-from asyncloader.workers.channel import Channel, channel_pair
-from asyncloader.workers.info import WorkerSetup
-from asyncloader.workers.last_words import make_keeper, read_tail
-from asyncloader.workers.memory_kills import MemoryKills
-from asyncloader.workers.payload import InheritedFd, Payload
+from asyncloader.workers.bootstrap import Bootstrap, uncollected
+from asyncloader.workers.fetch.setup import Links, WorkerSetup
+from asyncloader.workers.ipc import wire
+from asyncloader.workers.ipc.channel import Channel, channel_pair
+from asyncloader.workers.memory_use import MemoryKills
+from asyncloader.workers.setup_payload import InheritedFd, Payload
 from asyncloader.workers.stacks import crash_trace, stack_pipe
+from asyncloader.workers.stderr_capture import make_keeper, read_tail
 
 __all__ = ["WorkerProcess", "wait_for_deaths"]
 

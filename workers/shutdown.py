@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Sequence
 from time import monotonic
 from typing import NamedTuple
 
-from asyncloader.workers import wire
+from asyncloader.workers.ipc import wire
 from asyncloader.workers.process import WorkerProcess, wait_for_deaths
 from asyncloader.workers.stacks import process_state
 

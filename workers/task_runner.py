@@ -4,6 +4,13 @@ Data path: channel -> [task_runner: fetch -> collate -> ring slot] -> channel.
 
 Holds what a worker has: its copy of the dataset, its ring, its random numbers. Knows nothing of how frames are waited
 for; that is `worker.py`'s.
+
+An error on its way out of a worker. Data path: worker: fetch -> [error_pickle] -> answer -> consumer.
+
+What a worker that leaves hands to the one that takes its place: where its random numbers stood.
+
+Data path: beside the worker's start and end. Of use in torch mode alone, where random numbers are the worker's; in
+seeded mode they are the samples'. A worker that is killed hands over nothing.
 """
 
 from __future__ import annotations
@@ -12,40 +19,46 @@ import contextlib
 import inspect
 import os
 import pickle
+import random
 import select
 import warnings
 from collections.abc import Callable
 from time import perf_counter, process_time
 from typing import Any
 
+import numpy as np
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import IterDataPipe
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data.graph_settings import apply_random_seed
 
+from asyncloader.counters import TOTALS
 from asyncloader.errors import LoaderError
 from asyncloader.events import bare_index
-from asyncloader.totals import TOTALS
-from asyncloader.workers import segment, wire
-from asyncloader.workers.bad_samples import BadSample, NoSamples
-from asyncloader.workers.channel import Channel
-from asyncloader.workers.codec import Encoded, Encoder
-from asyncloader.workers.collate import Collator, use_private_memory
-from asyncloader.workers.cursor import is_stateful
-from asyncloader.workers.dataset_context import DatasetContext
-from asyncloader.workers.error_notes import add_note, collation_place
-from asyncloader.workers.error_pickle import pickle_error
-from asyncloader.workers.footprint import Footprint
-from asyncloader.workers.handover import restore_generators, save_generators
-from asyncloader.workers.info import EpochStart, WorkerSetup, install_worker_info, seed_worker
-from asyncloader.workers.last_words import kept_stderr
-from asyncloader.workers.leasing import WorkerLeasing
-from asyncloader.workers.payload import Payload
-from asyncloader.workers.reader import Reader
-from asyncloader.workers.ring import WorkerRing
-from asyncloader.workers.unasked import Unasked
+from asyncloader.workers.fetch.assignment_client import WorkerLeasing
+from asyncloader.workers.fetch.context import DatasetContext, Unasked
+from asyncloader.workers.fetch.dataset_state import is_stateful
+from asyncloader.workers.fetch.error_notes import add_note, collation_place, take_notes
+from asyncloader.workers.fetch.reader import Reader
+from asyncloader.workers.fetch.sample_errors import BadSample, NoSamples
+from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup, install_worker_info, seed_worker
+from asyncloader.workers.ipc import wire
+from asyncloader.workers.ipc.channel import Channel
+from asyncloader.workers.memory import segment
+from asyncloader.workers.memory.codec import Encoded, Encoder
+from asyncloader.workers.memory.collate import Collator, use_private_memory
+from asyncloader.workers.memory.ring import WorkerRing
+from asyncloader.workers.memory_use import Footprint
+from asyncloader.workers.setup_payload import Payload
+from asyncloader.workers.stderr_capture import kept_stderr
 
-__all__ = ["TaskRunner"]
+__all__ = [
+    "TaskRunner",
+    "pickle_error",
+    "restore_generators",
+    "save_generators",
+]
 
 _ASKED_FOR = 64 << 20
 """Bytes from which on a batch of its own is held against the memory there is, which takes 50 microseconds."""
@@ -396,3 +409,45 @@ def _write_oneoff(encoded: Encoded) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def pickle_error(error: Exception, worker_id: int) -> bytes:
+    """The error as the main process will raise it: ours as they are, others as torch wraps them."""
+    where = f"in DataLoader worker process {worker_id}"
+    notes = [] if isinstance(error, LoaderError) else take_notes(error)
+    wrapper: Any = ExceptionWrapper(exc_info=(type(error), error, error.__traceback__), where=where)
+    if isinstance(error, LoaderError):
+        error.add_note(f"Raised {where}.\nOriginal {wrapper.exc_msg}")
+        return pickle.dumps(error.with_traceback(None))
+    # Not in torch's text, whose last line is the exception's own: `raise_worker_error` adds them again.
+    wrapper.notes = [f"{note}, in worker {worker_id} (pid {os.getpid()})" for note in notes]
+    try:
+        data = pickle.dumps(wrapper)
+        pickle.loads(data)
+    except Exception:  # the type is local to a function, or does not unpickle: keep its name and text
+        wrapper.exc_type = _LostType(type(error).__name__)
+        data = pickle.dumps(wrapper)
+    return data
+
+
+class _LostType:
+    """Stands for an exception type that cannot travel. It makes no exceptions; torch then makes a RuntimeError."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, *_: Any) -> Any:
+        raise TypeError(f"{self.__name__} could not be pickled")
+
+
+def save_generators() -> bytes:
+    """The states of `random`'s, numpy's and torch's process-global generators, pickled."""
+    return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy().tobytes()), 5)
+
+
+def restore_generators(saved: bytes) -> None:
+    """Set the process-global generators to states that `save_generators` gave in another worker of ours."""
+    ours, numpys, torchs = pickle.loads(saved)
+    random.setstate(ours)
+    np.random.set_state(numpys)
+    torch.set_rng_state(torch.frombuffer(bytearray(torchs), dtype=torch.uint8))

@@ -2,19 +2,35 @@
 
 All but Parquet are push parsers without I/O; `base` has the contract, which a reader of your own keeps as well. Parquet
 has its index at its end: `parquet` asks for the ranges that it needs.
+
+From a shard's name to its reader. Data path: transport -> chunks -> [the reader chosen here] -> samples.
+
+    .tar                     tar        .tfrecord .tfrecords     tfrecord
+    .jsonl .ndjson           jsonl      .mds                     mds (needs its index: `MdsReader`)
+
+each also with ``.gz`` or ``.zst`` behind it, and ``.tgz``.
 """
 
 from __future__ import annotations
 
-from asyncloader.formats.base import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardError, ShardRange, ShardReader
+from collections.abc import Callable
+from typing import NamedTuple
+
+from asyncloader.formats.base import (
+    MAX_SAMPLE_BYTES,
+    Located,
+    OnBad,
+    Sample,
+    ShardError,
+    ShardRange,
+    ShardReader,
+    base_name,
+)
 from asyncloader.formats.compressed import CompressedReader
-from asyncloader.formats.example import parse_example
 from asyncloader.formats.jsonl import JsonlReader, cut_lines
-from asyncloader.formats.mds import MdsReader
-from asyncloader.formats.mds_index import MdsShard, parse_mds_index
-from asyncloader.formats.registry import ShardFormat, cut_shard, open_reader, shard_format
-from asyncloader.formats.tar import TarReader
-from asyncloader.formats.tfrecord import TFRecordReader
+from asyncloader.formats.mds import MdsReader, MdsShard, parse_mds_index
+from asyncloader.formats.tar import Compression, TarReader, decoder
+from asyncloader.formats.tfrecord import TFRecordReader, parse_example
 
 __all__ = [
     "MAX_SAMPLE_BYTES",
@@ -38,3 +54,98 @@ __all__ = [
     "parse_mds_index",
     "shard_format",
 ]
+
+
+EXTENSIONS = {
+    ".tar": "tar",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".tfrecord": "tfrecord",
+    ".tfrecords": "tfrecord",
+    ".mds": "mds",
+}
+COMPRESSED: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
+
+
+class ShardFormat(NamedTuple):
+    """A format's name (``"tar"``, ``"jsonl"``, ``"tfrecord"``, ``"mds"``) and the compression around it."""
+
+    name: str
+    compression: Compression | None
+
+
+def shard_format(url: str) -> ShardFormat:
+    """The format that the extension of `url` says, in any case; its query and fragment do not count.
+
+    Raises:
+        ValueError: no known extension.
+    """
+    name = base_name(url).lower()
+    if name.endswith(".tgz"):
+        return ShardFormat("tar", "gzip")
+    compression: Compression | None = None
+    for ending, kind in COMPRESSED.items():
+        if name.endswith(ending):
+            name, compression = name.removesuffix(ending), kind
+            break
+    for ending, form in EXTENSIONS.items():
+        if name.endswith(ending):
+            return ShardFormat(form, compression)
+    known = ", ".join((*EXTENSIONS, ".tgz"))
+    raise ValueError(f"no shard format has the extension of {url!r} ({known}; with .gz or .zst): say format=")
+
+
+def open_reader(
+    url: str,
+    format: ShardFormat | None = None,
+    *,
+    part: ShardRange | None = None,
+    max_sample_bytes: int = MAX_SAMPLE_BYTES,
+    on_bad: OnBad | None = None,
+    shard: MdsShard | None = None,
+) -> ShardReader:
+    """Make the reader of a shard. Nothing is opened: see `base` for how it is fed.
+
+    Args:
+        url: the shard's.
+        format: None: by the extension.
+        part: what to read of it. To resume, its `start` is the offset that came with the last sample, `sync` False.
+            None: all.
+        max_sample_bytes: refuse a sample that takes more (decompressed) bytes, before memory is allocated for it.
+        on_bad: is told of bad samples that can be stepped over. None: each of them is raised.
+        shard: what the index says of an MDS shard. Its compression counts, not the extension's.
+
+    Raises:
+        ValueError: no format has this extension; an MDS shard without `shard`; `part` is no range.
+        ImportError: the shard is compressed with zstd, and no package for it is installed.
+    """
+    name, compression = shard_format(url) if format is None else format
+    start, stop, sync = part or ShardRange(0, None, sync=False)
+    if sync and name != "jsonl":
+        raise ValueError(f"a {name} shard can be read only from where a sample begins")
+    reader: ShardReader
+    if name == "mds":
+        if shard is None:
+            raise ValueError("an MDS shard is read with its index: give the MdsShard from parse_mds_index")
+        compression = shard.compression
+        reader = MdsReader(url, shard, start=start, stop=stop, max_sample_bytes=max_sample_bytes, on_bad=on_bad)
+    elif name == "jsonl":
+        reader = JsonlReader(url, start=start, stop=stop, sync=sync, max_sample_bytes=max_sample_bytes, on_bad=on_bad)
+    elif name in SIMPLE:
+        reader = SIMPLE[name](url, start=start, stop=stop, max_sample_bytes=max_sample_bytes, on_bad=on_bad)
+    else:
+        raise ValueError(f"format {name!r} is unknown; the formats are {', '.join((*SIMPLE, 'jsonl', 'mds'))}")
+    return reader if compression is None else CompressedReader(url, reader, decoder(compression))
+
+
+SIMPLE: dict[str, Callable[..., ShardReader]] = {"tar": TarReader, "tfrecord": TFRecordReader}
+
+
+def cut_shard(format: ShardFormat, size: int, parts: int) -> list[ShardRange]:
+    """Cut a shard of `size` bytes into at most `parts`; one part where the format has no places to cut at.
+
+    JSON lines can be cut by size alone; MDS by its offsets (`MdsShard.cut`); tar, TFRecord and what is packed cannot.
+    """
+    if format == ("jsonl", None):
+        return cut_lines(size, parts)
+    return [ShardRange(0, None, sync=False)]

@@ -9,7 +9,7 @@ costs its reader no more memory than any other shard, and `max_sample_bytes` mee
 from __future__ import annotations
 
 from asyncloader.formats.base import Located, ShardError, ShardReader
-from asyncloader.formats.members import MemberDecoder
+from asyncloader.formats.tar import MemberDecoder
 
 __all__ = ["STEP", "CompressedReader"]
 

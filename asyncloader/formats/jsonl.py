@@ -12,7 +12,7 @@ import json
 from typing import Any
 
 from asyncloader.formats.base import MAX_SAMPLE_BYTES, OnBad, ShardRange
-from asyncloader.formats.push import Reader
+from asyncloader.formats.push_parser import Reader
 
 __all__ = ["JsonlReader", "cut_lines"]
 

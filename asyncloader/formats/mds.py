@@ -1,4 +1,20 @@
-"""MDS shards, MosaicML's format: samples of typed columns behind a table of offsets. Pure, sans I/O.
+"""MDS's ``index.json``: which shards a dataset has, what is in them, and where they can be cut. Pure.
+
+The index comes over the network and is believed in nothing: names must stay below the index's folder, numbers must
+be possible, sizes must agree with encodings. Source: mosaicml/streaming, `streaming/base/format/mds/{writer,reader}.py`
+(layout version 2).
+
+How MDS writes a column's values, as decoders by the name that the index gives. Pure; nothing is ever unpickled.
+
+    bytes                    as they are; so are jpeg[:quality], jpegarray, png and pil, which `decode=` may decode
+    str  str_int  str_float  str_decimal  json      UTF-8 text
+    int  int8 ... int64  uint8 ... uint64  float16 ... float64       little-endian
+    ndarray[:dtype[:shape]]  [dtype: 1, if not named] [ndim << 2 | log2 of the dims' size: 1, dims, if not named] values
+
+Source: mosaicml/streaming, `streaming/base/format/mds/encodings.py`. `pkl` is refused: to unpickle what came over a
+network is to run it.
+
+MDS shards, MosaicML's format: samples of typed columns behind a table of offsets. Pure, sans I/O.
 
 Data path: transport -> chunks -> [mds] -> samples.
 
@@ -12,13 +28,319 @@ at any sample without the table.
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+from itertools import pairwise
 from struct import Struct
+from typing import Any, NamedTuple, TypeAlias, cast
 
-from asyncloader.formats.base import MAX_SAMPLE_BYTES, OnBad, Sample
-from asyncloader.formats.mds_index import MdsShard
-from asyncloader.formats.push import Parser, PushReader
+import numpy as np
+import numpy.typing as npt
 
-__all__ = ["MdsReader"]
+from asyncloader.formats.base import MAX_SAMPLE_BYTES, OnBad, Sample, ShardError, ShardRange
+from asyncloader.formats.push_parser import Parser, PushReader
+from asyncloader.formats.tar import Compression
+
+__all__ = [
+    "Column",
+    "Encoding",
+    "MdsReader",
+    "MdsShard",
+    "mds_encoding",
+    "parse_mds_index",
+]
+
+UINT32 = 1 << 32
+RESERVED = frozenset(("__key__", "__url__"))
+COMPRESSIONS: dict[str, Compression] = {"zstd": "zstd", "gz": "gzip"}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: its name and how its values are written."""
+
+    name: str
+    encoding: Encoding
+
+
+@dataclass(frozen=True, slots=True)
+class MdsShard:
+    """One shard of a dataset.
+
+    Attributes:
+        path: of the object to read, relative to the index's folder.
+        samples: how many.
+        size: bytes of the shard, decompressed.
+        stored_size: bytes of the object at `path`.
+        compression: of this object; None: it is the shard as it is.
+        columns: of each sample, in the order in which they are stored.
+    """
+
+    path: str
+    samples: int
+    size: int
+    stored_size: int
+    compression: Compression | None
+    columns: tuple[Column, ...]
+
+    @property
+    def header_size(self) -> int:
+        """Bytes at the beginning of the shard that `offsets` wants: the count and the offsets of the samples."""
+        return 4 + 4 * (self.samples + 1)
+
+    def offsets(self, header: bytes, *, url: str = "") -> npt.NDArray[np.int64]:
+        """Check and decode a shard's first `header_size` bytes.
+
+        Returns:
+            The offset of each sample and, last, of the end: ``samples + 1`` numbers, ascending.
+
+        Raises:
+            ShardError: the header contradicts the index or itself.
+        """
+        if len(header) != self.header_size:
+            raise ShardError(f"an MDS header of {len(header):,} bytes, not {self.header_size:,}", url=url, offset=0)
+        count = int.from_bytes(header[:4], "little")
+        if count != self.samples:
+            raise ShardError(f"the shard has {count:,} samples, its index says {self.samples:,}", url=url, offset=0)
+        offsets = np.frombuffer(header, "<u4", offset=4).astype(np.int64)
+        if offsets[0] < self.header_size or offsets[-1] != self.size or (np.diff(offsets) < 1).any():
+            raise ShardError("the offsets in the MDS header are impossible", url=url, offset=4)
+        return offsets
+
+    def cut(self, offsets: npt.NDArray[np.int64], parts: int) -> list[ShardRange]:
+        """Cut an uncompressed shard into `parts` of equally many samples (fewer, where there are fewer samples).
+
+        Args:
+            offsets: as `offsets` gives them.
+            parts: how many.
+
+        Raises:
+            ValueError: `parts` is below 1.
+        """
+        if parts < 1:
+            raise ValueError(f"cannot cut a shard into {parts} parts")
+        parts = max(1, min(parts, self.samples))
+        edges = [int(offsets[self.samples * part // parts]) for part in range(parts + 1)]
+        return [ShardRange(start, stop, sync=False) for start, stop in pairwise(edges)]
+
+
+def parse_mds_index(data: bytes, *, url: str = "") -> list[MdsShard]:
+    """The shards of a dataset, from its ``index.json``.
+
+    Args:
+        data: the whole file; bound its size when you read it.
+        url: its URL, for errors.
+
+    Raises:
+        ShardError: no index of layout version 2, or one that cannot be true; a column is pickled or of an unknown
+            encoding; a compression other than zstd and gz.
+    """
+    try:
+        index: Any = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise ShardError(f"the MDS index is no JSON: {error}", url=url) from error
+    try:
+        _expect(_member(index, "version") == 2, "version is not 2")
+        return [_shard(shard) for shard in _list(index, "shards")]
+    except ShardError:
+        raise
+    except ValueError as error:
+        raise ShardError(f"the MDS index cannot be used: {error}", url=url) from error
+
+
+def _shard(shard: Any) -> MdsShard:
+    _expect(_member(shard, "version") == 2, "a shard's version is not 2")
+    _expect(_member(shard, "format") == "mds", "a shard's format is not 'mds'")
+    samples = _number(shard, "samples", UINT32)
+    raw, stored, compression = _member(shard, "raw_data"), _member(shard, "zip_data"), _member(shard, "compression")
+    size = _number(raw, "bytes", UINT32)  # offsets in a shard have 32 bits
+    kind: Compression | None = None
+    if stored is not None or compression is not None:
+        name = compression.partition(":")[0] if isinstance(compression, str) else None
+        _expect(name in COMPRESSIONS, f"a shard's compression is {str(compression)[:80]!r}; zstd and gz can be read")
+        kind = COMPRESSIONS[cast("str", name)]
+    else:
+        stored = raw
+    columns = _columns(shard)
+    smallest = sum(4 if column.encoding.size is None else column.encoding.size for column in columns)
+    path, stored_size = _path(stored), _number(stored, "bytes", 1 << 63)
+    result = MdsShard(path, samples, size, stored_size, kind, columns)
+    _expect(result.header_size + samples * smallest <= size, f"shard {path!r} is too small for {samples:,} samples")
+    return result
+
+
+def _columns(shard: Any) -> tuple[Column, ...]:
+    names, encodings, sizes = (_list(shard, f"column_{what}") for what in ("names", "encodings", "sizes"))
+    _expect(0 < len(names) == len(encodings) == len(sizes), "a shard's lists of columns differ in length, or are empty")
+    _expect(all(isinstance(name, str) for name in names), "a column's name is no text")
+    _expect(len(set(names)) == len(names) and not RESERVED & set(names), "column names repeat, or are __key__, __url__")
+    columns: list[Column] = []
+    for name, text, size in zip(names, encodings, sizes, strict=True):
+        _expect(isinstance(text, str), f"the encoding of column {name!r} is no text")
+        try:
+            encoding = mds_encoding(text)
+        except ValueError as error:
+            raise ValueError(f"column {name!r}: {error}") from None
+        _expect((size or None) == encoding.size, f"column {name!r} has size {str(size)[:40]}, not {encoding.size}")
+        columns.append(Column(name, encoding))
+    return tuple(columns)
+
+
+def _path(info: Any) -> str:
+    path = _member(info, "basename")
+    _expect(isinstance(path, str), "a shard's basename is no text")
+    bad = any(part in ("", ".", "..") for part in path.split("/")) or set(path) & set("\\\0:?#%")
+    _expect(not bad and path.isprintable(), f"a shard's basename {path[:80]!r} is no plain path below the index")
+    return cast("str", path)
+
+
+def _member(value: Any, name: str) -> Any:
+    _expect(type(value) is dict and name in value, f"{name!r} is missing")
+    return value[name]
+
+
+def _list(value: Any, name: str) -> list[Any]:
+    member = _member(value, name)
+    _expect(type(member) is list, f"{name!r} is no list")
+    return cast("list[Any]", member)
+
+
+def _number(value: Any, name: str, limit: int) -> int:
+    number = _member(value, name)
+    _expect(type(number) is int and 0 <= number < limit, f"{name!r} is {str(number)[:40]}, not in [0, {limit})")
+    return cast("int", number)
+
+
+def _expect(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+Decode: TypeAlias = Callable[[bytes], Any]
+
+
+class Encoding(NamedTuple):
+    """How one column is written.
+
+    Attributes:
+        size: bytes of every value; None where values differ in size.
+        decode: a value from its bytes; raises ValueError, ArithmeticError or RecursionError when they are none.
+    """
+
+    size: int | None
+    decode: Decode
+
+
+SCALARS = (
+    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64"),
+)
+RAW = frozenset(("bytes", "jpeg", "jpegarray", "png", "pil"))
+DTYPE_OF_CODE = {
+    8: "uint8",
+    9: "int8",
+    16: "uint16",
+    17: "int16",
+    18: "float16",
+    32: "uint32",
+    33: "int32",
+    34: "float32",
+    64: "uint64",
+    65: "int64",
+    66: "float64",
+}
+MAX_DIMS = 63
+
+
+def mds_encoding(text: str) -> Encoding:
+    """The encoding that the index names `text`.
+
+    Raises:
+        ValueError: it is unknown, malformed, or `pkl`.
+    """
+    name, colon, options = text.partition(":")
+    if name == "ndarray":
+        return _ndarray(options)
+    if colon and name != "jpeg":
+        raise ValueError(f"encoding {text!r} has options, and {name!r} takes none")
+    if name in RAW:
+        return Encoding(None, _raw)
+    if name == "int":
+        return Encoding(8, lambda data: int.from_bytes(data, "little", signed=True))
+    if name in SCALARS:
+        return _scalar(np.dtype(name).newbyteorder("<"))
+    if name in TEXTS:
+        return Encoding(None, TEXTS[name])
+    if name == "pkl":
+        raise ValueError(
+            "encoding 'pkl' is a pickle, which runs code when it is read: write the column as bytes, json or ndarray"
+        )
+    raise ValueError(f"encoding {text[:80]!r} is unknown")
+
+
+def _raw(data: bytes) -> bytes:
+    return data
+
+
+def _text(data: bytes) -> str:
+    return data.decode()
+
+
+TEXTS: dict[str, Decode] = {
+    "str": _text,
+    "str_int": lambda data: int(data.decode()),
+    "str_float": lambda data: float(data.decode()),
+    "str_decimal": lambda data: Decimal(data.decode()),
+    "json": lambda data: json.loads(data.decode()),
+}
+
+
+def _scalar(dtype: np.dtype[Any]) -> Encoding:
+    return Encoding(dtype.itemsize, lambda data: np.frombuffer(data, dtype)[0])
+
+
+def _ndarray(options: str) -> Encoding:
+    name, _, dims = options.partition(":")
+    if name and name not in SCALARS:
+        raise ValueError(f"encoding ndarray has the unknown dtype {name[:80]!r}")
+    dtype = np.dtype(name).newbyteorder("<") if name else None
+    shape: tuple[int, ...] | None = None
+    if dims:
+        parts = dims.split(",", MAX_DIMS)
+        if len(parts) > MAX_DIMS or not all(part.isascii() and part.isdigit() and len(part) <= 10 for part in parts):
+            raise ValueError(f"encoding ndarray has the impossible shape {dims[:80]!r}")
+        shape = tuple(int(part) for part in parts)
+        if 0 in shape:
+            raise ValueError(f"encoding ndarray has the empty shape {dims[:80]!r}")
+    size = dtype.itemsize * math.prod(shape) if dtype is not None and shape is not None else None
+    return Encoding(size, lambda data: _array(data, dtype, shape))
+
+
+def _array(data: bytes, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None) -> npt.NDArray[Any]:
+    """A private, writable array; its claimed size is compared with `data` before anything is made of it."""
+    pos = 0
+    if dtype is None:
+        code = data[0] if data else None
+        if code not in DTYPE_OF_CODE:
+            raise ValueError(f"an array of the unknown dtype {code}")
+        dtype = np.dtype(DTYPE_OF_CODE[code]).newbyteorder("<")
+        pos = 1
+    if shape is None:
+        if len(data) <= pos:
+            raise ValueError("an array without a shape")
+        ndim, width = data[pos] >> 2, 1 << (data[pos] & 3)
+        pos += 1
+        dims = data[pos : pos + ndim * width]
+        if len(dims) < ndim * width:
+            raise ValueError(f"an array of {ndim} dimensions, cut off inside its shape")
+        shape = tuple(int.from_bytes(dims[at : at + width], "little") for at in range(0, len(dims), width))
+        pos += len(dims)
+    if math.prod(shape) * dtype.itemsize != len(data) - pos:
+        raise ValueError(f"an array of shape {shape[:8]} and type {dtype.name} cannot have {len(data) - pos:,} bytes")
+    return np.frombuffer(data, dtype, offset=pos).reshape(shape).copy()
 
 
 class MdsReader(PushReader):

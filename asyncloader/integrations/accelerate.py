@@ -16,9 +16,9 @@ from accelerate import skip_first_batches as _skip_first_batches
 from accelerate.data_loader import BatchSamplerShard, DataLoaderAdapter, DataLoaderDispatcher, SeedableRandomSampler
 from torch.utils.data import BatchSampler
 
+from asyncloader.clone import constructor_arguments
 from asyncloader.loader import DataLoader
 from asyncloader.options import is_iterable
-from asyncloader.rebuild import constructor_arguments
 from asyncloader.stateful_loader import StatefulDataLoader
 
 __all__ = ["adopt", "prepare", "skip_first_batches"]

@@ -18,18 +18,16 @@ from torch.utils.data import IterableDataset
 
 from asyncloader.bridge import run_in_thread
 from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardError, ShardFormat
-from asyncloader.permutation import Permutation
-from asyncloader.remote.catalogue import Piece, Shard, can_cut, cut, grouped
-from asyncloader.remote.lane import Lane
-from asyncloader.remote.leases import LaneStart, Lease, LeaseBook, Ledger
-from asyncloader.remote.local_leases import LocalLeases
-from asyncloader.remote.loop_stores import LoopStores
-from asyncloader.remote.measuring import bytes_per_sample, with_counts, with_edges, with_sizes
+from asyncloader.remote.assignment import LaneStart, Lease, LeaseBook, Ledger
+from asyncloader.remote.catalog import Piece, Shard, can_cut, cut, grouped
+from asyncloader.remote.discovery import find_shards
 from asyncloader.remote.reading import READ_AHEAD, MakeReader, read_piece
-from asyncloader.remote.sources import find_shards
-from asyncloader.remote.stores import Stores, scheme_of, unsigned
+from asyncloader.remote.shard_sizes import bytes_per_sample, with_counts, with_edges, with_sizes
+from asyncloader.remote.stores import LoopStores, Stores, scheme_of, unsigned
+from asyncloader.remote.worker_stream import Lane, LocalLeases
+from asyncloader.samplers.permutation import Permutation
 from asyncloader.transports import ObjectNotFound, Transport, TransportError
-from asyncloader.workers.leasing import LeaseSource
+from asyncloader.workers.fetch.assignment_client import LeaseSource
 
 __all__ = ["RemoteIterableDataset"]
 

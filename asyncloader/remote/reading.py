@@ -13,8 +13,8 @@ from contextlib import aclosing
 from typing import TypeAlias
 
 from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, ShardError, ShardRange, ShardReader, open_reader
-from asyncloader.remote.catalogue import PARQUET, Piece, Shard
-from asyncloader.remote.read_ahead import ReadAhead
+from asyncloader.remote.catalog import PARQUET, Piece, Shard
+from asyncloader.remote.prefetch import ReadAhead
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import RangeOutOfBounds, Transport, TransportError
 

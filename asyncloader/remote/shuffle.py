@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from asyncloader.permutation import Permutation
+from asyncloader.samplers.permutation import Permutation
 
 __all__ = ["ShuffleBlocks"]
 

@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from asyncloader.device.accelerator import Accelerator, PlainAccelerator, open_accelerator
+from asyncloader.delivery import open_accelerator
+from asyncloader.delivery.accelerator import Accelerator, PlainAccelerator
 
 
 class Card:

@@ -17,17 +17,17 @@ from typing import Any
 import torch
 
 import asyncloader
-from asyncloader.delivery import Opener
-from asyncloader.device.accelerator import PlainAccelerator
-from asyncloader.device.mover import Mover
-from asyncloader.device.stage import DeviceStage, OnDevice
+from asyncloader.delivery.accelerator import PlainAccelerator
+from asyncloader.delivery.device_stage import DeviceStage, OnDevice
+from asyncloader.delivery.opener import Opener
+from asyncloader.delivery.transfer import Mover
 from asyncloader.events import Action, Deliver, Fail
 from asyncloader.statistics import Statistics
-from asyncloader.workers import wire
-from asyncloader.workers.codec import Encoder, Template
-from asyncloader.workers.layout import PAGE, align
+from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer
-from asyncloader.workers.ring import Ring, WorkerRing
+from asyncloader.workers.memory.codec import Encoder, Template
+from asyncloader.workers.memory.layout import PAGE, align
+from asyncloader.workers.memory.ring import Ring, WorkerRing
 
 from .gpu_card import Card
 from .gpu_content import ReadyImages, WrongContent

@@ -98,7 +98,7 @@ def run(loader: str, start: str, strings: int) -> Row:
     import torch
 
     import asyncloader
-    from asyncloader.sharing import share
+    from asyncloader.shared.share import share
 
     # Every string of the list once made is read once, so its pages are all there when the measurement begins.
     data: Any = [name(index) for index in range(strings)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import asyncloader
-from tests.device.fake import installed
+from tests.delivery.fake import installed
 
 from . import gpu, gpu_plan, gpu_slot
 from .gpu_card import Card

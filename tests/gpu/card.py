@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncloader.device.tensors import map_tensors, tensors_of
+from asyncloader.delivery.tensors import map_tensors, tensors_of
 
 __all__ = ["NEEDS_CARD", "ON_CARD", "all_there", "on_cpu", "settled"]
 

@@ -10,13 +10,13 @@ import threading
 import pytest
 import torch
 
-from asyncloader.delivery import Opener
-from asyncloader.device.driver import Driver, open_driver
+from asyncloader.delivery.cuda import Driver, open_driver
+from asyncloader.delivery.opener import Opener
 from asyncloader.errors import PageLockError
 from asyncloader.statistics import Statistics
-from asyncloader.workers import segment
-from asyncloader.workers.layout import PAGE
-from tests.device.answers import batch_of, deliver, new_ring
+from asyncloader.workers.memory import segment
+from asyncloader.workers.memory.layout import PAGE
+from tests.delivery.answers import batch_of, deliver, new_ring
 from tests.gpu.card import NEEDS_CARD
 
 pytestmark = NEEDS_CARD

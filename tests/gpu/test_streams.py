@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from asyncloader import DataLoader
-from asyncloader.delivery import Opener
-from asyncloader.device.cuda import CudaAccelerator
-from asyncloader.device.mover import Mover
+from asyncloader.delivery.cuda import CudaAccelerator
+from asyncloader.delivery.opener import Opener
+from asyncloader.delivery.transfer import Mover
 from asyncloader.statistics import Statistics
-from asyncloader.workers.ring import Ring
-from tests.device.answers import deliver
+from asyncloader.workers.memory.ring import Ring
+from tests.delivery.answers import deliver
 from tests.gpu.card import NEEDS_CARD, settled
 from tests.integration.datasets import Numbers
 from tests.integration.running import ROOT

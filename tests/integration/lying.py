@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import Dataset
 
 from asyncloader import AsyncDataLoader, DataLoader
-from asyncloader.workers import wire
-from asyncloader.workers.channel import Channel
+from asyncloader.workers.ipc import wire
+from asyncloader.workers.ipc.channel import Channel
 from tests.integration.running import PATIENCE_S, run_async
 
 __all__ = ["LIES", "WIDTH", "Liar", "say_no_more", "until_error"]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset, get_worker_info
 
-from asyncloader.rank_group import destroy_unused
+from asyncloader.ranks.process_group import destroy_unused
 from tests.integration.remote_folders import dataset_of, with_method
 from tests.integration.running import PATIENCE_S
 from tests.integration.seeded_datasets import AllDraws, Rows

@@ -10,7 +10,7 @@ from typing import Any
 from asyncloader.remote.dataset import RemoteIterableDataset
 from tests.integration.faulty import Faults
 from tests.integration.seeded_runs import Stepwise
-from tests.unit.remote_shards import MAKERS, mds, mds_index, number_of
+from tests.unit.remote.shards import MAKERS, mds, mds_index, number_of
 
 __all__ = [
     "ALL",

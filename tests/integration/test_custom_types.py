@@ -14,15 +14,15 @@ import torch
 from torch.utils.data import Dataset, default_collate, default_convert, get_worker_info
 
 from asyncloader import AsyncDataLoader, DataLoader
-from asyncloader.delivery import Opener
+from asyncloader.delivery.opener import Opener
+from asyncloader.delivery.stage import Pinned, PinStage, torch_pin
 from asyncloader.events import Action, Deliver, Finish
-from asyncloader.pin_memory import Pinned, PinStage, torch_pin
 from asyncloader.statistics import Statistics
-from asyncloader.workers import wire
-from asyncloader.workers.codec import Encoder, Template
-from asyncloader.workers.layout import PAGE
+from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer
-from asyncloader.workers.ring import Ring
+from asyncloader.workers.memory.codec import Encoder, Template
+from asyncloader.workers.memory.layout import PAGE
+from asyncloader.workers.memory.ring import Ring
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import identity
 from tests.integration.running import BOTH, outcomes, without_place

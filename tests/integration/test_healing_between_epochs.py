@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader import DataLoader
-from asyncloader.workers import watch
+from asyncloader.workers import watchdog as watch
 from tests.integration.comparing import assert_same
 from tests.integration.faulty import Growing
 from tests.integration.running import BOTH, Deaths

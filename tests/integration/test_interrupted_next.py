@@ -16,13 +16,13 @@ import torch
 
 from asyncloader import DataLoader
 from asyncloader.bridge import Bridge
-from asyncloader.consumer import Consumer, Delivery
-from asyncloader.delivery import Opener
-from asyncloader.draws import Draws
-from asyncloader.index_stream import IndexStream
-from asyncloader.progress import Progress
-from asyncloader.sync_iterator import WorkerIterator
-from asyncloader.workers.ring import Ring, oneoff_anchor
+from asyncloader.delivery.opener import Opener
+from asyncloader.epoch.consumer import Consumer, Delivery
+from asyncloader.epoch.plan import Draws
+from asyncloader.epoch.sync_iterator import WorkerIterator
+from asyncloader.samplers.index_stream import IndexStream
+from asyncloader.state.progress import Progress
+from asyncloader.workers.memory.ring import Ring, oneoff_anchor
 
 BATCHES = 600
 SEED = 7

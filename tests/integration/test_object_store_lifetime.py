@@ -206,7 +206,7 @@ PROGRAM = (
     + """
 import asyncio, sys
 from asyncloader.transports import ObjectStoreTransport
-from asyncloader.transports.fork_hazard import used_before_fork
+from asyncloader.transports.object_store_client import used_before_fork
 
 def read():
     return asyncio.run(transport.read("a"))

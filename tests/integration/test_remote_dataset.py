@@ -15,8 +15,8 @@ import torch
 
 from asyncloader import AsyncDataLoader, DataLoader
 from asyncloader.formats import Located, ShardRange
-from asyncloader.remote.leases import LeaseBook, Ledger
-from asyncloader.remote.local_leases import LocalLeases
+from asyncloader.remote.assignment import LeaseBook, Ledger
+from asyncloader.remote.worker_stream import LocalLeases
 from asyncloader.transports import MemoryTransport
 from tests.integration.remote_folders import (
     ALL,
@@ -30,7 +30,7 @@ from tests.integration.remote_folders import (
 )
 from tests.integration.running import BOTH, run_async
 from tests.integration.seeded_runs import Stepwise
-from tests.unit.remote_shards import tar
+from tests.unit.remote.shards import tar
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

@@ -15,7 +15,7 @@ import pytest
 
 from asyncloader import DataLoader, LoaderTimeout, ShardError, WorkerDied
 from asyncloader.transports import ObjectNotFound
-from asyncloader.workers import wire
+from asyncloader.workers.ipc import wire
 from tests.integration.faulty import Faults, grown
 from tests.integration.lying import Liar, say_no_more, until_error
 from tests.integration.remote_folders import (

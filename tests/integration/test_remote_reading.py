@@ -13,15 +13,15 @@ from aiohttp import web
 
 from asyncloader import AsyncDataLoader, RemoteIterableDataset, StateError
 from asyncloader.formats import Located, ShardError
-from asyncloader.remote.catalogue import Piece, Shard, cut, format_of
-from asyncloader.remote.measuring import with_counts, with_edges
+from asyncloader.remote.catalog import Piece, Shard, cut, format_of
+from asyncloader.remote.discovery import find_shards
 from asyncloader.remote.reading import read_piece
-from asyncloader.remote.sources import find_shards
+from asyncloader.remote.shard_sizes import with_counts, with_edges
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import HttpTransport, ReadFailed
 from asyncloader.transports.retry import RetryPolicy
 from tests.integration.http_store import LISTING, HttpStore, broken, change, serving, status
-from tests.unit.remote_shards import (
+from tests.unit.remote.shards import (
     MAKERS,
     drain,
     jsonl,

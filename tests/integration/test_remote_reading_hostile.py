@@ -18,13 +18,13 @@ import pytest
 import pytest_asyncio
 
 from asyncloader.formats import Located, ShardError, ShardFormat
-from asyncloader.formats.crc32c import crc32c, masked
-from asyncloader.remote.catalogue import Piece, Shard, format_of
+from asyncloader.formats.tfrecord import crc32c, masked
+from asyncloader.remote.catalog import Piece, Shard, format_of
 from asyncloader.remote.reading import read_piece
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import MemoryTransport
 from tests.integration.http_store import serving
-from tests.unit.remote_shards import drain, jsonl, mds, mds_entry, number_of, parquet, read_all, tar, zstd_compress
+from tests.unit.remote.shards import drain, jsonl, mds, mds_entry, number_of, parquet, read_all, tar, zstd_compress
 
 pytestmark = pytest.mark.network
 

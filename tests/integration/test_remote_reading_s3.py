@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 
-from asyncloader.remote.catalogue import cut
-from asyncloader.remote.measuring import with_counts, with_edges
-from asyncloader.remote.sources import find_shards
+from asyncloader.remote.catalog import cut
+from asyncloader.remote.discovery import find_shards
+from asyncloader.remote.shard_sizes import with_counts, with_edges
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import ObjectNotFound
 from tests.integration.object_stores import KEYS, SOON, Moto, moto_server, sockets, sockets_closed
-from tests.unit.remote_shards import MAKERS, mds, mds_index, number_of, parquet, read_all
+from tests.unit.remote.shards import MAKERS, mds, mds_index, number_of, parquet, read_all
 
 pytestmark = pytest.mark.network
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from asyncloader import StateError, Stateful
-from asyncloader.remote.leases import LaneStart, LeaseBook, Ledger
-from asyncloader.remote.local_leases import LocalLeases
+from asyncloader.remote.assignment import LaneStart, LeaseBook, Ledger
+from asyncloader.remote.worker_stream import LocalLeases
 from asyncloader.transports import ObjectNotFound
 from tests.integration.remote_folders import ALL, SIZES, dataset_of, epochs_of, flat, make_shards, resumed, with_method
 from tests.integration.running import BOTH, run_async

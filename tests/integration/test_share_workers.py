@@ -16,10 +16,10 @@ import torch
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
-from asyncloader.sharing import SharedDict, SharedList, share
-from asyncloader.workers.payload import Payload
+from asyncloader.shared.share import SharedDict, SharedList, share
+from asyncloader.workers.setup_payload import Payload
 from tests.integration.running import run_loader
-from tests.unit.workers.test_payload import setup
+from tests.unit.workers.test_setup_payload import setup
 
 METHODS = ["fork", "spawn", "forkserver"]
 WORDS = [f"é{i:06d}" for i in range(20_000)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, NamedTuple
 
+from asyncloader.epoch.scheduler import Assignment, Scheduler
 from asyncloader.errors import TaskQuarantined, WorkerDied
 from asyncloader.events import (
     Action,
@@ -31,7 +32,6 @@ from asyncloader.events import (
     Started,
     Task,
 )
-from asyncloader.scheduler import Assignment, Scheduler
 
 __all__ = ["PLENTY", "Made", "Worker", "World", "map_world"]
 

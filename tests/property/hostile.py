@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
-from asyncloader.workers.lease import make_anchor
+from asyncloader.workers.memory.ring import make_anchor
 
 __all__ = ["INSIDE", "NBYTES", "WALLED", "outcome", "template_of", "wild"]
 

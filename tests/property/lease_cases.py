@@ -8,8 +8,8 @@ from typing import Any
 
 from asyncloader import RemoteIterableDataset
 from asyncloader.formats import Located, OnBad, ShardError, ShardFormat
-from asyncloader.remote.catalogue import Piece, Shard
-from asyncloader.remote.leases import Lease
+from asyncloader.remote.assignment import Lease
+from asyncloader.remote.catalog import Piece, Shard
 
 __all__ = ["Case", "Shards", "pieces_of", "plan_of"]
 

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from asyncloader.epoch import EpochClock
+from asyncloader.epoch.resume_points import Places
+from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.errors import WorkerDied
 from asyncloader.events import (
     Action,
@@ -33,17 +34,16 @@ from asyncloader.events import (
     Started,
 )
 from asyncloader.formats import ShardError
-from asyncloader.places import Places
-from asyncloader.progress import Progress, Tally
-from asyncloader.remote.epoch_leases import EpochLeases, stream_key
-from asyncloader.remote.leases import Reply
-from asyncloader.scheduler import Scheduler
-from asyncloader.state_layout import check_state
-from asyncloader.workers import wire
-from asyncloader.workers.bad_samples import BadSample, ErrorPolicy, NoSamples
-from asyncloader.workers.info import EpochStart, WorkerSetup
-from asyncloader.workers.leasing import WorkerLeasing
-from asyncloader.workers.reader import Reader
+from asyncloader.remote.assignment import Reply
+from asyncloader.remote.assignment_state import EpochLeases, stream_key
+from asyncloader.state.epoch_counter import EpochClock
+from asyncloader.state.progress import Progress, Tally
+from asyncloader.state.schema import check_state
+from asyncloader.workers.fetch.assignment_client import WorkerLeasing
+from asyncloader.workers.fetch.reader import Reader
+from asyncloader.workers.fetch.sample_errors import BadSample, ErrorPolicy, NoSamples
+from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
+from asyncloader.workers.ipc import wire
 from tests.property.lease_cases import Case, Shards, plan_of
 
 __all__ = ["World", "passed"]

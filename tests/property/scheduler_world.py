@@ -11,6 +11,7 @@ from random import Random
 
 from hypothesis import strategies as st
 
+from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.events import (
     Action,
     Assign,
@@ -25,7 +26,6 @@ from asyncloader.events import (
     Started,
     Task,
 )
-from asyncloader.scheduler import Scheduler
 
 __all__ = ["World", "assignments", "check_each_once", "check_end", "randoms"]
 

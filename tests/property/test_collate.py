@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from torch.utils.data import default_collate
 from torch.utils.data._utils import worker as torch_worker
 
-from asyncloader.workers.codec import Encoder
-from asyncloader.workers.collate import Collator
-from asyncloader.workers.info import install_worker_info
+from asyncloader.workers.fetch.setup import install_worker_info
+from asyncloader.workers.memory.codec import Encoder
+from asyncloader.workers.memory.collate import Collator
 from tests.integration.comparing import assert_same
 from tests.property.samples import batches, single_leaves
-from tests.unit.workers.through_memory import view
+from tests.unit.workers.memory.through_memory import view
 
 
 @pytest.fixture(autouse=True)

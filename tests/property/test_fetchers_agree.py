@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from asyncloader.workers.bad_samples import BadSample, ErrorPolicy, NoSamples
-from asyncloader.workers.reader import Reader
-from asyncloader.workers.seeding import sample_rng
-from tests.unit.workers.rotten import SEEDED, fetch, places, reader
+from asyncloader.workers.fetch.reader import Reader
+from asyncloader.workers.fetch.sample_errors import BadSample, ErrorPolicy, NoSamples
+from asyncloader.workers.fetch.seeding import sample_rng
+from tests.unit.workers.fetch.rotten import SEEDED, fetch, places, reader
 
 LENGTH = 60
 

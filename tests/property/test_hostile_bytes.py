@@ -19,9 +19,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from asyncloader.workers import wire
-from asyncloader.workers.codec import Template
-from asyncloader.workers.ring import Ring, oneoff_anchor
+from asyncloader.workers.ipc import wire
+from asyncloader.workers.memory.codec import Template
+from asyncloader.workers.memory.ring import Ring, oneoff_anchor
 from tests.property.hostile import NBYTES, WALLED, outcome, template_of, wild
 
 # ------------------------------------------------------------------------------------------------- frames

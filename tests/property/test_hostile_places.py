@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncloader.workers.codec import Encoder, Template, copy_out
-from asyncloader.workers.lease import make_anchor
-from asyncloader.workers.leaves import DTYPES, PLACES, Dense, Place, Raw, Storage, Strided, extent
+from asyncloader.workers.memory.codec import Encoder, Template, copy_out
+from asyncloader.workers.memory.leaves import DTYPES, PLACES, Dense, Place, Raw, Storage, Strided, extent
+from asyncloader.workers.memory.ring import make_anchor
 from tests.property.hostile import INSIDE, NBYTES, WALLED, outcome, template_of, wild
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader import AsyncDataLoader, DataLoader, StateError
-from asyncloader.state_layout import VERSION, check_state, generator_state
+from asyncloader.samplers.generators import generator_state
+from asyncloader.state.schema import VERSION, check_state
 
 LENGTH = 12
 HUGE = 10**5000  # more digits than Python will write

@@ -157,7 +157,7 @@ def test_a_sample_that_raises_costs_its_batch_and_no_other_sample(case: Case, se
 
 def test_a_sample_that_comes_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks bite: a book that leases a piece twice, or none of it, does not pass."""
-    from asyncloader.remote.leases import Ledger
+    from asyncloader.remote.assignment import Ledger
 
     case = Case(shards=((4,), (4,), (4,), (4,)))
     check(case, 1, 1, (2,))

@@ -16,16 +16,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncloader.delivery import Opener
+from asyncloader.delivery.opener import Opener
+from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.events import Action, Assign, Completed, Deliver, Delivered, Offered, Pull, Started
-from asyncloader.scheduler import Scheduler
 from asyncloader.statistics import Statistics
-from asyncloader.workers import segment, wire
-from asyncloader.workers.codec import Encoder, Template
-from asyncloader.workers.layout import FIRST_SLOT_BYTES, PAGE, slot_count
+from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer
-from asyncloader.workers.ring import Ring
-from asyncloader.workers.rings import RingKeeper
+from asyncloader.workers.memory import segment
+from asyncloader.workers.memory.codec import Encoder, Template
+from asyncloader.workers.memory.layout import FIRST_SLOT_BYTES, PAGE, slot_count
+from asyncloader.workers.memory.ring import Ring
+from asyncloader.workers.memory.ring_manager import RingKeeper
 
 SMALL, LARGE, HUGE = 40, FIRST_SLOT_BYTES // 8 + 100, FIRST_SLOT_BYTES // 8 * 3  # in int64, of the stamp
 

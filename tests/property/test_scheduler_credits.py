@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncloader.scheduler import Assignment, Scheduler
+from asyncloader.epoch.scheduler import Assignment, Scheduler
 from tests.property.healing_world import map_world
 from tests.property.scheduler_world import World, assignments, check_each_once, check_end, randoms
 

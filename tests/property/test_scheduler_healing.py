@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncloader import recovery
+from asyncloader.epoch import recovery
+from asyncloader.epoch.recovery import Recovery
+from asyncloader.epoch.scheduler import Assignment, Scheduler
 from asyncloader.errors import TaskQuarantined, WorkerDied
 from asyncloader.events import Action, Assign, Died, Fail, Finish, Poisoned
-from asyncloader.recovery import Recovery
-from asyncloader.scheduler import Assignment, Scheduler
 from tests.property.healing_world import PLENTY, World, map_world
 from tests.property.scheduler_world import assignments, randoms
 

@@ -6,7 +6,7 @@ import struct
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncloader.workers import wire
+from asyncloader.workers.ipc import wire
 
 u32 = st.integers(0, (1 << 32) - 1)
 u64 = st.integers(0, (1 << 64) - 1)

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from asyncloader.epoch.scheduler import ReorderBuffer, Scheduler
 from asyncloader.events import Action
-from asyncloader.reorder import ReorderBuffer
-from asyncloader.scheduler import Scheduler
-from asyncloader.workers.ring import Ring
-from asyncloader.workers.watch import Watch
+from asyncloader.workers.memory.ring import Ring
+from asyncloader.workers.watchdog import Watch
 
 __all__ = ["PLANTS"]
 

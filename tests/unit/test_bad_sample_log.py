@@ -4,9 +4,9 @@ import pickle
 
 import pytest
 
-from asyncloader.bad_sample_log import BadSampleLog
 from asyncloader.errors import TooManyBadSamples
-from asyncloader.workers.bad_samples import BadSample
+from asyncloader.statistics import BadSampleLog
+from asyncloader.workers.fetch.sample_errors import BadSample
 
 
 def bad(*indices: int) -> list[BadSample]:

@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import IterableDataset
 
 from asyncloader import AsyncDataLoader, DataLoader
-from asyncloader.fault_options import DEFAULT_MAX_BAD_SAMPLES, max_restarts
+from asyncloader.options import DEFAULT_MAX_BAD_SAMPLES, max_restarts
 
 LOADERS = [DataLoader, AsyncDataLoader]
 

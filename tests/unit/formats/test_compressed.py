@@ -34,8 +34,8 @@ from asyncloader.formats import (
     shard_format,
 )
 from asyncloader.formats.compressed import STEP
-from asyncloader.formats.members import ZSTD_MODULES, MemberDecoder, decoder, zstd_member
-from tests.unit.shard_readers import (
+from asyncloader.formats.tar import ZSTD_MODULES, MemberDecoder, decoder, zstd_member
+from tests.unit.formats.shard_readers import (
     URL,
     check_any_split,
     check_resume,

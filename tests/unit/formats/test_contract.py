@@ -10,8 +10,8 @@ import pytest
 from asyncloader.errors import LoaderError
 from asyncloader.formats import CompressedReader, Located, ShardError, ShardRange, ShardReader, open_reader
 from asyncloader.formats.base import base_name
-from asyncloader.formats.members import decoder
-from tests.unit.shard_readers import URL, check_any_split, check_resume
+from asyncloader.formats.tar import decoder
+from tests.unit.formats.shard_readers import URL, check_any_split, check_resume
 
 
 def test_shard_error_says_where() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader.formats import JsonlReader, ShardError, ShardRange, cut_lines, cut_shard, open_reader, shard_format
-from tests.unit.shard_readers import (
+from tests.unit.formats.shard_readers import (
     NAME,
     URL,
     check_any_split,

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader.formats import MdsReader, MdsShard, ShardError, open_reader, parse_mds_index
-from asyncloader.formats.mds_encodings import mds_encoding
+from asyncloader.formats.mds import mds_encoding
 from tests.unit.formats.mds_writer import CODES, encode, shard_entry, write_index, write_shard
-from tests.unit.shard_readers import (
+from tests.unit.formats.shard_readers import (
     NAME,
     URL,
     check_any_split,

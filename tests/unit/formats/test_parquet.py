@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from asyncloader.formats import Located, ShardError
 from asyncloader.formats.parquet import RangeFile, Windows, read_rows
+from tests.unit.formats.shard_readers import corrupted
 from tests.unit.formats.test_parquet_meta import URL, changed, column, footer_of
-from tests.unit.remote_shards import parquet
-from tests.unit.shard_readers import corrupted
+from tests.unit.remote.shards import parquet
 
 
 class Ranges:

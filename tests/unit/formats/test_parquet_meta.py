@@ -13,7 +13,7 @@ import pytest
 from asyncloader.formats import ShardError
 from asyncloader.formats.parquet_meta import MAX_FOOTER_BYTES, Footer, footer_size, parse_footer
 from asyncloader.formats.thrift import BINARY, I32, I64, ListOf, Struct, decode, encode
-from tests.unit.remote_shards import parquet
+from tests.unit.remote.shards import parquet
 
 URL = "s3://bucket/a.parquet"
 

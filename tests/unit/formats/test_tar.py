@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from asyncloader.formats import TarReader
 from asyncloader.formats.tar import split_name
-from tests.unit.shard_readers import (
+from tests.unit.formats.shard_readers import (
     URL,
     check_any_split,
     check_resume,

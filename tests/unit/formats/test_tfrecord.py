@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader.formats import ShardError, TFRecordReader, parse_example
-from asyncloader.formats.crc32c import crc32c
-from tests.unit.shard_readers import (
+from asyncloader.formats.tfrecord import crc32c
+from tests.unit.formats.shard_readers import (
     NAME,
     URL,
     check_any_split,

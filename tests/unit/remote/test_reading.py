@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncloader.formats import JsonlReader, ShardError, ShardFormat, ShardRange, ShardReader
-from asyncloader.remote.catalogue import Piece, Shard, cut, format_of
-from asyncloader.remote.measuring import with_edges
+from asyncloader.remote.catalog import Piece, Shard, cut, format_of
 from asyncloader.remote.reading import read_piece
+from asyncloader.remote.shard_sizes import with_edges
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import MemoryTransport, ReadFailed
-from tests.unit.remote_shards import MAKERS, drain, number_of, parquet, read_all, shard_of, tar
+from tests.unit.remote.shards import MAKERS, drain, number_of, parquet, read_all, shard_of, tar
 
 COUNT = 40
 

@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncloader.transports.broken import Broken
 from asyncloader.transports.client_owner import ClientOwner, Scope
-from asyncloader.transports.download import CHANGED, Download, read_blocks
+from asyncloader.transports.download import CHANGED, Download, RetryingClient, read_blocks
 from asyncloader.transports.errors import ReadFailed, TransportError
-from asyncloader.transports.retry import RetryPolicy
-from asyncloader.transports.retrying_client import RetryingClient
+from asyncloader.transports.retry import Broken, RetryPolicy
 
 SOON = RetryPolicy(budget_s=60, first_delay_s=1e-6, cap_s=1e-6)
 

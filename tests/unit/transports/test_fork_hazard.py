@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 HEAD = """
 import sys
 from asyncloader.transports import fork_hazard
-from asyncloader.transports.fork_hazard import note_use, used_before_fork
+from asyncloader.transports.object_store_client import note_use, used_before_fork
 
 def refused():
     assert used_before_fork()

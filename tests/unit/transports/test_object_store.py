@@ -57,7 +57,7 @@ async def test_names_that_obstore_cannot_hold() -> None:
 def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call says what to install; making the transport does not need it."""
     monkeypatch.setitem(sys.modules, "obstore", None)
-    monkeypatch.setattr("asyncloader.transports.object_store_session.note_use", lambda: None)
+    monkeypatch.setattr("asyncloader.transports.object_store_client.note_use", lambda: None)
     transport = ObjectStoreTransport("s3://bucket")
     with pytest.raises(TransportError, match=r"pip install 'asyncloader\[s3\]'"):
         asyncio.run(transport.read("a"))

@@ -13,7 +13,7 @@ from asyncloader.transports import (
     TransportClosed,
     TransportError,
 )
-from asyncloader.transports.object_store_trouble import status_of, trouble_of
+from asyncloader.transports.object_store_client import status_of, trouble_of
 from asyncloader.transports.retry import HEALING_STATUSES
 
 WHERE = "s3://bucket/root"

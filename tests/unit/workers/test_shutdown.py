@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 
-from asyncloader.workers.bootstrap import Links
+from asyncloader.workers.fetch.setup import Links
 from asyncloader.workers.process import WorkerProcess, wait_for_deaths
 from asyncloader.workers.shutdown import BUDGET, run
 

@@ -11,7 +11,7 @@ import pytest
 
 def told(code: str, **environment: str) -> str:
     """What a fresh process prints."""
-    command = [sys.executable, "-c", f"import gc\nfrom asyncloader.workers.tuning import tune\n{code}"]
+    command = [sys.executable, "-c", f"import gc\nfrom asyncloader.workers.worker import tune\n{code}"]
     run = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
     return run.stdout.strip()
 

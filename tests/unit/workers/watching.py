@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from asyncloader.workers.watch import Watch
+from asyncloader.workers.watchdog import Watch
 from tests.unit.workers.clock import Clock
 
 __all__ = ["SECONDS", "Late", "nothing_sent", "watching"]

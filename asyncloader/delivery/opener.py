@@ -1,0 +1,134 @@
+"""An answer becomes a batch: a view of the slot if the ring can spare it, a private copy if not.
+
+Data path: reorder -> [delivery] -> pin_memory / device -> consumer.
+
+Threads: all answers of a pool are opened by one thread at a time (the consumer's, or the pinning stage's). The rule
+that decides between view and copy, and why it cannot deadlock, is in `workers/memory/ring.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from itertools import repeat
+from typing import Any, NoReturn
+
+from asyncloader.statistics import Statistics
+from asyncloader.workers.fetch.error_notes import add_note
+from asyncloader.workers.listener import Answer
+from asyncloader.workers.memory.codec import copy_out
+from asyncloader.workers.memory.ring import Anchor, oneoff_anchor
+
+__all__ = ["LARGE", "Opener", "raise_worker_error"]
+
+LARGE = 1 << 20
+"""Bytes from which on a copy is too long for an event loop's thread (about 0.1 ms)."""
+
+_PICKLE_WARNING_BYTES = 1 << 20
+
+_MOST_ONEOFFS = 16
+"""Batches in segments of their own that a consumer may hold as views: each mapping costs a descriptor (`mmap` keeps a
+duplicate), and their number must be bounded."""
+
+
+class Opener:
+    """Opens answers for one iterator.
+
+    Args:
+        statistics: where copies are counted.
+    """
+
+    def __init__(self, statistics: Statistics) -> None:
+        self._statistics = statistics
+        self._warned = False
+        self._oneoffs: list[weakref.ref[Anchor]] = []
+
+    def will_copy(self, answer: Answer) -> bool:
+        """Whether opening the answer now copies its bytes."""
+        if answer.fd is not None:
+            return not self._room_for_oneoff()
+        return answer.ring is not None and not answer.ring.may_lend()
+
+    def open(self, answer: Answer) -> Any:
+        """The batch. The answer must not be used afterwards."""
+        return self.open_held(answer)[0]
+
+    def open_held(self, answer: Answer) -> tuple[Any, Anchor | None]:
+        """The same, and what holds its slot beside the batch; None where there is none, or it was copied out of it."""
+        try:
+            return self.build(answer)
+        finally:
+            self.let_go(answer, [] if answer.fd is None else [answer.fd])
+
+    def forget(self, answer: Answer) -> None:
+        """`build` was interrupted, and nobody has got the batch: it may be called again."""
+        if answer.ring is not None:
+            answer.ring.take_back(answer.result.slot)
+
+    def let_go(self, answer: Answer, descriptors: list[int]) -> None:
+        """The batch is built: what it does not hold comes back now. `descriptors`: the answer's, to be closed once."""
+        if answer.ring is not None:
+            answer.ring.reclaim()
+        if descriptors:
+            # Out of the list and closed by one call into C: Ctrl-C comes before or after that.
+            list(map(os.close, map(descriptors.pop, repeat(0, len(descriptors)))))
+
+    def build(self, answer: Answer) -> tuple[Any, Anchor | None]:
+        """As `open_held`, and `let_go` is left to the caller."""
+        result, template, ring, fd = answer[:4]
+        if result.pickled > _PICKLE_WARNING_BYTES and not self._warned:
+            self._warned = True
+            _warn_pickled(result.pickled)
+        if ring is not None:
+            may_lend = ring.may_lend()
+            anchor = ring.lend(result.slot, result.nbytes)  # to ourselves, perhaps: the slot comes back all the same
+            if may_lend:
+                return template.build(anchor), anchor
+            self._statistics.copy_outs += 1
+            return copy_out(template, anchor, result.nbytes), None
+        if fd is None:
+            return template.build(None), None
+        anchor = oneoff_anchor(fd, result.nbytes)
+        if not self._room_for_oneoff():
+            self._statistics.copy_outs += 1
+            return copy_out(template, anchor, result.nbytes), None
+        self._oneoffs.append(weakref.ref(anchor))
+        return template.build(anchor), None
+
+    def _room_for_oneoff(self) -> bool:
+        if len(self._oneoffs) >= _MOST_ONEOFFS:
+            self._oneoffs = [held for held in self._oneoffs if held() is not None]
+        return len(self._oneoffs) < _MOST_ONEOFFS
+
+
+def raise_worker_error(error: Any) -> NoReturn:
+    """Raise what a worker raised: its own type, with the worker's number and traceback in the text.
+
+    `error` is torch's `ExceptionWrapper` or an error of ours.
+    """
+    # torch's `reraise` leaves the exception in a local variable of its frame: a cycle through the traceback, that would
+    # hold the frames that called us, and with them the iterator, until the garbage collector comes.
+    if isinstance(error, BaseException):
+        raised = error
+    else:
+        try:
+            error.reraise()
+            raise AssertionError("torch's ExceptionWrapper did not raise")
+        except Exception as caught:
+            raised = caught.with_traceback(None)
+            for note in getattr(error, "notes", ()):  # a wrapper that is not of our making has none
+                add_note(raised, note)
+    try:
+        raise raised
+    finally:
+        del raised, error
+
+
+def _warn_pickled(nbytes: int) -> None:
+    warnings.warn(
+        f"A batch carries {nbytes:,} bytes of Python objects that are not tensors or arrays. They are unpickled in "
+        "the main process, which holds the GIL meanwhile. Return tensors or numpy arrays from collate_fn (or encode "
+        "strings as bytes in one tensor) to let them travel through shared memory.",
+        stacklevel=4,
+    )

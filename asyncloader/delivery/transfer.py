@@ -1,0 +1,243 @@
+"""What becomes of a batch between its slot and the consumer's stream.
+
+Data path: delivery -> stage -> [mover] -> consumer.
+
+`move` is called ahead of the consumer, by one thread: copies in one side stream, then the user's `device_transform` in
+another. Each has an event of its own: memory is free again when it was copied, however long the transform takes.
+`take` is called by the consumer's thread, and waits for nothing but on the device.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from traceback import walk_tb
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+
+from asyncloader.delivery import open_accelerator
+from asyncloader.delivery.accelerator import Accelerator, DoneEvent, PlainAccelerator
+from asyncloader.delivery.byte_ranges import copy_ranges
+from asyncloader.delivery.tensors import StaticTensors, dense_parts, move, moved_tensors, only_tensors, tensors_of
+from asyncloader.workers.fetch.error_notes import add_note
+from asyncloader.workers.memory.kept_rings import KeptRings
+
+__all__ = [
+    "DEFAULT_PREFETCH_DEVICE",
+    "DeviceLike",
+    "Mover",
+    "Ready",
+    "current_mover",
+    "kept_rings_of",
+    "mover_of",
+]
+
+_Copy: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Ready(NamedTuple):
+    """A batch whose copies have been asked for.
+
+    Attributes:
+        batch: the batch on the device.
+        tensors: those of its tensors that are there.
+        event: when they hold their values; None: now.
+        copied: when nothing is read from the CPU's memory any more; None: now.
+    """
+
+    batch: Any
+    tensors: list[torch.Tensor]
+    event: DoneEvent | None
+    copied: DoneEvent | None
+
+
+class Mover:
+    """Moves batches to one device.
+
+    Args:
+        accelerator: the device.
+        transform: the user's, from a batch on the device to the one that is delivered; None: it is delivered as it is.
+        static: deliver every batch in the same tensors.
+    """
+
+    def __init__(self, accelerator: Accelerator, transform: Callable[[Any], Any] | None, *, static: bool) -> None:
+        self.accelerator = accelerator
+        self._transform = transform
+        self._static = StaticTensors() if static else None
+        self._turn = threading.Lock()
+
+    def move(self, batch: Any, *, locked: bool, slot: torch.Tensor | None = None) -> Ready:
+        """Begin to copy a batch. Its memory must stay as it is until `Ready.copied`.
+
+        Args:
+            batch: in the CPU's memory.
+            locked: that is page-locked; other memory is copied to such first.
+            slot: the bytes that all of the batch lies in; None: its tensors are here and there.
+
+        Raises:
+            Exception: the transform's, or the device's; the memory is not read any more then.
+        """
+        accelerator = self.accelerator
+        # Two iterators of a loader have a stage each; and a batch that takes the place of a lost one is moved by the
+        # consumer's own thread.
+        with self._turn, accelerator.work():
+            with self._ended_by_error():
+                moved = self._copied(batch, accelerator.copy if locked else self._copy_pinned, slot)
+                copied = accelerator.event()
+            there = self._there(moved)
+            if self._transform is None:
+                return Ready(moved, there, copied, copied)
+            # What is left of the CPU's memory in the batch may be read by the transform's stream, too.
+            only_copies = only_tensors(moved, self._is_there)
+            with accelerator.compute(self._parts(there), copied), self._ended_by_error():
+                moved = _called(self._transform, moved)
+                done = accelerator.event()
+            return Ready(moved, self._there(moved), done, copied if only_copies else done)
+
+    @contextmanager
+    def _ended_by_error(self) -> Generator[None]:
+        """An error comes out when what was begun before it has ended."""
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):  # the device may be what failed
+                event = self.accelerator.event()
+                if event is not None:
+                    event.synchronize()
+            raise
+
+    def _copied(self, batch: Any, copy: _Copy, slot: torch.Tensor | None) -> Any:
+        copies = copy_ranges(moved_tensors(batch), slot, copy)
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            there = copies.get(id(tensor))
+            return copy(tensor) if there is None else there
+
+        return move(batch, self.accelerator.device, copied)
+
+    def _copy_pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.copy(self.accelerator.pin(tensor))
+
+    def _there(self, batch: Any) -> list[torch.Tensor]:
+        return [tensor for tensor in tensors_of(batch) if self._is_there(tensor)]
+
+    def _parts(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [part for tensor in tensors for part in dense_parts(tensor) if self._is_there(part)]
+
+    def _is_there(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self.accelerator.device.type
+
+    def take(self, ready: Ready) -> Any:
+        """The batch, for the current stream of this thread."""
+        self.accelerator.hand_over(self._parts(ready.tensors), ready.event)
+        return ready.batch if self._static is None else self._static.fill(ready.batch, ready.tensors)
+
+
+def _called(transform: Callable[[Any], Any], batch: Any) -> Any:
+    try:
+        return transform(batch)
+    except AssertionError as error:
+        if any(frame.f_code.co_filename.endswith("cudagraph_trees.py") for frame, _ in walk_tb(error.__traceback__)):
+            add_note(
+                error,
+                "device_transform runs in a thread of the loader's, and ahead of you. What torch.compile("
+                "mode='reduce-overhead') makes keeps its CUDA graphs by thread, and writes each result over the one "
+                "before: compile with mode='default' or 'max-autotune-no-cudagraphs', or call it on the batches that "
+                "you get.",
+            )
+        raise
+
+
+DeviceLike: TypeAlias = torch.device | str | int | None
+"""As torch takes it: ``"cuda"``, ``"cuda:1"``, a `torch.device`, a number."""
+
+DEFAULT_PREFETCH_DEVICE = 1
+
+
+class _Options(Protocol):
+    device: DeviceLike
+    device_transform: Callable[[Any], Any] | None
+    static_buffers: bool
+
+
+class _Loader(Protocol):
+    @property
+    def _asyncloader_options(self) -> _Options: ...
+
+
+def mover_of(loader: _Loader) -> Mover | None:
+    """What moves this loader's batches; None where nothing is to be done to them. All epochs of a loader share one: its
+    static tensors keep their addresses. Called at the beginning of each epoch, by the thread that iterates: what its
+    stream was given before is done before the epoch's copies and transforms.
+
+    Raises:
+        DeviceUnavailable: this process cannot use the device.
+    """
+    if loader._asyncloader_options.device is None:
+        return None
+    kept = _kept_of(loader)
+    if not kept.opened:
+        kept.mover = _make_mover(loader)
+        kept.opened = True
+    if kept.mover is not None:
+        kept.mover.accelerator.follow()
+    return kept.mover
+
+
+def kept_rings_of(loader: _Loader) -> KeptRings | None:
+    """Where this loader's page-locked rings are between epochs; None: it delivers to no device. The device is not
+    opened for it.
+    """
+    return None if loader._asyncloader_options.device is None else _kept_of(loader).rings
+
+
+def current_mover(loader: _Loader) -> Mover | None:
+    """What moved this loader's batches last; None: nothing did."""
+    kept: _Kept | None = loader.__dict__.get(_KEPT)
+    return None if kept is None else kept.mover
+
+
+_KEPT = "_asyncloader_mover"
+
+
+def _kept_of(loader: _Loader) -> _Kept:
+    kept: _Kept | None = loader.__dict__.get(_KEPT)
+    if kept is None or not kept.serves(loader):
+        # In the loader, which a transform may refer to: anywhere else the two would keep each other for ever.
+        kept = loader.__dict__[_KEPT] = _Kept(loader)
+    return kept
+
+
+class _Kept:
+    """A loader's mover, and its rings. Copies of the loader, also those that are pickled, and the loader in a forked
+    child, have their own.
+    """
+
+    def __init__(self, loader: _Loader | None = None) -> None:
+        self._loader = None if loader is None else weakref.ref(loader)
+        self._owner = os.getpid()
+        self.mover: Mover | None = None
+        self.opened = False
+        """Whether it is known that there is a mover, or is none."""
+        self.rings = KeptRings()
+
+    def serves(self, loader: _Loader) -> bool:
+        return self._loader is not None and self._loader() is loader and self._owner == os.getpid()
+
+    def __reduce__(self) -> Any:
+        return _Kept, ()
+
+
+def _make_mover(loader: _Loader) -> Mover | None:
+    options = loader._asyncloader_options
+    device = torch.device(options.device)  # type: ignore[arg-type]
+    accelerator = open_accelerator(device)
+    if accelerator is None:
+        if options.device_transform is None and not options.static_buffers:
+            return None
+        accelerator = PlainAccelerator(device)
+    return Mover(accelerator, options.device_transform, static=options.static_buffers)

@@ -1,0 +1,1 @@
+"""One epoch: what a loader asks for, gives out and recovers between `iter()` and the last batch."""

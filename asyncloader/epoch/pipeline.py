@@ -1,0 +1,393 @@
+"""The shell around the scheduler: carries its actions out and feeds it what comes of them.
+
+Data path: sampler -> [pipeline: scheduler -> pool -> reorder] -> delivery -> consumer.
+
+One pipeline serves one iterator, in one event loop's thread. What is for the consumer leaves through `sink`, in order:
+`Deliver`, and at last `Finish` or `Fail`. The consumer answers each delivery with `advance`, and with it hands in what
+the sampler gave (a plain sampler is advanced in the consumer's thread, see `sampler.py`).
+
+What an epoch waits for, in words: for the error that says that it waited too long.
+
+Data path: beside the pipeline, in its loop's thread; only when there is something to explain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import textwrap
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from asyncloader.epoch.respawn import Replacer, Request
+from asyncloader.epoch.resume_points import Places
+from asyncloader.epoch.scheduler import Scheduler
+from asyncloader.errors import WorkerDied, shortened
+from asyncloader.events import (
+    ENDED,
+    NOTHING,
+    Action,
+    Assign,
+    Broke,
+    Completed,
+    Deliver,
+    Delivered,
+    Died,
+    Event,
+    Exhausted,
+    Fail,
+    Finish,
+    LeftOut,
+    Notice,
+    Offered,
+    Pull,
+    Replace,
+    Replaced,
+    SamplerEnded,
+    Started,
+    WorkerFailure,
+    bare_index,
+)
+from asyncloader.remote.assignment import LeaseBook, Reply
+from asyncloader.workers import stacks
+from asyncloader.workers.fetch.context import Unasked
+from asyncloader.workers.fetch.setup import EpochStart
+from asyncloader.workers.listener import Answer, Listener
+from asyncloader.workers.pool import WorkerPool
+from asyncloader.workers.process import WorkerProcess
+
+__all__ = ["Begun", "Pipeline", "report"]
+
+
+class Begun(NamedTuple):
+    """A worker has begun the epoch, where the pickled cursor says."""
+
+    worker: int
+    cursor: bytes
+
+
+class Pipeline(Listener):
+    """Drives one epoch, in its loop's thread.
+
+    Args:
+        pool: started workers.
+        scheduler: a fresh one for this epoch.
+        sink: takes what is for the consumer; must not block.
+        source: an async source of indices; None when the consumer hands them in, or the dataset is iterable.
+        ends: filled with where each worker's copy of an iterable dataset stood at its end (a pickled cursor).
+        replacer: has processes made in the place of workers that died.
+        exact: whether a replacement makes the same batches as the worker before (seeded mode); else there is a warning.
+        replays: a stream without a state may be read again from its beginning.
+        leases: leases out the dataset's parts; None: it has none.
+        adapts: how many tasks are given out depends on how many batches the rings have room for.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        scheduler: Scheduler,
+        sink: Callable[[Action], None],
+        source: AsyncIterable[Any] | None = None,
+        ends: dict[int, bytes] | None = None,
+        *,
+        replacer: Replacer,
+        exact: bool = False,
+        replays: bool = False,
+        leases: LeaseBook | None = None,
+        adapts: bool = False,
+    ) -> None:
+        # A dictionary, and nothing that refers to a sampler or dataset: those may refer to the loader, and so to the
+        # iterator, which the loop must not keep.
+        self._ends = {} if ends is None else ends
+        self._adapts = adapts
+        self._pool = pool
+        self._scheduler = scheduler
+        self._sink = sink
+        self._source = source
+        self._offers: deque[Any] = deque()
+        self._allowed = 0  # how many more indices the scheduler wants
+        self._allow: asyncio.Event | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._source_error: Exception | None = None
+        self._closed = False
+        self._advanced: int | None = None  # the delivery that was taken last
+        self._replacer = replacer
+        self._exact = exact
+        self._replays = replays
+        self._leases = leases
+        self._places: Places | None = None  # where the workers' datasets stand; None: not begun
+        self._starts: Sequence[EpochStart] = ()
+        self._handovers: dict[int, bytes | None] = {}  # what the workers that left did hand over; None: killed
+        self._unbegun: set[int] = set()  # workers that have not begun the epoch
+        self._begun = asyncio.Event()
+        self._start_error = b""
+        self.notices: deque[Notice | Begun | Mapping[str, float]] = deque()
+        """For the consumer's thread: what happened beside the batches; counts of transports."""
+
+    # ------------------------------------------------------------------------------- from the consumer's side
+
+    def start(self, offers: Iterable[Any], starts: Sequence[EpochStart]) -> None:
+        """Begin: attach to the running loop and give the workers their first tasks."""
+        if self._closed:
+            return
+        loop = asyncio.get_running_loop()
+        self._replacer.attach(self._on_made)
+        self._starts = starts
+        self._places = Places(starts, iterable=self._scheduler.iterable, replays=self._replays)
+        self._scheduler.epoch = self._pool.attach(loop, self, starts)
+        self._unbegun.update(range(len(starts)))
+        if self._source is not None:
+            self._allow = asyncio.Event()
+            self._reader = loop.create_task(self._read(self._source))
+        self._adapt()
+        self._offers.extend(offers)
+        self._handle(Started())
+
+    def advance(self, seq: int, offer: Any) -> None:
+        """The consumer took delivery `seq`, and the sampler gave `offer` (an index, `ENDED` or `NOTHING`). Told twice
+        in a row, after Ctrl-C, is told once.
+        """
+        if self._closed or seq == self._advanced:
+            return
+        self._advanced = seq
+        if offer is not NOTHING:
+            self._offers.append(offer)
+        self._handle(Delivered(seq))
+        if self._offers and self._allowed:
+            self._handle(None)
+
+    def close(self) -> asyncio.Task[None] | None:
+        """Stop at once. The reader of an async source is cancelled and returned, to be awaited. Idempotent."""
+        if self._closed:
+            return None
+        self._closed = True
+        self._begun.set()
+        self._replacer.close()
+        self._pool.detach()
+        for held in self._scheduler.abandon():
+            if isinstance(held.outcome, Answer):
+                held.outcome.discard()
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.cancel()
+        return reader
+
+    async def begun(self) -> bytes:
+        """Wait until every worker has begun the epoch. Returns the pickled error of one that could not. Comes to an end
+        also when a worker dies, or nothing goes on; the consumer hears of that where it hears of all else.
+        """
+        if self._unbegun:
+            await self._begun.wait()
+        return self._start_error
+
+    async def report(self) -> str:
+        """What is waited for, and what each worker is doing, in words. Takes a second at most."""
+        return await report(self._pool, self._scheduler)
+
+    # ---------------------------------------------------------------------------------- from the pool's side
+
+    def on_started(self, worker: int, error: bytes, cursor: bytes) -> None:
+        """See `Listener`."""
+        if worker not in self._unbegun:
+            return  # a replacement: where it begins is behind answers that are not delivered yet
+        self._unbegun.discard(worker)
+        if cursor:
+            self.notices.append(Begun(worker, cursor))
+        self._start_error = self._start_error or error
+        if error or not self._unbegun:
+            self._begun.set()
+
+    def on_answer(self, worker: int, answer: Answer) -> None:
+        """See `Listener`."""
+        if self._scheduler.over:
+            answer.discard()  # it was on its way when the epoch failed
+            return
+        if self._places is not None:
+            self._places.answered(worker, answer.cursor)
+        self._adapt()
+        self._handle(Completed(worker, answer.result.seq, answer))
+        self._made_batch(worker)
+
+    def on_error(self, worker: int, seq: int, busy: float, error: Any, bad: bytes) -> None:
+        """See `Listener`."""
+        if self._places is not None:
+            self._places.failed(worker)
+        self._handle(Completed(worker, seq, WorkerFailure(error, busy, bad)))
+        self._made_batch(worker)
+
+    def on_nothing(self, worker: int, seq: int, busy: float, cursor: bytes, bad: bytes) -> None:
+        """See `Listener`."""
+        if self._places is not None:
+            self._places.answered(worker, cursor)
+        self._handle(Completed(worker, seq, LeftOut(busy, cursor, bad)))
+        self._made_batch(worker)
+
+    def on_exhausted(self, worker: int, seq: int, cursor: bytes) -> None:
+        """See `Listener`."""
+        if cursor:
+            self._ends[worker] = cursor
+        self._handle(Exhausted(worker, seq))
+
+    def on_counts(self, counts: Mapping[str, float]) -> None:
+        """See `Listener`."""
+        self.notices.append(counts)
+
+    def on_ask(self, worker: int, number: int, batch: int, left: Any) -> None:
+        """See `Listener`."""
+        if self._leases is None:
+            raise ValueError(f"broken stream: worker {worker} asks for a lease, and the dataset is not leased out")
+        self._answer_lanes(self._leases.ask(worker, number, batch, left))
+
+    def _made_batch(self, worker: int) -> None:
+        if self._leases is not None:
+            self._answer_lanes(self._leases.answered(worker))
+
+    def _answer_lanes(self, replies: Sequence[Reply]) -> None:
+        for reply in replies:
+            self._pool.lease(reply.lane, self._pool.epoch, reply.number, (reply.lease, reply.over, reply.last))
+
+    def on_death(self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None, outside: bool) -> None:
+        """See `Listener`."""
+        self._handovers[worker] = retired
+        self._begun.set()
+        if self._leases is not None:
+            self._leases.died(worker)
+        obstacle = "" if self._places is None else self._places.obstacle(worker)
+        self._handle(Died(worker, death, at_work, retired is not None, obstacle, outside))
+
+    def on_failure(self, error: Exception) -> None:
+        """See `Listener`."""
+        self._begun.set()
+        self._handle(Broke(error))
+
+    def _replace(self, worker: int) -> None:
+        start = self._starts[worker] if self._places is None else self._places.start(worker)
+        handed = self._handovers.pop(worker, None)
+        retired, handover, warning = handed is not None, handed or b"", ""
+        if not self._exact and not handover:
+            warning = (
+                f"DataLoader worker {worker} died and was replaced. Its random numbers begin anew: where they stood "
+                "was lost with it, so random augmentations differ from those of an undisturbed run. With seed= they "
+                "do not."
+            )
+        self.notices.append(Notice(retired, warning))
+        self._replacer.request(Request(worker, start, handover, self._pool.epoch))
+
+    def _on_made(self, made: WorkerProcess | Exception) -> None:
+        """A replacement is there, or why there is none."""
+        try:
+            if isinstance(made, Exception):
+                raise made
+            adopted = self._pool.adopt(made)
+        except Exception as error:
+            self._handle(Broke(error))
+            return
+        if adopted:
+            self._handle(Replaced(made.worker_id))
+        else:  # Ctrl-C between its making and its being noted had it made twice
+            self._replacer.discard_soon(made)
+
+    # ------------------------------------------------------------------------------------------- the shell
+
+    def _handle(self, event: Event | None) -> None:
+        """Tell the scheduler; None: only look for offers that it is waiting for."""
+        try:
+            if event is None:
+                self._offer()
+            else:
+                self._carry_out(self._scheduler.handle(event))
+        except Exception as error:
+            # No memory for a grown ring, no descriptors left, an index that does not pickle: the consumer must hear it.
+            self._sink(Fail(error))
+            self.close()
+
+    def _carry_out(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Deliver):
+                self._sink(action)
+            elif isinstance(action, Assign):
+                task = action.task
+                self._pool.assign(action.worker, task.epoch, task.seq, task.index, suspect=action.suspect)
+                self._adapt()
+            elif isinstance(action, Pull):
+                self._allowed += action.number
+                self._offer()
+            elif isinstance(action, Replace):
+                self._replace(action.worker)
+            elif isinstance(action, Finish) and self._source_error is not None:
+                self._sink(Fail(self._source_error))
+            else:
+                self._sink(action)
+
+    def _adapt(self) -> None:
+        """Rings may have become larger, and fewer slots."""
+        if self._adapts:
+            self._scheduler.run_ahead, self._scheduler.credits = self._pool.run_ahead, self._pool.credits
+
+    def _offer(self) -> None:
+        """Hand over what the scheduler wants, as far as it is there."""
+        if self._allow is not None:
+            self._allow.set()
+            return
+        while self._allowed and self._offers:
+            self._allowed -= 1
+            offer = self._offers.popleft()
+            self._carry_out(self._scheduler.handle(SamplerEnded() if offer is ENDED else Offered(offer)))
+
+    async def _read(self, source: AsyncIterable[Any]) -> None:
+        """Read the async source ahead, as far as credits allow."""
+        assert self._allow is not None
+        try:
+            with Unasked("the sampler's"):
+                await self._allow.wait()
+                indices = aiter(source)
+                try:
+                    async for index in indices:
+                        self._allowed -= 1
+                        self._handle(Offered(index))
+                        if not self._allowed:
+                            self._allow.clear()
+                            await self._allow.wait()
+                finally:
+                    # Closed in this task, rather than whenever the loop finds it abandoned.
+                    if isinstance(indices, AsyncGenerator):
+                        await indices.aclose()
+        except Exception as error:  # raised to the consumer after the batches that were asked for before it
+            self._source_error = error
+        if not self._closed:
+            self._handle(SamplerEnded())
+
+
+_SECONDS = 1.0
+
+
+async def report(pool: WorkerPool, scheduler: Scheduler) -> str:
+    """The oldest task, and each worker: its state, its tasks, its ring, and the Python stacks of its threads."""
+    processes = list(pool.processes)  # others may be in their places when these have answered
+    alive = [process for process in processes if not process.released]
+    lines = [_head(scheduler)]  # before the signal, which may end what a worker waits for
+    answers = await stacks.ask([stacks.Target(p.pid, p.death_fd, p.stacks) for p in alive], _SECONDS)
+    found = {process.worker_id: answer for process, answer in zip(alive, answers, strict=True)}
+    for process in processes:
+        worker = process.worker_id
+        if process.released or worker not in found:
+            lines.append(f"worker {worker} (pid {process.pid}) has died and is being replaced")
+            continue
+        state, text = found[worker]
+        at = "" if process.started else ", still at its start-up code"
+        lines.append(
+            f"worker {worker} (pid {process.pid}) is {state}{at}; "
+            f"{scheduler.unanswered(worker)} tasks unanswered; ring: {pool.rings[worker].ring or 'none yet'}"
+        )
+        lines.append(textwrap.indent(stacks.worker_calls(text), "    "))
+        process.stacks.clear()  # they are not its last words
+    return "\n".join(lines)
+
+
+def _head(scheduler: Scheduler) -> str:
+    head = scheduler.head
+    if head is None:
+        return "No worker has a task that is waited for: the sampler, or what comes after the workers, takes that long."
+    task, worker = head
+    what = "the next batch of its stream" if task.index is None else f"indices {shortened(bare_index(task.index))}"
+    return f"Waiting for task {task.seq} at worker {worker}: {what}."

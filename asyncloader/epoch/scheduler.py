@@ -1,0 +1,454 @@
+"""Who gets which task, and when a batch may go to the consumer. A pure state machine: no I/O, no clock, no asyncio.
+
+Data path: sampler -> [scheduler] -> pool -> worker -> ring -> [scheduler: reorder] -> consumer.
+
+`handle(event)` returns actions; the shell (`pipeline.py`) carries them out, and what comes of an action is the next
+event. The rules:
+
+* A task is outstanding from `Assign` until the consumer took its outcome (`Delivered`). At most ``credits * workers``
+  are (`credits` is torch's `prefetch_factor`, or what keeps enough samples in flight, see `flight_options.py`), so no
+  more batches exist ahead of the consumer; a worker has as many unanswered ones as `credits` at a time. The shell
+  lowers `credits` when batches turn out to be too large for so many; nothing is pulled then until enough were taken.
+* ``assignment="round_robin"`` is torch's: the next worker in turn that still has data. With ``in_order=False`` it takes
+  only a worker with fewer than its share outstanding. The same batches then come from the same workers as in torch,
+  which decides what a worker's random numbers are used for.
+* ``assignment="least_loaded"`` gives the task to the worker with the fewest unanswered ones; it is used where no
+  promise binds a batch to a worker. There, workers may run ahead: of the batches that are ready but held back by an
+  earlier one, `run_ahead` do not count as outstanding. So a slow batch at the head of the line stops only the worker
+  that makes it; a slow consumer holds nothing back, and stops all of them as ever.
+* Iterable datasets have no sampler: the scheduler offers itself a task a credit, and another when a worker's copy ends
+  (the tasks that this worker still held are void).
+* Tasks are idempotent. A worker that dies is replaced as often as `max_restarts` allows, and its unanswered tasks are
+  assigned again under the same sequence numbers: to the replacement where a promise binds them to it, and where a death
+  may have been their doing, else to workers that live. What `recovery.py` finds poisoned is delivered as `Poisoned`.
+  Without restarts left the epoch ends with `Fail`.
+
+Completion order becomes task order. Pure: a cursor and a dictionary.
+
+Data path: worker -> ring -> [reorder] -> pin_memory / device -> consumer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, Literal, TypeVar
+
+from asyncloader.epoch.recovery import Recovery
+from asyncloader.errors import QUARANTINE_ADVICE, TaskQuarantined, WorkerDied, shortened
+from asyncloader.events import (
+    Action,
+    Assign,
+    Completed,
+    Deliver,
+    Delivered,
+    Died,
+    Event,
+    Exhausted,
+    Fail,
+    Finish,
+    Offered,
+    Poisoned,
+    Pull,
+    Replace,
+    Replaced,
+    SamplerEnded,
+    Started,
+    Task,
+    bare_index,
+)
+
+__all__ = [
+    "Assignment",
+    "ReorderBuffer",
+    "Scheduler",
+    "quarantined",
+]
+
+Assignment = Literal["round_robin", "least_loaded"]
+
+
+class Scheduler:
+    """Decides one epoch.
+
+    Args:
+        workers: number of workers, at least 1.
+        credits: tasks outstanding a worker, at least 1; may be lowered, and raised again up to this, at any time.
+        in_order: deliver in task order (True) or as they complete.
+        iterable: the workers iterate their own copies; there is no sampler.
+        assignment: see the module's text.
+        run_ahead: see the module's text; may be lowered, and raised again, at any time.
+        turn: the worker that gets the first task (round robin).
+        epoch: goes into each task, so that answers of an abandoned epoch are told apart.
+        max_restarts: how often each worker may be replaced.
+        concurrent: workers have several tasks in hand at a time (asynchronous datasets).
+    """
+
+    def __init__(
+        self,
+        *,
+        workers: int,
+        credits: int,
+        in_order: bool = True,
+        iterable: bool = False,
+        assignment: Assignment = "round_robin",
+        run_ahead: int = 0,
+        turn: int = 0,
+        epoch: int = 0,
+        max_restarts: int = 0,
+        concurrent: bool = False,
+    ) -> None:
+        if workers < 1 or credits < 1:
+            raise ValueError(f"workers and credits must be at least 1, got workers={workers}, credits={credits}")
+        self.workers = workers
+        self.credits = credits
+        self.in_order = in_order
+        self.iterable = iterable
+        self.assignment: Assignment = assignment
+        self.run_ahead = run_ahead
+        self.epoch = epoch
+        self._asked = 0  # indices that were pulled and not yet offered
+        self._most = credits * workers + run_ahead
+        self._most_credits = credits
+        self._share = credits + run_ahead  # of them one worker may have
+        self._active = [True] * workers
+        self._load = [0] * workers  # tasks assigned and not yet delivered (or void)
+        self._unanswered = [0] * workers  # tasks assigned and not yet completed (or void)
+        self._owner: dict[int, int] = {}  # seq -> worker, for every task that is not delivered or void
+        self._unanswered_tasks: dict[int, Task] = {}
+        self._reorder: ReorderBuffer[Deliver] = ReorderBuffer()
+        self._send_seq = 0
+        self._recovery = Recovery(workers, max_restarts, concurrent=concurrent)
+        self._turn = turn  # the worker whose turn it is
+        self._offers_ended = False
+        self._over = False
+
+    # -------------------------------------------------------------------------------------------- reading
+
+    @property
+    def outstanding(self) -> dict[int, Task]:
+        """Tasks given to workers and not answered yet, by sequence number (a copy)."""
+        return dict(self._unanswered_tasks)
+
+    @property
+    def head(self) -> tuple[Task, int] | None:
+        """The task that the consumer waits for, and its worker; None if there is none, or its batch is on its way."""
+        seq = self._reorder.next_seq if self.in_order else next(iter(self._unanswered_tasks), -1)
+        task = self._unanswered_tasks.get(seq)
+        return None if task is None else (task, self._owner[seq])
+
+    def unanswered(self, worker: int) -> int:
+        """How many tasks the worker has not answered."""
+        return self._unanswered[worker]
+
+    @property
+    def undelivered(self) -> int:
+        """Tasks whose outcome the consumer has not taken yet."""
+        return len(self._owner)
+
+    @property
+    def over(self) -> bool:
+        """`Finish` or `Fail` was issued."""
+        return self._over
+
+    def __repr__(self) -> str:
+        return (
+            f"<Scheduler epoch={self.epoch} sent={self._send_seq} unanswered={len(self._unanswered_tasks)} "
+            f"undelivered={len(self._owner)} next={self._reorder.next_seq} over={self._over}>"
+        )
+
+    # -------------------------------------------------------------------------------------------- deciding
+
+    def handle(self, event: Event) -> list[Action]:
+        """Take one event; return what is to be done now, in order.
+
+        Raises:
+            ValueError: an event that cannot be (an answer that nobody waits for, a task beyond the credits).
+        """
+        if self._over:
+            return []
+        # Ordered by how often each comes.
+        if isinstance(event, Completed):
+            return self._completed(event)
+        if isinstance(event, Delivered):
+            return self._delivered(event)
+        if isinstance(event, Offered):
+            return self._offered(event.index)
+        if isinstance(event, SamplerEnded):
+            self._offers_ended = True
+            return self._finish_if_done()
+        if isinstance(event, Exhausted):
+            return self._exhausted(event)
+        if isinstance(event, Started):
+            return self._started()
+        if isinstance(event, Died):
+            return self._died(event)
+        if isinstance(event, Replaced):
+            self._recovery.up(event.worker)
+            return self._send_waiting(event.worker)
+        return self._fail(event.error)
+
+    def abandon(self) -> list[Deliver]:
+        """The epoch is given up: the outcomes that were held back for an earlier one and that nobody will take."""
+        self._over = True
+        return self._reorder.drain()
+
+    def _started(self) -> list[Action]:
+        count = self.credits * self.workers
+        if not self.iterable:
+            return self._pull(count)
+        actions: list[Action] = []
+        for _ in range(count):
+            actions += self._offered(None)
+        return actions
+
+    def _offered(self, index: Any) -> list[Action]:
+        if self._offers_ended:
+            raise ValueError(f"index {index!r} was offered after the sampler had ended")
+        if len(self._owner) >= self._most:
+            raise ValueError(
+                f"a task was offered beyond the credits: {len(self._owner)} undelivered, "
+                f"{self._most_credits} credits x {self.workers} workers, "
+                f"{self._most - self._most_credits * self.workers} ahead"
+            )
+        self._asked -= 1
+        worker = self._choose()
+        if worker is None:
+            return []  # every copy of the iterable dataset has ended
+        seq = self._send_seq
+        self._send_seq += 1
+        task = Task(self.epoch, seq, index)
+        self._owner[seq] = worker
+        self._unanswered_tasks[seq] = task
+        self._load[worker] += 1
+        self._unanswered[worker] += 1
+        if self._recovery.active and not self._recovery.free(worker):
+            self._recovery.wait(worker, seq)
+            return []
+        return [Assign(worker, task)]
+
+    def _choose(self) -> int | None:
+        if self.assignment == "least_loaded":
+            candidates = [w for w in range(self.workers) if self._active[w] and self._load[w] < self._share]
+            if self._recovery.active:
+                candidates = [w for w in candidates if self._recovery.free(w)] or candidates
+            return min(candidates, key=self._unanswered.__getitem__, default=None)
+        share = 0 if self.in_order else self.credits * self.workers // max(1, sum(self._active))
+        for _ in range(self.workers):
+            worker = self._turn
+            self._turn = (worker + 1) % self.workers
+            if self._active[worker] and (self.in_order or self._load[worker] < share):
+                return worker
+        if self.iterable:
+            return None
+        # What was pulled before `credits` was lowered: to whoever has the least.
+        return min(filter(self._active.__getitem__, range(self.workers)), key=self._load.__getitem__, default=None)
+
+    def _completed(self, event: Completed) -> list[Action]:
+        if event.seq not in self._unanswered_tasks:
+            raise ValueError(f"task {event.seq} was answered but not outstanding (worker {event.worker})")
+        return self._outcome(event.seq, event.outcome)
+
+    def _outcome(self, seq: int, outcome: Any) -> list[Action]:
+        del self._unanswered_tasks[seq]
+        worker = self._owner[seq]
+        self._unanswered[worker] -= 1
+        deliver = Deliver(seq, worker, outcome)
+        waiting: list[Action] = []
+        if self._recovery.active:
+            self._recovery.answered(worker, seq)
+            waiting = self._send_waiting(worker)
+        if not self.in_order:
+            return [deliver, *waiting]
+        ready = self._reorder.push(seq, deliver)
+        more = [] if ready or self.iterable else self._pull_ahead()
+        # A pull comes last: the shell may offer an index, and have its task assigned, before it carries out the rest.
+        return [*ready, *waiting, *more]
+
+    def _delivered(self, event: Delivered) -> list[Action]:
+        worker = None if event.seq in self._unanswered_tasks else self._owner.pop(event.seq, None)
+        if worker is None:
+            raise ValueError(f"task {event.seq} was delivered twice, or before it was answered")
+        self._load[worker] -= 1
+        if self.iterable:
+            return self._offered(None) + self._finish_if_done()
+        if self._offers_ended:
+            return self._finish_if_done()
+        if self.assignment == "least_loaded":
+            return self._pull_ahead()
+        number = self.credits * self.workers - len(self._owner) - self._asked
+        return self._pull(number) if number > 0 else []
+
+    def _pull(self, number: int) -> list[Action]:
+        self._asked += number
+        return [Pull(number)]
+
+    def _pull_ahead(self) -> list[Action]:
+        """Indices for which there is a credit now, or a worker without work that may run ahead."""
+        if self.assignment == "round_robin" or self._offers_ended:
+            return []
+        credits = self.credits * self.workers
+        room = credits + min(len(self._reorder), self.run_ahead) - len(self._owner) - self._asked
+        idle = credits - len(self._unanswered_tasks) - self._asked
+        number = min(room, idle)
+        return self._pull(number) if number > 0 else []
+
+    # ------------------------------------------------------------------------------------------- recovering
+
+    def _died(self, event: Died) -> list[Action]:
+        worker, recovery = event.worker, self._recovery
+        lost = [seq for seq in self._unanswered_tasks if self._owner[seq] == worker]
+        poisoned = recovery.died(event, lost)
+        needed = self._active[worker] and (self.iterable or not self._offers_ended or len(lost) > len(poisoned))
+        if poisoned and (self.iterable or not recovery.may_replace(worker)):
+            # A stream cannot go on behind a place that it cannot pass.
+            task = self._unanswered_tasks[poisoned[0]]
+            why = recovery.advice(worker) if not recovery.may_replace(worker) else "A stream cannot go on behind it."
+            return self._fail(quarantined(Poisoned(task, recovery.deaths(task.seq)), f"The epoch ends with it. {why}"))
+        if not recovery.may_replace(worker):
+            return self._fail(event.error.with_advice(self._was_at() + recovery.advice(worker)))
+        if needed and event.obstacle:
+            return self._fail(event.error.with_advice(event.obstacle))
+        actions: list[Action] = []
+        if needed:
+            recovery.down(worker)
+            actions.append(Replace(worker))
+        else:
+            self._active[worker] = False
+        for seq in lost:
+            if seq not in poisoned:
+                actions += self._assign_again(seq, worker)
+        for seq in poisoned:  # last: what is pulled for them comes behind what was lost, at every worker
+            actions += self._outcome(seq, Poisoned(self._unanswered_tasks[seq], recovery.deaths(seq)))
+        return actions
+
+    def _was_at(self) -> str:
+        """What the worker that died last was doing, for the user."""
+        struck = self._recovery.struck
+        if not struck or self.iterable:
+            return ""
+        indices = shortened(bare_index(self._unanswered_tasks[struck[0]].index))
+        if len(struck) == 1:
+            return f"It was at the task for indices {indices}. "
+        return f"It was at {len(struck)} tasks, the first of them for indices {indices}. "
+
+    def _assign_again(self, seq: int, worker: int) -> list[Action]:
+        """To a worker that lives, if any may have it; else it waits for the replacement."""
+        # Popped and put back: a worker's tasks are found in the order in which they were given to it.
+        task = self._unanswered_tasks[seq] = self._unanswered_tasks.pop(seq)
+        if self.assignment == "least_loaded" and not (self.iterable or self._recovery.suspected(seq)):
+            free = [w for w in range(self.workers) if self._active[w] and self._recovery.free(w)]
+            if free:
+                other = min(free, key=self._unanswered.__getitem__)
+                self._owner[seq] = other
+                for counts in (self._load, self._unanswered):
+                    counts[worker] -= 1
+                    counts[other] += 1
+                return [Assign(other, task)]
+        self._recovery.wait(worker, seq)
+        return []
+
+    def _send_waiting(self, worker: int) -> list[Action]:
+        recovery, actions = self._recovery, list[Action]()
+        while (seq := recovery.next_for(worker, recovery.in_hand(worker, self._unanswered[worker]))) is not None:
+            actions.append(Assign(worker, self._unanswered_tasks[seq], recovery.suspected(seq)))
+        return actions
+
+    def _fail(self, error: BaseException) -> list[Action]:
+        self._over = True
+        return [Fail(error)]
+
+    def _exhausted(self, event: Exhausted) -> list[Action]:
+        worker = event.worker
+        if not self.iterable:
+            raise ValueError(f"worker {worker} says that its stream has ended, but the dataset is none")
+        self._active[worker] = False
+        self._recovery.void(worker)
+        actions: list[Action] = []
+        for seq in [s for s, w in self._owner.items() if w == worker and s in self._unanswered_tasks]:
+            del self._owner[seq], self._unanswered_tasks[seq]
+            self._load[worker] -= 1
+            self._unanswered[worker] -= 1
+            self._recovery.answered(worker, seq)
+            if self.in_order:
+                actions += self._reorder.skip(seq)
+        return actions + self._offered(None) + self._finish_if_done()
+
+    def _finish_if_done(self) -> list[Action]:
+        no_more = not any(self._active) if self.iterable else self._offers_ended
+        if self._owner or not no_more:
+            return []
+        self._over = True
+        return [Finish()]
+
+
+def quarantined(poisoned: Poisoned, advice: str = QUARANTINE_ADVICE) -> TaskQuarantined:
+    """The error for a task that is not tried again."""
+    deaths: tuple[WorkerDied, ...] = poisoned.deaths
+    who = [(death.worker_id, death.pid, death.exitcode) for death in deaths]
+    advice = " ".join(filter(None, [deaths[-1].reason, advice]))
+    return TaskQuarantined(bare_index(poisoned.task.index), who, deaths[-1].trace, advice)
+
+
+T = TypeVar("T")
+
+
+class ReorderBuffer(Generic[T]):
+    """Gives items back in the order of their sequence numbers, whatever the order in which they come.
+
+    Every number from 0 on must be either pushed or skipped, once. Nothing is held longer than it must be: `push`
+    returns at once what has become deliverable.
+
+    Raises:
+        ValueError: a number comes twice.
+    """
+
+    __slots__ = ("_held", "_next", "_skipped")
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._held: dict[int, T] = {}
+        self._skipped: set[int] = set()
+
+    @property
+    def next_seq(self) -> int:
+        """The number that is waited for."""
+        return self._next
+
+    def __len__(self) -> int:
+        """Items held back because an earlier one is missing."""
+        return len(self._held)
+
+    def push(self, seq: int, item: T) -> list[T]:
+        """Take item number `seq`; return the items that are now in order (perhaps none)."""
+        if seq == self._next and not self._held and not self._skipped:
+            self._next += 1  # the common case: nothing waits, nothing is skipped
+            return [item]
+        self._check_new(seq)
+        self._held[seq] = item
+        return self._release()
+
+    def skip(self, seq: int) -> list[T]:
+        """Number `seq` will never come; return the items that this sets free."""
+        self._check_new(seq)
+        self._skipped.add(seq)
+        return self._release()
+
+    def drain(self) -> list[T]:
+        """Give up: everything that is held back, in order. Nothing is held afterwards."""
+        held = [self._held[seq] for seq in sorted(self._held)]
+        self._held.clear()
+        return held
+
+    def _check_new(self, seq: int) -> None:
+        if seq < self._next or seq in self._held or seq in self._skipped:
+            raise ValueError(f"sequence number {seq} came twice (waiting for {self._next})")
+
+    def _release(self) -> list[T]:
+        out: list[T] = []
+        while True:
+            if self._next in self._held:
+                out.append(self._held.pop(self._next))
+            elif self._next in self._skipped:
+                self._skipped.remove(self._next)
+            else:
+                return out
+            self._next += 1

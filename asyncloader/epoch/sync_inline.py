@@ -1,0 +1,329 @@
+"""One epoch of a DataLoader without workers: what `iter()` gives then.
+
+Data path: sampler -> [sync_inline: fetch -> collate] -> the user.
+
+A blocking dataset is read in the caller's thread, by `next()` alone, as torch does; async datasets and samplers on the
+bridge's loop, while the caller waits. There samples of async map datasets, and with `fetch_threads`, are read ahead
+while it does not (`read_ahead.py`); the sampler is advanced, and batches are collated, in `next()` alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+
+from asyncloader.bridge import Bridge, join_all
+from asyncloader.delivery.stage import torch_pin
+from asyncloader.delivery.transfer import mover_of
+from asyncloader.epoch.async_inline import (
+    batch_nbytes,
+    count_samples,
+    make_inline_reader,
+    make_read_ahead,
+    warn_of_exit,
+)
+from asyncloader.epoch.plan import Draws, warn_over_length
+from asyncloader.epoch.prefetch import ReadAhead
+from asyncloader.errors import LoaderClosed, TooManyBadSamples
+from asyncloader.options import LoaderSpec, async_index_source, is_iterable
+from asyncloader.samplers.distributed import even_ranks, without_batch
+from asyncloader.state.checkpoint import StateKeeper
+from asyncloader.state.progress import Progress
+from asyncloader.statistics import BadSampleLog, Statistics
+from asyncloader.workers.fetch.context import DatasetContext, Unasked
+from asyncloader.workers.fetch.reader import Reader
+from asyncloader.workers.fetch.sample_errors import BadSample, NoSamples
+from asyncloader.workers.pool import install_exit_hook
+
+__all__ = ["CountedNext", "InlineIterator", "end_at_exit"]
+
+_EXIT_SECONDS = 6.0
+"""How long a process that ends waits for its iterators, all together: a little more than workers are given."""
+
+
+class CountedNext(Draws):
+    """torch's `__next__`, with the profiler's range only while a profiler looks (it costs 10 microseconds)."""
+
+    def __next__(self) -> Any:
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            with torch.autograd.profiler.record_function(self._profile_name):
+                data: Any = self._next_data()
+        else:
+            data = self._next_data()
+        self._num_yielded += 1
+        if self._IterableDataset_len_called is not None:
+            warn_over_length(self)
+        return data
+
+
+class InlineIterator(CountedNext):
+    """Without workers: torch's fetcher in the caller's thread; async datasets and samplers on the bridge's loop."""
+
+    queue_depth = 0
+
+    def __init__(self, loader: LoaderSpec[Any], statistics: Statistics, bridge: Bridge, keeper: StateKeeper) -> None:
+        progress = keeper.begin(loader)
+        super().__init__(loader, progress)
+        if self._timeout:
+            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+        self._spec = loader
+        self._keeper = keeper
+        self._statistics = statistics
+        self._source = async_index_source(loader)
+        self._indices: Any = None
+        self._bridge: Bridge | None = None
+        self._owner = os.getpid()
+        self._begin(progress)
+        self._uses_loop = self._reader.asynchronous or self._source is not None
+        if self._uses_loop:
+            bridge.settle()  # an iterator that was dropped leaves the dataset's context before this one enters it
+            bridge.acquire()
+            self._bridge = bridge
+            end_at_exit(self)
+        self._mover = mover_of(loader)
+        self._pin = torch_pin(self._pin_memory_device) if self._pin_memory else None
+        self._begun = self._statistics.begin()
+        self._statistics.log = BadSampleLog(loader._asyncloader_options.max_bad_samples)
+        self._over = False  # too many samples were bad
+        self._closed = False
+
+    def _begin(self, progress: Progress) -> None:
+        self._progress = progress
+        self._agreement = progress.agreement
+        self._tasks = 0
+        self._given = 0  # indices that were given to what reads ahead
+        self._fresh = True
+        self._reader = make_inline_reader(self._spec, self, progress)
+        if not self._reader.asynchronous:
+            progress.live = weakref.WeakMethod(self._reader.live_cursor)
+        self._context = self._reader.context()
+        self._ahead = make_read_ahead(self._spec, self._reader, self._context)
+
+    def _next_data(self) -> Any:
+        if self._closed:
+            raise LoaderClosed("this iterator was shut down")
+        begin = perf_counter()
+        if self._fresh:
+            if self._progress.outdated:
+                progress = self._keeper.begin(self._spec)
+                self._begin_order(self._spec, progress)
+                self._begin(progress)
+            self._fresh = False
+        while not self._over:
+            bad: list[BadSample] = []
+            try:
+                index, data = self._fetched(bad)
+                if self._agreement is not None and not self._agreement.batch():
+                    raise StopIteration
+                cursor = self._reader.cursor()
+                if self._mover is not None:
+                    data = self._mover.take(self._mover.move(data, locked=False))
+                elif self._pin is not None:
+                    data = self._pin(data)
+            except NoSamples:
+                ranks = even_ranks(self._spec, iterable=is_iterable(self._spec))
+                if ranks > 1:
+                    self._progress.failed(self._tasks)
+                    self._tasks += 1
+                    self._record(bad)
+                    raise without_batch(ranks) from None
+                self._progress.delivered(self._tasks, 0, self._reader.cursor())
+                self._tasks += 1
+                self._record(bad)
+                continue
+            except StopIteration:
+                if self._agreement is not None:
+                    self._agreement.end()
+                self._progress.ends[0] = self._reader.last_cursor()
+                self._progress.finish()
+                raise
+            except BaseException:
+                if self._agreement is not None:
+                    self._agreement.fail()
+                self._progress.failed(self._tasks)
+                self._tasks += 1
+                self._record(bad)
+                raise
+            if bad:
+                self._record(bad)
+            self._progress.delivered(self._tasks, 0, cursor)
+            self._tasks += 1
+            nbytes = batch_nbytes(data)
+            if self._ahead is not None:
+                self._ahead.learn(nbytes)
+                self._statistics.credits = self._ahead.credits
+            passed = perf_counter() - begin
+            if not self._num_yielded:
+                self._statistics.first_batch(self._begun)
+            self._statistics.batch(count_samples(self._spec, index, bad), nbytes, 0, passed, passed, 1)
+            self._statistics.count_here()
+            return data
+        raise StopIteration
+
+    def _record(self, bad: list[BadSample]) -> None:
+        try:
+            self._statistics.bad(bad)
+        except TooManyBadSamples:
+            self._over = True
+            if self._agreement is not None:
+                self._agreement.fail()
+            raise
+
+    def _fetched(self, bad: list[BadSample]) -> tuple[Any, Any]:
+        if not self._uses_loop:
+            index = self._next_index_plain()
+            return index, self._reader.fetch(index, bad)
+        if self._bridge is None:
+            raise StopIteration
+        try:
+            if self._ahead is not None:
+                return self._bridge.run(self._take(self._ahead, self._more(self._ahead), bad))
+            return self._bridge.run(self._fetch(bad))
+        except StopAsyncIteration:
+            self._release()
+            raise StopIteration from None
+
+    async def _fetch(self, bad: list[BadSample]) -> tuple[Any, Any]:
+        with Unasked("the dataset's or sampler's"):
+            index = await self._next_index_async()
+            if self._reader.asynchronous:
+                await self._context.open()
+                return index, await self._reader.fetch_async(index, bad)
+            return index, self._reader.fetch(index, bad)
+
+    def _more(self, ahead: ReadAhead) -> list[Any]:
+        """Indices to be given out, from a plain sampler, which is advanced here, in the caller's thread. An exception
+        in place of the last: what the sampler raised.
+        """
+        more: list[Any] = []
+        while self.order is not None and len(more) < ahead.room:
+            task, self._given = self._given, self._given + 1
+            try:
+                step, index = self.pull()
+            except StopIteration:
+                break
+            except Exception as error:
+                more.append(_Broken(error))
+                break
+            else:
+                self._progress.pulled(task, step)
+                more.append(index)
+        return more
+
+    async def _take(self, ahead: ReadAhead, more: list[Any], bad: list[BadSample]) -> tuple[Any, Any]:
+        for index in more:
+            if isinstance(index, _Broken):
+                ahead.fail(index.error)
+            else:
+                ahead.start(index)
+        while self.order is None and ahead.room > 0:
+            ahead.start_next(self._next_index_async)
+        with Unasked("the dataset's or sampler's"):
+            return await ahead.take(bad)
+
+    def _next_index_plain(self) -> Any:
+        step, index = self.pull()
+        if self.order is None:  # an iterable dataset's indices say no more than how many samples
+            return index
+        self._progress.pulled(self._tasks, step)
+        return index
+
+    async def _next_index_async(self) -> Any:
+        if self._source is None:
+            try:
+                return self._next_index_plain()
+            except StopIteration:
+                raise StopAsyncIteration from None
+        if self._indices is None:
+            self._indices = self._source.reading(self._progress)
+        return await anext(self._indices)
+
+    def _release(self) -> None:
+        bridge, self._bridge = self._bridge, None
+        if bridge is None or os.getpid() != self._owner:
+            return  # nothing of it runs in a forked child
+        if bridge.inside:  # which cannot wait for itself
+            bridge.leave(_leave_and_tell, self._ahead, self._reader, self._context)
+            return
+        try:
+            warn_of_exit(bridge.run(_leave(self._ahead, self._reader, self._context)))
+        except LoaderClosed:
+            pass
+        finally:
+            bridge.release()
+
+    def _shutdown_workers(self) -> None:
+        """End the epoch. The name is torch's."""
+        self._closed = True
+        if self._agreement is not None:
+            self._agreement.give_up()
+        self._release()
+
+    def _leave_soon(self) -> None:
+        self._closed = True
+        if self._agreement is not None:
+            self._agreement.give_up()
+        bridge, self._bridge = self._bridge, None
+        if bridge is not None:
+            bridge.leave(_leave_and_tell, self._ahead, self._reader, self._context)
+
+    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not exiting() and getattr(self, "_owner", None) == os.getpid():
+            self._leave_soon()
+
+
+async def _leave(ahead: ReadAhead | None, reader: Reader, context: DatasetContext) -> BaseException | None:
+    """Nothing more is read. Returns what leaving the dataset's context raised."""
+    if ahead is not None:
+        return await ahead.aclose()
+    await reader.aclose()
+    return await context.close()
+
+
+async def _leave_and_tell(ahead: ReadAhead | None, reader: Reader, context: DatasetContext) -> None:
+    warn_of_exit(await _leave(ahead, reader, context))
+
+
+class _Broken:
+    """In place of an index: what the sampler raised."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class Endable(Protocol):
+    """An iterator that has something to be ended."""
+
+    def _leave_soon(self) -> None:
+        """Ask for its end, and wait for nothing, as finalizers must."""
+
+
+# Those that live. At exit they are ended, and all loop threads with them, also those of iterators that were dropped a
+# moment ago: once the interpreter is finalizing no daemon thread runs, and finalizers do nothing at all.
+_live: weakref.WeakSet[Endable] = weakref.WeakSet()
+
+
+def end_at_exit(iterator: Endable) -> None:
+    """Have this iterator ended when the process ends, if it still lives."""
+    _install_exit_hook()
+    _live.add(iterator)
+
+
+@functools.cache
+def _install_exit_hook() -> None:
+    install_exit_hook()  # first, hence called after ours: pools are stopped when nobody listens to them any more
+    atexit.register(_end_all)
+
+
+def _end_all() -> None:
+    for iterator in list(_live):
+        iterator._leave_soon()
+    join_all(_EXIT_SECONDS)

@@ -1,0 +1,74 @@
+"""Workers that are threads: a multiprocessing context whose `Process` is one is served by torch's own iterator.
+
+Data path: options -> [thread_workers] -> the user; nothing of ours is in between.
+
+Our workers have a process's memory, signals and descriptors to themselves, and are killed when they hang: a thread of
+this process can give none of that. torch's worker gets by with one, so that such a loader goes on giving torch's
+batches, at torch's speed. What torch has no notion of is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import warnings
+from typing import Any
+
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from asyncloader.options import OUR_OPTION_NAMES, LoaderSpec, async_index_source
+from asyncloader.workers.fetch.factory import is_async_dataset
+
+__all__ = ["ThreadIterator", "has_thread_workers", "refusal"]
+
+_INSTEAD = (
+    'use processes ("fork", "spawn" or "forkserver"), or num_workers=0 with fetch_threads, which are threads of this '
+    "process"
+)
+
+
+def has_thread_workers(spec: LoaderSpec[Any]) -> bool:
+    """Whether the loader's multiprocessing context makes threads."""
+    context: Any = spec.multiprocessing_context
+    if context is None or not spec.num_workers:
+        return False
+    kind = context.Process
+    if isinstance(kind, type):
+        return issubclass(kind, threading.Thread)
+    return isinstance(kind(target=print, args=()), threading.Thread)  # a function that makes them; it is not started
+
+
+class ThreadIterator(_MultiProcessingDataLoaderIter):
+    """torch's iterator with workers, over a loader of ours whose workers are threads. Warns.
+
+    Raises:
+        ValueError: the loader has options, or a dataset or sampler, that torch does not know.
+    """
+
+    def __init__(self, loader: LoaderSpec[Any]) -> None:
+        defaults = inspect.signature(LoaderSpec).parameters
+        given = {name: getattr(loader._asyncloader_options, name) for name in OUR_OPTION_NAMES}
+        unknown = [f"{name}={value!r}" for name, value in given.items() if value != defaults[name].default]
+        if is_async_dataset(loader.dataset):
+            unknown.append("an async dataset")
+        if async_index_source(loader) is not None:
+            unknown.append("an async sampler")
+        if unknown:
+            self._shutdown = True  # there is nothing to shut down
+            raise ValueError(refusal(loader, f"know no {', '.join(unknown)}"))
+        warnings.warn(
+            f"{_reason(loader)}: the batches are torch's, stats() does not count them, and state_dict() is empty. For "
+            f"more, {_INSTEAD}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        super().__init__(loader)
+
+
+def refusal(spec: LoaderSpec[Any], what: str) -> str:
+    """Why a loader whose workers are threads cannot have this, and what to use instead."""
+    return f"{_reason(spec)}, which {what}: {_INSTEAD}"
+
+
+def _reason(spec: LoaderSpec[Any]) -> str:
+    return f"multiprocessing_context={spec.multiprocessing_context!r} makes threads, so torch's own workers serve it"

@@ -1,0 +1,166 @@
+"""`install`: for a while, code that makes torch's DataLoader makes ours.
+
+Data path: none.
+
+The last resort, for code that builds loaders itself and takes no class. It is explicit and it ends with its ``with``
+block. No module's names are replaced: the class is torch's wherever it is held, so it does not matter when and how
+libraries were imported. Inside the block its constructor makes the instance one of ours:
+
+- an instance of torch's class becomes one of our `DataLoader`;
+- an instance of a subclass becomes one of a class of the same name, derived from the subclass and from ours, in which
+  the subclass's ``super()`` is ours. The subclass itself is not touched.
+
+The metaclass of both is torch's, `type`, which agrees with any other. Inside the block the iterators' base class tells
+which loaders torch's own engine reads all the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import types
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ContextDecorator
+from typing import Any
+
+import torch.utils.data
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _MultiProcessingDataLoaderIter,
+    _SingleProcessDataLoaderIter,
+)
+
+from asyncloader.epoch.sync_inline import CountedNext
+from asyncloader.epoch.thread_workers import ThreadIterator
+from asyncloader.loader import DataLoader
+from asyncloader.options import LoaderSpec
+
+__all__ = ["install"]
+
+_Torchs: Any = torch.utils.data.DataLoader
+
+
+def install() -> AbstractContextManager[type[DataLoader[Any]]]:
+    """Make torch's `DataLoader` class make ours until the block ends; gives our class.
+
+    Inside the block, in all threads, ``torch.utils.data.DataLoader(...)`` makes an `asyncloader.DataLoader`, under
+    whatever name and from wherever it is called, and so do its subclasses: their loaders are of their class and of
+    ours. Loaders that were made inside stay ours; those that were made before stay what they are. Blocks may be nested.
+
+    A library that makes torch's *iterators* itself is not reached: a warning names it, once, when that happens inside
+    the block.
+    """
+    return _Block()
+
+
+class _Block(ContextDecorator):
+    """Has no finalizer: a block that is never left does nothing when the interpreter exits."""
+
+    def __enter__(self) -> type[DataLoader[Any]]:
+        _hooks.enter()
+        return DataLoader
+
+    def __exit__(self, *_: object) -> None:
+        _hooks.leave()
+
+
+class _Hooks:
+    """The two constructors that do more while at least one block is open."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.blocks = 0
+        self.named: set[str] = set()
+        self._put: list[tuple[Any, Any]] = []
+
+    def enter(self) -> None:
+        with self.lock:
+            self.blocks += 1
+            if self.blocks == 1:
+                hooks: list[tuple[Any, Any]] = [(_Torchs, _making), (_BaseDataLoaderIter, _iterating)]
+                for kind, hook in hooks:
+                    self._put.append((kind, hook(kind.__init__)))
+                    kind.__init__ = self._put[-1][1]
+
+    def leave(self) -> None:
+        with self.lock:
+            self.blocks -= 1
+            if not self.blocks:
+                for kind, hook in self._put:
+                    if kind.__init__ is hook:  # else somebody wrapped it; it does nothing from here on
+                        kind.__init__ = hook.__wrapped__
+                self._put.clear()
+                self.named.clear()
+
+    def warn(self, name: str, text: str) -> None:
+        if name not in self.named:
+            self.named.add(name)
+            warnings.warn(f"asyncloader.install() does not reach {name}: {text}", stacklevel=4)
+
+
+_hooks = _Hooks()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: setattr(_hooks, "lock", threading.Lock()))
+
+
+def _making(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def make(self: Any, /, *args: Any, **kwargs: Any) -> None:
+        if _hooks.blocks and not issubclass(type(self), LoaderSpec) and _become_ours(self):
+            DataLoader.__init__(self, *args, **kwargs)  # comes by here again
+        else:
+            original(self, *args, **kwargs)
+
+    return make
+
+
+def _become_ours(loader: Any) -> bool:
+    kind = type(loader)
+    try:
+        object.__setattr__(loader, "__class__", DataLoader if kind is _Torchs else _ours_from(kind))
+    except Exception as error:  # whatever the class's own metaclass or `__init_subclass__` raises
+        _hooks.warn(_name(kind), f"no class can be derived from it ({error}). Its batches come from torch's engine")
+        return False
+    return True
+
+
+def _ours_from(kind: type[Any]) -> type[Any]:
+    """The class of ours that stands for a subclass of torch's; the same one as long as anybody has it."""
+    for made in type.__subclasses__(kind):
+        if made.__dict__.get("_asyncloader_of") is kind:
+            return made
+    body = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")} | {"_asyncloader_of": kind}
+    reduce: Any = kind.__reduce__
+    if reduce is object.__reduce__:
+        body["__reduce__"] = lambda self: (_new, (kind,), self.__getstate__())  # pickle knows classes by their names
+    return types.new_class(kind.__name__, (kind, DataLoader), exec_body=lambda names: names.update(body))
+
+
+def _new(kind: type[Any]) -> Any:
+    return object.__new__(_ours_from(kind))
+
+
+def _iterating(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def begin(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        if _hooks.blocks and not isinstance(self, (CountedNext, ThreadIterator)) and not _was_made_before(self, loader):
+            _hooks.warn(
+                _name(type(loader)),
+                f"it makes torch's iterators by itself (here {_name(type(self))}), so its batches come from torch's "
+                "engine. Where it takes a loader, pass it one of asyncloader",
+            )
+        original(self, loader, *args, **kwargs)
+
+    return begin
+
+
+def _was_made_before(iterator: Any, loader: Any) -> bool:
+    """Whether torch's engine is what one expects of this loader: torch's, and not made inside a block."""
+    plain = type(iterator) in (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter)
+    return plain and issubclass(type(loader), _Torchs) and not issubclass(type(loader), LoaderSpec)
+
+
+def _name(kind: type[Any]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

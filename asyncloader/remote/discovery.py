@@ -1,0 +1,203 @@
+"""From what a user writes to the shards that are meant. Data path: [URLs, patterns, folders -> shards] -> catalogue.
+
+    https://host/shard-{000..127}.tar      a brace pattern (`braces`)
+    s3://bucket/train/                     all shards below a prefix, ascending; or an MDS data set, by its index.json
+    /data/train                            a local directory, as with ``/`` behind it
+    s3://bucket/mds/index.json             an MDS data set
+    s3://bucket/a.tar                      one shard
+
+A URL that comes twice is read twice: repeating a shard is a way to give it more weight. Its samples then have the same
+keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import aclosing
+from urllib.parse import quote
+
+from asyncloader.formats import MdsShard, ShardError, ShardFormat, parse_mds_index
+from asyncloader.remote.braces import MOST, expand
+from asyncloader.remote.catalog import Shard, format_of, named_format
+from asyncloader.remote.stores import Stores, scheme_of
+from asyncloader.transports import AccessDenied, ObjectNotFound, ObjectTooLarge
+
+__all__ = ["MAX_INDEX_BYTES", "expand_urls", "find_shards"]
+
+MAX_INDEX_BYTES = 256 << 20
+"""Of an MDS index: a million shards of ten columns."""
+
+INDEX = "index.json"
+
+_ESCAPED = frozenset({"http", "https"})
+
+
+def expand_urls(urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
+    """Give the URLs that patterns mean, in order. No I/O.
+
+    Args:
+        urls: one URL, pattern or path, or several. A path object is taken literally, without patterns.
+
+    Raises:
+        ValueError: none is given; a pattern is wrong (`braces.expand`); more than 1,000,000 URLs in all.
+        TypeError: one of them is neither text nor a path.
+    """
+    given: Iterable[str | os.PathLike[str]] = [urls] if isinstance(urls, str | os.PathLike) else urls
+    found: list[str] = []
+    for url in given:
+        if isinstance(url, str):
+            if not url:
+                raise ValueError("one of the URLs is empty")
+            found += expand(url)
+        elif isinstance(url, os.PathLike):
+            found.append(os.fspath(url))
+        else:
+            raise TypeError(f"a URL is a string or a path, got {type(url).__name__}: {url!r}")
+        if len(found) > MOST:
+            raise ValueError(f"the patterns mean more than {MOST:,} URLs: check their numbers")
+    if not found:
+        raise ValueError("no URL was given: name at least one shard, pattern or prefix")
+    return found
+
+
+async def find_shards(
+    urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    stores: Stores,
+    format: ShardFormat | str | None = None,
+) -> list[Shard]:
+    """Find the shards that `urls` mean, in the order in which they are written; below a prefix ascending.
+
+    URLs of single shards are believed: whether there is such an object, its first read tells.
+
+    Args:
+        urls: see the module and `expand_urls`.
+        stores: where the URLs lead.
+        format: of all shards. None: by the extension; below a prefix, objects of other extensions are passed over.
+            With a format all objects below a prefix are shards, but for those with a name that begins with ``_``.
+            Names that begin with ``.`` are passed over in any case. A format's name is an extension without its dot:
+            ``"tar"``, ``"jsonl.gz"``, ``"parquet"``.
+
+    Raises:
+        ValueError: a URL without a known extension; a prefix with no shard below it; an MDS shard without its index;
+            and as `expand_urls`.
+        ShardError: an MDS index that cannot be used.
+        TransportError: a listing or an index cannot be read.
+    """
+    wanted = named_format(format)
+    shards: list[Shard] = []
+    for url in await _with_directories(expand_urls(urls), stores):
+        folder = _folder_of(url)
+        if folder is not None and (wanted is None or wanted.name == "mds"):
+            listed = await _read_index(folder, stores, must=url != folder)
+            if listed is None and url != folder:
+                raise ValueError(f"there is no MDS index at {url!r}")
+            if listed is not None:
+                shards += listed
+                continue
+        if folder is None:
+            shards.append(_single(url, wanted))
+        else:
+            shards += await _below(folder, stores, wanted)
+    return shards
+
+
+def _single(url: str, wanted: ShardFormat | None) -> Shard:
+    form = format_of(url) if wanted is None else wanted
+    if form.name == "mds":
+        raise ValueError(f"{url!r} is an MDS shard, which is read with its index: give the folder that holds {INDEX}")
+    return Shard(url, form)
+
+
+def _folder_of(url: str) -> str | None:
+    """The prefix that a URL means, its query kept; None for a single shard's."""
+    address, query = _split(url)
+    if address.endswith(f"/{INDEX}"):
+        return address.removesuffix(INDEX) + query
+    return url if address.endswith("/") else None
+
+
+def _split(url: str) -> tuple[str, str]:
+    """A web server's URL without its query, and the query with its ``?``. Elsewhere ``?`` is a character of names."""
+    if scheme_of(url) not in _ESCAPED:
+        return url, ""
+    address, mark, query = url.partition("?")
+    return address, mark + query
+
+
+def _join(folder: str, path: str) -> str:
+    """The URL of what lies at `path` below a prefix's URL."""
+    address, query = _split(folder)
+    escaped = scheme_of(folder) in _ESCAPED or folder.lower().startswith("file://")
+    return address + (quote(path, "/!$&'()*+,;=:@~", errors="surrogateescape") if escaped else path) + query
+
+
+async def _with_directories(urls: Sequence[str], stores: Stores) -> list[str]:
+    """Add the ``/`` to local directories that were written without it."""
+    if stores.transport is not None:
+        return list(urls)
+    doubtful = {url for url in urls if scheme_of(url) == "file" and not url.endswith("/") and not _is_known(url)}
+    if not doubtful:
+        return list(urls)
+
+    def find() -> set[str]:
+        paths = {url: "/" + stores.place(url).path for url in doubtful}
+        return {url for url, path in paths.items() if os.path.isdir(path)}  # noqa: PTH112 - a string, in a thread
+
+    directories = await asyncio.to_thread(find)
+    return [url + "/" if url in directories else url for url in urls]
+
+
+def _is_known(url: str) -> bool:
+    try:
+        format_of(url)
+    except ValueError:
+        return False
+    return True
+
+
+async def _read_index(folder: str, stores: Stores, *, must: bool) -> list[Shard] | None:
+    """The shards of an MDS data set; None where there is no index. `must`: there should be one."""
+    url = _join(folder, INDEX)
+    transport, path = stores.find(url)
+    try:
+        data = await transport.read(path, max_bytes=MAX_INDEX_BYTES)
+    except ObjectNotFound:
+        return None
+    except AccessDenied:
+        # What an S3 bucket says of a missing object to those who may not list it.
+        if must:
+            raise
+        return None
+    except ObjectTooLarge as error:
+        raise ShardError(f"the MDS index has more than {MAX_INDEX_BYTES:,} bytes", url=url) from error
+    found: list[MdsShard] = await asyncio.to_thread(parse_mds_index, data, url=url)
+    if not found:
+        raise ValueError(f"the MDS index {url!r} names no shard")
+    return [
+        Shard(_join(folder, mds.path), ShardFormat("mds", mds.compression), mds.stored_size, mds.samples, mds)
+        for mds in found
+    ]
+
+
+async def _below(folder: str, stores: Stores, wanted: ShardFormat | None) -> list[Shard]:
+    """The shards below a prefix."""
+    transport, prefix = stores.find(folder)
+    found: list[Shard] = []
+    others = 0
+    async with aclosing(transport.list(prefix)) as paths:
+        async for path in paths:
+            rest = path[len(prefix) :]
+            if rest.rpartition("/")[2].startswith("." if wanted is None else (".", "_")):
+                continue  # of a file system or another program, not of the data
+            if wanted is not None or _is_known(rest):
+                found.append(_single(_join(folder, rest), wanted))
+            else:
+                others += 1
+            if len(found) > MOST:
+                raise ValueError(f"there are more than {MOST:,} shards below {folder!r}: give a longer prefix")
+    if not found:
+        passed = f" ({others:,} objects of other extensions are there: say format=)" if others else ""
+        raise ValueError(f"there is no shard below {folder!r}{passed}")
+    return found

@@ -1,0 +1,210 @@
+"""What a store and an index say of shards: sizes, sample counts, places to cut. Asked for only when it is needed.
+
+Data path: shards -> [measure] -> catalogue: pieces, len.
+
+Many shards are asked about at the same time, a bounded number of them. What is known already is not asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+from asyncloader.formats import MAX_SAMPLE_BYTES, ShardError, ShardReader, open_reader
+from asyncloader.formats.base import ShardRange
+from asyncloader.remote.catalog import PARQUET, Shard, can_cut
+from asyncloader.remote.reading import MakeReader
+from asyncloader.remote.stores import Stores
+from asyncloader.transports import RangeOutOfBounds, SizeUnknown
+
+__all__ = ["REQUESTS", "bytes_per_sample", "with_counts", "with_edges", "with_sizes"]
+
+REQUESTS = 64
+"""Shards that are asked about at the same time."""
+
+PIECES_EACH = 8
+"""Places to cut that are kept of an MDS shard, for each part that is wanted: enough to cut evenly."""
+
+PROBE_BYTES = 1 << 20
+PROBE_SAMPLES = 1000
+
+T = TypeVar("T")
+
+
+async def with_sizes(shards: Sequence[Shard], stores: Stores) -> list[Shard]:
+    """Give the shards with `Shard.size`.
+
+    Raises:
+        TransportError: one of them cannot be asked about; the first such error, the other requests are cancelled.
+    """
+    return await _each(shards, lambda shard: _with_size(shard, stores))
+
+
+async def with_counts(shards: Sequence[Shard], stores: Stores) -> list[Shard]:
+    """Give the shards with `Shard.samples`, where an index or a footer has it: MDS and Parquet.
+
+    Raises:
+        ShardError: a Parquet footer is damaged.
+        TransportError: as `with_sizes`.
+        ImportError: pyarrow is needed and not installed.
+    """
+
+    async def count(shard: Shard) -> Shard:
+        return await _with_footer(shard, stores) if shard.format == PARQUET and shard.samples is None else shard
+
+    return await _each(shards, count)
+
+
+async def with_edges(
+    shards: Sequence[Shard], stores: Stores, parts: int, *, leave: tuple[type[Exception], ...] = ()
+) -> list[Shard]:
+    """Give the shards with what `catalogue.cut` needs to make `parts` pieces: sizes, and places to cut.
+
+    Asks nothing if there are that many shards. One whose size the store does not say stays without, and whole.
+
+    Args:
+        shards: the shards.
+        stores: where their URLs lead.
+        parts: pieces that are wanted.
+        leave: a shard that raises one of these stays as it is, and is cut nowhere: who reads it will say so.
+
+    Raises:
+        ShardError: an MDS header or a Parquet footer is damaged, or contradicts the index.
+        TransportError: as `with_sizes`.
+        ImportError: pyarrow is needed and not installed.
+    """
+    if len(shards) >= parts:
+        return list(shards)
+    left: tuple[type[Exception], ...] = (SizeUnknown, *leave)
+
+    async def measure(shard: Shard) -> Shard:
+        try:
+            sized = await _with_size(shard, stores)
+            if sized.edges is not None or not can_cut(sized):
+                return sized
+            if sized.format == PARQUET:
+                return await _with_footer(sized, stores)
+            return await _with_offsets(sized, stores, parts)
+        except left:
+            return shard
+
+    return await _each(shards, measure)
+
+
+async def bytes_per_sample(
+    shard: Shard, stores: Stores, *, max_sample_bytes: int = MAX_SAMPLE_BYTES, reader: MakeReader | None = None
+) -> float | None:
+    """Estimate the bytes of the object that a sample takes, from the first samples of a shard.
+
+    Reads 1 MiB of it at most, or up to the first sample if that is longer.
+
+    Args:
+        shard: the shard.
+        stores: where its URL leads.
+        max_sample_bytes: refuse a sample that takes more.
+        reader: makes the reader of a format of the user's own.
+
+    Returns:
+        Bytes of the object (compressed bytes, in a compressed shard), None if it has no samples.
+
+    Raises:
+        ShardError: the first sample cannot be read.
+        TransportError: the shard cannot be read.
+    """
+    if shard.samples is not None and shard.size is not None:
+        return shard.size / shard.samples if shard.samples else None
+    if shard.format == PARQUET and reader is None:
+        return await bytes_per_sample(await _with_footer(shard, stores), stores)
+    return await _probe(shard, stores, max_sample_bytes, reader)
+
+
+async def _with_size(shard: Shard, stores: Stores) -> Shard:
+    if shard.size is not None:
+        return shard
+    transport, path = stores.find(shard.url)
+    return shard._replace(size=(await transport.info(path)).size)
+
+
+async def _with_footer(shard: Shard, stores: Stores) -> Shard:
+    from asyncloader.remote.parquet_reading import read_footer
+
+    transport, path = stores.find(shard.url)
+    footer, info = await read_footer(transport, path, shard.url)
+    # Row groups without rows are no places to cut.
+    return shard._replace(size=info.size, samples=footer.rows, edges=tuple(sorted(set(footer.edges))))
+
+
+async def _with_offsets(shard: Shard, stores: Stores, parts: int) -> Shard:
+    if shard.mds is None:
+        return shard
+    transport, path = stores.find(shard.url)
+    try:
+        header = await transport.read_range(path, 0, shard.mds.header_size)
+    except RangeOutOfBounds as error:
+        raise ShardError("the shard is truncated: its header does not fit in it", url=shard.url, offset=0) from error
+    offsets = await asyncio.to_thread(shard.mds.offsets, header, url=shard.url)
+    places = min(shard.mds.samples, PIECES_EACH * parts)
+    edges = [int(offsets[shard.mds.samples * place // places]) for place in range(places + 1)] if places else []
+    return shard._replace(edges=tuple(edges) or None)
+
+
+async def _probe(shard: Shard, stores: Stores, max_sample_bytes: int, make: MakeReader | None) -> float | None:
+    whole = ShardRange(0, None, sync=False)
+    bad: list[ShardError] = []
+    reader: ShardReader
+    if make is not None:
+        reader = make(shard.url, whole)
+    else:
+        reader = open_reader(
+            shard.url, shard.format, max_sample_bytes=max_sample_bytes, on_bad=bad.append, shard=shard.mds
+        )
+    transport, path = stores.find(shard.url)
+    samples = fed = end = 0
+    last: ShardError | None = None
+    async with aclosing(transport.stream(path, start=reader.feed_from, chunk_size=1 << 16)) as chunks:
+        async for chunk in chunks:
+            fed += len(chunk)
+            try:
+                found = reader.feed(chunk)
+                while found or reader.pending:
+                    samples += len(found)
+                    end = found[-1].resume if found else end
+                    found = reader.feed(b"") if reader.pending else []
+            except ShardError as error:
+                last = error
+                break
+            if reader.done or (samples and fed >= PROBE_BYTES) or samples >= PROBE_SAMPLES:
+                break
+        else:
+            # The whole shard was read.
+            try:
+                samples += len(reader.end())
+            except ShardError as error:
+                last = error
+            end = 0
+    if not samples:
+        if last is not None:
+            raise last
+        return None
+    packed = shard.format.compression is not None or make is not None
+    return (fed if packed or not end else end - reader.feed_from) / samples
+
+
+async def _each(shards: Sequence[Shard], function: Callable[[Shard], Awaitable[T]]) -> list[T]:
+    """Call `function` for each shard, `REQUESTS` at a time; the results in the shards' order."""
+    found: dict[int, T] = {}
+    waiting = iter(enumerate(shards))
+
+    async def work() -> None:
+        for number, shard in waiting:
+            found[number] = await function(shard)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(REQUESTS, len(shards))):
+                group.create_task(work())
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from failures.exceptions[0].__cause__
+    return [found[number] for number in range(len(shards))]

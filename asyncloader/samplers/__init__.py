@@ -1,0 +1,1 @@
+"""Which samples make the next batch: samplers, their order and their cut among ranks."""

@@ -1,0 +1,177 @@
+"""Samplers that are asynchronous: what they must offer, and how their indices become batches.
+
+Data path: [sampler] -> scheduler.
+
+A plain sampler is torch's business and is advanced as torch does it: in the caller's thread, once a delivery. An async
+one may wait (for a queue, a server, feedback), so it is read ahead by a task of the loop, as far as credits allow.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterator
+from typing import Any, Protocol, TypeGuard, runtime_checkable
+
+from torch.utils.data import BatchSampler
+
+from asyncloader.samplers.distributed import Cutter, RankView, Share, Topology
+from asyncloader.samplers.index_stream import StateLog
+from asyncloader.workers.fetch.dataset_state import is_stateful
+
+__all__ = ["AsyncIndexSource", "AsyncSampler", "as_async_source", "is_async_sampler"]
+
+
+@runtime_checkable
+class AsyncSampler(Protocol):
+    """An async iterable of indices (as `sampler`) or of lists of indices (as `batch_sampler`).
+
+    Each ``aiter()`` begins an epoch. A `__len__` is optional; without it ``len(loader)`` is a TypeError.
+    """
+
+    def __aiter__(self) -> AsyncIterator[Any]: ...
+
+
+def is_async_sampler(sampler: object) -> TypeGuard[AsyncIterable[Any]]:
+    """Whether it can only be read with ``async for``."""
+    return hasattr(type(sampler), "__aiter__") and not hasattr(type(sampler), "__iter__")
+
+
+_END = object()
+
+
+class ReadingPosition(Protocol):
+    """What a reader of an async sampler is told, and tells: see `checkpoint.Progress`."""
+
+    log: StateLog | None
+    every: int
+    drained: dict[str, Any] | None
+    view: RankView | None
+
+    @property
+    def first_step(self) -> int: ...
+    @property
+    def skipped(self) -> frozenset[int]: ...
+    @property
+    def saved_sampler(self) -> dict[str, Any] | None: ...
+    def pulled(self, task: int, step: int) -> None: ...
+
+
+class AsyncIndexSource:
+    """What the scheduler is fed from when the sampler is async: single indices, the user's batches, or batches of ours.
+
+    Args:
+        sampler: an async iterable.
+        batch_size: gather as many indices into a list; None to pass on what the sampler gives.
+        drop_last: leave out a last short batch.
+    """
+
+    def __init__(self, sampler: AsyncIterable[Any], batch_size: int | None, drop_last: bool) -> None:
+        self.sampler = sampler
+        self.seeded = False
+        """Whether indices go with their positions."""
+        self.share = Share(batch_size, drop_last, Topology(0, 1), "drop")
+        """This rank's part of what the sampler gives."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Nothing: torch's machinery asks for a plain iterator, which an async sampler does not have."""
+        return iter(())
+
+    def __len__(self) -> int:
+        return len(RankView(self.sampler, self.share))
+
+    def first_log(self, every: int) -> StateLog | None:
+        """The log of a stateful sampler that begins an epoch; None if it has no state of its own."""
+        log = StateLog(every, None)
+        return log if is_stateful(self.sampler) and log.note(0, self.sampler) else None
+
+    async def reading(self, position: ReadingPosition) -> AsyncIterator[Any]:
+        """The indices from a position on, a step each; what was delivered beyond it is left out."""
+        sampler = self.sampler
+        items, first = await self._found(position)
+        step = 0 if position.saved_sampler is None else position.saved_sampler["at"]
+        view = position.view = RankView(sampler, self.share)
+        cutter = view.cutter = Cutter(self.share, step)
+        group, task = list[Any](), 0
+        try:
+            while (item := first if first is not _END else await anext(items, _END)) is not _END:
+                first = _END
+                group.append(item)
+                if len(group) < cutter.stride:
+                    continue
+                placed, group = cutter.cut(group), []
+                step += 1
+                if position.log is not None and not position.log.note(step, sampler, items):
+                    position.log = None
+                if placed is None or step <= position.first_step or step - 1 in position.skipped:
+                    continue
+                position.pulled(task, step - 1)
+                task += 1
+                yield placed if self.seeded else placed.index
+            placed = cutter.cut(group)
+            if placed is not None and step >= position.first_step and step not in position.skipped:
+                position.pulled(task, step)
+                yield placed if self.seeded else placed.index
+        finally:
+            # Closed with this generator, rather than whenever the loop finds it abandoned.
+            if isinstance(items, AsyncGenerator):
+                await items.aclose()
+
+    async def _found(self, position: ReadingPosition) -> tuple[Any, Any]:
+        """The sampler's iterator at the position or before, and an item that was taken from it already (or `_END`)."""
+        sampler: Any = self.sampler
+        if position.drained is not None:
+            await _drain(sampler, position.drained)
+            position.log = self.first_log(position.every)
+        saved = position.saved_sampler
+        if saved is not None and saved["sampler"] is not None:
+            sampler.load_state_dict(copy.deepcopy(saved["sampler"]))
+        items: Any = aiter(sampler)
+        if saved is not None and saved["iterator"] is not None:
+            items.load_state_dict(copy.deepcopy(saved["iterator"]))
+        first: Any = _END
+        if saved is not None and not saved["at"]:
+            # It may have stood at the end of its last epoch still, as an iterator of its own says at once.
+            first = await anext(items, _END)
+            if first is _END:
+                items = aiter(sampler)
+        if saved is not None or (position.log is None and is_stateful(items)):
+            position.log = StateLog(position.every, saved) if is_stateful(sampler) or is_stateful(items) else None
+            if position.log is not None and saved is None and not position.log.note(0, sampler, items):
+                position.log = None
+        return items, first
+
+
+async def _drain(sampler: Any, saved: dict[str, Any]) -> None:
+    """Bring a sampler to the end of the epoch that its state is of."""
+    if saved["sampler"] is not None:
+        sampler.load_state_dict(copy.deepcopy(saved["sampler"]))
+    items: Any = aiter(sampler)
+    if saved["iterator"] is not None:
+        items.load_state_dict(copy.deepcopy(saved["iterator"]))
+    async for _ in items:
+        pass
+
+
+def as_async_source(index_sampler: Any) -> AsyncIndexSource | None:
+    """The async source behind a loader's index sampler, None when the sampler is a plain one."""
+    if type(index_sampler) is BatchSampler and is_async_sampler(index_sampler.sampler):
+        return AsyncIndexSource(index_sampler.sampler, index_sampler.batch_size, index_sampler.drop_last)
+    if is_async_sampler(index_sampler):
+        return AsyncIndexSource(index_sampler, None, False)
+    return None
+
+
+def feedback_target(spec: Any) -> Callable[..., Any]:
+    """The `feedback` method of a loader's sampler or batch sampler.
+
+    Raises:
+        TypeError: neither has one.
+    """
+    samplers = [getattr(spec, "batch_sampler", None), getattr(spec, "sampler", None)]
+    for sampler in samplers:
+        method = getattr(sampler, "feedback", None)
+        if callable(method):
+            return method  # type: ignore[no-any-return]
+    own = (sampler for sampler in samplers if sampler is not None and type(sampler) is not BatchSampler)
+    kind = next((type(sampler).__name__ for sampler in own), "the loader's sampler")
+    raise TypeError(f"feedback goes to the sampler's method 'feedback', but {kind} has none; give the sampler one")

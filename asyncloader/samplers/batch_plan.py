@@ -1,0 +1,234 @@
+"""Which samples make which batch, from their lengths alone: windows, cuts, and where in the epoch a batch is. Pure.
+
+Data path: [batch plan] -> length-aware batch samplers -> scheduler.
+
+The epoch's shuffled order is cut into windows. A window is sorted by length, the longest first, and cut greedily: a
+batch that starts at a sample takes as many of those after it as the limits allow. The batches are then shuffled among
+themselves. In a sorted window the cost of a batch is its first sample's length times the number of samples, so where
+every batch would have to end is one division of arrays; only the walk from cut to cut is a loop.
+
+A greedy cut leaves one batch that could be fuller. Were it always the last, it would hold a window's shortest samples,
+and those would be what `drop_last` leaves out. So the cuts are made from both sides and meet at the batch that the
+shuffle puts last, whatever its lengths. Cuts from the right are as few as those from the left: a part of an allowed
+batch is allowed, and then both are the fewest possible.
+
+A plan is a function of its arguments alone and is kept for ever, as the permutation is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncloader.samplers.permutation import Permutation
+
+__all__ = ["BatchPlan", "Limits"]
+
+Indices = npt.NDArray[np.int64]
+Lengths = npt.NDArray[np.integer]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a batch may hold. At least one of the two maxima is given.
+
+    Args:
+        max_batch_size: samples.
+        max_tokens: the batch's cost: its longest length times its samples, or the sum of its lengths.
+        pad_to: each length counts as the next multiple of this.
+        padding: whether a sample costs as much as the longest of its batch. Without it there is nothing to gain by
+            sorting, and the window keeps its order.
+    """
+
+    max_batch_size: int | None
+    max_tokens: int | None = None
+    pad_to: int = 1
+    padding: bool = True
+
+    def costs(self, lengths: Lengths) -> Indices:
+        """What each sample counts by itself."""
+        return -(-lengths.astype(np.int64) // self.pad_to) * self.pad_to
+
+    def ends(self, costs: Indices) -> Indices:
+        """For every place: where a batch that starts there ends at the latest. Never decreasing; may be past the end.
+
+        With padding, costs must not increase.
+        """
+        size = len(costs)
+        places = np.arange(size)
+        ends = places + (size if self.max_batch_size is None else min(size, self.max_batch_size))
+        if self.max_tokens is None:
+            return ends
+        most = min(self.max_tokens, 1 << 62)  # sums stay within 63 bits
+        if self.padding:
+            fitting = places + most // costs
+        else:
+            sums = np.cumsum(costs)
+            fitting = np.searchsorted(sums, sums - costs + most, "right")
+        earlier: Indices = np.minimum(ends, fitting)
+        return earlier
+
+    def full(self, costs: Indices) -> bool:
+        """Whether a batch of these costs has no room for one more sample like its longest."""
+        if self.max_batch_size is not None and len(costs) >= self.max_batch_size:
+            return True
+        if self.max_tokens is None:
+            return False
+        longest = int(costs.max())
+        return (len(costs) * longest if self.padding else int(costs.sum())) + longest > self.max_tokens
+
+
+@dataclass(frozen=True, eq=False)
+class _Window:
+    """One window in its order, with the places where its batches start if cut from the left."""
+
+    indices: Indices
+    costs: Indices
+    ends: list[int]
+    starts: list[int]
+
+    def cut(self, short: int) -> list[int]:
+        """Every batch's start, and the end of the last, with what the greedy cut leaves over at batch `short`."""
+        starts = [*self.starts, len(self.indices)]
+        for batch in range(len(self.starts) - 1, short, -1):
+            starts[batch] = bisect_left(self.ends, starts[batch + 1])
+        return starts
+
+
+@dataclass(frozen=True, eq=False)
+class BatchPlan:
+    """All batches of one epoch. Takes memory for one window, and an int for each window that was counted.
+
+    Args:
+        lengths: of every sample, positive; each alone must be within the limits.
+        limits: of a batch.
+        window: samples that are sorted together.
+        drop_last: leave out the last batch of the epoch if it could be fuller.
+        seed: None for the order of the lengths, and windows whose batches stay in their order.
+        epoch: chooses another shuffle.
+
+    Raises:
+        ValueError: seed or epoch is out of range.
+    """
+
+    lengths: Lengths
+    limits: Limits
+    window: int
+    drop_last: bool
+    seed: int | None
+    epoch: int
+    _order: Permutation | None = field(init=False, repr=False)
+    _totals: list[int] = field(init=False, repr=False, default_factory=lambda: [0])
+    """Batches before each window, as far as counted."""
+
+    def __post_init__(self) -> None:
+        order = None if self.seed is None else Permutation(len(self.lengths), self.seed, self.epoch)
+        object.__setattr__(self, "_order", order)
+
+    @property
+    def windows(self) -> int:
+        """How many windows there are."""
+        return -(-len(self.lengths) // self.window)
+
+    def __len__(self) -> int:
+        """How many batches there are. Every window is counted, once, unless a batch is full by its number alone."""
+        if self._per_window is None:
+            return self._totals_beyond(None)[-1]
+        return (self.windows - 1) * self._per_window + self._count(self.windows - 1) if self.windows else 0
+
+    def find(self, batch: int) -> tuple[int, int] | None:
+        """The window of batch number `batch`, and which of the window's batches it is. None: there are not so many.
+
+        The number of batches itself is a position, too: that after the last one. The windows before the batch are
+        counted, once, unless a batch is full by its number alone.
+        """
+        if self._per_window is not None:
+            return divmod(batch, self._per_window) if batch <= len(self) else None
+        totals = self._totals_beyond(batch)
+        if batch > totals[-1]:
+            return None
+        window = bisect_right(totals, batch) - 1
+        return window, batch - totals[window]
+
+    def batches(self, window: int) -> Iterator[Indices]:
+        """The window's batches, in the order of the epoch."""
+        made = self._window(window)
+        order = self._shuffle(window, len(made.starts))
+        starts = made.cut(order[-1])
+        for batch in order[: self._count_of(window, made)]:
+            yield made.indices[starts[batch] : starts[batch + 1]]
+
+    @property
+    def _per_window(self) -> int | None:
+        """How many batches each window but the last has, where that is known without sorting them."""
+        if self.limits.max_tokens is not None:
+            return None
+        return -(-self.window // self._batch_size)
+
+    @property
+    def _batch_size(self) -> int:
+        assert self.limits.max_batch_size is not None
+        return self.limits.max_batch_size
+
+    def _totals_beyond(self, batch: int | None) -> list[int]:
+        """The totals, until one is beyond this batch (None: all).
+
+        The list that is kept is replaced by a longer one at the end, so two threads that count at once do no harm.
+        """
+        totals = self._totals.copy()
+        while len(totals) <= self.windows and (batch is None or totals[-1] <= batch):
+            totals.append(totals[-1] + self._count(len(totals) - 1))
+        if len(totals) > len(self._totals):
+            object.__setattr__(self, "_totals", totals)
+        return totals
+
+    def _count(self, window: int) -> int:
+        """How many batches the window gives."""
+        if self.limits.max_tokens is None:
+            size = min(self.window, len(self.lengths) - window * self.window)
+            dropped = self.drop_last and window == self.windows - 1 and size % self._batch_size != 0
+            return -(-size // self._batch_size) - dropped
+        return self._count_of(window, self._window(window))
+
+    def _count_of(self, window: int, made: _Window) -> int:
+        batches = len(made.starts)
+        if self.drop_last and window == self.windows - 1:
+            short = self._shuffle(window, batches)[-1]
+            start, stop = made.cut(short)[short : short + 2]
+            return batches - (not self.limits.full(made.costs[start:stop]))
+        return batches
+
+    def _window(self, window: int) -> _Window:
+        first = window * self.window
+        indices = np.arange(first, min(first + self.window, len(self.lengths)))
+        if self._order is not None:
+            indices = self._order(indices)
+        lengths = self.lengths[indices]
+        if self.limits.padding:
+            # Stable, so that there is one answer: samples of one length stay in the shuffled order.
+            longest_first = np.argsort(lengths.max() - lengths, kind="stable")
+            indices, lengths = indices[longest_first], lengths[longest_first]
+        costs = self.limits.costs(lengths)
+        latest = self.limits.ends(costs)
+        assert (latest > np.arange(len(costs))).all(), "a sample is above the limits by itself"
+        ends: list[int] = latest.tolist()
+        starts: list[int] = []
+        start = 0
+        while start < len(ends):
+            starts.append(start)
+            start = ends[start]
+        return _Window(indices, costs, ends, starts)
+
+    def _shuffle(self, window: int, batches: int) -> list[int]:
+        """The order of the window's batches."""
+        if self.seed is None:
+            return list(range(batches))
+        key = b"".join(number.to_bytes(8, "little") for number in (self.seed, self.epoch, window))
+        digest = hashlib.shake_256(b"asyncloader batches" + key).digest(8)
+        order: list[int] = Permutation(batches, int.from_bytes(digest, "little"))(np.arange(batches)).tolist()
+        return order

@@ -1,0 +1,264 @@
+"""Batch samplers that know the samples' lengths: batches of like lengths, by number or by tokens.
+
+Data path: [length batches] -> scheduler -> pool -> worker. The data stay with the workers; only lengths are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import index
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Sampler
+
+from asyncloader.samplers.batch_plan import BatchPlan, Limits
+from asyncloader.samplers.permutation import Permutation
+
+__all__ = ["BucketBatchSampler", "TokenBudgetBatchSampler"]
+
+_BATCHES_PER_WINDOW = 100
+
+
+class _LengthBatchSampler(Sampler[list[int]]):
+    """What both samplers are: a plan for each epoch, and the indices of the samples that it is about."""
+
+    _kept: npt.NDArray[np.integer] | None = None
+    """The index of each planned sample. None: all samples are planned."""
+
+    def __init__(
+        self,
+        lengths: npt.NDArray[np.integer],
+        limits: Limits,
+        seed: int,
+        *,
+        shuffle: bool,
+        drop_last: bool,
+        window: int,
+    ) -> None:
+        Permutation(0, seed)  # checks the seed
+        self.seed = index(seed)
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.window = window
+        self.epoch = 0
+        self._lengths = lengths
+        self._limits = limits
+        self._planned: BatchPlan | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is that of epoch `epoch`, 0 to 2**64 - 1. Nothing else changes the epoch.
+
+        Raises:
+            ValueError: it is out of range.
+        """
+        Permutation(0, self.seed, epoch)
+        self.epoch = index(epoch)
+
+    def __len__(self) -> int:
+        """How many batches the present epoch has. Exact; it may differ from epoch to epoch."""
+        return len(self._plan())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.iter_from(0)
+
+    def iter_from(self, start: int) -> Iterator[list[int]]:
+        """The present epoch's batches from number `start` on. Those before it are counted, at most, and not made.
+
+        Raises:
+            ValueError: `start` is not between 0 and the number of batches.
+        """
+        plan = self._plan()
+        found = plan.find(start) if start >= 0 else None
+        if found is None:
+            raise ValueError(f"start should be between 0 and {len(plan)}, but got start={start}")
+        return self._from(plan, *found)
+
+    def _from(self, plan: BatchPlan, window: int, skipped: int) -> Iterator[list[int]]:
+        for number in range(window, plan.windows):
+            for place, batch in enumerate(plan.batches(number)):
+                if number > window or place >= skipped:
+                    yield (batch if self._kept is None else self._kept[batch]).tolist()
+
+    def _plan(self) -> BatchPlan:
+        """The present epoch's plan. It is kept, as it remembers how many batches its windows have."""
+        seed = self.seed if self.shuffle else None
+        plan = self._planned
+        if plan is None or (plan.seed, plan.epoch, plan.drop_last) != (seed, self.epoch, self.drop_last):
+            plan = BatchPlan(self._lengths, self._limits, self.window, self.drop_last, seed, self.epoch)
+            self._planned = plan
+        return plan
+
+    def _described(self) -> str:
+        return f"seed={self.seed}, epoch={self.epoch}, shuffle={self.shuffle}, drop_last={self.drop_last}"
+
+
+class BucketBatchSampler(_LengthBatchSampler):
+    """Batches of `batch_size` samples of like lengths, so that little is padded.
+
+    The order of (seed, epoch) is cut into windows. Each window is sorted by length and cut into batches, which are
+    shuffled among themselves; within a batch the longest sample comes first. Every sample comes once an epoch. The
+    batches are a function of the arguments and the epoch alone: the same in every process, and any batch can be begun
+    with.
+
+    A larger window pads less, and is less random. It takes memory; the rest is the lengths, in as few bytes each as
+    the longest needs.
+
+    Args:
+        lengths: of each sample of the dataset, in its order: positive integers, shape ``(samples,)``. Copied.
+        batch_size: samples of a batch. Only the last batch of an epoch may have fewer.
+        seed: 0 to 2**64 - 1.
+        shuffle: False takes the windows in the order of the dataset and leaves their batches sorted, the longest
+            first. Default True.
+        drop_last: leave out the last batch if it has fewer samples. With `shuffle`, it may be of any length. Default
+            False.
+        window: samples that are sorted together, rounded up to whole batches. Default: 100 batches.
+
+    Raises:
+        TypeError: lengths are no integers.
+        ValueError: a length, a size, or the seed is out of range.
+    """
+
+    def __init__(
+        self,
+        lengths: npt.ArrayLike,
+        batch_size: int,
+        seed: int,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        window: int | None = None,
+    ) -> None:
+        _check_positive("batch_size", batch_size)
+        if window is not None:
+            _check_positive("window", window)
+        batches = _BATCHES_PER_WINDOW if window is None else -(-window // batch_size)
+        super().__init__(
+            _compact(lengths),
+            Limits(max_batch_size=batch_size),
+            seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            window=batches * batch_size,
+        )
+        self.batch_size = batch_size
+
+    def __repr__(self) -> str:
+        return f"<BucketBatchSampler of {len(self._lengths)}, batch_size={self.batch_size}, {self._described()}>"
+
+
+class TokenBudgetBatchSampler(_LengthBatchSampler):
+    """Batches that hold as many samples of like lengths as a number of tokens allows: few long ones, many short ones.
+
+    A batch counts as its longest length times its samples, which is what it takes once it is padded. The order of
+    (seed, epoch) is cut into windows. Each window is sorted by length and cut into batches, which are shuffled among
+    themselves; within a batch the longest sample comes first. Every sample comes once an epoch. The batches are a
+    function of the arguments and the epoch alone: the same in every process, and any batch can be begun with.
+
+    A larger window fills batches better and pads less, and is less random: one batch in each window may be filled in
+    part. It takes memory; the rest is the lengths, in as few bytes each as the longest needs (and the indices of the
+    samples that are left, if some are skipped).
+
+    Args:
+        lengths: of each sample of the dataset, in its order: positive integers, shape ``(samples,)``. Copied.
+        max_tokens: most tokens of a batch.
+        seed: 0 to 2**64 - 1.
+        padding: False counts the sum of a batch's lengths, for models that take samples of all lengths without
+            padding. Then nothing is sorted: a batch is a piece of the shuffled order. Default True.
+        pad_to: lengths count as their next multiple of this, as a collation counts that pads to it. Default 1.
+        max_batch_size: most samples of a batch. Default: no limit.
+        shuffle: False takes the windows in the order of the dataset and leaves their batches in order, the longest
+            first. Default True.
+        drop_last: leave out the last batch of the epoch if one more sample like its longest would fit. With `shuffle`,
+            it may be of any length. Default False.
+        window: samples that are sorted together. Default: about 100 batches, by the mean length.
+        on_too_long: what to do with a sample that is longer than `max_tokens`: ``"error"`` (default), or ``"skip"``,
+            which leaves it out of every epoch and counts it in `skipped`.
+
+    Raises:
+        TypeError: lengths are no integers.
+        ValueError: a sample is too long; or a length, a size, or the seed is out of range.
+    """
+
+    def __init__(
+        self,
+        lengths: npt.ArrayLike,
+        max_tokens: int,
+        seed: int,
+        *,
+        padding: bool = True,
+        pad_to: int = 1,
+        max_batch_size: int | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        window: int | None = None,
+        on_too_long: Literal["error", "skip"] = "error",
+    ) -> None:
+        sizes = {"max_tokens": max_tokens, "pad_to": pad_to, "max_batch_size": max_batch_size, "window": window}
+        for name, size in sizes.items():
+            if size is not None:
+                _check_positive(name, size)
+        if on_too_long not in ("error", "skip"):
+            raise ValueError(f'on_too_long should be "error" or "skip", but got on_too_long={on_too_long!r}')
+        known = _compact(lengths)
+        too_long = known > max_tokens // pad_to * pad_to
+        self.skipped = int(np.count_nonzero(too_long))
+        """How many samples are left out because they are too long."""
+        if self.skipped:
+            if on_too_long == "error":
+                raise ValueError(_too_long(known, int(np.argmax(too_long)), self.skipped, max_tokens, pad_to))
+            kept = np.flatnonzero(~too_long)
+            self._kept = kept.astype(np.min_scalar_type(len(known)))
+            known = known[kept]
+        if window is None:
+            mean_size = max_tokens * len(known) // max(1, int(known.sum(dtype=np.int64)))
+            window = _BATCHES_PER_WINDOW * max(1, min(mean_size, max_batch_size or mean_size))
+        super().__init__(
+            known,
+            Limits(max_batch_size=max_batch_size, max_tokens=max_tokens, pad_to=pad_to, padding=padding),
+            seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            window=window,
+        )
+        self.max_tokens = max_tokens
+
+    def __repr__(self) -> str:
+        return f"<TokenBudgetBatchSampler of {len(self._lengths)}, max_tokens={self.max_tokens}, {self._described()}>"
+
+
+def _too_long(lengths: npt.NDArray[np.integer], index: int, number: int, max_tokens: int, pad_to: int) -> str:
+    padded = f" (padded to a multiple of {pad_to})" if pad_to > 1 else ""
+    return (
+        f"sample {index} has length {lengths[index]}{padded}, which is more than max_tokens={max_tokens}; {number} of "
+        f"{len(lengths)} samples are too long, and the longest has {lengths.max()}. Raise max_tokens, cut the samples, "
+        'or leave them out with on_too_long="skip".'
+    )
+
+
+def _check_positive(name: str, value: int) -> None:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        raise TypeError(f"{name} should be an integer, but got {name}={value!r}")
+    if value < 1:
+        raise ValueError(f"{name} should be positive, but got {name}={value}")
+
+
+def _compact(lengths: npt.ArrayLike) -> npt.NDArray[np.integer]:
+    """A copy of the lengths, checked, in as few bytes each as the longest needs. Read-only: plans rest on it."""
+    given = np.asarray(lengths)
+    if given.ndim != 1:
+        raise ValueError(f"lengths should have one axis, one length a sample, but got shape {given.shape}")
+    if not given.size:
+        return np.zeros(0, np.uint8)
+    if not np.issubdtype(given.dtype, np.integer):
+        raise TypeError(f"lengths should be integers, but got {given.dtype}")
+    shortest = int(np.argmin(given))
+    if given[shortest] < 1:
+        raise ValueError(
+            f"lengths should be positive, but sample {shortest} has length {given[shortest]}. "
+            "If empty samples are meant, count them as 1."
+        )
+    kept = given.astype(np.min_scalar_type(int(given.max())), copy=True)
+    kept.flags.writeable = False
+    return kept

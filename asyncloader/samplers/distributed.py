@@ -1,0 +1,340 @@
+"""One rank's share of an epoch's global order, in seeded mode. Pure.
+
+Data path: sampler -> [rank view] -> scheduler.
+
+The order is cut into global batches of ``batch_size * world_size`` items; each rank takes its part of every one, so
+that at each step the ranks' batches, joined in rank order, are the batch that a single rank would get:
+
+    order          0 1 2 3 4 5 6 7 8 9 ...          batch_size 2, world_size 2
+    step           [   0   ] [   1   ]
+    rank           [ 0][ 1 ] [ 0][ 1 ]
+
+Items are indices, or whole batches when the user's own batch sampler makes them. With each item goes its position in
+the global order, from which its random numbers follow.
+
+What is left at the end, fewer items than a global batch, is shared out evenly: the `on_uneven` rule says how. Items
+that are repeated for evenness are those of this last, incomplete group, from its beginning.
+
+What `seed=` makes of a loader's options: the order, this rank's part of it, and what a state must agree with.
+
+Data path: options -> [seeded_mode] -> rank view -> scheduler. Pure, but for asking torch.distributed for the rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from asyncloader.errors import RanksDisagree
+from asyncloader.events import Placed
+from asyncloader.samplers.generators import samplers_within
+from asyncloader.samplers.seeded import SeededSampler
+
+__all__ = [
+    "BATCH_STRIDE",
+    "Cutter",
+    "OnUneven",
+    "RankView",
+    "SeekableSampler",
+    "Share",
+    "Tail",
+    "Topology",
+    "even_ranks",
+    "place",
+    "plain_sampler",
+    "rank_view",
+    "replicas",
+    "tail_of",
+    "topology",
+    "without_batch",
+]
+
+OnUneven = Literal["drop", "pad", "repeat", "error"]
+ON_UNEVEN: tuple[str, ...] = get_args(OnUneven)
+
+BATCH_STRIDE = 1 << 32
+"""Positions of one batch of a user's batch sampler are those after its number times this: batches may have any length
+below it."""
+
+_BLOCK = 4096
+
+Indices = npt.NDArray[np.int64]
+
+
+class Topology(NamedTuple):
+    """This process's place among those that train together."""
+
+    rank: int
+    world_size: int
+
+
+@runtime_checkable
+class SeekableSampler(Protocol):
+    """A sampler, or batch sampler, that finds any place of its epoch without producing what comes before it."""
+
+    def iter_from(self, start: int) -> Iterator[Any]:
+        """The present epoch's items from number `start` on. ValueError if there are fewer."""
+        ...
+
+
+class Share(NamedTuple):
+    """How a sampler's items become a rank's batches.
+
+    `batch_size` is None when each item is a step's index by itself. `replicas` tells a sampler that shards by itself,
+    and gives one rank's items already: item i of it has the global position ``i * replicas + replica``.
+    """
+
+    batch_size: int | None
+    drop_last: bool
+    topology: Topology
+    on_uneven: OnUneven
+    of_batches: bool = False
+    replicas: int = 1
+    replica: int = 0
+
+
+class Tail(NamedTuple):
+    """What becomes of the items after the last full global batch, for each rank alike.
+
+    `each` items go to each rank (0: there is no further step); over all ranks together `dropped` items are left out,
+    and `repeated` come a second time.
+    """
+
+    each: int
+    dropped: int
+    repeated: int
+
+
+def tail_of(left: int, share: Share) -> Tail:
+    """The tail of `left` items, fewer than a global batch.
+
+    Raises:
+        ValueError: they cannot be shared evenly, and `on_uneven` is "error".
+    """
+    ranks = share.topology.world_size
+    if not left:
+        return Tail(0, 0, 0)
+    if share.drop_last:
+        return Tail(0, left, 0)
+    if share.on_uneven == "pad":
+        each = share.batch_size or 1
+        return Tail(each, 0, each * ranks - left)
+    if left % ranks == 0:
+        return Tail(left // ranks, 0, 0)
+    if share.on_uneven == "drop":
+        return Tail(left // ranks, left % ranks, 0)
+    if share.on_uneven == "repeat":
+        each = -(-left // ranks)
+        return Tail(each, 0, each * ranks - left)
+    what = "batches" if share.of_batches else "samples"
+    raise ValueError(
+        f"the epoch's last {left} {what} cannot be shared evenly by world_size={ranks} ranks (on_uneven='error'); "
+        "use on_uneven='drop', 'repeat' or 'pad', or drop_last=True"
+    )
+
+
+class Cutter:
+    """Cuts a stream of items into one rank's steps.
+
+    Args:
+        share: the rules.
+        step: number of the first step.
+    """
+
+    def __init__(self, share: Share, step: int) -> None:
+        self._share = share
+        self._each = share.batch_size or 1
+        self._step = step
+        self.stride = self._each * share.topology.world_size
+        """Items that `cut` wants."""
+        self.dropped = 0
+        self.repeated = 0
+        self.padding: tuple[int, int] | None = None
+        """Number of the step that has samples of this rank for evenness only, at its end, and how many."""
+
+    def cut(self, group: list[Any]) -> Placed | None:
+        """This rank's part of the next `stride` items; of fewer: what is left at the end.
+
+        Raises:
+            ValueError: as `tail_of`.
+        """
+        first, rank = self._step * self.stride, self._share.topology.rank
+        if len(group) == self.stride:
+            self._step += 1
+            mine = rank * self._each
+            return place(self._share, first + mine, group[mine : mine + self._each])
+        each, self.dropped, self.repeated = tail_of(len(group), self._share)
+        if not each:
+            return None
+        mine = rank * each
+        filling = min(each, max(0, mine + each - len(group)))
+        if filling:
+            self.padding = self._step, filling
+        filled = list(itertools.islice(itertools.cycle(group), len(group) + self.repeated))
+        return place(self._share, first + mine, filled[mine : mine + each])
+
+
+def place(share: Share, first: int, items: list[Any]) -> Placed:
+    """A rank's items of one step, of which the first is number `first` of the sampler's."""
+    if share.of_batches:
+        return Placed((first * share.replicas + share.replica) * BATCH_STRIDE, items[0])
+    return Placed(first * share.replicas + share.replica, items if share.batch_size is not None else items[0])
+
+
+class RankView:
+    """The index stream of one rank: iterated, it gives a `Placed` a step.
+
+    Args:
+        sampler: of indices or of batches; iterated once an epoch. Sized if ``len()`` is to work.
+        share: the rules.
+    """
+
+    def __init__(self, sampler: Any, share: Share) -> None:
+        self.sampler = sampler
+        self.share = share
+        self.cutter = Cutter(share, 0)
+        """That of the newest iterator: what it dropped and repeated at the end."""
+
+    def __len__(self) -> int:
+        """Steps in an epoch, the same for every rank. TypeError when the sampler has no length."""
+        full, left = divmod(len(self.sampler), self.cutter.stride)
+        return full + (tail_of(left, self.share).each > 0)
+
+    def tail(self) -> Tail:
+        """What becomes of the items after the last full global batch; of an unsized sampler's once they are reached."""
+        if not hasattr(self.sampler, "__len__"):
+            return Tail(0, self.cutter.dropped, self.cutter.repeated)
+        return tail_of(len(self.sampler) % self.cutter.stride, self.share)
+
+    def __iter__(self) -> Iterator[Placed]:
+        return self.iter_from(0)
+
+    def iter_from(self, step: int, items: Iterator[Any] | None = None) -> Iterator[Placed]:
+        """The steps from number `step` on.
+
+        Args:
+            step: 0 for the whole epoch.
+            items: the sampler's items from there on, if they have been found already. Otherwise seekable samplers are
+                sought, others read and dropped.
+        """
+        cutter = self.cutter = Cutter(self.share, step)
+        if items is None and type(self.sampler) is SeededSampler:
+            return self._computed(cutter, self.sampler, step)
+        return self._cut(cutter, step, items)
+
+    def _computed(self, cutter: Cutter, sampler: SeededSampler, step: int) -> Iterator[Placed]:
+        """Only this rank's indices. The epoch is that of now, not of the first step's."""
+        return self._blocks(cutter, len(sampler), sampler.order(), step)
+
+    def _blocks(self, cutter: Cutter, size: int, order: Callable[[Indices], Indices], step: int) -> Iterator[Placed]:
+        stride, each = cutter.stride, self.share.batch_size or 1
+        rank = self.share.topology.rank
+        full = size // stride
+        steps_a_block = max(1, _BLOCK // each)
+        for first in range(step, full, steps_a_block):
+            steps = np.arange(first, min(first + steps_a_block, full), dtype=np.int64)
+            positions = steps[:, None] * stride + np.arange(rank * each, (rank + 1) * each, dtype=np.int64)
+            for begin, row in zip(positions[:, 0].tolist(), order(positions).tolist(), strict=True):
+                yield place(self.share, begin, row)
+        if step <= full:
+            last = Cutter(self.share, full)
+            placed = last.cut(order(np.arange(full * stride, size, dtype=np.int64)).tolist())
+            cutter.dropped, cutter.repeated, cutter.padding = last.dropped, last.repeated, last.padding
+            if placed is not None:
+                yield placed
+
+    def _cut(self, cutter: Cutter, step: int, items: Iterator[Any] | None) -> Iterator[Placed]:
+        if items is None:
+            skip = step * cutter.stride
+            if isinstance(self.sampler, SeekableSampler):
+                items = self.sampler.iter_from(min(skip, _length(self.sampler, skip)))
+            else:
+                items = itertools.islice(iter(self.sampler), skip, None)
+        while True:
+            group = list(itertools.islice(items, cutter.stride))
+            placed = cutter.cut(group)
+            if placed is not None:
+                yield placed
+            if len(group) < cutter.stride:
+                return
+
+
+def _length(sampler: Any, default: int) -> int:
+    """Its length, which a skip past a short last step must not exceed."""
+    return len(sampler) if hasattr(sampler, "__len__") else default
+
+
+def topology(spec: Any) -> Topology:
+    """This process's rank among those that train together: as given, else torch.distributed's, else alone."""
+    if spec._asyncloader_options.rank is not None:
+        return Topology(spec._asyncloader_options.rank, spec._asyncloader_options.world_size)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return Topology(torch.distributed.get_rank(), torch.distributed.get_world_size())
+    return Topology(0, 1)
+
+
+def even_ranks(spec: Any, *, iterable: bool) -> int:
+    """How many ranks share a map dataset's samples evenly, and wait for one another; 1 in torch mode, and for streams,
+    whose ranks agree on their end.
+    """
+    return 1 if spec._asyncloader_options.seed is None or iterable else topology(spec).world_size
+
+
+def without_batch(ranks: int) -> RanksDisagree:
+    """The error for a rank all of whose samples of a batch were left out."""
+    return RanksDisagree(
+        f"all samples of a batch were left out, and the other {ranks - 1} ranks have theirs: they would wait for this "
+        "one at the epoch's end. See loader.errors. A function as on_error keeps ranks even (and so does "
+        "bad_samples='refill', except for samples that kill their workers)."
+    )
+
+
+def plain_sampler(spec: Any) -> Any:
+    """The sampler of indices that the loader's order comes from, None where there is none.
+
+    torch sets `loader.sampler` to one of its own where the user gave a batch sampler; inside a plain `BatchSampler` is
+    the one that matters.
+    """
+    if type(spec.batch_sampler) is BatchSampler:
+        return spec.batch_sampler.sampler
+    return getattr(spec, "sampler", None)
+
+
+def replicas(sampler: Any) -> Topology | None:
+    """The topology by which a sampler, or one that it reads from, shards already; None if none does."""
+    for each in samplers_within(sampler):
+        if isinstance(each, DistributedSampler):
+            return Topology(each.rank, each.num_replicas)
+        # Accelerate's BatchSamplerShard and its like; and samplers made after DistributedSampler.
+        for names in (("process_index", "num_processes"), ("rank", "num_replicas"), ("rank", "world_size")):
+            rank, size = (getattr(each, name, None) for name in names)
+            if isinstance(rank, int) and isinstance(size, int):
+                return Topology(rank, size)
+    return None
+
+
+def rank_view(spec: Any, index_sampler: Any) -> RankView:
+    """The rank's share of the index sampler's order, for a map dataset in seeded mode.
+
+    A sampler that shards by itself is not sharded again.
+    """
+    of_batches = spec.batch_sampler is not None and type(spec.batch_sampler) is not BatchSampler
+    sampler = index_sampler.sampler if type(index_sampler) is BatchSampler else index_sampler
+    own = replicas(sampler)
+    batched = type(index_sampler) is BatchSampler
+    share = Share(
+        batch_size=index_sampler.batch_size if batched else None,
+        drop_last=bool(index_sampler.drop_last) if batched else False,
+        topology=topology(spec) if own is None else Topology(0, 1),
+        on_uneven=spec._asyncloader_options.on_uneven,
+        of_batches=of_batches,
+        replicas=1 if own is None else own.world_size,
+        replica=0 if own is None else own.rank,
+    )
+    return RankView(sampler, share)

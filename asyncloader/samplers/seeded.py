@@ -1,0 +1,86 @@
+"""Samplers whose order is a pure function of seed and epoch, computed as it is asked for.
+
+Data path: [seeded_sampler] -> scheduler -> pool -> worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sized
+from operator import index
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Sampler
+
+from asyncloader.samplers.permutation import Permutation
+
+__all__ = ["SeededSampler"]
+
+_BLOCK = 4096
+"""Indices computed at a time: 0.3 to 0.5 ms of numpy, 32 KB."""
+
+
+class SeededSampler(Sampler[int]):
+    """Every index of a dataset once, shuffled by a seed and an epoch, in O(1) memory.
+
+    torch's `RandomSampler` makes a list of all indices when an epoch begins, and draws its seed from the global
+    generator. This one computes each block of indices when it is reached, and takes nothing from any generator: the
+    same seed and epoch give the same order on every machine, whatever was drawn before. Any loader can use it.
+
+    Args:
+        data_source: the dataset; only its length is used, which is read when an epoch begins.
+        seed: 0 to 2**64 - 1.
+        shuffle: False gives the indices in their order. Default True.
+
+    Raises:
+        ValueError: the seed is out of range.
+    """
+
+    def __init__(self, data_source: Sized, seed: int, *, shuffle: bool = True) -> None:
+        Permutation(0, seed)  # checks the seed
+        self.data_source = data_source
+        self.seed = index(seed)
+        self.shuffle = shuffle
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is that of epoch `epoch`, 0 to 2**64 - 1. Nothing else changes the epoch.
+
+        Raises:
+            ValueError: it is out of range.
+        """
+        Permutation(0, self.seed, epoch)
+        self.epoch = index(epoch)
+
+    def __len__(self) -> int:
+        return len(self.data_source)
+
+    def __iter__(self) -> Iterator[int]:
+        return self.iter_from(0)
+
+    def iter_from(self, start: int) -> Iterator[int]:
+        """The present epoch's order from position `start` on, found without the positions before it.
+
+        Raises:
+            ValueError: `start` is not between 0 and the length.
+        """
+        size = len(self.data_source)
+        if not 0 <= start <= size:
+            raise ValueError(f"start should be between 0 and {size}, but got start={start}")
+        return self._from(start, size, self.order())
+
+    def order(self) -> Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]:
+        """The present epoch's order as a function from positions to indices, int64 arrays of any shape."""
+        return Permutation(len(self.data_source), self.seed, self.epoch) if self.shuffle else _identity
+
+    @staticmethod
+    def _from(start: int, size: int, order: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]) -> Iterator[int]:
+        for first in range(start, size, _BLOCK):
+            yield from order(np.arange(first, min(first + _BLOCK, size))).tolist()
+
+    def __repr__(self) -> str:
+        return f"<SeededSampler of {len(self)}, seed={self.seed}, epoch={self.epoch}, shuffle={self.shuffle}>"
+
+
+def _identity(positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return positions

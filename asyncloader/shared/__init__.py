@@ -1,0 +1,1 @@
+"""Datasets in shared memory, of which all workers read one copy."""

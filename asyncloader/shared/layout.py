@@ -1,0 +1,293 @@
+"""A shared structure as bytes: how lists and dicts lie in a segment, and how they are read there. Pure.
+
+Data path: share -> shared_build -> segment -> [layout] -> a dataset in any process.
+
+A structure is a tree of *nodes*. A node's header says what it is, how many entries it has and where its parts are; all
+offsets are absolute. Nothing in the segment is a Python object, so that reading it writes no reference count and copies
+no page of a forked process; what stays in Python is a few objects a node, however many entries it has.
+
+    TEXT, BLOB      str as UTF-8, bytes: all of them end to end, and a table of count + 1 offsets
+    NUMBERS         int in the narrowest of 1 to 8 bytes, float in 8, bool in 1
+    RECORDS         anything else: a table of count offsets of records
+    SMALL_DICT      the keys, pickled, which are read into a Python dict; a node with the values, in the keys' order
+    LARGE_DICT      a node with the keys, one with the values, and a hash table: bucket b has the places
+                    ``order[starts[b] : starts[b + 1]]`` of its keys
+
+A record is a pickle (first byte 0x80); or NODE and the offset of another node; or LEAVES, a list of leaves, and a
+pickle whose out-of-band buffers they are. A leaf is a range of bytes; or REGION, the mapped segment itself, of which
+arrays and tensors become views; or EXTERNAL, an object that was shared before.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import numbers
+import pickle
+import struct
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from asyncloader.workers.memory.leaves import DTYPES
+
+__all__ = [
+    "BLOB",
+    "DICTS",
+    "EXTERNAL",
+    "HEADER",
+    "LARGE",
+    "LARGE_DICT",
+    "LEAVES",
+    "NODE",
+    "NUMBERS",
+    "RECORDS",
+    "REGION",
+    "SMALL_DICT",
+    "TEXT",
+    "DictNode",
+    "Header",
+    "ListNode",
+    "Region",
+    "UnstableKeyError",
+    "bucket_of",
+    "itself",
+    "open_node",
+    "rebuild_array",
+    "rebuild_tensor",
+    "stable_hash",
+]
+
+LARGE = 1024
+"""Entries from which on a list or dict inside another one is shared itself, and a dict gets a hash table."""
+
+TEXT, BLOB, NUMBERS, RECORDS, SMALL_DICT, LARGE_DICT = range(1, 7)
+DICTS = (SMALL_DICT, LARGE_DICT)
+_KINDS = {TEXT: "str", BLOB: "bytes", RECORDS: "objects"}
+NODE, LEAVES = 1, 2  # a pickle begins with 0x80
+EXTERNAL, REGION = -1, -2  # in place of a leaf's offset
+
+HEADER = struct.Struct("=BBB5x6q")
+_OFFSET = struct.Struct("=q")
+_LEAF = struct.Struct("=qq")
+_COUNT = struct.Struct("=i")
+
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd: multiplicative (Fibonacci) hashing
+_MASK = (1 << 64) - 1
+
+
+class Header(NamedTuple):
+    """A node's header; `HEADER` packs it."""
+
+    kind: int
+    code: int
+    """Format character of the node's table, as in `struct`."""
+    is_tuple: int
+    size: int
+    a: int = 0
+    """NUMBERS: the numbers. SMALL_DICT: the record of the keys. LARGE_DICT: the node of the keys. Else the table."""
+    b: int = 0
+    """Dicts: the node of the values."""
+    c: int = 0
+    """LARGE_DICT: `starts`."""
+    d: int = 0
+    """LARGE_DICT: `order`."""
+    bits: int = 0
+    """LARGE_DICT: there are ``2**bits`` buckets."""
+
+
+class Region:
+    """A mapped segment, and what reading it needs besides its bytes.
+
+    Args:
+        memory: the mapping, from the segment's first byte on.
+        externals: objects that records refer to by number: what was shared already when the structure was built.
+        wrap: makes what the reader gets of a node that lies inside another one.
+        owner: kept alive; of no interest here.
+    """
+
+    __slots__ = ("externals", "memory", "owner", "view", "wrap")
+
+    def __init__(
+        self, memory: mmap.mmap, externals: tuple[Any, ...], wrap: Callable[[Node], Any], owner: Any = None
+    ) -> None:
+        self.memory = memory
+        self.view = memoryview(memory).toreadonly()
+        self.externals = externals
+        self.wrap = wrap
+        self.owner = owner
+
+    def table(self, offset: int, count: int, code: str) -> memoryview:
+        """`count` numbers of this format from `offset` on, as Python numbers."""
+        return self.view[offset : offset + count * struct.calcsize(code)].cast(code)  # type: ignore[call-overload, no-any-return]
+
+    def load(self, offset: int) -> Any:
+        """The object of the record at `offset`, made anew."""
+        view = self.view
+        tag = view[offset]
+        if tag > LEAVES:
+            return pickle.loads(view[offset:])  # a pickle knows its own end
+        if tag == NODE:
+            return self.wrap(open_node(self, *_OFFSET.unpack_from(view, offset + 1)))
+        (count,) = _COUNT.unpack_from(view, offset + 1)
+        start = offset + 1 + _COUNT.size
+        end = start + count * _LEAF.size
+        leaves = [self._leaf(*leaf) for leaf in _LEAF.iter_unpack(view[start:end])]
+        return pickle.loads(view[end:], buffers=leaves)
+
+    def _leaf(self, offset: int, nbytes: int) -> Any:
+        if offset == REGION:
+            return self
+        return self.externals[nbytes] if offset == EXTERNAL else self.view[offset : offset + nbytes]
+
+
+class ListNode:
+    """A list in a segment. `item(i)` for 0 <= i < `count`, unchecked, gives entry i; `kind` names the entries."""
+
+    __slots__ = ("_table", "_view", "count", "is_tuple", "item", "kind", "offset", "region")
+
+    def __init__(self, region: Region, offset: int, header: Header) -> None:
+        self.region = region
+        self.offset = offset
+        self.count = header.size
+        self.is_tuple = bool(header.is_tuple)
+        code = chr(header.code)
+        extra = header.kind in (TEXT, BLOB)
+        self._table = region.table(header.a, header.size + extra, code)
+        self.kind = {"d": "float", "?": "bool"}.get(code, "int") if header.kind == NUMBERS else _KINDS[header.kind]
+        self.item: Callable[[int], Any] = _reader(header.kind, region, self._table)
+
+    def numbers(self) -> np.ndarray[Any, Any] | None:
+        """The entries as a read-only array, None if they are no numbers."""
+        return np.asarray(self._table) if self.kind in ("int", "float", "bool") else None
+
+
+class DictNode:
+    """A dict in a segment, in the order of its keys: `key(i)` and `value(i)` for 0 <= i < `count`, unchecked."""
+
+    __slots__ = ("_keys", "_order", "_places", "_shift", "_starts", "count", "key", "offset", "region", "value")
+
+    def __init__(self, region: Region, offset: int, header: Header) -> None:
+        self.region = region
+        self.offset = offset
+        self.count = header.size
+        self.value: Callable[[int], Any] = _open_list(region, header.b).item
+        self._places: dict[Any, int] | None = None
+        if header.kind == SMALL_DICT:
+            keys: list[Any] = region.load(header.a)
+            self.key: Callable[[int], Any] = keys.__getitem__
+            self._places = {key: place for place, key in enumerate(keys)}
+            return
+        self.key = _open_list(region, header.a).item
+        self._shift = 64 - header.bits
+        code = chr(header.code)
+        self._starts = region.table(header.c, (1 << header.bits) + 1, code)
+        self._order = region.table(header.d, header.size, code)
+
+    def find(self, key: Any) -> int:
+        """The place of the key, -1 if it is not there.
+
+        Raises:
+            TypeError: it cannot be hashed.
+        """
+        if self._places is not None:
+            return self._places.get(key, -1)
+        try:
+            bucket = bucket_of(stable_hash(key), self._shift)
+        except UnstableKeyError:
+            return -1  # such keys were refused when the dict was built
+        for at in range(self._starts[bucket], self._starts[bucket + 1]):
+            place: int = self._order[at]
+            if self.key(place) == key:
+                return place
+        return -1
+
+
+Node: TypeAlias = ListNode | DictNode
+
+
+def open_node(region: Region, offset: int) -> Node:
+    """The node whose header is at `offset`. Reads no entry, but the keys of a small dict."""
+    header = Header(*HEADER.unpack_from(region.view, offset))
+    return (DictNode if header.kind in DICTS else ListNode)(region, offset, header)
+
+
+def _open_list(region: Region, offset: int) -> ListNode:
+    node = open_node(region, offset)
+    assert isinstance(node, ListNode)
+    return node
+
+
+def _reader(kind: int, region: Region, table: memoryview) -> Callable[[int], Any]:
+    """What reads one entry. Closures: an entry of a list of str costs a table look-up, a slice and a decoding."""
+    memory = region.memory
+    if kind == TEXT:
+        return lambda i: memory[table[i] : table[i + 1]].decode("utf-8", "surrogatepass")
+    if kind == BLOB:
+        return lambda i: memory[table[i] : table[i + 1]]
+    if kind == NUMBERS:
+        return table.__getitem__
+    load = region.load
+    return lambda i: load(table[i])
+
+
+# ------------------------------------------------------------------------------------------------ arrays and tensors
+
+
+def rebuild_array(
+    region: Region, offset: int, dtype: str | np.dtype[Any], shape: tuple[int, ...], order: str
+) -> np.ndarray[Any, Any]:
+    """Stands in pickle for an array: a read-only view of its place."""
+    return np.ndarray(shape, dtype, region.view, offset, order="F" if order == "F" else "C")
+
+
+def rebuild_tensor(region: Region, offset: int, code: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Stands in pickle for a tensor: a view of its place. torch knows no read-only tensors; the mapping is private."""
+    count = math.prod(shape)
+    return torch.frombuffer(region.memory, dtype=DTYPES[code], count=count, offset=offset).view(shape)
+
+
+def itself(leaf: Any) -> Any:
+    """Stands in pickle for what is shared already."""
+    return leaf
+
+
+# ------------------------------------------------------------------------------------------------------------ hashing
+
+
+class UnstableKeyError(TypeError):
+    """A key whose hash is not the same in every process."""
+
+
+def stable_hash(key: Any) -> int:
+    """A hash below 2**64 that is the same in every process, and for all keys that are equal.
+
+    str and bytes by CRC-32; numbers by Python's own hash, which is not randomized; None; tuples of such keys.
+
+    Raises:
+        UnstableKeyError: a key of another type.
+        TypeError: it cannot be hashed at all.
+    """
+    if isinstance(key, str):
+        return zlib.crc32(key.encode("utf-8", "surrogatepass"))
+    if isinstance(key, bytes):
+        return zlib.crc32(key)
+    own = hash(key)
+    if type(key) is int or isinstance(key, numbers.Number):
+        return own & _MASK
+    if key is None:
+        return 1
+    if isinstance(key, tuple):
+        mixed = len(key)
+        for part in key:
+            mixed = (mixed * 1_000_003 ^ stable_hash(part)) & _MASK
+        return mixed
+    raise UnstableKeyError(f"{key!r}, of type {type(key).__name__}")
+
+
+def bucket_of(hashed: int, shift: int) -> int:
+    """The bucket: the upper ``64 - shift`` bits of the product with 2**64 / golden ratio (Knuth, TAOCP 6.4)."""
+    return (hashed * _GOLDEN & _MASK) >> shift

@@ -1,0 +1,1 @@
+"""What `state_dict()` saves and `load_state_dict()` restores."""

@@ -1,0 +1,116 @@
+"""What the next `iter()` will begin with, found out without calling it.
+
+Data path: beside the sampler; [next_epoch] -> checkpoint.
+
+A state that is saved while nothing is iterated must lead to the epoch that would have come: its base seed, the
+sampler's order, and, without workers, the dataset as it will then be. All of these come of draws from torch's
+generators, which are made here in advance, and taken back. It holds as long as nobody else draws between `state_dict()`
+and `iter()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Generator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import IterDataPipe
+
+from asyncloader.options import LoaderSpec, is_iterable
+from asyncloader.samplers.async_sampler import AsyncIndexSource
+from asyncloader.samplers.distributed import topology
+from asyncloader.samplers.generators import draws_when_iterated, generator_text, own_generator
+from asyncloader.samplers.index_stream import base_sampler, fresh_state
+from asyncloader.workers.fetch.assignment_client import is_leased
+from asyncloader.workers.fetch.dataset_state import Bookmark, Cursor
+from asyncloader.workers.fetch.seeding import global_generators_kept
+
+__all__ = ["Prospect", "after_an_epoch", "of_a_first_epoch"]
+
+
+class Prospect(NamedTuple):
+    """Parts of a state, as they will be when the next iterator has been made."""
+
+    sampler: dict[str, Any] | None = None
+    generators: dict[str, str] | None = None
+    seeds: dict[str, Any] | None = None
+    cursor: Cursor | None = None
+    """Of the dataset in this process, which is read without workers; None: it has no state."""
+
+
+def of_a_first_epoch(spec: LoaderSpec[Any]) -> Prospect:
+    """Before any iterator was made."""
+    if is_iterable(spec):
+        with _undone(spec.generator):
+            seeds = _draw_seeds(spec)
+            return Prospect(None, None, seeds, _dataset_at_rest(spec, itself=False))
+    found = base_sampler(spec._index_sampler)
+    sampler: Any = found.sampler if isinstance(found, AsyncIndexSource) else found
+    own = own_generator(sampler)
+    with _undone(own, spec.generator):
+        if own is not None and spec.num_workers:
+            spec._asyncloader_workers_begin()
+            if spec.batch_sampler is None and draws_when_iterated(sampler):
+                iter(sampler)  # torch's iterator with workers asks twice
+        seeds = _draw_seeds(spec)
+        cursor = _dataset_at_rest(spec, itself=False)
+        generators = None if own is None else {"own": generator_text(own)}
+        return Prospect(fresh_state(sampler), generators, seeds, cursor)
+
+
+def after_an_epoch(spec: LoaderSpec[Any], *, itself: bool) -> Prospect:
+    """Between epochs. `itself`: the dataset is its own iterator. Where the sampler stands is known from the last epoch;
+    a base seed that comes from the sampler's own generator will come again with that.
+    """
+    if spec.persistent_workers and spec.num_workers:
+        return Prospect()  # they keep the seeds that they have, and the state of their numbers with them
+    shared = spec.generator is not None and own_generator(base_sampler(spec._index_sampler)) is spec.generator
+    with _undone(spec.generator):
+        seeds = _draw_seeds(spec)
+        return Prospect(None, None, None if shared else seeds, _dataset_at_rest(spec, itself=itself))
+
+
+@contextlib.contextmanager
+def _undone(*generators: torch.Generator | None) -> Generator[None]:
+    before = [(each, each.get_state()) for each in generators if each is not None]
+    with global_generators_kept():
+        try:
+            yield
+        finally:
+            for generator, state in before:
+                generator.set_state(state)
+
+
+def _draw_seeds(spec: LoaderSpec[Any]) -> dict[str, Any] | None:
+    """As torch's iterator base will. None where it draws more than can be told here, or its numbers are the seed's."""
+    if spec._asyncloader_options.seed is not None or isinstance(spec.dataset, IterDataPipe) or is_leased(spec.dataset):
+        return None
+    base = int(torch.empty((), dtype=torch.int64).random_(generator=spec.generator))
+    return {"rank": topology(spec).rank, "base": base, "shared": None}
+
+
+def _dataset_at_rest(spec: LoaderSpec[Any], *, itself: bool) -> Cursor | None:
+    """Where the dataset of this process stands before the ``iter(dataset)`` to come, if it is read here."""
+    dataset: Any = spec.dataset
+    if spec.num_workers or not spec._asyncloader_options.snapshot_every_n_steps or is_leased(dataset):
+        return None
+    bookmark = Bookmark(dataset, 1)
+    found = _taken(bookmark)
+    if found is None and bookmark.keeps_state and is_iterable(spec) and not hasattr(type(dataset), "__aiter__"):
+        # One that is its own iterator may have no place until `__iter__` makes one: in a copy, for it will be called
+        # again.
+        with contextlib.suppress(Exception):
+            bookmark = Bookmark(copied := copy.copy(dataset), 1)
+            bookmark.iterates(iter(copied), None)
+            found = _taken(bookmark)
+        return found if found is not None and found.itself else None
+    return found._replace(itself="before") if found is not None and itself else found
+
+
+def _taken(bookmark: Bookmark) -> Cursor | None:
+    data = bookmark.initial()
+    cursor = Cursor(*pickle.loads(data)) if data else None
+    return None if cursor is None or cursor.problem else cursor

@@ -1,0 +1,414 @@
+"""The position of one iterator: what was delivered, and where the parts with a state of their own stood.
+
+Data path: consumer -> [progress] -> checkpoint. A few additions a batch, in the iterator's thread.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from asyncloader.errors import StateError
+from asyncloader.ranks.agreement import Agreement
+from asyncloader.remote.assignment_state import EpochLeases
+from asyncloader.samplers.distributed import RankView
+from asyncloader.samplers.index_stream import IndexStream, StateLog
+from asyncloader.state.epoch_counter import EpochClock
+from asyncloader.state.schema import VERSION
+from asyncloader.workers.fetch.dataset_state import Cursor
+from asyncloader.workers.fetch.setup import EpochStart
+
+__all__ = ["Progress", "Tally"]
+
+
+class Tally:
+    """Samples that were left out, or came twice, for the ranks' evenness: over all ranks and completed epochs."""
+
+    def __init__(self) -> None:
+        self.dropped = 0
+        self.repeated = 0
+
+    def snapshot(self) -> dict[str, float]:
+        """For `stats()`."""
+        return {"data/dropped": float(self.dropped), "data/repeated": float(self.repeated)}
+
+
+class Progress:
+    """The position of one iterator: which steps were delivered, and where the parts with a state of their own stood.
+
+    Made by `StateKeeper.begin`. The iterator tells it what it delivers; everything happens in its thread.
+    """
+
+    def __init__(
+        self,
+        clock: EpochClock,
+        expects: dict[str, Any],
+        streams: dict[str, Any] | None,
+        resumed: dict[str, Any] | None,
+        total: int | None,
+        every: int,
+        tally: Tally,
+        rank: int = 0,
+    ) -> None:
+        self.epoch = clock.value
+        self._clock = clock
+        self._restored = clock.restored
+        self._expects = expects
+        self._resumed = resumed
+        self._total = total
+        self.every = every
+        self._finished = False
+        self._touched = False
+        self._step = 0 if resumed is None else resumed["step"]
+        self._beyond: set[int] = set() if resumed is None else set(resumed["beyond"])
+        self._failed: list[int] = []
+        self._delivered: int | None = None  # the task that was delivered last
+        self._steps: dict[int, int] = {}  # task -> step, for tasks that are outstanding
+        self._stream: IndexStream | None = None
+        self.log: StateLog | None = None
+        """States of an async sampler, by its reader."""
+        self.follows = False
+        """Whether this epoch follows one that was saved when it had ended."""
+        self.carried: dict[str, Any] | None = None
+        """The `workers` part of that state: datasets that live on."""
+        self.generator_then: tuple[torch.Generator, torch.Tensor] | None = None
+        """The sampler's generator, and its state at the end of the epoch that this one follows."""
+        self._inherited: list[bytes] = []
+        self.ends: dict[int, bytes] = {}
+        """Pickled cursors of the workers' copies of the dataset that have seen their end. Any thread may add one."""
+        self.drained: dict[str, Any] | None = None
+        """The state of an async sampler that has ended its epoch, after which this one follows."""
+        self.undrained: dict[str, Any] | None = None
+        """The loader's state at that end: it means the same place until the sampler has been brought there."""
+        self.view: RankView | None = None
+        """This rank's share of the order, in seeded mode."""
+        self._rank = rank
+        self._tally = tally
+        self._tallied = False
+        self._streams = streams
+        self._cursors: list[bytes] = []
+        self._given: list[int] = []
+        self._turn = 0
+        self.agreement: Agreement | None = None
+        """With the other ranks, on when the epoch ends; None where there is nothing to agree on."""
+        self.leases: EpochLeases | None = None
+        """Of a dataset whose parts are leased to the workers; None: not opened yet."""
+        self.leases_key: int | None = None
+        """Chooses their order, if this epoch is not resumed; None for other datasets."""
+        self._astray = False  # indices came from elsewhere than the stream
+        self.seeds: dict[str, Any] | None = None
+        """The seeds of a state that this epoch begins with; then those that it has begun with."""
+        self.live: Callable[[], Callable[[], bytes] | None] | None = None
+        """Weakly refers to what takes the dataset's cursor as it is now, where nothing is read ahead."""
+        self._previous: tuple[Any, ...] = ()  # the position before the last delivery
+        self.padding = 0
+        """Samples at the end of the batch delivered last that are there for evenness only."""
+
+    # ------------------------------------------------------------------------------------------- beginning
+
+    @property
+    def outdated(self) -> bool:
+        """Another epoch was set before this one gave anything: in seeded mode the iterator begins anew with that. One
+        that goes on from a loaded position stays there: that is what Lightning wants, which counts on for itself.
+        """
+        if self._touched or self._resumed is not None or self._expects["mode"] != "seeded":
+            return False
+        return self._clock.value != self.epoch
+
+    @property
+    def touched(self) -> bool:
+        """Whether something was delivered, or it goes on where something had been."""
+        return self._touched or (self._resumed is not None and self._resumed["step"] > 0)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the user was told that there are no more batches."""
+        return self._finished
+
+    @property
+    def iterates_itself(self) -> bool:
+        """Whether the dataset is its own iterator, as far as its states tell."""
+        return any(Cursor(*pickle.loads(data)).itself for data in self._cursors if data)
+
+    @property
+    def first_step(self) -> int:
+        """Steps that were delivered before this iterator, without a gap."""
+        return 0 if self._resumed is None else int(self._resumed["step"])
+
+    @property
+    def skipped(self) -> frozenset[int]:
+        """Steps beyond `first_step` that were delivered before, too."""
+        return frozenset() if self._resumed is None else frozenset(self._resumed["beyond"])
+
+    @property
+    def saved_sampler(self) -> dict[str, Any] | None:
+        """The sampler's state to begin with; None: from the beginning."""
+        return None if self._resumed is None else self._resumed["sampler"]
+
+    @property
+    def saved_leases(self) -> Any:
+        """The leases' part of the state to begin with; None: from the beginning."""
+        workers = None if self._resumed is None else self._resumed["workers"]
+        return None if workers is None else workers.get("leases")
+
+    @property
+    def turn(self) -> int:
+        """The worker that made the next batch of an iterable dataset."""
+        return self._turn
+
+    def stream(self, index_sampler: Any, made: Any, drawn: dict[str, str] | None = None) -> IndexStream:
+        """The index stream from the delivered position on; `made` is the index sampler's iterator, just made, and
+        `drawn` what that drew (see `IndexStream`).
+        """
+        self.view = index_sampler if isinstance(index_sampler, RankView) else None
+        self._stream = IndexStream(
+            index_sampler,
+            made,
+            step=self.first_step,
+            beyond=self.skipped,
+            every=self.every,
+            saved=self.saved_sampler,
+            generators=None if self._resumed is None else self._resumed["generators"],
+            drawn=drawn,
+        )
+        return self._stream
+
+    def starts(
+        self, workers: int, base_seed: int, shared_seed: int | None, *, anew: bool = False
+    ) -> tuple[int, list[EpochStart]]:
+        """The base seed, and what each worker begins the epoch with. Without workers: ``workers=1``. `anew`: persistent
+        ones are new all the same, and begin where those before ended.
+
+        The seeds that were drawn give way to those of a state: what the workers draw is to come again.
+        """
+        if self.seeds is not None:
+            base_seed = int(self.seeds["base"])
+            shared_seed = shared_seed if self.seeds["shared"] is None else self.seeds["shared"]
+        if self._expects["mode"] == "torch":
+            self.seeds = {"rank": self._rank, "base": base_seed, "shared": shared_seed}
+        self._cursors, self._given, self._turn = [b""] * workers, [0] * workers, 0
+        saved = None if self._resumed is None else self._resumed["workers"]
+        if saved is None:
+            places = [None] * workers if self.carried is None else self.carried["cursors"]
+            found = [None if place is None else Cursor(**place) for place in places]
+            if anew and len(self._inherited) == workers:
+                found = [Cursor(*pickle.loads(data)) if data else None for data in self._inherited]
+            starts = [
+                EpochStart(shared_seed, self.epoch, self._clock.told, each and each.epoch_later()) for each in found
+            ]
+            self._cursors = [pickle.dumps(tuple(start.cursor), 5) if start.cursor else b"" for start in starts]
+            if len(self._inherited) == workers:
+                self._cursors = self._inherited
+            return base_seed, starts
+        self._given, self._turn = list(saved["given"]), saved["next"]
+        starts = []
+        for worker, (given, place) in enumerate(zip(saved["given"], saved["cursors"], strict=True)):
+            # One that could not be taken tells nothing but that the stream must be read again.
+            cursor = None if place is None or place["problem"] else Cursor(**place)
+            if cursor is not None:
+                self._cursors[worker] = pickle.dumps(tuple(cursor), 5)
+            starts.append(
+                EpochStart(
+                    shared_seed,
+                    self.epoch,
+                    self._clock.told,
+                    cursor,
+                    given - (cursor.batches if cursor else 0),
+                )
+            )
+        return base_seed, starts
+
+    def inherit(self, before: Progress) -> None:
+        """Persistent workers go on with their datasets as the epoch before left them, if it came to its end."""
+        if before._finished and before._streams is not None:
+            alone = [Cursor(*pickle.loads(data)).epoch_later() if data else None for data in before._cursors]
+            self._inherited = [b"" if cursor is None else pickle.dumps(tuple(cursor), 5) for cursor in alone]
+
+    def base_seed_drawn(self) -> None:
+        """torch's iterator base has drawn a base seed. Where this epoch follows another, persistent workers would have
+        theirs since their first one: the sampler's generator is put back.
+        """
+        if self.generator_then is not None:
+            generator, state = self.generator_then
+            generator.set_state(state)
+
+    def begun(self, worker: int, cursor: bytes) -> None:
+        """Where the worker's copy of the dataset stood when it began, if it has a state."""
+        if cursor and self._streams is not None and not self._cursors[worker]:
+            self._cursors[worker] = cursor
+
+    # ----------------------------------------------------------------------------------------- for each batch
+
+    def pulled(self, task: int, step: int | None) -> None:
+        """The task is that step's; None: its index came from elsewhere."""
+        if step is None:
+            self._astray = True
+        else:
+            self._steps[task] = step
+
+    def _pass_over(self) -> None:
+        """Steps that somebody else took from the sampler's iterator are past: their batches are not wanted."""
+        stream = self._stream
+        if stream is not None and stream.unclaimed:
+            step, beyond = self._step, self._beyond
+            for each in stream.unclaimed:
+                step, beyond = _marked(step, beyond, each)
+            self._step, self._beyond, stream.unclaimed = step, beyond, []
+
+    def delivered(self, task: int, worker: int = 0, cursor: bytes = b"") -> None:
+        """The user gets the task's batch now. Told twice in a row, after Ctrl-C, is told once."""
+        if task != self._delivered:
+            self._mark(task, worker, cursor)
+        self._steps.pop(task, None)
+        self._pass_over()
+        log = self.log if self._stream is None else self._stream.log
+        if log is not None:
+            log.forget(self._step)
+        if self._step == self._total:
+            self._complete()
+
+    def _mark(self, task: int, worker: int, cursor: bytes) -> None:
+        step, beyond = self._step, self._beyond
+        previous: tuple[Any, ...] = step, tuple(beyond), worker
+        turn = self._turn
+        if self._streams is not None:
+            previous += self._given[worker], self._cursors[worker], turn
+            turn = (worker + 1) % len(self._given)
+        for failed in self._failed:
+            step, beyond = self._past(step, beyond, failed)
+        number = self._steps.get(task)
+        padding = None if self.view is None else self.view.cutter.padding
+        if padding is not None and padding[0] != number:
+            padding = None
+        if number == step and not beyond:  # as nearly always
+            step += 1
+        else:
+            step, beyond = self._past(step, beyond, task)
+        # Nothing is called from here on, so that Ctrl-C does not come in between.
+        self._previous = previous
+        self._step, self._beyond = step, beyond
+        self._touched, self._failed, self._turn = True, [], turn
+        self.padding = 0 if padding is None else padding[1]
+        if self._streams is not None:
+            self._given[worker] += 1
+            if cursor:
+                self._cursors[worker] = cursor
+        self._delivered = task
+
+    def _past(self, step: int, beyond: set[int], task: int) -> tuple[int, set[int]]:
+        """The position `step` and `beyond`, and the task's step."""
+        number = self._steps.get(task)
+        if number is None:
+            if self._expects["kind"] == "map":
+                return step, beyond  # the sampler raised: no step was taken from it
+            number = step  # those of a stream have no numbers of their own
+        return _marked(step, beyond, number)
+
+    def failed(self, task: int) -> None:
+        """The user gets an error in the batch's place: if the next batch is taken, this one is past. Twice is once."""
+        if task not in self._failed and task != self._delivered:
+            self._failed.append(task)
+
+    def finish(self) -> None:
+        """The user was told that there are no more batches."""
+        self._finished = True
+        for worker, cursor in self.ends.items():
+            self._cursors[worker] = cursor or self._cursors[worker]
+        self._complete()
+
+    def _complete(self) -> None:
+        if self._clock.restored == self._restored:
+            self._clock.completed(self.epoch)
+        if self.view is not None and not self._tallied:
+            _, dropped, repeated = self.view.tail()
+            self._tallied = True
+            self._tally.dropped += dropped
+            self._tally.repeated += repeated
+
+    # ------------------------------------------------------------------------------------------------ reading
+
+    def state_before_last(self) -> dict[str, Any]:
+        """`state` as it was before the last delivery: for who reads one batch ahead of what is used."""
+        if not self._previous:
+            return self.state()
+        now = self._step, self._beyond, self._finished
+        step, beyond, worker, *place = self._previous
+        given, cursors, turn = list(self._given), list(self._cursors), self._turn
+        try:
+            self._step, self._beyond, self._finished = step, set(beyond), False
+            if place:
+                self._given[worker], self._cursors[worker], self._turn = place
+            return self.state()
+        finally:
+            self._step, self._beyond, self._finished = now
+            self._given, self._cursors, self._turn = given, cursors, turn
+
+    def state(self, *, finished: bool = False) -> dict[str, Any]:
+        """A fresh dictionary; see `state_layout.py`. `finished`: the epoch is over here, though nobody was told so."""
+        if self.undrained is not None and self.log is None and not self._touched:
+            return copy.deepcopy(self.undrained)
+        finished = finished or self._finished
+        if self._astray and not finished:
+            raise StateError(
+                "this epoch's batches did not all come from its sampler: the loader's iterator was given "
+                "another _sampler_iter, so there is no position to save. Advance the one that it had instead of "
+                "replacing it, or save between epochs"
+            )
+        self._pass_over()
+        stream = self._stream
+        drawn = None if stream is None else stream.drawn()
+        generators = None if drawn is None else dict(drawn)
+        if finished and stream is not None and generators is not None and "own" in generators:
+            generators["own"] = stream.own_state() or generators["own"]  # the next epoch goes on from there
+        if stream is not None:
+            sampler = stream.state(self._step)
+        else:
+            sampler = self.saved_sampler if self.log is None else self.log.at(self._step)
+        return {
+            "version": VERSION,
+            **self._expects,
+            "epoch": self.epoch,
+            "step": self._step,
+            "beyond": sorted(self._beyond),
+            "finished": finished,
+            "sampler": copy.deepcopy(sampler),
+            "generators": generators,
+            "seeds": None if self.seeds is None else dict(self.seeds),
+            "workers": None if self._streams is None else self._worker_states(self._streams, finished),
+        }
+
+    def _worker_states(self, streams: dict[str, Any], finished: bool) -> dict[str, Any]:
+        cursors: list[dict[str, Any] | None] = [
+            None if not data else Cursor(*pickle.loads(data))._asdict() for data in self._cursors
+        ]
+        take = None if finished or self._failed or self.live is None else self.live()
+        if take is not None and (data := take()):
+            # In the consumer's process the dataset may share its random numbers with the consumer, who has gone on.
+            now = Cursor(*pickle.loads(data))
+            if now.batches == self._given[0] and not now.problem:
+                cursors = [now._asdict()]
+        leases = self.saved_leases  # they are where they were, if they are not opened yet
+        if self.leases is not None:
+            leases = self.leases.state(cursors, self._given)
+        elif leases is None and self.leases_key is not None:
+            leases = {"key": self.leases_key, "plan": None, "done": 0, "back": [], "returned": []}
+        return {
+            **streams,
+            **({} if leases is None else {"leases": leases}),
+            "next": self._turn,
+            "given": list(self._given),
+            "cursors": cursors,
+        }
+
+
+def _marked(step: int, beyond: set[int], number: int) -> tuple[int, set[int]]:
+    """The position `step` and `beyond` and the step of this number, as a position. Changes nothing."""
+    beyond = {*beyond, number}
+    while step in beyond:
+        beyond.remove(step)
+        step += 1
+    return step, beyond

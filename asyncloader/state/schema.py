@@ -1,0 +1,316 @@
+"""The layout of a loader's state, and the checks of one that comes from outside. Pure.
+
+Data path: none.
+
+A state is a dictionary of plain values (safe for ``torch.load(weights_only=True)``, and for JSON if the user's own
+states are):
+
+    version        this layout's number
+    mode           "seeded" or "torch"
+    kind           "map" or "iterable"
+    seed, length, batch_size, drop_last, order
+                   what the loader must agree with; `batch_size` is that of all ranks together
+    epoch          the epoch's number
+    step           batches of each rank that were delivered, without a gap
+    beyond         numbers of those delivered after a gap (out of order), ascending
+    finished       whether the user was told of the epoch's end
+    sampler        {at, ended, sampler, iterator}: a stateful sampler's own states after `at` steps, and whether it had
+                   seen its end by then; or None
+    generators     {global, own}: what the sampler drew its order from (base64), or None
+    seeds          {rank, base, shared}: the epoch's base seed, from which the workers' seeds count, and the datapipes'
+                   shared one, or None; both of the rank that saved them. Of an epoch that has ended: the next one's.
+                   None in seeded mode, and where nobody knows
+    workers        of datasets that are read as streams or have a state: {num_workers, rank, world_size, next, given,
+                   cursors}, or None. See `workers/fetch/dataset_state.py`
+
+All ranks of a map dataset in seeded mode have the same state. Keys that are not listed are ignored: Accelerate adds
+some. One of them is understood, because it is how it says that an epoch is over: ``_iterator_finished``.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from asyncloader.errors import StateError
+from asyncloader.samplers.generators import generator_state
+
+__all__ = [
+    "EXPECTED",
+    "VERSION",
+    "check_exact",
+    "check_generators",
+    "check_length",
+    "check_state",
+    "check_workers",
+    "compare",
+]
+
+VERSION = 2
+
+EXPECTED = ("mode", "kind", "seed", "length", "batch_size", "drop_last", "order")
+"""Keys in which state and loader must agree."""
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "mode": (str,),
+    "kind": (str,),
+    "seed": (int, type(None)),
+    "length": (int, type(None)),
+    "batch_size": (int, type(None)),
+    "drop_last": (bool,),
+    "order": (str,),
+    "epoch": (int,),
+    "step": (int,),
+    "beyond": (list, tuple),
+    "finished": (bool,),
+    "sampler": (dict, type(None)),
+    "generators": (dict, type(None)),
+    "seeds": (dict, type(None)),
+    "workers": (dict, type(None)),
+}
+_SAMPLER: dict[str, tuple[type, ...]] = {"at": (int,), "ended": (bool,), "sampler": (object,), "iterator": (object,)}
+_WORKERS: dict[str, tuple[type, ...]] = {
+    "num_workers": (int,),
+    "rank": (int,),
+    "world_size": (int,),
+    "next": (int,),
+    "given": (list, tuple),
+    "cursors": (list, tuple),
+}
+_SEEDS: dict[str, tuple[type, ...]] = {"rank": (int,), "base": (int,), "shared": (int, type(None))}
+_CURSOR: dict[str, tuple[type, ...]] = {
+    "batches": (int,),
+    "samples": (int,),
+    "ended": (bool,),
+    "dataset": (object,),
+    "iterator": (object,),
+    "problem": (str,),
+    "itself": (str,),
+}
+_MOST = 1 << 63  # numbers that torch, and the workers' frames, can take
+
+
+def check_state(given: Any) -> dict[str, Any]:
+    """A copy of the state, whole and of this layout, with `cut`: only Accelerate's key says that it is finished.
+
+    Raises:
+        StateError: it is not a state, is truncated, or of another version.
+    """
+    if not isinstance(given, dict):
+        raise StateError(f"a loader's state is a dictionary, but got {type(given).__name__}")
+    if "version" not in given:
+        other = "; it looks like one of torchdata's" if "_snapshot" in given or "_num_yielded" in given else ""
+        raise StateError(f"this is not a state of asyncloader: it has no 'version'{other}")
+    version = given["version"]
+    if not _is_count(version) or not version:
+        raise StateError(f"the state's version should be a positive integer, but is {_show(version)}")
+    if version > VERSION:
+        raise StateError(
+            f"the state is of version {version}, but this asyncloader reads version {VERSION}; "
+            "load it with the version of asyncloader that saved it, or a newer one"
+        )
+    if version < VERSION:
+        raise StateError(
+            f"the state is of version {version}, which this asyncloader does not read any more: it reads version "
+            f"{VERSION}. Finish the epoch with the version of asyncloader that saved it, or begin it anew"
+        )
+    _check_fields(given, _TYPES, "the state")
+    for name in ("epoch", "step"):
+        if not _is_count(given[name]):
+            raise StateError(f"the state is broken: {name}={given[name]}")
+    beyond = given["beyond"]
+    if not all(_is_count(step) and step > given["step"] for step in beyond):
+        raise StateError(f"the state is broken: step={given['step']} but beyond={_show(list(beyond))}")
+    if given["sampler"] is not None:
+        _check_fields(given["sampler"], _SAMPLER, "the state's 'sampler'")
+        if not 0 <= given["sampler"]["at"] <= given["step"]:
+            raise StateError(f"the state is broken: step={given['step']} but the sampler's is {given['sampler']['at']}")
+    if given["generators"] is not None:
+        _check_generators(given["generators"])
+    if given["seeds"] is not None:
+        _check_fields(given["seeds"], _SEEDS, "the state's 'seeds'")
+        for name in _SEEDS:
+            if (value := given["seeds"][name]) is not None and not _is_count(value):
+                raise StateError(f"the state is broken: {name}={value} of the seeds")
+    if given["workers"] is not None:
+        _check_worker_part(given["workers"])
+    elif given["kind"] == "iterable":
+        raise StateError("the state is broken: it is a stream's, but does not say where the workers stood")
+    try:
+        whole = copy.deepcopy(given)
+    except Exception as error:  # the states of the user's parts may be anything
+        raise StateError(f"the state cannot be copied: {type(error).__name__}: {error}") from error
+    state = {name: whole[name] for name in ("version", *_TYPES)}
+    if state["workers"] is not None:  # with no more keys than a cursor has
+        cursors = [cursor and {name: cursor[name] for name in _CURSOR} for cursor in state["workers"]["cursors"]]
+        state["workers"]["cursors"] = cursors
+    state["cut"] = given.get("_iterator_finished") is True and not state["finished"]
+    if state["cut"]:
+        state["finished"] = True
+        state["seeds"] = None  # they are not the next epoch's
+    return state
+
+
+def _check_generators(generators: dict[str, Any]) -> None:
+    for name, text in generators.items():
+        try:
+            generator_state(text)
+        except ValueError:
+            raise StateError(f"the state is broken: that of the generator {_show(name)} is none of torch's") from None
+        if name not in ("global", "own"):
+            raise StateError(f"the state is broken: there is no generator {_show(name)}")
+
+
+def _check_worker_part(workers: dict[str, Any]) -> None:
+    _check_fields(workers, _WORKERS, "the state's 'workers'")
+    expected = max(1, workers["num_workers"])
+    if not 0 <= workers["next"] < expected:
+        raise StateError(f"the state is broken: num_workers={workers['num_workers']}, but next={workers['next']}")
+    if not len(workers["given"]) == len(workers["cursors"]) == expected:
+        raise StateError(
+            f"the state is broken: num_workers={workers['num_workers']}, but {len(workers['given'])} counts and "
+            f"{len(workers['cursors'])} cursors"
+        )
+    for given, cursor in zip(workers["given"], workers["cursors"], strict=True):
+        if not _is_count(given):
+            raise StateError(f"the state is broken: a worker gave {_show(given)} batches")
+        if cursor is None:
+            continue
+        if not isinstance(cursor, dict):
+            raise StateError(f"the state is broken: a cursor is {type(cursor).__name__}")
+        _check_fields(cursor, _CURSOR, "a cursor of the state")
+        if not 0 <= cursor["batches"] <= given:
+            raise StateError(f"the state is broken: a cursor after {cursor['batches']} of {given} batches")
+        if cursor["itself"] not in ("", "within", "before"):
+            raise StateError(f"the state is broken: a cursor's 'itself' is {_show(cursor['itself'])}")
+
+
+def _is_count(value: Any) -> bool:
+    # True and False are integers to Python, but not here.
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST
+
+
+def _show(value: Any) -> str:
+    """Any value in an error's text; it may nest too deep to be written, or be too long a number."""
+    try:
+        text = repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _check_fields(given: Any, types: dict[str, tuple[type, ...]], what: str) -> None:
+    missing = [name for name in types if name not in given]
+    if missing:
+        raise StateError(f"{what} is not whole: {', '.join(map(repr, missing))} missing")
+    for name, allowed in types.items():
+        value = given[name]
+        right = isinstance(value, allowed)
+        if right and allowed[0] is int and value is not None:
+            right = not isinstance(value, bool) and value.bit_length() <= 128
+        if not right:
+            raise StateError(f"{what} is broken: {name} is {_show(value)}")
+
+
+def compare(state: dict[str, Any], expected: dict[str, Any], world_size: int) -> None:
+    """Whether the state is of a loader like this one.
+
+    Raises:
+        StateError: it is not, with both values.
+    """
+    for name in EXPECTED:
+        saved, here = state[name], expected[name]
+        if saved == here:
+            continue
+        if name == "batch_size" and state["order"] == expected["order"] == "batch_sampler":
+            raise StateError(
+                f"the state was saved where a step is {saved} batches, one a rank, but this loader has "
+                f"world_size={here}; resume with as many ranks"
+            )
+        if name == "batch_size" and isinstance(saved, int) and isinstance(here, int) and world_size > 1:
+            raise StateError(
+                f"the state was saved with a global batch of {saved} samples, but this loader's is {here} "
+                f"(batch_size={here // world_size} x world_size={world_size}); "
+                + (
+                    f"use batch_size={saved // world_size}"
+                    if saved % world_size == 0
+                    else f"world_size={world_size} does not divide {saved}: resume with a number of ranks that does"
+                )
+            )
+        raise StateError(
+            f"the state was saved with {name}={_show(saved)}, but this loader has {name}={here!r}; make the loader as "
+            "it was, or begin anew without the state"
+        )
+
+
+def check_generators(generators: dict[str, Any] | None, *, own: bool) -> None:
+    """Whether the sampler draws its order from where it was drawn. `own`: it has a generator of its own here.
+
+    Raises:
+        StateError: it does not, and would give another order.
+    """
+    if generators is None or ("own" in generators) == own:
+        return
+    if own:
+        raise StateError(
+            "the state's order was drawn from torch's global generator, but this loader's sampler has one of its own; "
+            "leave generator= out, as before"
+        )
+    raise StateError(
+        "the state was saved by a loader whose sampler had a generator of its own, and here it has none: pass "
+        "generator= as before"
+    )
+
+
+def check_length(state: dict[str, Any], steps: int | None) -> None:
+    """Whether the state's position is one of an epoch of so many steps (None: nobody knows).
+
+    Raises:
+        StateError: it is beyond its end.
+    """
+    last = max([state["step"], *(step + 1 for step in state["beyond"])])
+    if steps is not None and last > steps:
+        raise StateError(f"the state is broken: {last} batches of an epoch were delivered that has {steps}")
+
+
+def check_workers(workers: dict[str, Any], num_workers: int, rank: int, world_size: int) -> None:
+    """Whether the places of the workers' copies of a dataset can be found again here.
+
+    Raises:
+        StateError: there are more or fewer workers, or it is another rank's state.
+    """
+    if (workers["rank"], workers["world_size"]) != (rank, world_size):
+        raise StateError(
+            f"the state is that of rank {workers['rank']} of {workers['world_size']}, but this is rank {rank} of "
+            f"{world_size}: where a rank stands in its own stream is of no use to another. Save and load one state a "
+            "rank, with as many ranks"
+        )
+    if workers["num_workers"] != num_workers:
+        raise StateError(
+            f"the state was saved with num_workers={workers['num_workers']}, but this loader has "
+            f"num_workers={num_workers}: each worker has read its own copy of the dataset, and only as many can go on"
+        )
+
+
+def check_exact(workers: dict[str, Any], *, stream: bool) -> None:
+    """Whether every copy of the dataset that was read has a place to go on from.
+
+    Raises:
+        StateError: one has none.
+    """
+    for worker, (given, cursor) in enumerate(zip(workers["given"], workers["cursors"], strict=True)):
+        if cursor is not None and cursor["problem"]:
+            raise StateError(f"the dataset's state could not be saved in worker {worker}: {cursor['problem']}")
+        taken = None if cursor is None else cursor["batches"]
+        if not stream and given and taken != given:
+            raise StateError(
+                f"worker {worker} had made {given} batches, but its dataset's state "
+                f"{'was never taken' if taken is None else f'is that after {taken}'}: "
+                "with snapshot_every_n_steps=0 a map dataset's state cannot be found again"
+            )
+        if stream and given and cursor is None:
+            raise StateError(
+                "neither the dataset nor its iterator has state_dict and load_state_dict, so its place cannot be found "
+                f"again exactly. With resume='replay' the loader reads the stream anew and drops what was delivered "
+                f"({sum(workers['given'])} batches here), which is exact if the dataset gives the same samples again"
+            )

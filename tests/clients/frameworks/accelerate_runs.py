@@ -1,0 +1,44 @@
+"""Loaders prepared by Accelerate, with the integration and without, and what comes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+import asyncloader
+from asyncloader.integrations.accelerate import prepare
+from tests.clients.frameworks.helping import draws, seed_all
+
+__all__ = ["OURS", "OWN", "STOCK", "accelerator", "both", "epochs", "prepared"]
+
+STOCK: Any = torch.utils.data.DataLoader
+OURS: Any = asyncloader.DataLoader
+OWN: dict[str, Any] = {"ring_bytes": 1 << 20, "concurrency": 3}
+
+
+def accelerator(**options: Any) -> Accelerator:
+    return Accelerator(cpu=True, **options)
+
+
+def prepared(loader: Any, **options: Any) -> Any:
+    """A loader prepared by Accelerate alone, or with our integration if it is one of ours."""
+    if isinstance(loader, OURS):
+        return prepare(accelerator(**options), loader)
+    return accelerator(**options).prepare(loader)
+
+
+def both(dataset: Any, *, own: dict[str, Any] = OWN, config: Any = None, **arguments: Any) -> list[Any]:
+    """The same loader prepared twice: torch's by Accelerate, ours with the integration."""
+    options = {} if config is None else {"dataloader_config": config}
+    return [
+        prepared(STOCK(dataset, **arguments), **options),
+        prepared(OURS(dataset, **arguments, **own), **options),
+    ]
+
+
+def epochs(loader: Any, number: int = 2) -> tuple[list[list[Any]], Any]:
+    """Whole epochs from given seeds, and draws of the generators afterwards."""
+    seed_all()
+    return [list(loader) for _ in range(number)], draws()

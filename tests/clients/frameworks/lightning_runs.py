@@ -1,0 +1,115 @@
+"""Runs Lightning's trainer over a loader, and keeps what it sees."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+import asyncloader
+from tests.clients.frameworks.helping import Line, draws, seed_all, workers_of_now
+from tests.integration.running import Deaths
+
+__all__ = ["OURS", "STOCK", "Recorder", "SaveAt", "Saver", "Validated", "WorkersSeen", "fit", "trainer"]
+
+STOCK: Any = torch.utils.data.DataLoader
+OURS: Any = asyncloader.DataLoader
+
+
+class Recorder(LightningModule):
+    """A model that keeps every batch it was given, as it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = Line()
+        self.seen: dict[str, list[Any]] = defaultdict(list)
+
+    def _loss(self, stage: str, batch: Any) -> torch.Tensor:
+        self.seen[stage].append(batch)
+        loss: torch.Tensor = self.line(**batch)["loss"]
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self._loss("train", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Lightning's hook for its test stage."""
+        self._loss("test", batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen["predict"].append(batch)
+        logits: torch.Tensor = self.line(**batch)["logits"]
+        return logits
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Validated(Recorder):
+    """The same with validation, without which Lightning does not like to be given a validation step."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._loss("validate", batch)
+
+
+def trainer(**options: Any) -> Trainer:
+    """A trainer that does what is asked for and writes nothing."""
+    quiet: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 1,
+    }
+    return Trainer(**quiet | options)
+
+
+def fit(loader: Any, *, val: Any = None, ckpt_path: Any = None, **options: Any) -> tuple[Recorder, Any]:
+    """Train a new model from given seeds; the model and draws of the generators afterwards."""
+    seed_all()
+    model = Recorder() if val is None else Validated()
+    trainer(**options).fit(model, loader, val, ckpt_path=ckpt_path)
+    return model, draws()
+
+
+class Saver(Callback):
+    """Saves checkpoints after so many steps, each under its number, when one of its hooks says so."""
+
+    def __init__(self, folder: Path, *steps: int) -> None:
+        self.folder = folder
+        self.steps = steps
+
+    def save_if_due(self, trainer: Trainer) -> None:
+        """A step's checkpoint, once."""
+        path = self.folder / str(trainer.global_step)
+        if trainer.global_step in self.steps and not path.exists():
+            trainer.save_checkpoint(path)
+
+
+class SaveAt(Saver):
+    """Saves right after the step."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.save_if_due(trainer)
+
+
+class WorkersSeen(Callback):
+    """Takes down which processes there are when the first training batch comes."""
+
+    def __init__(self) -> None:
+        self.workers: Deaths | None = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self.workers is None:
+            self.workers = workers_of_now()
+
+    def at_first(self) -> Deaths:
+        assert self.workers is not None
+        return self.workers

@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import gc
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import DataLoaderConfiguration
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+
+import asyncloader
+from asyncloader.integrations.accelerate import prepare
+from tests.clients.frameworks.accelerate_runs import OURS, OWN, STOCK, accelerator, both, epochs, prepared
+from tests.clients.frameworks.helping import Line, Rows, RowStream, batches_given, seed_all, workers_of_now
+from tests.integration.comparing import assert_same
+from tests.integration.running import run_script
+
+pytestmark = pytest.mark.usefixtures("accelerate_state")
+
+# -------------------------------------------------------------------------------------------- prepare
+
+
+def test_prepare_keeps_the_wrapper_and_puts_our_loader_inside() -> None:
+    """Accelerate's `DataLoaderShard` stays; the loader in it is of our class, with its own options."""
+    dataset = Rows(20)
+    shard = prepared(OURS(dataset, 8, num_workers=2, prefetch_factor=3, persistent_workers=True, **OWN))
+    assert type(shard).__name__ == DataLoaderShard.__name__
+    assert isinstance(shard, STOCK)
+    inside = shard.base_dataloader
+    assert type(inside) is OURS
+    assert (inside.dataset, inside.ring_bytes, inside.concurrency) == (dataset, 1 << 20, 3)
+    assert (inside.num_workers, inside.prefetch_factor, inside.persistent_workers) == (2, 3, True)
+    assert len(shard) == 3
+    assert shard.total_batch_size == 8
+    assert shard.total_dataset_length == 20
+
+
+def test_prepare_keeps_a_subclass() -> None:
+    """The loader inside is of the class of the user's loader."""
+
+    class Mine(asyncloader.DataLoader[Any]):
+        pass
+
+    assert type(prepared(Mine(Rows(8), 4)).base_dataloader) is Mine
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_are_those_of_stock_accelerate(num_workers: int, shuffle: bool) -> None:
+    """The same seed gives the batches and generator states of a stock loader that Accelerate prepared."""
+    stock, ours = both(Rows(36), batch_size=8, shuffle=shuffle, num_workers=num_workers)
+    assert_same(epochs(ours), epochs(stock))
+    assert batches_given(ours.base_dataloader) == 10
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"batch_size": 8, "drop_last": True},
+        {"batch_size": None},
+        {"sampler": [3, 1, 2, 1]},
+        {"batch_sampler": [[0, 1, 2], [3], [4, 5]]},
+        {"batch_size": 4, "collate_fn": len},
+    ],
+    ids=["drop_last", "no batches", "sampler", "batch_sampler", "collate_fn"],
+)
+def test_arguments_survive(arguments: dict[str, Any]) -> None:
+    """Whatever says how batches are made is kept."""
+    stock, ours = both(Rows(10), num_workers=1, **arguments)
+    assert type(ours.base_dataloader) is OURS
+    assert_same(epochs(ours), epochs(stock))
+
+
+def test_seedable_sampler() -> None:
+    """With `use_seedable_sampler` the order depends on the epoch's number alone, as with a stock loader."""
+    config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=5)
+    stock, ours = both(Rows(24), config=config, batch_size=8, shuffle=True, num_workers=2)
+    expected, got = epochs(stock), epochs(ours)
+    assert_same(got, expected)
+    stock.set_epoch(5)
+    ours.set_epoch(5)
+    assert_same(epochs(ours, 1), epochs(stock, 1))
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "wrapper"), [(None, DataLoaderDispatcher), (False, DataLoaderShard)], ids=["dispatcher", "shard"]
+)
+def test_streams(dispatch: Any, wrapper: type) -> None:
+    """An iterable dataset, which Accelerate dispatches from the main process unless told otherwise."""
+    config = DataLoaderConfiguration(dispatch_batches=dispatch)
+    stock, ours = both(RowStream(40), config=config, batch_size=8, num_workers=2)
+    assert type(ours).__name__ == wrapper.__name__
+    assert_same(epochs(ours), epochs(stock))
+    assert batches_given(ours.base_dataloader) == 12
+
+
+def test_prepare_several_objects() -> None:
+    """All objects come back in their order; only our loaders are touched."""
+    model = Line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    objects = prepare(accelerator(), OURS(Rows(8), 4), model, STOCK(Rows(8), 4), optimizer, scheduler, OURS(Rows(8), 2))
+    assert [type(x).__name__ for x in objects] == [
+        "DataLoaderShard",
+        "Line",
+        "DataLoaderShard",
+        "AcceleratedOptimizer",
+        "AcceleratedScheduler",
+        "DataLoaderShard",
+    ]
+    assert [type(objects[i].base_dataloader) for i in (0, 2, 5)] == [OURS, STOCK, OURS]
+    assert [len(objects[i]) for i in (0, 2, 5)] == [2, 2, 4]
+
+
+def test_prepare_hands_its_options_on() -> None:
+    """Options of `prepare` itself reach Accelerate."""
+    shard = prepare(accelerator(), OURS(Rows(8), 4), device_placement=[False])
+    assert shard.device is None
+
+
+def test_prepare_twice() -> None:
+    """A prepared loader prepared again is the same object, with the same loader inside."""
+    shard = prepared(OURS(Rows(8), 4))
+    inside = shard.base_dataloader
+    again = prepare(accelerator(), shard)
+    assert again is shard
+    assert again.base_dataloader is inside
+
+
+def test_persistent_workers_end_with_the_loader() -> None:
+    """Workers last from epoch to epoch and end when the prepared loader goes."""
+    running = accelerator()
+    shard = prepare(running, OURS(Rows(16), 4, num_workers=2, persistent_workers=True))
+    assert len(list(shard)) == 4
+    with workers_of_now() as workers:
+        assert len(workers.fds) == 2
+        assert len(list(shard)) == 4
+        assert not workers.ended()
+        running.free_memory()
+        del shard
+        gc.collect()
+        workers.wait()
+
+
+def test_prepared_loader_pickles() -> None:
+    """A prepared loader can be sent to another process, with ours inside."""
+    again = pickle.loads(pickle.dumps(prepared(OURS(Rows(8), 4, **OWN))))
+    assert type(again).__name__ == DataLoaderShard.__name__
+    assert (type(again.base_dataloader), again.base_dataloader.concurrency) == (OURS, 3)
+    assert len(list(again)) == 2
+
+
+# -------------------------------------------------------------------------------------------- gradient state
+
+
+def test_gradient_state_is_fed() -> None:
+    """`end_of_dataloader` turns true on the last batch alone, and `remainder` is what the last batch has."""
+    seen = []
+    for make in (STOCK, OURS):
+        running = accelerator()
+        loader: Any = make(Rows(21), 8, num_workers=2)
+        loader = prepare(running, loader) if make is OURS else running.prepare(loader)
+        seen.append(
+            [
+                (running.gradient_state.end_of_dataloader, running.gradient_state.remainder)
+                for _ in range(2)
+                for _ in loader
+            ]
+        )
+    assert seen[1] == seen[0]
+    assert [end for end, _ in seen[1]] == [False, False, True] * 2
+    assert seen[1][0][1] == 5
+
+
+def test_last_batch_is_a_step_whatever_the_accumulation() -> None:
+    """With four batches to a step, `accumulate` synchronizes at each fourth and at the last one of the epoch."""
+    running = accelerator(gradient_accumulation_steps=4)
+    model, loader = prepare(running, Line(), OURS(Rows(44), 8, num_workers=2))
+    steps = []
+    for batch in loader:
+        with running.accumulate(model):
+            running.backward(model(**batch)["loss"])
+            steps.append(running.sync_gradients)
+    assert steps == [False, False, False, True, False, True]
+
+
+def test_training_gives_the_weights_of_stock_accelerate() -> None:
+    """Two epochs with accumulation end in the very same weights."""
+    weights = []
+    for make in (STOCK, OURS):
+        seed_all()
+        running = accelerator(gradient_accumulation_steps=2)
+        model = Line()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loader = make(Rows(40), 8, shuffle=True, num_workers=2)
+        bring = running.prepare if make is STOCK else lambda *objects, running=running: prepare(running, *objects)
+        model, optimizer, loader = bring(model, optimizer, loader)
+        for _ in range(2):
+            for batch in loader:
+                with running.accumulate(model):
+                    running.backward(model(**batch)["loss"])
+                    optimizer.step()
+                    optimizer.zero_grad()
+        weights.append(model.state_dict())
+    assert_same(weights[1], weights[0])
+
+
+def test_gather_in_one_process() -> None:
+    """In one process `gather_for_metrics` gives each row once, as with a stock loader."""
+    running = accelerator()
+    loader = prepare(running, OURS(torch.arange(21), 8, num_workers=2))
+    gathered: list[Any] = [running.gather_for_metrics(batch) for batch in loader]
+    assert torch.cat(gathered).tolist() == list(range(21))
+
+
+def test_gather_in_two_processes(tmp_path: Path) -> None:
+    """Two ranks share the dataset out; `gather_for_metrics` drops the rows that fill the last batch up."""
+    done = run_script(
+        tmp_path,
+        """
+        import warnings
+        import torch
+        from accelerate import Accelerator, debug_launcher
+
+        def main():
+            from asyncloader import DataLoader
+            from asyncloader.integrations.accelerate import prepare
+            accelerator = Accelerator(cpu=True)
+            assert accelerator.num_processes == 2
+            loader = prepare(accelerator, DataLoader(torch.arange(21), 4, num_workers=1))
+            assert type(loader.base_dataloader) is DataLoader
+            seen = []
+            for batch in loader:
+                assert len(batch) == 4
+                seen += accelerator.gather_for_metrics(batch).tolist()
+            assert sorted(seen) == list(range(21)), seen
+            assert loader.base_dataloader.stats()["data/batches"] == 3
+            accelerator.end_training()
+
+        if __name__ == "__main__":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # multiprocessing and gloo have opinions on forking
+                debug_launcher(main, num_processes=2)
+            print("done")
+        """,
+    )
+    assert done.stdout.strip().endswith("done"), done.stderr

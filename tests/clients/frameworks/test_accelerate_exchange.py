@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import gc
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from accelerate import DataLoaderConfiguration
+from accelerate.data_loader import DataLoaderShard, SkipDataLoader
+
+import asyncloader
+from asyncloader import NeverIteratedWarning
+from asyncloader.integrations.accelerate import adopt, prepare, skip_first_batches
+from tests.clients.frameworks.accelerate_runs import OURS, OWN, STOCK, accelerator, both, epochs, prepared
+from tests.clients.frameworks.helping import Line, Rows, RowStream, batches_given
+from tests.integration.comparing import assert_same
+
+pytestmark = pytest.mark.usefixtures("accelerate_state")
+
+# -------------------------------------------------------------------------------------------- skipping
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_skip_first_batches_of_a_prepared_loader(shuffle: bool) -> None:
+    """The rest of the epoch is that of Accelerate's own function, from a loader of ours."""
+    stock, ours = both(Rows(36), batch_size=8, shuffle=shuffle, num_workers=2)
+    expected, got = accelerate.skip_first_batches(stock, 2), skip_first_batches(ours, 2)
+    assert type(got).__name__ == DataLoaderShard.__name__
+    inside = got.base_dataloader
+    assert (type(inside), inside.ring_bytes, inside.concurrency) == (OURS, 1 << 20, 3)
+    assert_same(epochs(got, 1), epochs(expected, 1))
+    assert len(list(got)) == 3
+    assert batches_given(inside) == 6
+    assert len(list(ours)) == 5
+
+
+def test_skip_first_batches_of_a_plain_loader() -> None:
+    """An unprepared loader of ours gives an unprepared loader of ours."""
+    got = skip_first_batches(OURS(Rows(36), 8, num_workers=2, **OWN), 3)
+    expected = accelerate.skip_first_batches(STOCK(Rows(36), 8, num_workers=2), 3)
+    assert (type(got), got.concurrency) == (OURS, 3)
+    assert_same(epochs(got), epochs(expected))
+
+
+@pytest.mark.parametrize("dispatch", [None, False], ids=["dispatcher", "shard"])
+def test_skip_first_batches_of_a_stream(dispatch: Any) -> None:
+    """Of a prepared stream the first batches are read and dropped."""
+    config = DataLoaderConfiguration(dispatch_batches=dispatch)
+    stock, ours = both(RowStream(40), config=config, batch_size=8, num_workers=2)
+    expected, got = accelerate.skip_first_batches(stock, 2), skip_first_batches(ours, 2)
+    assert_same(epochs(got, 1), epochs(expected, 1))
+    assert batches_given(got.base_dataloader) == 6
+
+
+def test_skip_first_batches_of_a_plain_stream() -> None:
+    """An unprepared stream gets Accelerate's wrapper that drops batches, with ours inside."""
+    got = skip_first_batches(OURS(RowStream(40), 8, num_workers=2, **OWN), 2)
+    expected = accelerate.skip_first_batches(STOCK(RowStream(40), 8, num_workers=2), 2)
+    assert type(got).__name__ == SkipDataLoader.__name__
+    assert (type(got.base_dataloader), got.base_dataloader.concurrency) == (OURS, 3)
+    assert_same(epochs(got), epochs(expected))
+
+
+def test_skip_first_batches_of_a_stock_loader() -> None:
+    """A stock loader is left to Accelerate."""
+    got = skip_first_batches(STOCK(Rows(36), 8), 3)
+    assert type(got) is STOCK
+    assert len(list(got)) == 2
+
+
+# -------------------------------------------------------------------------------------------- adopt
+
+
+def test_adopt_exchanges_a_stock_loader() -> None:
+    """A loader that Accelerate prepared from a stock one gets ours inside, with default options of ours."""
+    dataset = Rows(20)
+    shard: Any = accelerator().prepare(STOCK(dataset, 8, num_workers=2))
+    assert adopt(shard) is shard
+    inside = shard.base_dataloader
+    assert (type(inside), inside.dataset, inside.ring_bytes, inside.concurrency) == (OURS, dataset, None, 256)
+    assert adopt(shard).base_dataloader is inside
+    assert len(list(shard)) == 3
+
+
+def test_adopt_a_plain_loader() -> None:
+    """A plain stock loader becomes a loader of ours; one of ours stays what it is."""
+    ours = adopt(STOCK(Rows(20), 8, drop_last=True))
+    assert type(ours) is OURS
+    assert len(list(ours)) == 2
+    assert adopt(ours) is ours
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [SimpleNamespace(base_dataloader=STOCK([1])), SimpleNamespace(), 3],
+    ids=["a wrapper", "an object", "a number"],
+)
+def test_adopt_refuses_what_it_does_not_know(thing: Any) -> None:
+    """What is neither a loader nor one of Accelerate's wrappers is named in the error."""
+    with pytest.raises(TypeError, match=f"takes a loader.*but got {type(thing).__name__}"):
+        adopt(thing)
+
+
+class KeepsState(torch.utils.data.DataLoader[Any]):
+    """A loader with a state, as Accelerate makes one with ``use_stateful_dataloader=True``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def test_adopt_loses_no_state() -> None:
+    """A loader inside that keeps a state is not exchanged for one that would forget it."""
+    with pytest.raises(TypeError, match="KeepsState keeps a state"):
+        adopt(KeepsState(Rows(8), 4))
+
+
+# -------------------------------------------------------------------------------------------- without the integration
+
+
+def test_plain_prepare_gives_right_batches() -> None:
+    """Without the integration Accelerate's own stock loader works, from the attributes of ours."""
+    stock: Any = accelerator().prepare(STOCK(Rows(36), 8, shuffle=True, num_workers=2))
+    plain: Any = accelerator().prepare(OURS(Rows(36), 8, shuffle=True, num_workers=2, **OWN))
+    assert not isinstance(plain.base_dataloader, OURS)
+    assert_same(epochs(plain), epochs(stock))
+
+
+def test_plain_prepare_warns_when_its_loader_is_iterated() -> None:
+    """The stock loader that Accelerate made says so at its first batch, once, and where to look."""
+    plain: Any = OURS(Rows(36), 8, num_workers=2)
+    plain = accelerator().prepare(plain)
+    with pytest.warns(NeverIteratedWarning, match="was never iterated.*asyncloader.integrations"):
+        assert len(list(plain)) == 5
+    assert len(list(plain)) == 5
+
+
+def test_prepare_with_the_integration_does_not_warn() -> None:
+    """With the integration the user's own object has done its duty when it goes, before the first batch."""
+    loader = OURS(Rows(36), 8)
+    shard = prepared(loader)
+    gc.collect()  # what earlier tests left may warn now
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", NeverIteratedWarning)
+        del loader
+        gc.collect()
+        assert len(list(shard)) == 5
+    assert not [w for w in caught if issubclass(w.category, NeverIteratedWarning)]
+
+
+# -------------------------------------------------------------------------------------------- install
+
+
+def test_install_makes_accelerate_make_ours() -> None:
+    """Inside `install` a plain `prepare` puts our loader into the wrapper; its batches are Accelerate's."""
+    stock: Any = accelerator().prepare(STOCK(Rows(36), 8, shuffle=True, num_workers=2))
+    with asyncloader.install():
+        installed: Any = accelerator().prepare(OURS(Rows(36), 8, shuffle=True, num_workers=2))
+    assert type(installed).__name__ == DataLoaderShard.__name__
+    assert type(installed.base_dataloader) is OURS
+    assert_same(epochs(installed), epochs(stock))
+    assert batches_given(installed.base_dataloader) == 10
+
+
+def test_install_covers_skipping() -> None:
+    """Inside `install` Accelerate's own `skip_first_batches` gives our loader."""
+    stock: Any = accelerator().prepare(STOCK(Rows(36), 8, num_workers=2))
+    with asyncloader.install():
+        installed: Any = accelerator().prepare(torch.utils.data.DataLoader(Rows(36), 8, num_workers=2))
+        rest: Any = accelerate.skip_first_batches(installed, 2)
+        plain: Any = accelerate.skip_first_batches(OURS(Rows(36), 8), 2)
+    assert (type(rest.base_dataloader), type(plain)) == (OURS, OURS)
+    assert_same(epochs(rest, 1), epochs(accelerate.skip_first_batches(stock, 2), 1))
+    assert len(list(plain)) == 3
+
+
+def test_install_ends() -> None:
+    """After the block Accelerate makes stock loaders again."""
+    with asyncloader.install():
+        pass
+    shard: Any = accelerator().prepare(OURS(Rows(8), 4))
+    assert not isinstance(shard.base_dataloader, OURS)
+
+
+# -------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_save_and_load_state(tmp_path: Path) -> None:
+    """Accelerate saves and loads a run's state with our loader among the prepared objects."""
+    config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=5)
+    running = accelerator(dataloader_config=config)
+    model, loader = prepare(running, Line(), OURS(Rows(24), 8, shuffle=True, num_workers=2))
+    for _ in range(2):
+        assert len(list(loader)) == 3
+    running.save_state(str(tmp_path))
+    following = list(loader)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.nn.init.zeros_(model.layer.weight)
+    running.load_state(str(tmp_path))
+    assert_same(dict(model.state_dict()), weights)
+    loader.set_epoch(2)
+    assert_same(list(loader), following)

@@ -1,0 +1,259 @@
+"""Runs that Lightning resumes from a checkpoint: the batches are those that were left of the uninterrupted run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from asyncloader import StatefulDataLoader
+from asyncloader.integrations.lightning import LoaderCallback
+from tests.clients.frameworks.helping import Rows, seed_all
+from tests.clients.frameworks.lightning_runs import OURS, Recorder, SaveAt, Saver, Validated, trainer
+from tests.integration.comparing import assert_same, same
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),  # advice for machines with more CPUs
+    pytest.mark.filterwarnings("ignore:GPU available but not used"),
+    pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*:FutureWarning"),  # Lightning 2.6 under torch 2.13
+]
+
+ROWS, BATCH, STEPS, EPOCHS = 36, 8, 5, 3
+
+
+def row(index: int) -> dict[str, torch.Tensor]:
+    """A row that depends on nothing but its index."""
+    return {"x": torch.full((3,), float(index)), "labels": torch.ones(1)}
+
+
+class Plain(Dataset[Any]):
+    """Rows without random numbers: in torch mode those of a resumed run are not the same."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return row(index)
+
+
+class Stream(IterableDataset[Any]):
+    """Rows without a length, dealt out to the workers; it knows where it is."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        mine = range(first, ROWS, step)
+        while self.at < len(mine):
+            self.at += 1
+            yield row(mine[self.at - 1]) | {"labels": torch.rand(1)}
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Order(Stream):
+    """The same without random numbers."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (item | {"labels": torch.ones(1)} for item in super().__iter__())
+
+
+def seeded(num_workers: int) -> Any:
+    return OURS(Rows(ROWS), BATCH, shuffle=True, seed=5, num_workers=num_workers)
+
+
+def persistent(num_workers: int) -> Any:
+    return OURS(Rows(ROWS), BATCH, shuffle=True, seed=5, num_workers=num_workers, persistent_workers=num_workers > 0)
+
+
+def generated(num_workers: int) -> Any:
+    # Another seed each time: that of a resumed run comes from the state.
+    generator = torch.Generator().manual_seed(torch.initial_seed())
+    return OURS(Plain(), BATCH, shuffle=True, generator=generator, num_workers=num_workers)
+
+
+def stateful(num_workers: int) -> Any:
+    return StatefulDataLoader(Plain(), BATCH, shuffle=True, num_workers=num_workers)
+
+
+def stream(num_workers: int) -> Any:
+    return OURS(Order(), BATCH, num_workers=num_workers)
+
+
+def run(loaders: Any, callbacks: list[Any], *, path: Path | None = None, val: Any = None, **options: Any) -> list[Any]:
+    """The batches that a new model is trained on."""
+    model = Recorder() if val is None else Validated()
+    trainer(**{"max_epochs": EPOCHS} | options, callbacks=callbacks).fit(
+        model, loaders, val, ckpt_path=path, weights_only=True
+    )
+    return model.seen["train"]
+
+
+def whole_and_resumed(make: Any, saver: Saver, **options: Any) -> tuple[list[Any], dict[int, list[Any]]]:
+    """The batches of an uninterrupted run, and of each run resumed from one of its checkpoints."""
+    seed_all(3)
+    whole = run(make(), [LoaderCallback(), saver], **options)
+    got = {}
+    for step in saver.steps:
+        seed_all(step + 50)
+        got[step] = run(make(), [LoaderCallback()], path=saver.folder / str(step), **options)
+    return whole, got
+
+
+# ------------------------------------------------------------------------------------------- loaders with a length
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("make", [seeded, generated, stateful])
+def test_checkpoints_within_an_epoch_and_on_its_last_batch(make: Any, num_workers: int, tmp_path: Path) -> None:
+    """From wherever ``on_train_batch_end`` saved, training goes on with the next batch, to the end of the last epoch.
+
+    In seeded mode random numbers included; step 5 is the last of its epoch, where Lightning alone loses an epoch.
+    """
+    saver = SaveAt(tmp_path, 2, STEPS, STEPS + 3)
+    whole, got = whole_and_resumed(lambda: make(num_workers), saver)
+    assert len(whole) == EPOCHS * STEPS
+    assert not same(whole[:STEPS], whole[STEPS : 2 * STEPS])
+    for step, batches in got.items():
+        assert_same(batches, whole[step:], f"from step {step}")
+
+
+def test_persistent_workers(tmp_path: Path) -> None:
+    """The same where the workers last over the epochs."""
+    saver = SaveAt(tmp_path, 3, STEPS)
+    whole, got = whole_and_resumed(lambda: persistent(2), saver)
+    for step, batches in got.items():
+        assert_same(batches, whole[step:], f"from step {step}")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("make", [seeded, stateful])
+def test_limited_epochs(make: Any, num_workers: int, tmp_path: Path) -> None:
+    """With `limit_train_batches` an epoch ends before the loader's: what was left of it does not come back."""
+    saver = SaveAt(tmp_path, 2, 3, 4)
+    whole, got = whole_and_resumed(lambda: make(num_workers), saver, limit_train_batches=3)
+    assert len(whole) == EPOCHS * 3
+    for step, batches in got.items():
+        assert_same(batches, whole[step:], f"from step {step}")
+
+
+class SaveAfterEpoch(Saver):
+    """Saves at the end of epochs."""
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.save_if_due(trainer)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_checkpoints_at_an_epochs_end(num_workers: int, tmp_path: Path) -> None:
+    """Lightning loads no loader's state then: in seeded mode the epoch's number, which it does set, is enough."""
+    saver = SaveAfterEpoch(tmp_path, STEPS, 2 * STEPS)
+    whole, got = whole_and_resumed(lambda: seeded(num_workers), saver)
+    for step, batches in got.items():
+        assert_same(batches, whole[step:], f"from step {step}")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_checkpoints_at_an_epochs_end_with_max_steps(num_workers: int, tmp_path: Path) -> None:
+    """With `max_steps` it does load the state, and enters the old epoch again: nothing is left of it, nothing drawn.
+
+    In torch mode. It counts that epoch a second time, so in seeded mode the order is that of the number after.
+    """
+    saver = SaveAfterEpoch(tmp_path, STEPS)
+    whole, got = whole_and_resumed(lambda: stateful(num_workers), saver, max_epochs=-1, max_steps=12)
+    assert len(whole) == 12
+    assert_same(got[STEPS], whole[STEPS:])
+
+
+class SaveAfterValidation(Saver):
+    """Saves when a validation within an epoch ends: the batch before it is counted as completed then."""
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.save_if_due(trainer)
+
+
+@pytest.mark.parametrize("make", [seeded, stream])
+def test_checkpoints_of_a_validation_within_an_epoch(make: Any, tmp_path: Path) -> None:
+    """From a checkpoint saved when a validation within an epoch ends, the rest of that epoch comes."""
+    saver = SaveAfterValidation(tmp_path, 2)
+    val = OURS(Plain(), BATCH)
+    options: dict[str, Any] = {"val": val, "val_check_interval": 2, "num_sanity_val_steps": 0}
+    whole, got = whole_and_resumed(lambda: make(2), saver, **options)
+    assert_same(got[2], whole[2:])
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_model_checkpoint(tmp_path: Path) -> None:
+    """`ModelCheckpoint` saves states that are right, too."""
+    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=STEPS, save_top_k=-1)
+    whole = run(seeded(0), [LoaderCallback(), saving], enable_checkpointing=True)
+    path = tmp_path / f"step={STEPS}.ckpt"
+    got = run(seeded(0), [LoaderCallback(), saving], path=path, enable_checkpointing=True)
+    assert_same(got, whole[STEPS:])
+
+
+# ---------------------------------------------------------------------------------------- loaders without a length
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("own", [{}, {"seed": 4}], ids=["torch", "seeded"])
+def test_streams(own: dict[str, Any], num_workers: int, tmp_path: Path) -> None:
+    """Lightning reads a stream one batch ahead: that batch was not trained on, and comes again."""
+    saver = SaveAt(tmp_path, 1, 3, 5, 7)
+
+    def make() -> Any:
+        return OURS(Order(), BATCH, num_workers=num_workers, **own)
+
+    whole, got = whole_and_resumed(make, saver)
+    assert len(whole) == EPOCHS * (5 if num_workers == 0 else 6)
+    for step, batches in got.items():
+        assert_same(batches, whole[step:], f"from step {step}")
+
+
+def test_checkpoint_after_fit(tmp_path: Path) -> None:
+    """A checkpoint that is saved when `fit` has returned within an epoch is right, too: the rest of it comes.
+
+    Lightning takes that epoch for done and sets the next one's number, but counts on the rest of its batches.
+    """
+    for make in (stream, seeded):
+        whole = run(make(0), [LoaderCallback()], max_epochs=-1, max_steps=9)
+        first = trainer(max_epochs=-1, max_steps=3, callbacks=[LoaderCallback()])
+        first.fit(Recorder(), make(0))
+        first.save_checkpoint(tmp_path / make.__name__)
+        got = run(make(0), [LoaderCallback()], path=tmp_path / make.__name__, max_epochs=-1, max_steps=9)
+        assert len(got) == 6
+        assert_same(got[: STEPS - 3], whole[3:STEPS], make.__name__)
+
+
+def test_two_loaders_one_without_a_length(tmp_path: Path) -> None:
+    """Beside a stream Lightning reads the other loader one batch ahead, too."""
+
+    class Two(Recorder):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.seen["train"].append(batch)
+            loss: torch.Tensor = self.line(**batch["map"])["loss"]
+            return loss
+
+    def fit(callbacks: list[Any], path: Path | None = None) -> list[Any]:
+        model = Two()
+        loaders = {"stream": stream(0), "list": [1, 1], "map": seeded(2)}
+        trainer(max_epochs=2, callbacks=callbacks).fit(model, loaders, ckpt_path=path, weights_only=True)
+        return model.seen["train"]
+
+    whole = fit([LoaderCallback(), SaveAt(tmp_path, 3)])
+    got = fit([LoaderCallback()], tmp_path / "3")
+    for name in ("stream", "map"):
+        assert_same([batch[name] for batch in got], [batch[name] for batch in whole[3:]], name)

@@ -1,0 +1,54 @@
+"""What our bridge to Ray Train does before Ray comes in: each rank's share of a loader. Ray itself is not needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, TensorDataset
+
+from asyncloader import DataLoader
+from asyncloader.integrations.ray import shard
+from tests.clients.frameworks.helping import RowStream
+
+DATA = TensorDataset(torch.arange(23))
+
+
+def values(loader: Any) -> list[list[int]]:
+    return [batch.tolist() for (batch,) in loader]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_share_the_dataset_as_under_a_stock_loader(world_size: int, shuffle: bool) -> None:
+    """Every rank gets what a stock loader with torch's DistributedSampler gives it, shuffled if the loader was."""
+    for rank in range(world_size):
+        ours = shard(DataLoader[Any](DATA, 4, shuffle=shuffle, num_workers=1, ring_bytes=1 << 20), world_size, rank)
+        sampler: DistributedSampler[Any] = DistributedSampler(DATA, world_size, rank, shuffle=shuffle)
+        assert isinstance(ours, DataLoader)
+        assert ours.ring_bytes == 1 << 20
+        assert values(ours) == values(torch.utils.data.DataLoader(DATA, 4, sampler=sampler))
+
+
+def test_what_is_not_shared_out_stays() -> None:
+    """One rank, a stream, and a loader that is shared out already: the loader itself."""
+    alone = DataLoader[Any](DATA, 4, shuffle=True)
+    stream = DataLoader[Any](RowStream(5), 2)
+    done = DataLoader[Any](DATA, 4, sampler=DistributedSampler(DATA, 2, 1))
+    assert shard(alone, 1, 0) is alone
+    assert shard(stream, 2, 1) is stream
+    assert shard(done, 2, 1) is done
+    assert isinstance(alone.sampler, RandomSampler)
+
+
+def test_any_order_but_the_datasets_own_is_shuffled() -> None:
+    """As Ray has it: a sampler of the user's is replaced by a shuffled one, a sequential one by an unshuffled one."""
+    own = DataLoader[Any](DATA, 4, sampler=torch.utils.data.SubsetRandomSampler(range(10)))
+    plain = DataLoader[Any](DATA, 4)
+    assert isinstance(plain.sampler, SequentialSampler)
+    for loader, shuffled in ((own, True), (plain, False)):
+        sampler: Any = shard(loader, 2, 0).sampler
+        assert isinstance(sampler, DistributedSampler)
+        assert sampler.shuffle is shuffled
+        assert (sampler.num_replicas, sampler.rank) == (2, 0)

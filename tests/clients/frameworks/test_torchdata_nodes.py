@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import gc
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+import asyncloader
+from tests.clients.frameworks.helping import Rows, RowStream, batches_given, draws, seed_all, workers_of_now
+from tests.integration.comparing import assert_same
+
+pytestmark = pytest.mark.clients
+
+STOCK: Any = torch.utils.data.DataLoader
+OURS: Any = asyncloader.DataLoader
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Any:
+    return import_module("torchdata.nodes")
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["", "persistent"])
+@pytest.mark.parametrize("dataset", [Rows(36), RowStream(36)], ids=["map", "stream"])
+def test_our_loader_as_a_source(nodes: Any, dataset: Any, persistent: bool) -> None:
+    """`Loader(IterableWrapper(loader))` gives torch's batches over several epochs."""
+    loader: Any = None
+    runs = []
+    for make in (STOCK, OURS):
+        seed_all()
+        loader = make(dataset, 8, num_workers=2, persistent_workers=persistent)
+        outer = nodes.Loader(nodes.IterableWrapper(loader))
+        runs.append(([list(outer) for _ in range(3)], draws()))
+    assert_same(runs[1], runs[0])
+    assert batches_given(loader) == 3 * len(runs[1][0][0])
+
+
+def test_nodes_after_our_loader(nodes: Any) -> None:
+    """Nodes that map, prefetch in a thread, and unbatch follow our loader; the thread iterates it."""
+    runs = []
+    for make in (STOCK, OURS):
+        seed_all()
+        source = nodes.IterableWrapper(make(Rows(36), 8, num_workers=2))
+        mapped = nodes.ParallelMapper(source, _total, num_workers=1, method="thread")
+        outer = nodes.Loader(nodes.Prefetcher(mapped, prefetch_factor=2))
+        runs.append([list(outer) for _ in range(2)])
+        del outer, mapped, source
+    assert [len(epoch) for epoch in runs[1]] == [5, 5]
+    assert_same(runs[1], runs[0])
+
+
+def _total(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return batch["x"].sum(1)
+
+
+def test_resume_in_the_middle(nodes: Any) -> None:
+    """A state taken after two batches leads to the third in a new loader; the nodes fast-forward ours."""
+    outer = nodes.Loader(nodes.IterableWrapper(OURS(torch.arange(40), 8, num_workers=2)))
+    batches = iter(outer)
+    first = [next(batches) for _ in range(2)]
+    state = outer.state_dict()
+    again = nodes.Loader(nodes.IterableWrapper(OURS(torch.arange(40), 8, num_workers=2)))
+    again.load_state_dict(state)
+    rest = list(again)
+    assert torch.cat(first + rest).tolist() == list(range(40))
+
+
+def test_loader_that_is_dropped_in_the_middle(nodes: Any) -> None:
+    """When the nodes go in the middle of an epoch, so do the workers."""
+    outer = nodes.Loader(nodes.IterableWrapper(OURS(Rows(80), 8, num_workers=2)))
+    batches = iter(outer)
+    next(batches)
+    with workers_of_now() as workers:
+        assert len(workers.fds) == 2
+        del outer, batches
+        gc.collect()
+        workers.wait()

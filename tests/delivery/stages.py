@@ -1,0 +1,26 @@
+"""Ending stages in a test."""
+
+from __future__ import annotations
+
+import threading
+
+from asyncloader.delivery.stage import Stage
+from tests.delivery.fake import PATIENCE_S
+
+__all__ = ["closing"]
+
+
+def closing(stage: Stage) -> threading.Thread:
+    """Another thread closes the stage: when this returns, it waits for the batch in hand."""
+    joined = threading.Event()
+    join = stage._thread.join
+
+    def announce(timeout: float | None = None) -> None:
+        joined.set()
+        join(timeout)
+
+    stage._thread.join = announce  # type: ignore[method-assign]
+    thread = threading.Thread(target=stage.close)
+    thread.start()
+    assert joined.wait(PATIENCE_S)
+    return thread

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from asyncloader.delivery.byte_ranges import JOINED_BYTES, copy_ranges
+from tests.delivery.answers import deliver, new_ring
+from tests.delivery.test_device_stage import World
+
+
+class Copier:
+    """Copies as torch does, and notes how many bytes each time."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
+        self.sizes.append(tensor.nbytes)
+        return tensor.clone()
+
+
+def check(tensors: list[torch.Tensor], slot: torch.Tensor | None = None) -> list[int]:
+    """Every tensor has a copy like it, in other memory; the sizes of what was copied."""
+    copier = Copier()
+    copies = copy_ranges(tensors, slot, copier)
+    for tensor in tensors:
+        copy = copies[id(tensor)]
+        assert torch.equal(copy, tensor)
+        assert (copy.dtype, copy.shape) == (tensor.dtype, tensor.shape)
+        assert copy.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+    return copier.sizes
+
+
+def leaves(slot: torch.Tensor, *places: tuple[int, torch.dtype, int]) -> list[torch.Tensor]:
+    """Tensors of so many elements at places of a slot, each with a storage of its own, as they are in a batch."""
+    return [
+        torch.frombuffer(slot.numpy().data, dtype=dtype, count=count, offset=offset) for offset, dtype, count in places
+    ]
+
+
+def new_slot(nbytes: int) -> torch.Tensor:
+    return torch.randint(0, 100, (nbytes,), dtype=torch.uint8)
+
+
+def test_small_neighbours_are_copied_together() -> None:
+    """Once, whatever their number, types and order."""
+    slot = new_slot(4096)
+    batch = leaves(slot, (128, torch.int64, 8), (0, torch.uint8, 100), (1024, torch.int16, 5), (256, torch.float32, 7))
+    assert check(batch, slot) == [1034]
+
+
+def test_large_ones_keep_memory_of_their_own() -> None:
+    """A small tensor that somebody keeps does not keep them, nor more than a bound of other small ones."""
+    slot = new_slot(6 * JOINED_BYTES)
+    large = (1024, torch.uint8, 2 * JOINED_BYTES)
+    small = [(0, torch.uint8, 10), (64, torch.uint8, 10), (3 * JOINED_BYTES, torch.uint8, 10)]
+    assert check(leaves(slot, *small, large), slot) == [74, 2 * JOINED_BYTES, 10]
+    many = [(index * 65536, torch.uint8, 65536) for index in range(40)]
+    assert check(leaves(slot, *many), slot) == [JOINED_BYTES, JOINED_BYTES, JOINED_BYTES // 2]
+
+
+WITH_GAPS: dict[str, Any] = {
+    "gaps": lambda x: x[:, ::2],
+    "expanded": lambda x: x[:, :1].expand(-1, 1000)[0:1],
+    "expanded rows": lambda x: x[0].expand(50, -1),
+    "transposed part": lambda x: x.t()[1:],
+    "overlapping": lambda x: x.view(-1).as_strided((5, 4), (2, 1), 3),
+}
+
+
+@pytest.mark.parametrize("name", WITH_GAPS)
+@pytest.mark.parametrize("in_slot", [False, True])
+def test_what_is_not_dense_is_copied_once_and_viewed(name: str, in_slot: bool) -> None:
+    """With its strides: no dense copy is made in ordinary memory, however small the range or however often its elements
+    are seen.
+    """
+    slot = new_slot(1024)
+    (whole,) = leaves(slot, (64, torch.int32, 60))
+    view = WITH_GAPS[name](whole.view(6, 10))
+    copier = Copier()
+    copies = copy_ranges([view], slot if in_slot else None, copier)
+    assert torch.equal(copies[id(view)], view)
+    assert copies[id(view)].stride() == view.stride()
+    assert len(copier.sizes) == 1
+    assert copier.sizes[0] <= whole.nbytes
+
+
+def test_views_of_one_storage_stay_views_of_one() -> None:
+    """Also outside of a slot: what they see is copied once."""
+    whole = torch.arange(100)
+    first, second = whole[:60], whole[40:]
+    copies = copy_ranges([first, second], None, Copier())
+    assert check([first, second]) == [800]
+    copies[id(first)][50] = -1
+    assert copies[id(second)][10] == -1
+
+
+def test_a_few_elements_of_much_memory_are_gathered() -> None:
+    """A column of a large table that is not the batch's: the table stays where it is."""
+    table = torch.arange(100_000).view(1000, 100)
+    assert check([table[:, 3]]) == [8000]
+
+
+def test_what_is_no_plain_tensor_is_left_out() -> None:
+    """It is copied as ever."""
+    others = [
+        torch.eye(3).to_sparse(),
+        torch.nn.Parameter(torch.ones(3)),
+        torch.ones(3, requires_grad=True),
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch.empty(0, 3),
+        torch.empty(3, device="meta"),
+    ]
+    assert copy_ranges(others, new_slot(64), Copier()) == {}
+
+
+def test_memory_format_is_kept() -> None:
+    """Dense is not only contiguous."""
+    tensor = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    copies = copy_ranges([tensor], None, Copier())
+    assert copies[id(tensor)].stride() == tensor.stride()
+
+
+def test_the_tensors_of_a_slot_are_one_copy() -> None:
+    """Of a batch of small ones, straight from the ring."""
+    world, ring = World(), new_ring()
+    world.put(
+        deliver(0, ring, {"x": torch.arange(5), "y": [torch.ones(3, 4).t()[1:], torch.zeros(2, dtype=torch.int8)]})
+    )
+    batch = world.take()
+    world.device.advance()
+    assert batch["x"].tolist() == [0, 1, 2, 3, 4]
+    assert batch["y"][0].tolist() == [[1.0] * 3] * 3
+    assert world.device.sources == ["ring"]
+    world.close()

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from asyncloader import AsyncDataLoader, DataLoader, DeviceUnavailable
+from asyncloader.delivery import open_accelerator
+from asyncloader.delivery.accelerator import PlainAccelerator
+from asyncloader.delivery.transfer import mover_of
+from tests.delivery.fake import installed
+from tests.integration.datasets import Numbers, identity
+
+BOTH = pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader], ids=["sync", "async"])
+
+
+def double(batch: Any) -> Any:
+    return batch * 2
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"prefetch_device": 0}, ValueError, "at least 1, but got prefetch_device=0"),
+        ({"prefetch_device": True}, ValueError, "at least 1, but got prefetch_device=True"),
+        ({"prefetch_device": 1.5}, ValueError, "at least 1, but got prefetch_device=1.5"),
+        ({"device": "cpu", "device_transform": 3}, TypeError, "a function from a batch to a batch, but got int"),
+        (
+            {"device_transform": identity},
+            ValueError,
+            "device_transform is about batches on a device, and needs device=",
+        ),
+        ({"static_buffers": True}, ValueError, "static_buffers is about batches on a device, and needs device="),
+        ({"device": "nowhere"}, ValueError, "what torch.device takes, but got device='nowhere'"),
+        ({"device": 1.5}, ValueError, "what torch.device takes, but got device=1.5"),
+        ({"device": "cuda:-1"}, ValueError, "what torch.device takes, but got device='cuda:-1'"),
+    ],
+)
+def test_what_is_refused(make: Any, options: Any, error: type[Exception], text: str) -> None:
+    """Each option out of range, with its value, when the loader is made."""
+    with pytest.raises(error) as caught:
+        make(Numbers(3), **options)
+    assert text in str(caught.value)
+
+
+@BOTH
+def test_defaults_and_attributes(make: Any) -> None:
+    """The options can be read under their names; one batch ahead, on no device."""
+    loader = make(Numbers(3))
+    values = loader.device, loader.prefetch_device, loader.device_transform, loader.static_buffers
+    assert values == (None, 1, None, False)
+    device = torch.device("cpu")
+    loader = make(Numbers(3), device=device, prefetch_device=3, device_transform=identity, static_buffers=True)
+    values = loader.device, loader.prefetch_device, loader.device_transform, loader.static_buffers
+    assert values == (device, 3, identity, True)
+
+
+def test_where_there_is_nothing_to_do() -> None:
+    """Batches are made on the CPU: there is no mover for it, unless a transform or static tensors are asked for."""
+    assert mover_of(DataLoader[Any](Numbers(3))) is None
+    assert mover_of(DataLoader[Any](Numbers(3), device="cpu")) is None
+    some: list[dict[str, Any]] = [{"device_transform": double}, {"static_buffers": True}]
+    for options in some:
+        mover = mover_of(DataLoader[Any](Numbers(3), device="cpu", **options))
+        assert mover is not None
+        assert isinstance(mover.accelerator, PlainAccelerator)
+
+
+def test_a_loader_has_one_mover() -> None:
+    """All its epochs use the same, so that static tensors stay; another loader has another one."""
+    with installed() as machine:
+        loader = DataLoader[Any](Numbers(3), device="cpu", static_buffers=True)
+        mover = mover_of(loader)
+        assert mover is mover_of(loader)
+        assert len(machine.devices) == 1
+        other = DataLoader[Any](Numbers(3), device="cpu", static_buffers=True)
+        assert mover_of(other) is not mover_of(loader)
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader)), lambda loader: loader.clone()],
+    ids=["copy", "deepcopy", "pickle", "clone"],
+)
+@pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
+def test_copies_of_a_loader(duplicate: Any, used: bool) -> None:
+    """They have the options and a mover of their own, whether or not the original has been iterated."""
+    with installed():
+        loader = DataLoader[Any](Numbers(6), batch_size=2, device="cpu", device_transform=double, static_buffers=True)
+        expected = [batch.clone() for batch in loader] if used else None
+        twin = duplicate(loader)
+        assert (twin.device, twin.device_transform, twin.static_buffers) == ("cpu", double, True)
+        got = [batch.clone() for batch in twin]
+        expected = expected or [batch.clone() for batch in loader]
+        assert len(got) == 3
+        assert mover_of(twin) is not mover_of(loader)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_copies_of_an_async_loader(duplicate: Any) -> None:
+    """The same for the asynchronous one."""
+    loader = AsyncDataLoader[Any](Numbers(6), device="cpu", prefetch_device=2, device_transform=double)
+    twin = duplicate(loader)
+    assert (twin.device, twin.prefetch_device, twin.device_transform) == ("cpu", 2, double)
+
+
+def test_a_transform_may_refer_to_its_loader() -> None:
+    """A trainer that holds the loader and gives it a method of its own is collected like anything else."""
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.loader = DataLoader[Any](Numbers(3), device="cpu", device_transform=self.transform)
+
+        def transform(self, batch: Any) -> Any:
+            return batch
+
+    trainer = Trainer()
+    assert len(list(trainer.loader)) == 3
+    gone = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_forked_child_opens_its_own() -> None:
+    """A device that the parent has opened is of no use to a child."""
+    with installed() as machine:
+        loader = DataLoader[Any](Numbers(3), device="cpu")
+        mover = mover_of(loader)
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if mover_of(loader) is not mover and len(machine.devices) == 2 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+# ------------------------------------------------------------------------------------ devices that are not there
+
+
+@BOTH
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda", 3)], ids=str)
+def test_cuda_without_cuda(make: Any, workers: int, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader can be made anywhere; when it is iterated the error names the device and says why. Nothing is left."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    loader = make(Numbers(3), num_workers=workers, device=device)
+    assert "device: cuda" in loader.explain()
+    with pytest.raises(DeviceUnavailable) as caught:
+        aiter(loader) if make is AsyncDataLoader else iter(loader)
+    assert (caught.value.device, "CUDA" in caught.value.reason) == (str(device), True)
+    assert str(caught.value).startswith(f"device={str(device)!r} cannot be used: ")
+    assert isinstance(caught.value, RuntimeError)
+
+
+@pytest.mark.parametrize("name", ["mps", "xpu"])
+def test_another_accelerator_that_is_not_there(name: str) -> None:
+    """The same; torch's own words are the reason."""
+    try:
+        torch.empty(0, device=name)
+    except (AssertionError, RuntimeError):
+        with pytest.raises(DeviceUnavailable, match=f"'{name}' cannot be used: torch .* says: "):
+            next(iter(DataLoader[Any](Numbers(3), device=name)))
+    else:
+        assert isinstance(open_accelerator(torch.device(name)), PlainAccelerator)
+
+
+def test_the_error_travels_between_processes() -> None:
+    """With its parts."""
+    error = pickle.loads(pickle.dumps(DeviceUnavailable("cuda:7", "torch sees 2 CUDA devices")))
+    assert (error.device, error.reason) == ("cuda:7", "torch sees 2 CUDA devices")
+
+
+def test_other_devices_get_plain_copies() -> None:
+    """A device that torch knows and we do not: the meta device, for one, is everywhere."""
+    loader = DataLoader[Any](Numbers(6), batch_size=2, num_workers=1, device="meta", device_transform=double)
+    batches = list(loader)
+    assert [(batch.device.type, tuple(batch.shape)) for batch in batches] == [("meta", (2, 3))] * 3
+    text = loader.explain()
+    assert "device: meta, 1 batch ahead, by plain copies: rings are page-locked for CUDA alone" in text

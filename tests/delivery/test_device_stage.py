@@ -1,0 +1,395 @@
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from asyncloader.delivery.device_stage import DeviceStage, OnDevice
+from asyncloader.delivery.opener import Opener
+from asyncloader.delivery.transfer import Mover
+from asyncloader.errors import PageLockError
+from asyncloader.events import Action, Deliver, Fail, Finish
+from asyncloader.statistics import Statistics
+from tests.delivery.answers import batch_of, deliver, new_ring, overwrite_free_slots
+from tests.delivery.fake import PATIENCE_S, FakeEvent, FakeMachine
+from tests.delivery.stages import closing
+
+
+class World:
+    """A stage before a device whose stream the test advances."""
+
+    def __init__(
+        self, ahead: int = 1, *, manual: bool = True, transform: Any = None, static: bool = False, **settings: Any
+    ) -> None:
+        self.machine = FakeMachine(manual=manual, **settings)
+        self.device = self.machine.open()
+        self.statistics = Statistics()
+        self.out: queue.SimpleQueue[Action] = queue.SimpleQueue()
+        mover = Mover(self.device, transform, static=static)
+        self.stage = DeviceStage(Opener(self.statistics), mover, self.statistics, self.out.put, ahead)
+
+    def put(self, *items: Action) -> None:
+        for item in items:
+            self.stage.put(item)
+
+    def next(self) -> Any:
+        return self.out.get(timeout=PATIENCE_S)
+
+    def take(self) -> Any:
+        """The next batch, as the consumer gets it: it may not be there yet."""
+        item = self.next()
+        assert isinstance(item, Deliver), item
+        assert isinstance(item.outcome, OnDevice)
+        return self.stage.take(item.outcome)
+
+    def close(self) -> None:
+        """Let everything end."""
+        self.device.go()
+        self.stage.close()
+        assert self.machine.trouble == []
+
+
+def test_a_batch_comes_with_its_descriptor() -> None:
+    """In its place, copied straight from the locked ring."""
+    world, ring = World(), new_ring()
+    world.put(deliver(7, ring))
+    item = world.next()
+    assert (item.seq, item.outcome.result.seq, item.outcome.result.samples) == (7, 7, 10)
+    batch = world.stage.take(item.outcome)
+    world.device.advance()
+    assert torch.equal(batch, batch_of(7))
+    assert world.device.sources == ["ring"]
+    assert world.statistics.staged == 0
+    world.close()
+
+
+def test_the_slot_is_free_after_the_event_and_not_before() -> None:
+    """However long the consumer keeps the batch; and although it has taken it before the copy was done."""
+    world, ring = World(), new_ring(slots=12)
+    world.put(deliver(3, ring))
+    batch = world.take()
+    assert world.device.waits.get(timeout=PATIENCE_S) is not None
+    ring.reclaim()
+    assert ring.leased == 1
+    assert overwrite_free_slots(ring) == 11
+    world.device.advance()
+    world.stage.close()
+    assert ring.idle
+    assert overwrite_free_slots(ring) == 12
+    assert torch.equal(batch, batch_of(3))
+    world.close()
+
+
+def test_the_next_copy_begins_while_one_is_under_way() -> None:
+    """The device always has something to do: it is asked for the second copy before the first is done."""
+    world, ring = World(ahead=2), new_ring()
+    world.put(deliver(0, ring), deliver(1, ring))
+    first, second = world.take(), world.take()
+    assert (world.device.events, world.device.reached) == (2, 0)
+    world.device.advance()
+    world.device.advance()
+    assert torch.equal(first, batch_of(0))
+    assert torch.equal(second, batch_of(1))
+    world.close()
+
+
+def test_the_device_is_not_asked_for_copies_without_end() -> None:
+    """Two are under way or next; a third is passed on when the first is done."""
+    world, ring = World(ahead=9), new_ring()
+    world.put(*[deliver(seq, ring) for seq in range(4)])
+    batches = [world.take(), world.take()]
+    assert world.device.waits.get(timeout=PATIENCE_S) is not None
+    assert world.out.empty()
+    for _ in range(4):
+        world.device.advance()
+    batches += [world.take(), world.take()]
+    assert all(torch.equal(batch, batch_of(seq)) for seq, batch in enumerate(batches))
+    world.close()
+
+
+def test_the_last_batches_slot_needs_no_successor() -> None:
+    """A consumer that takes its time over the last batches of an epoch holds no slot of them."""
+    world, ring = World(manual=False), new_ring()
+    freed = threading.Event()
+    append = ring._append_released
+
+    def released(lease: Any) -> None:
+        append(lease)
+        freed.set()
+
+    ring._append_released = released
+    world.put(deliver(0, ring), Finish())
+    batch = world.take()
+    assert world.next() == Finish()
+    assert freed.wait(PATIENCE_S)
+    assert ring.idle
+    assert torch.equal(batch, batch_of(0))
+    world.close()
+
+
+def test_a_ring_that_can_spare_no_slot_waits_for_a_copy() -> None:
+    """Rather than copy the batch out: the slot that it needs is free in a moment."""
+    world, ring = World(ahead=9), new_ring(slots=5, credits=4)  # one slot may be lent
+    world.put(deliver(0, ring))
+    batches = [world.take()]
+    world.put(deliver(1, ring))
+    assert world.device.waits.get(timeout=PATIENCE_S) is not None
+    assert world.out.empty()
+    world.device.advance()
+    batches.append(world.take())
+    world.device.advance()
+    assert all(torch.equal(batch, batch_of(seq)) for seq, batch in enumerate(batches))
+    assert world.device.sources == ["ring", "ring"]
+    assert (world.statistics.copy_outs, world.statistics.staged) == (0, 0)
+    world.close()
+
+
+def test_a_batch_that_others_hold_is_copied_out_and_staged() -> None:
+    """Views of the ring that the user keeps are no reason to wait for ever."""
+    world, ring = World(ahead=9), new_ring(slots=5, credits=4)
+    held = Opener(Statistics()).open(deliver(9, ring).outcome)
+    world.put(deliver(0, ring))
+    batch = world.take()
+    assert ring.leased == 1
+    overwrite_free_slots(ring)
+    world.device.advance()
+    assert torch.equal(batch, batch_of(0))
+    assert torch.equal(held, batch_of(9))
+    assert world.device.sources == ["pinned"]
+    assert (world.statistics.copy_outs, world.statistics.staged) == (1, 1)
+    world.close()
+
+
+def test_a_segment_of_its_own_is_staged() -> None:
+    """A batch too large for its slot is copied to page-locked memory first; its own memory goes."""
+    world = World()
+    item = deliver(5, None)
+    world.put(item)
+    fd = item.outcome.fd
+    del item
+    batch = world.take()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    world.device.advance()
+    assert torch.equal(batch, batch_of(5))
+    assert (world.device.sources, world.statistics.staged) == (["pinned"], 1)
+    world.close()
+
+
+def test_a_batch_without_bytes_is_not_staged() -> None:
+    """There is nothing to copy."""
+    world, ring = World(), new_ring()
+    world.put(deliver(0, ring, ["text", 1]))
+    assert world.take() == ["text", 1]
+    assert (world.statistics.staged, world.statistics.locked_bytes) == (0, 0)
+    world.close()
+
+
+def test_numpy_arrays_stay_where_they_are() -> None:
+    """They are views of the slot, which therefore is the consumer's as long as it keeps them."""
+    world, ring = World(manual=False), new_ring()
+    world.put(deliver(0, ring, {"x": torch.ones(3), "y": torch.arange(4).numpy()}))
+    batch = world.take()
+    world.stage.close()
+    assert not ring.idle
+    overwrite_free_slots(ring)
+    assert batch["y"].tolist() == [0, 1, 2, 3]
+    del batch
+    assert ring.idle
+    world.close()
+
+
+def test_rings_of_several_workers() -> None:
+    """Each is locked when its first batch comes; a second one of a worker like the first."""
+    world = World(ahead=9, manual=False)
+    rings = [new_ring(number=number) for number in range(3)]
+    for seq in range(9):
+        world.put(deliver(seq, rings[seq % 3]))
+    batches = [world.take() for _ in range(9)]
+    assert all(torch.equal(batch, batch_of(seq)) for seq, batch in enumerate(batches))
+    assert len(world.machine.locks) == 3
+    assert world.statistics.locked_bytes == sum(ring.nbytes for ring in rings)
+    world.close()
+    del rings
+    gc.collect()
+    assert world.machine.locked == []
+
+
+def test_without_locks_everything_is_staged() -> None:
+    """A driver that cannot lock; the slot is held until the copy is done all the same."""
+    world, ring = World(lockable=False), new_ring()
+    world.put(deliver(0, ring))
+    batch = world.take()
+    world.device.advance()
+    world.stage.close()
+    assert torch.equal(batch, batch_of(0))
+    assert (world.device.sources, world.statistics.staged, ring.idle) == (["pinned"], 1, True)
+    world.close()
+
+
+# ------------------------------------------------------------------------------------------------- errors
+
+
+def failure(world: World) -> BaseException:
+    item = world.next()
+    assert isinstance(item, Fail)
+    error = item.error
+    error.__traceback__ = None
+    return error
+
+
+def test_a_ring_that_cannot_be_locked() -> None:
+    """The error comes in the batch's place, and the batch's slot is free."""
+    refusal = PageLockError(1 << 30, 65536, "CUDA_ERROR_OUT_OF_MEMORY (2): out of memory")
+    world, ring = World(refusal=refusal), new_ring()
+    world.put(deliver(0, ring))
+    assert failure(world) is refusal
+    world.close()
+    assert ring.idle
+    assert world.device.sources == []
+
+
+def test_a_transform_that_raises() -> None:
+    """Its error comes in the batch's place; copies that were begun are waited for, and the slot comes back."""
+
+    def refuse(batch: Any) -> Any:
+        raise KeyError("no label")
+
+    world, ring = World(transform=refuse), new_ring()
+    world.put(deliver(0, ring))
+    assert world.device.waits.get(timeout=PATIENCE_S) is not None
+    assert world.out.empty()
+    assert not ring.idle
+    world.device.advance()  # the copy
+    world.device.advance()  # and what the transform began
+    assert isinstance(failure(world), KeyError)
+    world.close()
+    gc.collect()
+    assert ring.idle
+
+
+def test_slots_are_free_before_the_transform_has_ended() -> None:
+    """At the event of their copies. So a slow transform takes none of the workers' room."""
+    world, ring = World(transform=torch.Tensor.double), new_ring()
+    world.put(deliver(0, ring))
+    batch = world.take()
+    copied = world.device.waits.get(timeout=PATIENCE_S)
+    assert not ring.idle
+    world.device.advance()
+    assert copied.done.is_set()
+    world.stage._releaser.wait(0)
+    assert ring.idle
+    ready = world.device.handed[0].event
+    assert isinstance(ready, FakeEvent)
+    assert not ready.done.is_set()
+    world.close()
+    assert batch.dtype is torch.float64
+
+
+def test_a_batch_that_cannot_be_opened() -> None:
+    """An object that does not unpickle here fails the epoch, and costs no slot."""
+    world, ring = World(), new_ring()
+    world.put(deliver(0, ring, [torch.zeros(3), Broken()]))
+    assert isinstance(failure(world), KeyError)
+    world.close()
+    gc.collect()
+    assert ring.idle
+
+
+class Broken:
+    def __reduce__(self) -> Any:
+        return _break, ()
+
+
+def _break() -> None:
+    raise KeyError("broken")
+
+
+# ------------------------------------------------------------------------------------------------ its end
+
+
+def test_closing_with_copies_in_flight() -> None:
+    """It waits for the device, and then everything is free: what was prepared, what was not, and the threads."""
+    world, ring = World(ahead=2), new_ring()
+    world.put(*[deliver(seq, ring) for seq in range(5)])
+    world.next()
+    world.next()
+    closer = closing(world.stage)
+    assert world.device.waits.get(timeout=PATIENCE_S) is not None
+    assert closer.is_alive()
+    ring.reclaim()
+    assert ring.leased == 2
+    world.device.advance()
+    world.device.advance()
+    closer.join(PATIENCE_S)
+    assert not closer.is_alive()
+    assert ring.idle
+    assert not any(thread.is_alive() for thread in world.stage.threads())
+    world.close()
+
+
+def test_closing_in_the_releasers_own_thread() -> None:
+    """The garbage collector may find an iterator there, too: it does not wait for itself."""
+    world, ring = World(ahead=2), new_ring()
+
+    class Closing:
+        """Dropped, it closes the stage."""
+
+        def __init__(self, stage: DeviceStage) -> None:
+            self.stage = stage
+            self.thread: list[threading.Thread] = []
+
+        def __del__(self) -> None:
+            self.thread.append(threading.current_thread())
+            self.stage.close()
+
+    world.put(deliver(0, ring))
+    world.next()
+    trap = Closing(world.stage)
+    where = trap.thread
+    with world.device.work():
+        world.stage._releaser.hold(world.device.event(), trap)
+    del trap
+    world.put(deliver(1, ring))
+    world.device.go()
+    for thread in world.stage.threads():
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    assert where == [world.stage._releaser.thread]
+    while not world.out.empty():
+        world.out.get()
+    world.close()
+    assert ring.idle
+
+
+def test_dropped_without_an_end() -> None:
+    """Its threads end by themselves, once the device has read what it was asked to."""
+    world, ring = World(), new_ring()
+    world.put(deliver(0, ring))
+    world.next()
+    threads, device = world.stage.threads(), world.device
+    del world
+    gc.collect()
+    ring.reclaim()
+    assert ring.leased == 1
+    device.advance()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    assert ring.idle
+
+
+def test_static_batches() -> None:
+    """The same tensors for each batch, filled when it is taken."""
+    world, ring = World(ahead=2, static=True, manual=False), new_ring()
+    world.put(*[deliver(seq, ring) for seq in range(4)])
+    first = world.take()
+    for seq in range(1, 4):
+        assert world.take() is first
+        assert torch.equal(first, batch_of(seq))
+    world.close()

@@ -1,0 +1,195 @@
+"""Page-locked rings outlive the workers of an epoch: locked once a loader, used again only where that is safe."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from asyncloader import DataLoader
+from asyncloader.workers.ipc import wire
+from asyncloader.workers.memory.layout import PAGE
+from asyncloader.workers.memory.ring_manager import RingKeeper
+from tests.delivery.fake import FakeMachine, installed
+from tests.delivery.test_loading_lifetime import some, unlocked
+from tests.integration.comparing import assert_same
+from tests.integration.datasets import Numbers, Sized
+from tests.integration.running import KINDS, collect
+
+SOME_KIND = pytest.mark.parametrize("kind", KINDS)
+
+
+def with_array(samples: list[Any]) -> Any:
+    """The array is not copied to the device: whoever holds it holds the slot."""
+    batch = default_collate(samples)
+    return batch, batch.numpy() + 1
+
+
+@SOME_KIND
+def test_the_next_workers_get_the_rings_of_those_before(kind: str) -> None:
+    """Each is locked once, whether epochs are read to their ends or left before; and unlocked with the loader."""
+    expected = collect("sync", Numbers(20), batch_size=4)
+    with installed() as machine:
+        epochs = some(kind, [-1, 2, -1, -1], Numbers(20), batch_size=4, num_workers=2, device="cpu")
+        assert len(machine.locks) == 2
+        assert unlocked(machine)
+    for epoch, count in zip(epochs, (5, 2, 5, 5), strict=True):
+        assert_same(epoch, expected[:count])
+
+
+@pytest.mark.parametrize("every", [False, True], ids=["last", "every"])
+def test_batches_that_are_held_when_the_epoch_ends(every: bool) -> None:
+    """What is in a slot stays as it was, whatever the next workers write. That one batch of each epoch is held, as a
+    loop's variable does, is no reason for new rings.
+    """
+    expected = collect("sync", Numbers(24), batch_size=2, collate_fn=with_array)
+    held: list[Any] = []
+    with installed() as machine:
+        with DataLoader[Any](Numbers(24), batch_size=2, num_workers=2, device="cpu", collate_fn=with_array) as loader:
+            for _ in range(3):
+                for number, batch in enumerate(loader):
+                    held += [batch] if every or number == 11 else []
+                    del batch
+        assert every or len(machine.locks) == 2
+        assert_same(held, expected * 3 if every else expected[-1:] * 3)
+        held.clear()
+        assert unlocked(machine)
+
+
+def test_a_ring_that_has_grown() -> None:
+    """The next epoch begins with it: no batch of that takes another way, and nothing is locked again."""
+    dataset = Sized([1 << 10] * 6 + [1 << 20] * 10)
+    expected = collect("sync", dataset, collate_fn=torch.stack)
+    with (
+        installed() as machine,
+        DataLoader[Any](dataset, num_workers=1, device="cpu", collate_fn=torch.stack) as loader,
+    ):
+        assert_same(list(loader), expected)
+        staged = loader.stats()["device/staged"]
+        assert staged > 0
+        assert [lock.undone for lock in machine.locks] == [1, 0]
+        assert_same([*loader, *loader], expected * 2)
+        assert loader.stats()["device/staged"] == staged
+        assert len(machine.locks) == 2
+
+
+def test_a_worker_that_had_to_be_killed() -> None:
+    """Its ring is never written again, by nobody: a process that it forked may still be at it."""
+    with installed() as machine, DataLoader[Any](Numbers(20), batch_size=4, num_workers=2, device="cpu") as loader:
+        batches: Any = iter(loader)
+        for _ in range(5):
+            next(batches)
+        os.kill(batches._pool.processes[0].pid, signal.SIGSTOP)
+        assert list(batches) == []
+        del batches
+        gc.collect()
+        assert sorted(lock.undone for lock in machine.locks) == [0, 1]
+        assert_same(list(loader), collect("sync", Numbers(20), batch_size=4))
+        assert len(machine.locks) == 3
+
+
+def test_closing_and_dropping_a_loader() -> None:
+    """Between epochs, and although somebody keeps an iterator that is over."""
+    for close in (True, False):
+        with installed() as machine:
+            loader = DataLoader[Any](Numbers(20), num_workers=2, device="cpu")
+            batches: Any = iter(loader)
+            assert len(list(batches)) == 20
+            assert len(machine.locked) == 2
+            if close:
+                loader.close()
+            else:
+                del loader
+                assert len(machine.locked) == 2
+                del batches
+            assert unlocked(machine)
+
+
+def test_other_options() -> None:
+    """A ring is for so many batches ahead: where that changes there are new ones, and the others go."""
+    with installed() as machine, DataLoader[Any](Numbers(20), num_workers=2, device="cpu") as loader:
+        assert len(list(loader)) == 20
+        loader.prefetch_factor = 5
+        assert len(list(loader)) == 20
+        assert [lock.undone for lock in machine.locks] == [1, 1, 0, 0]
+
+
+def test_a_number_of_descriptors_that_stays() -> None:
+    """However many epochs there are."""
+    with installed(), DataLoader[Any](Numbers(20), num_workers=2, device="cpu") as loader:
+        counts = []
+        for _ in range(4):
+            assert len(list(loader)) == 20
+            counts.append(len(list(Path("/dev/fd").iterdir())))
+    assert len(set(counts)) == 1
+
+
+def test_a_fork_between_epochs() -> None:
+    """The child's loader has none of its parent's rings, and takes none away."""
+    expected = collect("sync", Numbers(20), batch_size=4)
+    with installed() as machine, DataLoader[Any](Numbers(20), batch_size=4, num_workers=2, device="cpu") as loader:
+        assert_same(list(loader), expected)
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if _is_right_in_child(machine, loader, expected) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert_same(list(loader), expected)
+        assert [lock.undone for lock in machine.locks] == [0, 0]
+
+
+def _is_right_in_child(machine: FakeMachine, loader: Any, expected: list[Any]) -> bool:
+    try:
+        assert_same(list(loader), expected)
+        loader.close()
+        gc.collect()
+        return [lock.undone for lock in machine.locks] == [0, 0, 1, 1]
+    except BaseException:
+        return False
+
+
+# ------------------------------------------------------------------------------------------------- one keeper
+
+
+@pytest.mark.parametrize("delivered", [False, True])
+def test_a_slot_that_somebody_still_has(delivered: bool) -> None:
+    """An answer that was neither delivered nor discarded when the epoch ended: two would be at its ring. What only was
+    asked for is no reason.
+    """
+    keeper = RingKeeper(credits=3, ring_bytes=12 * PAGE)
+    ring = keeper.replacement()
+    assert ring is not None
+    ring.lock_pages(lambda *_: lambda: None)
+    _, slot = keeper.assign(0, 1)
+    keeper.assign(0, 2)
+    assert keeper.answered(0, 1, slot, 10) is ring
+    heir = keeper.hand_on()
+    assert keeper.ring is None
+    if delivered:
+        ring.give_back(slot)
+    inherited = heir.replacement()
+    assert inherited is not None
+    assert (inherited is ring) is delivered
+    assert heir.replacement() is None
+    assert heir.assign(0, 0)[1] != wire.NO_SLOT
+    heir.close()
+
+
+def test_only_what_is_locked_is_handed_on() -> None:
+    """Of others, what was learned: the next ring is as large as the batches need."""
+    keeper = RingKeeper(credits=3, ring_bytes=None)
+    small = keeper.replacement()
+    assert small is not None
+    keeper.assign(0, 0)
+    keeper.answered(0, 0, wire.ONEOFF, 1 << 20)
+    first = keeper.hand_on().replacement()
+    assert first is not None
+    assert first is not small
+    assert first.slot_bytes >= 1 << 20
+    for ring in (small, first):
+        ring.close_fd()

@@ -1,0 +1,309 @@
+"""Whole epochs with real workers and a fake device: every batch right, in order, by the path that it should take."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from asyncloader import AsyncDataLoader, DataLoader
+from tests.delivery.fake import FakeMachine, installed
+from tests.integration.comparing import assert_same
+from tests.integration.datasets import AsyncNumbers, Augmented, Images, Numbers, Sized, UnevenStream
+from tests.integration.faulty import Faults, Faulty
+from tests.integration.running import BOTH, KINDS, collect, outcomes, run_async, run_loader
+from tests.integration.test_on_error import Rotten, run
+
+SOME_KIND = pytest.mark.parametrize("kind", KINDS)
+WITH_WORKERS = pytest.mark.parametrize("workers", [0, 1, 2])
+
+
+def first(samples: list[Any]) -> Any:
+    return samples[0]
+
+
+@SOME_KIND
+@WITH_WORKERS
+def test_every_batch_comes_as_without_a_device(kind: str, workers: int) -> None:
+    """Same types, same content, same order, over three epochs, drawing the same random numbers; the consumer keeps all
+    batches.
+    """
+    for dataset in (Images(22), Augmented(22)):
+        options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "epochs": 3, "shuffle": True}
+        expected = run_loader(kind, dataset, **options)
+        with installed() as machine:
+            got = run_loader(kind, dataset, device="cpu", **options)
+            assert set(machine.device.sources) == ({"ring"} if workers else {"pinned"})
+            assert machine.device.followed == 3
+            gc.collect()
+            assert machine.locked == []  # no batch holds a slot
+            assert len(machine.locks) == workers
+        assert got.after == expected.after
+        for a, b in zip(got.epochs, expected.epochs, strict=True):
+            assert_same(a, b)
+
+
+@SOME_KIND
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_batches_ahead(kind: str, ahead: int) -> None:
+    """However many may be on the device before they are asked for."""
+    expected = collect(kind, Numbers(60), batch_size=3)
+    with installed():
+        got = collect(kind, Numbers(60), batch_size=3, num_workers=2, device="cpu", prefetch_device=ahead)
+    assert_same(got, expected)
+
+
+@SOME_KIND
+@pytest.mark.parametrize("persistent", [False, True])
+def test_as_batches_complete(kind: str, persistent: bool) -> None:
+    """``in_order=False``: every batch comes once."""
+    options: dict[str, Any] = {"batch_size": 3, "num_workers": 2, "in_order": False, "persistent_workers": persistent}
+    with installed():
+        run = run_loader(kind, Numbers(60), epochs=2, device="cpu", **options)
+    for epoch in run.epochs:
+        found = sorted(batch.tolist() for batch in epoch)
+        assert found == [batch.tolist() for batch in collect("sync", Numbers(60), batch_size=3)]
+
+
+@SOME_KIND
+@WITH_WORKERS
+@pytest.mark.parametrize("dataset", [UnevenStream([5, 9]), AsyncNumbers(20)], ids=["stream", "async"])
+def test_other_datasets(kind: str, workers: int, dataset: Any) -> None:
+    """Streams and asynchronous ones."""
+    expected = collect(kind, dataset, batch_size=4, num_workers=workers)
+    with installed():
+        assert_same(collect(kind, dataset, batch_size=4, num_workers=workers, device="cpu"), expected)
+
+
+# -------------------------------------------------------------------------------------------- batch types
+
+
+@dataclass
+class Sequences:
+    packed: PackedSequence
+    weights: tuple[torch.Tensor, ...]
+    names: list[str]
+
+
+def pack(samples: list[Any]) -> Sequences:
+    rows = [sample[: 1 + int(sample[0]) // 100 % 3] for sample in samples]
+    return Sequences(pack_sequence(rows, enforce_sorted=False), tuple(samples), [f"{len(row)}" for row in rows])
+
+
+def empty(samples: list[Any]) -> Any:
+    return {"none": torch.empty(0, 3), "text": "x" * len(samples), "some": samples}
+
+
+def sparse(samples: list[Any]) -> Any:
+    return [torch.stack(samples).to_sparse(), {"also": torch.stack(samples)}]
+
+
+def strings(samples: list[Any]) -> Any:
+    return ["ä" * len(samples), {"n": len(samples)}]
+
+
+@SOME_KIND
+@WITH_WORKERS
+@pytest.mark.parametrize("collate", [pack, empty, sparse, strings, tuple], ids=lambda function: function.__name__)
+def test_batches_of_any_kind(kind: str, workers: int, collate: Any) -> None:
+    """Dataclasses, objects that move themselves, sparse and empty tensors, tuples, and batches without any tensor:
+    whether they come from a ring or from this process.
+    """
+    expected = collect("sync", Numbers(11), batch_size=3, collate_fn=collate)
+    with installed():
+        got = collect(kind, Numbers(11), batch_size=3, num_workers=workers, collate_fn=collate, device="cpu")
+    if collate is pack:
+        assert [each.names for each in got] == [each.names for each in expected]
+        got, expected = (
+            [[each.packed.data, each.packed.batch_sizes, each.weights] for each in x] for x in (got, expected)
+        )
+    assert_same(got, expected)
+
+
+# --------------------------------------------------------------------------------- what the ring cannot hold
+
+
+@SOME_KIND
+def test_batches_that_outgrow_the_ring(kind: str) -> None:
+    """Oversize ones are copied to page-locked memory first, and counted; the ring that has grown is locked, too."""
+    sizes = [1 << 10] * 6 + [1 << 20] * 10
+    with installed() as machine:
+        batches, _, stats = run(kind, Sized(sizes), num_workers=1, device="cpu", collate_fn=first, prefetch_factor=2)
+        device = machine.device
+    assert [len(batch) for batch in batches] == sizes
+    assert all((batch == index % 251).all() for index, batch in enumerate(batches))
+    assert device.sources.count("pinned") == stats["device/staged"] > 0
+    assert device.sources.count("ring") == 16 - stats["device/staged"] > 6
+    assert len(machine.locks) == 2
+    assert stats["device/locked_bytes"] == sum(lock.nbytes for lock in machine.locks)
+    assert stats["device/lock_s"] > 0
+
+
+@SOME_KIND
+def test_a_ring_that_must_not_grow(kind: str) -> None:
+    """With `ring_bytes` every batch that is too large takes the pinned path."""
+    sizes = [100, 1 << 18] * 5
+    with installed() as machine:
+        batches, _, stats = run(kind, Sized(sizes), num_workers=1, device="cpu", collate_fn=first, ring_bytes=1 << 17)
+    assert [len(batch) for batch in batches] == sizes
+    assert all((batch == index).all() for index, batch in enumerate(batches))
+    assert machine.device.sources == ["ring", "pinned"] * 5
+    assert stats["device/staged"] == 5
+    assert len(machine.locks) == 1
+
+
+def numpy_views(samples: list[Any]) -> Any:
+    return {"x": torch.stack(samples), "array": torch.stack(samples).numpy()}
+
+
+@SOME_KIND
+def test_slots_that_the_consumer_holds(kind: str) -> None:
+    """Arrays stay views of their slots. A consumer that keeps them all gets copies when the ring can spare no more."""
+    with installed() as machine:
+        batches, _, stats = run(kind, Numbers(40), batch_size=2, num_workers=1, device="cpu", collate_fn=numpy_views)
+        for index, batch in enumerate(batches):
+            assert batch["x"].tolist() == batch["array"].tolist()
+            assert batch["x"][:, 0].tolist() == [index * 200, index * 200 + 100]
+        assert stats["device/staged"] == stats["data/copy_outs"] > 0
+        assert machine.device.sources.count("pinned") == stats["device/staged"]
+
+
+# ----------------------------------------------------------------------------------- transforms, static tensors
+
+
+class Halve:
+    """A transform that notes its thread."""
+
+    def __init__(self, machine: FakeMachine) -> None:
+        self.machine = machine
+        self.threads: set[str] = set()
+
+    def __call__(self, batch: Any) -> Any:
+        self.threads.add(threading.current_thread().name)
+        return self.machine.device.after_copies(lambda there: {"half": there.to(torch.float16) / 2})(batch)
+
+
+@SOME_KIND
+@WITH_WORKERS
+def test_a_transform(kind: str, workers: int) -> None:
+    """Each batch is what it made of it, ahead of the consumer and out of its thread where that can be."""
+    with installed() as machine:
+        halve = Halve(machine)
+        got = collect(kind, Numbers(12), batch_size=3, num_workers=workers, device="cpu", device_transform=halve)
+    for batch, plain in zip(got, collect("sync", Numbers(12), batch_size=3), strict=True):
+        assert torch.equal(batch["half"], plain.to(torch.float16) / 2)
+    if workers:
+        assert halve.threads == {"asyncloader-device"}
+    elif kind != "sync":
+        assert threading.current_thread().name not in halve.threads
+
+
+class RefuseThird:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, batch: Any) -> Any:
+        self.calls += 1
+        if self.calls == 3:
+            raise ZeroDivisionError("no mean")
+        return batch
+
+
+@SOME_KIND
+@WITH_WORKERS
+def test_a_transform_that_raises(kind: str, workers: int) -> None:
+    """Its own error, in the batch's place; what came before was delivered, and nothing is left."""
+    with installed():
+        found = outcomes(kind, Numbers(12), num_workers=workers, device="cpu", device_transform=RefuseThird())
+    assert [batch[0][0].item() for batch in found[:2]] == [0, 100]
+    assert found[2] == (ZeroDivisionError, "no mean")
+    assert all(not isinstance(each, tuple) for each in found[3:])
+
+
+@SOME_KIND
+@WITH_WORKERS
+def test_static_batches(kind: str, workers: int) -> None:
+    """The same addresses over two epochs, one set for the short last batch; the content is each batch's own."""
+    seen: list[tuple[int, list[Any]]] = []
+
+    def look(batch: torch.Tensor) -> None:
+        seen.append((batch.data_ptr(), batch.tolist()))
+
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "persistent_workers": workers > 0}
+    with installed():
+        if kind == "sync":
+            with DataLoader[Any](Numbers(10), device="cpu", static_buffers=True, **options) as loader:
+                for _ in range(2):
+                    for batch in loader:
+                        look(batch)
+        else:
+
+            async def iterate() -> None:
+                async with AsyncDataLoader[Any](Numbers(10), device="cpu", static_buffers=True, **options) as loader:
+                    for _ in range(2):
+                        async for batch in loader:
+                            look(batch)
+
+            run_async(iterate(), kind)
+    expected = [batch.tolist() for batch in collect("sync", Numbers(10), batch_size=4)]
+    assert [content for _, content in seen] == expected * 2
+    places = [place for place, _ in seen]
+    assert places == [places[0], places[0], places[2]] * 2
+    assert places[0] != places[2]
+
+
+@WITH_WORKERS
+def test_without_a_card_transforms_and_static_batches_run_too(workers: int) -> None:
+    """The CPU itself, without any fake: a program for a card can be tried anywhere."""
+    with DataLoader[Any](
+        Numbers(8), batch_size=2, num_workers=workers, device="cpu", device_transform=torch.neg, static_buffers=True
+    ) as loader:
+        seen = [(batch.data_ptr(), batch.tolist()) for batch in loader]
+        assert "cpu, where batches are made" in loader.explain()
+    assert len({place for place, _ in seen}) == 1
+    assert [content for _, content in seen] == [
+        (-batch).tolist() for batch in collect("sync", Numbers(8), batch_size=2)
+    ]
+
+
+# ------------------------------------------------------------------------------------------- bad samples
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@WITH_WORKERS
+@pytest.mark.parametrize("bad_samples", ["short", "refill"])
+def test_bad_samples(kind: str, workers: int, bad_samples: str) -> None:
+    """Short and filled batches are moved like any other."""
+    options: dict[str, Any] = {"batch_size": 3, "on_error": "skip", "num_workers": workers, "seed": 3}
+    dataset = Rotten(14, {1, 7, 12})
+    expected, _, _ = run(kind, dataset, bad_samples=bad_samples, **options)
+    with installed():
+        got, _, _ = run(kind, dataset, bad_samples=bad_samples, device="cpu", **options)
+    assert [batch["index"].tolist() for batch in got] == [batch["index"].tolist() for batch in expected]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.filterwarnings("ignore:DataLoader worker . died and was replaced:RuntimeWarning")
+def test_a_substitute_for_a_batch_that_kills_its_workers(kind: str, tmp_path: Path) -> None:
+    """It is made in this process, and is on the device like the others."""
+    faults = Faults(tmp_path, {5: "exit"}, times=1000)
+    with installed() as machine:
+        got, _, _ = run(
+            kind,
+            Faulty(12, faults),
+            batch_size=2,
+            seed=1,
+            num_workers=1,
+            device="cpu",
+            on_error=lambda index, error: {"index": torch.tensor(-index)},
+        )
+        taken = machine.device.handed
+    assert [batch["index"].tolist() for batch in got] == [[0, 1], [2, 3], [-4, -5], [6, 7], [8, 9], [10, 11]]
+    for batch, handed in zip(got, taken, strict=True):
+        assert batch["index"].data_ptr() in handed.addresses

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+from asyncloader.delivery.device_stage import Releaser
+from tests.delivery.fake import PATIENCE_S, FakeEvent, FakeMachine
+
+
+class Source:
+    """What holds a slot."""
+
+
+def events(count: int) -> tuple[FakeMachine, list[FakeEvent]]:
+    machine = FakeMachine(manual=True)
+    device = machine.open()
+    with device.work():
+        return machine, [device.event() for _ in range(count)]
+
+
+def test_sources_go_in_the_order_of_their_copies() -> None:
+    """Each when its event has come, and not before; who waits finds it gone."""
+    machine, order = events(3)
+    releaser = Releaser()
+    gone = []
+    for event in order:
+        source = Source()
+        gone.append(weakref.ref(source))
+        releaser.hold(event, source)
+        del source
+    assert releaser.count() == 3
+    for ended in range(1, 4):
+        assert [ref() is None for ref in gone] == [True] * (ended - 1) + [False] * (4 - ended)
+        machine.device.advance()
+        releaser.wait(3 - ended)
+        assert [ref() is None for ref in gone] == [True] * ended + [False] * (3 - ended)
+    assert releaser.count() == 0
+    releaser.stop()
+
+
+def test_waiting_really_waits() -> None:
+    """In its caller's thread, until the device is there; for no more than it was asked for."""
+    machine, order = events(3)
+    releaser = Releaser()
+    for event in order:
+        releaser.hold(event, Source())
+    releaser.wait(3)
+    ended = threading.Event()
+
+    def wait() -> None:
+        releaser.wait(1)
+        ended.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert machine.device.waits.get(timeout=PATIENCE_S) is order[0]
+    machine.device.advance()
+    assert machine.device.waits.get(timeout=PATIENCE_S) is order[1]
+    assert not ended.is_set()
+    machine.device.advance()
+    thread.join(PATIENCE_S)
+    assert ended.is_set()
+    machine.device.advance()
+    releaser.stop()
+
+
+class Failing:
+    """An event of a device that has failed."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def synchronize(self) -> None:
+        raise RuntimeError(self.text)
+
+
+def test_what_the_device_says_reaches_whoever_waits() -> None:
+    """Once for each event; the sources are let go, and later events waited for all the same."""
+    machine, (good,) = events(1)
+    releaser = Releaser()
+    source = Source()
+    gone = weakref.ref(source)
+    releaser.hold(Failing("first"), source)
+    del source
+    releaser.hold(Failing("second"), Source())
+    releaser.hold(good, Source())
+    for text in ("first", "second"):
+        with pytest.raises(RuntimeError, match=text):
+            releaser.wait(0)
+    assert gone() is None
+    machine.device.advance()
+    releaser.wait(0)
+    releaser.hold(Failing("third"), Source())
+    releaser.stop()
+    with pytest.raises(RuntimeError, match="third"):
+        releaser.count()
+    assert releaser.count() == 0
+
+
+def test_stopping_waits_for_what_is_held() -> None:
+    """And may be done twice."""
+    machine, order = events(2)
+    releaser = Releaser()
+    for event in order:
+        releaser.hold(event, Source())
+    assert machine.device.waits.get(timeout=PATIENCE_S) is order[0]
+    stopper = threading.Thread(target=releaser.stop)
+    stopper.start()
+    machine.device.advance()
+    assert machine.device.waits.get(timeout=PATIENCE_S) is order[1]
+    assert releaser.thread.is_alive()
+    machine.device.advance()
+    stopper.join(PATIENCE_S)
+    assert not releaser.thread.is_alive()
+    releaser.stop()
+    assert releaser.count() == 0
+
+
+def test_dropped_it_ends_when_nothing_is_held() -> None:
+    """Not before: the device still reads there."""
+    machine, (event,) = events(1)
+    releaser = Releaser()
+    source = torch.zeros(3)
+    gone = weakref.ref(source)
+    releaser.hold(event, source)
+    thread = releaser.thread
+    del releaser, source
+    gc.collect()
+    assert machine.device.waits.get(timeout=PATIENCE_S) is event
+    assert gone() is not None
+    assert thread.is_alive()
+    machine.device.advance()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert gone() is None

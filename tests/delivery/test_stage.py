@@ -1,0 +1,372 @@
+"""What every stage does: order, bounds, messages from any thread, errors, and its end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from asyncloader.delivery.opener import Opener
+from asyncloader.delivery.stage import Stage
+from asyncloader.events import Action, Deliver, Fail, Finish
+from asyncloader.statistics import Statistics
+from asyncloader.workers.listener import Answer
+from tests.delivery.answers import deliver, new_ring
+from tests.delivery.fake import PATIENCE_S
+from tests.delivery.stages import closing
+
+
+class Opening(Stage):
+    """Opens batches, as slowly as the test likes.
+
+    `begun` has each task's number when its turn comes, which then waits for `gate` if that is there.
+    """
+
+    def __init__(self, ahead: int | None = None, initializer: Callable[[], None] | None = None) -> None:
+        self.out: queue.SimpleQueue[Action] = queue.SimpleQueue()
+        self.begun: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.finished: list[int | None] = []
+        self.gate: threading.Semaphore | None = None
+        self.seen_by: set[int] = set()
+        self.prepared = 0
+        self.takes = 0
+        self.most = 0  # batches that were prepared, or being so, and not taken
+        self.trouble: Exception | None = None
+        self.last_trouble: Exception | None = None
+        self._opener = Opener(Statistics())
+        super().__init__("stage-under-test", self.out.put, ahead, initializer)
+
+    def prepare(self, answer: Answer) -> Any:
+        self.seen_by.add(threading.get_ident())
+        self.begun.put(answer.result.seq)
+        self.most = max(self.most, self.prepared + 1 - self.takes)
+        batch = self._opener.open(answer)
+        if self.gate is not None:
+            assert self.gate.acquire(timeout=PATIENCE_S)
+        if self.trouble is not None:
+            raise self.trouble
+        self.prepared += 1
+        return batch.clone()
+
+    def finish(self) -> None:
+        self.finished.append(threading.get_ident())
+        if self.last_trouble is not None:
+            raise self.last_trouble
+
+    def next(self) -> Any:
+        return self.out.get(timeout=PATIENCE_S)
+
+    def taken(self) -> None:
+        self.takes += 1
+        super().taken()
+
+
+def seq_of(item: Any) -> int:
+    assert isinstance(item, Deliver)
+    return int(item.outcome[0])
+
+
+def test_order_is_kept_whatever_is_to_be_done() -> None:
+    """Batches, tasks' errors and the end come out as they went in, from one thread that is not the caller's."""
+    ring, stage = new_ring(), Opening()
+    error = Deliver(1, 0, "a task's error")
+    for item in (deliver(0, ring), error, deliver(2, None), Finish()):
+        stage.put(item)
+    del item
+    assert seq_of(stage.next()) == 0
+    assert stage.next() is error
+    assert seq_of(stage.next()) == 2
+    assert stage.next() == Finish()
+    stage.close()
+    assert len(stage.seen_by) == 1
+    assert threading.get_ident() not in stage.seen_by
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_no_more_are_prepared_than_asked_for(ahead: int) -> None:
+    """The next one's turn comes when the consumer has taken one; what is no batch counts for nothing."""
+    ring, stage = new_ring(), Opening(ahead)
+    for seq in range(6):
+        stage.put(deliver(seq, ring))
+    for seq in range(6):
+        for begun in range(seq + ahead - 1 if seq else 0, min(seq + ahead, 6)):
+            assert stage.begun.get(timeout=PATIENCE_S) == begun
+        assert seq_of(stage.next()) == seq
+        stage.taken()
+    stage.close()
+    assert (stage.prepared, stage.most) == (6, ahead)
+
+
+def test_an_error_in_front_is_not_held_back() -> None:
+    """Only batches wait for room; but nothing overtakes them."""
+    ring, stage = new_ring(), Opening(1)
+    error = Deliver(1, 0, "a task's error")
+    for item in (deliver(0, ring), error, deliver(2, ring), Finish()):
+        stage.put(item)
+    del item
+    assert seq_of(stage.next()) == 0
+    assert stage.next() is error
+    stage.taken()
+    assert seq_of(stage.next()) == 2
+    assert stage.next() == Finish()
+    stage.close()
+    assert stage.most == 1
+
+
+def test_any_thread_may_put_and_take() -> None:
+    """All items come out; those of one thread in its order."""
+    stage = Opening(2)
+    rings = [new_ring(40) for _ in range(3)]
+    items = [[deliver(number * 100 + step, ring) for step in range(25)] for number, ring in enumerate(rings)]
+
+    def put(mine: list[Deliver]) -> None:
+        while mine:
+            stage.put(mine.pop(0))
+
+    threads = [threading.Thread(target=put, args=(mine,)) for mine in items]
+    for thread in threads:
+        thread.start()
+    found = []
+    for _ in range(75):
+        found.append(seq_of(stage.next()))
+        stage.taken()
+    for thread in threads:
+        thread.join()
+    stage.close()
+    for number in range(3):
+        assert [seq for seq in found if seq // 100 == number] == [number * 100 + step for step in range(25)]
+    assert all(ring.idle for ring in rings)
+
+
+def test_finish_is_called_once_at_the_end() -> None:
+    """In the thread, before `close` returns, whether the stage is busy, idle or was never used."""
+    ring, stage = new_ring(), Opening(2)
+    for seq in range(3):
+        stage.put(deliver(seq, ring))
+    assert seq_of(stage.next()) == 0
+    assert stage.finished == []
+    stage.close()
+    stage.close()
+    assert stage.finished == [stage._thread.ident]
+    idle = Opening()
+    idle.close()
+    assert idle.finished == [idle._thread.ident]
+
+
+# ------------------------------------------------------------------------------------------------- errors
+
+
+def failure(stage: Opening) -> str:
+    item = stage.next()
+    assert isinstance(item, Fail)
+    error = item.error
+    error.__traceback__ = None
+    return str(error)
+
+
+def test_an_error_takes_the_batchs_place() -> None:
+    """And the slot comes back when it is dropped."""
+    ring, stage = new_ring(), Opening()
+    stage.trouble = RuntimeError("no memory on the device")
+    stage.put(deliver(0, ring))
+    assert failure(stage) == "no memory on the device"
+    stage.close()
+    stage.trouble = None
+    gc.collect()
+    assert ring.idle
+
+
+def test_an_error_at_the_end_reaches_the_consumer() -> None:
+    """A copy that failed after its batch was delivered is not passed over in silence."""
+    ring, stage = new_ring(), Opening()
+    stage.last_trouble = RuntimeError("device-side assert")
+    stage.put(deliver(0, ring))
+    assert seq_of(stage.next()) == 0
+    stage.put(deliver(1, ring))
+    stage.close()
+    while not isinstance(item := stage.next(), Fail):
+        pass
+    assert str(item.error) == "device-side assert"
+    assert ring.idle
+
+
+def test_a_thread_that_cannot_be_made_ready() -> None:
+    """Its error comes in the first batch's place, and the slot is free."""
+
+    def refuse() -> None:
+        raise RuntimeError("invalid device ordinal")
+
+    ring = new_ring()
+    stage = Opening(initializer=refuse)
+    stage.put(deliver(0, ring))
+    assert failure(stage) == "invalid device ordinal"
+    stage.close()
+    assert ring.idle
+
+
+def test_the_initializer_runs_once_in_the_thread() -> None:
+    """Before the first batch."""
+    threads: list[int] = []
+    ring = new_ring()
+    stage = Opening(initializer=lambda: threads.append(threading.get_ident()))
+    for seq in range(3):
+        stage.put(deliver(seq, ring))
+        assert seq_of(stage.next()) == seq
+    stage.close()
+    assert set(threads) == stage.seen_by
+    assert len(threads) == 1
+
+
+# ------------------------------------------------------------------------------------------------- its end
+
+
+@pytest.mark.parametrize("oneoff", [False, True], ids=["slot", "segment"])
+def test_closing_with_work_in_hand(oneoff: bool) -> None:
+    """The batch in hand is finished, the rest discarded: slots and descriptors come back."""
+    ring, stage = new_ring(), Opening()
+    stage.gate = threading.Semaphore(0)
+    items = [deliver(seq, None if oneoff else ring) for seq in range(4)]
+    fds = [item.outcome.fd for item in items if item.outcome.fd is not None]
+    while items:
+        stage.put(items.pop(0))
+    assert stage.begun.get(timeout=PATIENCE_S) == 0
+    closer = closing(stage)
+    stage.gate.release()
+    closer.join()
+    assert seq_of(stage.next()) == 0
+    assert stage.out.empty()
+    assert stage.begun.empty()
+    assert ring.idle
+    for fd in fds:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+
+
+def test_closing_discards_what_has_no_room() -> None:
+    """Batches that the consumer never made room for."""
+    ring, stage = new_ring(), Opening(1)
+    for seq in range(5):
+        stage.put(deliver(seq, ring))
+    assert seq_of(stage.next()) == 0
+    stage.close()
+    assert (stage.prepared, ring.idle) == (1, True)
+
+
+def test_closing_twice_and_from_several_threads() -> None:
+    """Each call returns when the thread has ended."""
+    stage = Opening()
+    threads = [threading.Thread(target=stage.close) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stage.close()
+    assert not stage._thread.is_alive()
+
+
+def test_what_comes_after_the_end_is_discarded() -> None:
+    """Nobody would open it."""
+    ring, stage = new_ring(), Opening()
+    stage.close()
+    stage.put(deliver(0, ring))
+    stage.put(Finish())
+    stage.taken()
+    stage.close()
+    assert ring.idle
+    assert stage.out.empty()
+
+
+def test_closing_in_the_stages_own_thread() -> None:
+    """The garbage collector may find an iterator there: the thread does not wait for itself, and ends."""
+    ring = new_ring()
+    stage = Opening()
+
+    def forward(item: Action) -> None:
+        stage.out.put(item)
+        stage.close()
+
+    stage._forward = forward
+    for seq in range(4):
+        stage.put(deliver(seq, ring))
+    assert seq_of(stage.next()) == 0
+    stage._thread.join(PATIENCE_S)
+    assert not stage._thread.is_alive()
+    assert (stage.prepared, ring.idle) == (1, True)
+    assert stage.finished == [stage._thread.ident]
+    del stage._forward
+
+
+def test_closing_in_the_middle_of_a_put() -> None:
+    """The garbage collector may run in any thread's `put` or `taken`, and find the stage's own iterator."""
+    ring, stage = new_ring(), Opening(1)
+
+    class Closing:
+        """Whoever appends to the messages is interrupted by the stage's end."""
+
+        def __init__(self, messages: Any) -> None:
+            self.messages = messages
+
+        def put(self, message: Any) -> None:
+            if message is not None:
+                stage.close()
+            self.messages.put(message)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.messages, name)
+
+    stage._messages = Closing(stage._messages)  # type: ignore[assignment]
+    stage.put(deliver(0, ring))
+    stage.taken()
+    assert not stage._thread.is_alive()
+    assert ring.idle
+
+
+def test_a_stage_that_is_dropped_ends() -> None:
+    """Without `close`: an iterator that the loop's own thread collects cannot wait for it."""
+    stage = Opening()
+    ring = new_ring()
+    stage.put(deliver(0, ring))
+    assert seq_of(stage.next()) == 0
+    thread, gone = stage._thread, weakref.ref(stage)
+    del stage
+    gc.collect()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert gone() is None
+    assert ring.idle
+
+
+def test_what_a_dropped_stage_had_is_discarded() -> None:
+    """Batches that the consumer had no room for: their descriptors are closed, their slots free."""
+    ring, stage = new_ring(), Opening(1)
+    items = [deliver(0, ring), deliver(1, None), deliver(2, ring)]
+    fd = items[1].outcome.fd
+    while items:
+        stage.put(items.pop(0))
+    assert seq_of(stage.next()) == 0
+    thread = stage._thread
+    del stage
+    gc.collect()
+    thread.join(PATIENCE_S)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    assert ring.idle
+
+
+def test_a_thread_that_waits_keeps_nothing() -> None:
+    """Neither the last item nor its ring: memory goes when the consumer lets go, and not a batch later."""
+    ring, stage = new_ring(), Opening()
+    stage.put(deliver(0, ring))
+    assert seq_of(stage.next()) == 0
+    gone = threading.Event()
+    weakref.finalize(ring, gone.set)
+    del ring
+    gc.collect()
+    assert gone.wait(PATIENCE_S)
+    stage.close()

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+
+import pytest
+import torch
+from torch._utils import ExceptionWrapper
+
+from asyncloader.delivery.opener import _MOST_ONEOFFS, Opener, raise_worker_error
+from asyncloader.errors import RingMemoryError
+from asyncloader.statistics import Statistics
+from asyncloader.workers.listener import Answer
+from asyncloader.workers.memory.ring import Ring
+from tests.delivery import answers
+
+
+def new_ring() -> Ring:
+    return answers.new_ring(slots=3, credits=2)
+
+
+def answer(ring: Ring | None, value: object, *, pickled: int = 0) -> Answer:
+    """What the pool gives for a batch: in a slot, in a segment of its own (no ring), or without bytes."""
+    return answers.answer(0, ring, value, pickled=pickled)
+
+
+def test_a_view_while_the_ring_can_spare_it() -> None:
+    """The first batch is a view of its slot, which comes back with the batch's end."""
+    ring, statistics = new_ring(), Statistics()
+    batch = Opener(statistics).open(answer(ring, torch.arange(5)))
+    assert (ring.leased, statistics.copy_outs) == (1, 0)
+    assert batch.tolist() == [0, 1, 2, 3, 4]
+    del batch
+    assert ring.idle
+
+
+def test_a_copy_when_the_ring_cannot_spare_it() -> None:
+    """A batch beyond what may be lent is a private copy, counted, and its slot is free at once."""
+    ring, statistics = new_ring(), Statistics()
+    opener = Opener(statistics)
+    held = opener.open(answer(ring, torch.zeros(5)))
+    second = answer(ring, torch.ones(5))
+    assert Opener(Statistics()).will_copy(second)
+    copy = opener.open(second)
+    assert (ring.leased, len(ring._free), statistics.copy_outs) == (1, 2, 1)
+    for _ in range(2):  # every free slot is written again
+        assert opener.open(answer(ring, torch.full((5,), 9.0))).tolist() == [9.0] * 5
+    assert (held.tolist(), copy.tolist()) == ([0.0] * 5, [1.0] * 5)
+
+
+def test_a_segment_of_its_own_needs_no_copy() -> None:
+    """A one-off batch is a view of its own memory, and its descriptor is closed."""
+    statistics = Statistics()
+    item = answer(None, torch.arange(4))
+    assert not Opener(Statistics()).will_copy(item)
+    batch = Opener(statistics).open(item)
+    assert item.fd is not None
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(item.fd)
+    assert (batch.tolist(), statistics.copy_outs) == ([0, 1, 2, 3], 0)
+
+
+def test_segments_that_a_consumer_hoards_are_bounded() -> None:
+    """Each held one-off batch costs a mapping, so from some number on they are copied, until others are dropped."""
+    statistics = Statistics()
+    opener = Opener(statistics)
+    held = [opener.open(answer(None, torch.zeros(4))) for _ in range(_MOST_ONEOFFS)]
+    assert statistics.copy_outs == 0
+    item = answer(None, torch.ones(4))
+    assert opener.will_copy(item)
+    assert opener.open(item).tolist() == [1.0] * 4
+    assert statistics.copy_outs == 1
+    held.pop()
+    held.append(opener.open(answer(None, torch.zeros(4))))
+    assert statistics.copy_outs == 1
+    assert all(batch.tolist() == [0.0] * 4 for batch in held)
+
+
+def test_a_batch_without_bytes() -> None:
+    """Strings and other small things need no memory at all."""
+    assert Opener(Statistics()).open(answer(None, {"a": ["x", 1]})) == {"a": ["x", 1]}
+
+
+def test_discarding_gives_back_slot_and_descriptor() -> None:
+    """A batch that nobody wants leaves nothing behind (the leak check looks)."""
+    ring = new_ring()
+    answer(ring, torch.zeros(3)).discard()
+    answer(None, torch.zeros(3)).discard()
+    answer(None, "nothing").discard()
+    assert ring.idle
+
+
+def test_large_pickles_are_warned_about_once() -> None:
+    """Megabytes of Python objects are named, with the way out, once an iterator."""
+    opener = Opener(Statistics())
+    with pytest.warns(UserWarning, match=r"2,000,000 bytes of Python objects.*tensors or numpy arrays"):
+        opener.open(answer(None, "x", pickled=2_000_000))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opener.open(answer(None, "x", pickled=2_000_000))
+        Opener(Statistics()).open(answer(None, "x", pickled=10_000))
+
+
+def test_a_copy_of_a_batch_that_cannot_be_built_frees_its_slot() -> None:
+    """An object that does not unpickle in the main process costs no slot."""
+    ring = new_ring()
+    opener = Opener(Statistics())
+    held = opener.open(answer(ring, torch.zeros(5)))
+    for _ in range(4):
+        item = answer(ring, [torch.zeros(5), Broken()])
+        assert Opener(Statistics()).will_copy(item)
+        with pytest.raises(KeyError, match="broken"):
+            opener.open(item)
+        del item
+    del held
+    gc.collect()
+    assert ring.idle
+
+
+def test_a_view_of_a_batch_that_cannot_be_built_frees_its_slot() -> None:
+    """The same where the batch would have been a view."""
+    ring = new_ring()
+    item = answer(ring, [torch.zeros(5), Broken()])
+    with pytest.raises(KeyError, match="broken"):
+        Opener(Statistics()).open(item)
+    del item
+    gc.collect()
+    assert ring.idle
+
+
+class Broken:
+    def __reduce__(self) -> tuple[object, ...]:
+        return _break, ()
+
+
+def _break() -> None:
+    raise KeyError("broken")
+
+
+def test_worker_errors_are_raised_as_they_were() -> None:
+    """A user's error keeps its type and tells where it was raised; one of ours is raised as it is."""
+    try:
+        raise KeyError("missing")
+    except KeyError as error:
+        wrapper = ExceptionWrapper(
+            exc_info=(KeyError, error, error.__traceback__), where="in DataLoader worker process 3"
+        )
+    with pytest.raises(KeyError, match="DataLoader worker process 3"):
+        raise_worker_error(wrapper)
+    ours = RingMemoryError(1, 2, "why")
+    with pytest.raises(RingMemoryError) as caught:
+        raise_worker_error(ours)
+    assert caught.value is ours

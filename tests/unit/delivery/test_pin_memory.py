@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from asyncloader.delivery.opener import Opener
+from asyncloader.delivery.stage import Pinned, PinStage
+from asyncloader.events import Action, Deliver, Fail, Finish
+from asyncloader.statistics import Statistics
+from tests.delivery.answers import deliver, new_ring
+from tests.delivery.stages import closing
+
+
+class Stage:
+    """A stage with a list behind it, and an event that tells when the last item has come out."""
+
+    def __init__(self, pin: Any) -> None:
+        self.out: list[Action] = []
+        self.threads: set[threading.Thread] = set()
+        self.ended = threading.Event()
+        self.stage = PinStage(Opener(Statistics()), pin, self.forward)
+
+    def forward(self, item: Action) -> None:
+        self.out.append(item)
+        self.threads.add(threading.current_thread())
+        if isinstance(item, Finish):
+            self.ended.set()
+
+
+def clone(batch: torch.Tensor) -> torch.Tensor:
+    """What pinning does, as far as this stage can tell: a copy elsewhere."""
+    return batch.clone()
+
+
+def test_items_keep_their_order_and_carry_the_pinned_batch() -> None:
+    """Batches, failures of tasks and the end come out in the order in which they went in."""
+    ring = new_ring()
+    stage = Stage(clone)
+    failure = Deliver(1, 0, "a task's error")
+    items: list[Action] = [deliver(0, ring), failure, deliver(2, None), Finish()]
+    while items:
+        stage.stage.put(items.pop(0))
+    assert stage.ended.wait(60)
+    stage.stage.close()
+    first, second, third, last = stage.out
+    assert second is failure
+    assert last == Finish()
+    for seq, item in ((0, first), (2, third)):
+        assert isinstance(item, Deliver)
+        assert isinstance(item.outcome, Pinned)
+        assert item.outcome.batch.tolist() == [seq] * 10
+        assert (item.seq, item.outcome.result.seq, item.outcome.result.samples) == (seq, seq, 10)
+    assert len(stage.threads) == 1
+    assert threading.current_thread() not in stage.threads
+
+
+def test_the_slot_is_free_once_the_batch_is_pinned() -> None:
+    """The copy frees the slot, however long the consumer keeps the pinned batch."""
+    ring = new_ring()
+    stage = Stage(clone)
+    for seq in range(8):
+        stage.stage.put(deliver(seq, ring))
+    stage.stage.put(Finish())
+    assert stage.ended.wait(60)
+    stage.stage.close()
+    assert len(stage.out) == 9
+    assert ring.idle
+
+
+def test_an_error_becomes_a_failure() -> None:
+    """What pinning raises reaches the consumer in the batch's place, and the slot comes back."""
+
+    def refuse(batch: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no page-locked memory left")
+
+    ring = new_ring()
+    stage = Stage(refuse)
+    stage.stage.put(deliver(0, ring))
+    stage.stage.put(Finish())
+    assert stage.ended.wait(60)
+    stage.stage.close()
+    failed = stage.out.pop(0)
+    assert isinstance(failed, Fail)
+    assert str(failed.error) == "no page-locked memory left"
+    failed.error.__traceback__ = None
+    del failed
+    assert ring.idle
+
+
+@pytest.mark.parametrize("oneoff", [False, True], ids=["slot", "segment"])
+def test_closing_gives_back_what_was_not_pinned(oneoff: bool) -> None:
+    """`close` lets the present copy end; slots and descriptors of the rest come back."""
+    ring = new_ring()
+    begun, go = threading.Event(), threading.Event()
+
+    def slow(batch: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        assert go.wait(60)
+        return batch.clone()
+
+    stage = Stage(slow)
+    items = [deliver(seq, None if oneoff else ring) for seq in range(4)]
+    fds = [item.outcome.fd for item in items if item.outcome.fd is not None]
+    while items:
+        stage.stage.put(items.pop(0))
+    assert begun.wait(60)
+    closer = closing(stage.stage)
+    go.set()
+    closer.join()
+    assert [type(item) for item in stage.out] == [Deliver]
+    assert ring.idle
+    for fd in fds:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+
+
+def test_closing_an_idle_stage_ends_its_thread() -> None:
+    """No thread is left (the leak check looks), whether or not anything was ever put."""
+    Stage(clone).stage.close()
+    stage = Stage(clone)
+    stage.stage.put(Finish())
+    assert stage.ended.wait(60)
+    stage.stage.close()
+    assert not any(thread.is_alive() for thread in stage.threads)

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from asyncloader.epoch.quarantine import Quarantine
+from asyncloader.errors import TaskQuarantined, WorkerDied
+from asyncloader.events import Placed, Poisoned, Task
+from asyncloader.options import OnError
+from asyncloader.workers.fetch.sample_errors import BadSample, places_lost
+
+
+def poisoned(index: Any, trace: str = "") -> Poisoned:
+    deaths = WorkerDied(0, 101, -9), WorkerDied(2, 102, 3, trace=trace)
+    return Poisoned(Task(1, 7, index), deaths)
+
+
+def settled(
+    index: Any, on_error: OnError, *, batched: bool = True, replicas: int = 1, trace: str = ""
+) -> tuple[Any, list[BadSample]]:
+    quarantine = Quarantine(on_error, tuple, batched=batched, replicas=replicas)
+    return quarantine.settle(poisoned(index, trace))
+
+
+class Asked:
+    """An `on_error` function that gives ten times the index."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, Exception]] = []
+
+    def __call__(self, index: Any, error: Exception) -> Any:
+        self.calls.append((index, error))
+        return 10 * index
+
+
+# -------------------------------------------------------------------------------------------------- raise
+
+
+@pytest.mark.parametrize("index", [[3, 4], 3])
+def test_it_is_raised_with_the_indices_and_the_deaths(index: Any) -> None:
+    """By default: what the sampler gave, which workers died how, and the last one's last words."""
+    with pytest.raises(TaskQuarantined) as caught:
+        settled(index, "raise", batched=isinstance(index, list), trace="assertion failed in libfoo")
+    assert caught.value.indices == index
+    assert caught.value.deaths == ((0, 101, -9), (2, 102, 3))
+    assert caught.value.stderr == "assertion failed in libfoo"
+
+
+def test_the_position_is_no_part_of_the_indices() -> None:
+    """In seeded mode tasks carry their place; the error shows the dataset's indices alone."""
+    with pytest.raises(TaskQuarantined) as caught:
+        settled(Placed(40, [3, 4]), "raise")
+    assert caught.value.indices == [3, 4]
+
+
+# --------------------------------------------------------------------------------------------------- skip
+
+
+def test_skip_leaves_out_the_batch_and_records_each_sample() -> None:
+    """No batch; a record for each index, with the last worker's number and pid, and its last words."""
+    batch, records = settled([3, 4, 5], "skip", trace="last words")
+    assert batch is None
+    assert [record.index for record in records] == [3, 4, 5]
+    assert places_lost(records) == 3
+    for record in records:
+        assert record.position is None
+        assert (record.worker, record.pid, record.action, record.substitute) == (2, 102, "skipped", None)
+        assert record.error.startswith("TaskQuarantined: the task for indices [3, 4, 5] killed 2 workers")
+        assert record.traceback == "last words"
+
+
+@pytest.mark.parametrize(("replicas", "positions"), [(1, [40, 41, 42]), (4, [40, 44, 48])])
+def test_records_have_the_samples_positions(replicas: int, positions: list[int]) -> None:
+    """In seeded mode each sample has its place in the global order, of which this rank has every so manieth."""
+    _, records = settled(Placed(40, [3, 4, 5]), "skip", replicas=replicas)
+    assert [record.position for record in records] == positions
+    assert [record.index for record in records] == [3, 4, 5]
+    assert places_lost(records) == 3
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_without_batches_a_task_is_one_sample(placed: bool) -> None:
+    """With batch_size=None the index is a sample's, even where it looks like several."""
+    index = (3, 4)
+    batch, (record,) = settled(Placed(6, index) if placed else index, "skip", batched=False)
+    assert batch is None
+    assert record.index == index
+    assert record.position == (6 if placed else None)
+
+
+def test_records_are_bounded() -> None:
+    """They keep to the lengths that `BadSample` promises, whatever the workers wrote."""
+    _, records = settled(list(range(1000)), "skip", trace="x" * 100_000)
+    assert max(len(record.error) for record in records) <= 1000
+    assert max(len(record.traceback) for record in records) <= 16_000
+
+
+# -------------------------------------------------------------------------------------------------- a function
+
+
+def test_a_function_gives_substitutes() -> None:
+    """It is asked for each index, with the error; what it gives is collated to the batch."""
+    ask = Asked()
+    batch, records = settled(Placed(40, [3, 4]), ask)
+    assert batch == (30, 40)
+    assert [index for index, _ in ask.calls] == [3, 4]
+    assert all(isinstance(error, TaskQuarantined) for _, error in ask.calls)
+    assert [(record.index, record.position, record.action) for record in records] == [
+        (3, 40, "replaced"),
+        (4, 41, "replaced"),
+    ]
+    assert places_lost(records) == 0
+
+
+def test_without_batches_the_substitute_is_collated_alone() -> None:
+    """`collate_fn` gets a sample, as it does from a worker then."""
+    collated: list[Any] = []
+    quarantine = Quarantine(Asked(), collated.append, batched=False, replicas=1)
+    _, records = quarantine.settle(poisoned(5))
+    assert collated == [50]
+    assert len(records) == 1
+
+
+def test_what_the_function_raises_is_raised() -> None:
+    """It may refuse; with the error that it was given, or one of its own."""
+
+    def refuse(index: int, error: Exception) -> Any:
+        if index == 4:
+            raise LookupError("no substitute for 4") from error
+        return index
+
+    with pytest.raises(LookupError, match="no substitute for 4") as caught:
+        settled([3, 4, 5], refuse)
+    assert isinstance(caught.value.__cause__, TaskQuarantined)
+
+
+async def _awaited(index: Any, error: Exception) -> Any:
+    return index
+
+
+class _AwaitedCall:
+    async def __call__(self, index: Any, error: Exception) -> Any:
+        return index
+
+
+@pytest.mark.parametrize("ask", [_awaited, _AwaitedCall()], ids=["function", "object"])
+def test_a_coroutine_function_cannot_be_asked(ask: OnError) -> None:
+    """There is no worker whose loop could await it: the error is raised, and no coroutine is left unawaited."""
+    with pytest.raises(TaskQuarantined):
+        settled([3, 4], ask)
+
+
+def test_what_collation_raises_is_raised() -> None:
+    """Substitutes that do not go together fail as they would in a worker."""
+
+    def collate(samples: Sequence[Any]) -> Any:
+        raise TypeError(f"cannot collate {len(samples)} samples")
+
+    quarantine = Quarantine(Asked(), collate, batched=True, replicas=1)
+    with pytest.raises(TypeError, match="cannot collate 2 samples"):
+        quarantine.settle(poisoned([1, 2]))

@@ -1,0 +1,352 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncloader.epoch.scheduler import Scheduler
+from asyncloader.errors import WorkerDied
+from asyncloader.events import (
+    Assign,
+    Completed,
+    Deliver,
+    Delivered,
+    Died,
+    Exhausted,
+    Fail,
+    Finish,
+    Offered,
+    Pull,
+    SamplerEnded,
+    Started,
+    Task,
+)
+
+
+def started(workers: int = 2, credits: int = 2, offers: int = 0, **options: Any) -> Scheduler:
+    """A scheduler that has started and was offered the indices 0 to ``offers - 1``."""
+    scheduler = Scheduler(workers=workers, credits=credits, **options)
+    scheduler.handle(Started())
+    for index in range(offers):
+        scheduler.handle(Offered(index))
+    return scheduler
+
+
+def test_start_asks_for_all_credits() -> None:
+    """At the start the sampler is asked for credits x workers indices, as torch draws them."""
+    assert Scheduler(workers=3, credits=2).handle(Started()) == [Pull(6)]
+
+
+def test_round_robin_takes_turns() -> None:
+    """The next worker in turn gets the next task, numbered from 0."""
+    s = started(epoch=7)
+    assert s.handle(Offered("a")) == [Assign(0, Task(7, 0, "a"))]
+    assert s.handle(Offered("b")) == [Assign(1, Task(7, 1, "b"))]
+    assert s.handle(Offered("c")) == [Assign(0, Task(7, 2, "c"))]
+
+
+def test_delivery_waits_for_the_head_of_the_line() -> None:
+    """An answer that came early is delivered right after the one before it."""
+    s = started(offers=3)
+    assert s.handle(Completed(0, 2, "C")) == []
+    assert s.handle(Completed(1, 1, "B")) == []
+    assert s.handle(Completed(0, 0, "A")) == [Deliver(0, 0, "A"), Deliver(1, 1, "B"), Deliver(2, 0, "C")]
+
+
+def test_in_order_false_delivers_at_once() -> None:
+    """With in_order=False an answer goes to the consumer as it comes."""
+    s = started(offers=3, in_order=False)
+    assert s.handle(Completed(0, 2, "C")) == [Deliver(2, 0, "C")]
+
+
+def test_credit_returns_at_delivery_not_at_completion() -> None:
+    """Only a batch that the consumer took makes room for another one."""
+    s = started(workers=1, credits=1, offers=1)
+    assert s.handle(Completed(0, 0, "A")) == [Deliver(0, 0, "A")]
+    assert s.handle(Delivered(0)) == [Pull(1)]
+
+
+def test_least_loaded_prefers_the_worker_with_fewest_unanswered() -> None:
+    """Answered tasks do not count as load, delivered or not."""
+    s = started(offers=2, assignment="least_loaded")
+    s.handle(Completed(1, 1, "B"))
+    assert s.handle(Offered("c")) == [Assign(1, Task(0, 2, "c"))]
+
+
+def ahead(run_ahead: int, credits: int = 1) -> Scheduler:
+    """Two workers, of which worker 0 has not answered task 0 yet, and worker 1 is through with its first tasks."""
+    return started(workers=2, credits=credits, offers=2 * credits, assignment="least_loaded", run_ahead=run_ahead)
+
+
+def test_held_back_batches_let_others_run_ahead() -> None:
+    """While the head of the line is slow, each batch that waits for it makes room for one more, up to `run_ahead`."""
+    s = ahead(2)
+    assert s.handle(Completed(1, 1, "B")) == [Pull(1)]
+    assert s.handle(Offered("c")) == [Assign(1, Task(0, 2, "c"))]
+    assert s.handle(Completed(1, 2, "C")) == [Pull(1)]
+    assert s.handle(Offered("d")) == [Assign(1, Task(0, 3, "d"))]
+    assert s.handle(Completed(1, 3, "D")) == []
+    assert s.undelivered == 4
+
+
+def test_without_run_ahead_the_head_of_the_line_stops_all() -> None:
+    """`run_ahead` 0 gives out no more than the credits."""
+    s = ahead(0)
+    assert s.handle(Completed(1, 1, "B")) == []
+
+
+def test_what_ran_ahead_is_made_up_for() -> None:
+    """Once the head has come, credits are given back only when fewer than all of them are undelivered."""
+    s = ahead(2)
+    s.handle(Completed(1, 1, "B"))
+    s.handle(Offered("c"))
+    s.handle(Completed(1, 2, "C"))
+    s.handle(Offered("d"))
+    assert s.handle(Completed(0, 0, "A")) == [Deliver(0, 0, "A"), Deliver(1, 1, "B"), Deliver(2, 1, "C")]
+    assert s.handle(Delivered(0)) == []
+    assert s.handle(Delivered(1)) == []
+    assert s.handle(Delivered(2)) == [Pull(1)]
+    assert s.handle(Offered("e")) == [Assign(0, Task(0, 4, "e"))]
+    assert s.handle(Completed(0, 4, "E")) == [Pull(1)]
+
+
+def test_what_was_asked_for_counts() -> None:
+    """Indices that the sampler has not given yet are not asked for twice."""
+    s = ahead(3)
+    assert s.handle(Completed(1, 1, "B")) == [Pull(1)]
+    s = ahead(3, credits=2)
+    assert s.handle(Completed(1, 1, "B")) == [Pull(1)]
+    assert s.handle(Completed(1, 3, "D")) == [Pull(1)]
+
+
+def test_run_ahead_may_be_lowered() -> None:
+    """Less memory for what waits means fewer tasks from then on; what is outstanding stays."""
+    s = ahead(2)
+    s.handle(Completed(1, 1, "B"))
+    s.handle(Offered("c"))
+    s.run_ahead = 1
+    assert s.handle(Completed(1, 2, "C")) == []
+    s.run_ahead = 2
+    assert s.handle(Completed(0, 0, "A"))[-1] == Deliver(2, 1, "C")
+    assert s.handle(Delivered(0)) == []
+    assert s.handle(Delivered(1)) == [Pull(1)]
+
+
+def test_nobody_runs_ahead_past_the_samplers_end() -> None:
+    """A sampler that has ended is not asked again."""
+    s = ahead(2)
+    s.handle(SamplerEnded())
+    assert s.handle(Completed(1, 1, "B")) == []
+
+
+def test_nobody_runs_ahead_out_of_order_or_in_turn() -> None:
+    """Nothing is held back with in_order=False; in torch's turns batches are bound to workers."""
+    s = started(workers=2, credits=1, offers=2, assignment="least_loaded", in_order=False, run_ahead=2)
+    assert s.handle(Completed(1, 1, "B")) == [Deliver(1, 1, "B")]
+    s = started(workers=2, credits=1, offers=2, run_ahead=2)
+    assert s.handle(Completed(1, 1, "B")) == []
+
+
+def test_one_worker_does_not_hold_everything() -> None:
+    """A worker has at most its credits, and `run_ahead`, undelivered: as many slots its ring has."""
+    s = started(workers=2, credits=1, offers=2, assignment="least_loaded", run_ahead=1)
+    s.handle(Completed(1, 1, "B"))
+    assert s.handle(Offered("c")) == [Assign(1, Task(0, 2, "c"))]
+    s.handle(Completed(1, 2, "C"))
+    s.handle(Completed(0, 0, "A"))
+    s.handle(Delivered(0))
+    assert s.handle(Delivered(1)) == [Pull(1)]
+    assert s.handle(Offered("d")) == [Assign(0, Task(0, 3, "d"))]
+
+
+def test_an_offer_beyond_what_may_run_ahead_is_refused() -> None:
+    """The error says how many may be undelivered at most."""
+    s = ahead(1)
+    s.handle(Offered("c"))
+    with pytest.raises(ValueError, match="3 undelivered, 1 credits x 2 workers, 1 ahead"):
+        s.handle(Offered("d"))
+
+
+def test_the_first_turn_may_be_anybodys() -> None:
+    """A stream that goes on in its middle begins with the worker whose turn it was."""
+    s = Scheduler(workers=3, credits=1, iterable=True, turn=2)
+    assert s.handle(Started()) == [
+        Assign(2, Task(0, 0, None)),
+        Assign(0, Task(0, 1, None)),
+        Assign(1, Task(0, 2, None)),
+    ]
+    s = started(workers=3, turn=1)
+    assert [s.handle(Offered(i))[0].worker for i in range(4)] == [1, 2, 0, 1]  # type: ignore[union-attr]
+
+
+def test_round_robin_goes_on_to_a_loaded_worker_in_order() -> None:
+    """In order, torch's turn is kept even if that worker is behind."""
+    s = started(offers=2)
+    s.handle(Completed(1, 1, "B"))
+    assert s.handle(Offered("c")) == [Assign(0, Task(0, 2, "c"))]
+
+
+def test_round_robin_out_of_order_skips_a_worker_at_its_share() -> None:
+    """With in_order=False a worker that has its share outstanding is passed over."""
+    s = started(credits=1, offers=2, in_order=False)
+    s.handle(Completed(1, 1, "B"))
+    s.handle(Delivered(1))
+    assert s.handle(Offered("c")) == [Assign(1, Task(0, 2, "c"))]
+    s.handle(Completed(1, 2, "C"))
+    s.handle(Delivered(2))
+    assert s.handle(Offered("d")) == [Assign(1, Task(0, 3, "d"))]
+
+
+def test_finish_comes_after_the_last_delivery() -> None:
+    """The epoch ends when the sampler has ended and the consumer took everything."""
+    s = started(offers=1)
+    assert s.handle(SamplerEnded()) == []
+    s.handle(Completed(0, 0, "A"))
+    assert not s.over
+    assert s.handle(Delivered(0)) == [Finish()]
+    assert s.over
+
+
+def test_empty_sampler_finishes_at_once() -> None:
+    """No index, no batch."""
+    assert started().handle(SamplerEnded()) == [Finish()]
+
+
+def test_sampler_is_not_asked_after_its_end() -> None:
+    """Deliveries after the sampler's end pull nothing."""
+    s = started(workers=1, offers=2)
+    s.handle(SamplerEnded())
+    s.handle(Completed(0, 0, "A"))
+    assert s.handle(Delivered(0)) == []
+
+
+def test_iterable_offers_itself_tasks() -> None:
+    """Without a sampler every credit becomes a task with no index."""
+    actions = Scheduler(workers=2, credits=1, iterable=True).handle(Started())
+    assert actions == [Assign(0, Task(0, 0, None)), Assign(1, Task(0, 1, None))]
+
+
+def test_exhausted_worker_gets_no_more_and_its_tasks_are_void() -> None:
+    """When a copy ends, its other tasks are void and one new task goes to a worker that still has data."""
+    s = started(iterable=True)  # tasks 0 and 2 at worker 0, 1 and 3 at worker 1
+    s.handle(Completed(1, 1, "B"))
+    assert s.handle(Exhausted(0, 0)) == [Deliver(1, 1, "B"), Assign(1, Task(0, 4, None))]
+    assert set(s.outstanding) == {3, 4}
+
+
+def test_answers_of_a_worker_that_ended_later_are_still_delivered() -> None:
+    """What a worker gave before its end stays in line."""
+    s = started(workers=1, credits=3, iterable=True)
+    s.handle(Completed(0, 0, "A"))
+    assert s.handle(Exhausted(0, 1)) == []
+    assert s.handle(Delivered(0)) == [Finish()]
+
+
+def test_iterable_finishes_when_every_copy_ended() -> None:
+    """Finish waits for the last copy."""
+    s = started(credits=1, iterable=True)
+    assert s.handle(Exhausted(0, 0)) == [Assign(1, Task(0, 2, None))]
+    assert s.handle(Exhausted(1, 1)) == [Finish()]
+
+
+def test_death_ends_the_epoch_with_its_error() -> None:
+    """A worker's death is a `Fail`, and after it nothing is done any more."""
+    s = started(offers=2)
+    error = WorkerDied(0, 17, -9)
+    (fail,) = s.handle(Died(0, error))
+    assert isinstance(fail, Fail)
+    assert isinstance(fail.error, WorkerDied)
+    assert (fail.error.pid, fail.error.exitcode) == (17, -9)
+    assert "max_worker_restarts" in str(fail.error)
+    assert s.over
+    assert s.handle(Completed(1, 1, "B")) == []
+    assert s.handle(Died(1, error)) == []
+
+
+def test_outstanding_tasks_survive_a_death() -> None:
+    """Unanswered tasks are known after a death, with all that is needed to give them to another worker."""
+    s = started(offers=3)
+    s.handle(Completed(0, 0, "A"))
+    s.handle(Died(1, WorkerDied(1, 17, -9)))
+    assert s.outstanding == {1: Task(0, 1, 1), 2: Task(0, 2, 2)}
+
+
+def test_abandon_gives_what_nobody_will_take() -> None:
+    """Answers that wait for the head of the line are handed out when the epoch is abandoned, once; then it is over."""
+    s = started(offers=4)
+    s.handle(Completed(1, 1, "B"))
+    s.handle(Completed(1, 3, "D"))
+    assert s.abandon() == [Deliver(1, 1, "B"), Deliver(3, 1, "D")]
+    assert s.abandon() == []
+    assert s.handle(Completed(0, 0, "A")) == []
+    assert s.over
+
+
+def test_outstanding_is_a_copy() -> None:
+    """A caller cannot change the scheduler through what it reads."""
+    s = started(offers=1)
+    s.outstanding.clear()
+    assert s.outstanding == {0: Task(0, 0, 0)}
+
+
+def test_undelivered_counts_until_the_consumer_takes() -> None:
+    """A batch counts from its assignment to its delivery."""
+    s = started(offers=2)
+    s.handle(Completed(0, 0, "A"))
+    assert s.undelivered == 2
+    s.handle(Delivered(0))
+    assert s.undelivered == 1
+
+
+def test_repr_is_one_short_line() -> None:
+    """The repr names the epoch and what is outstanding."""
+    assert repr(started(offers=3)) == "<Scheduler epoch=0 sent=3 unanswered=3 undelivered=3 next=0 over=False>"
+
+
+@pytest.mark.parametrize(("workers", "credits"), [(0, 1), (1, 0), (-1, 2)])
+def test_sizes_must_be_positive(workers: int, credits: int) -> None:
+    """No workers or no credits cannot load anything; the error names both values."""
+    with pytest.raises(ValueError, match=f"workers={workers}, credits={credits}"):
+        Scheduler(workers=workers, credits=credits)
+
+
+def test_offer_beyond_the_credits_is_refused() -> None:
+    """An index that nobody may work on is an error of the shell, and says by how much."""
+    s = started(workers=2, credits=1, offers=2)
+    with pytest.raises(ValueError, match="beyond the credits: 2 undelivered, 1 credits x 2 workers, 0 ahead"):
+        s.handle(Offered("c"))
+
+
+def test_answer_that_nobody_waits_for_is_refused() -> None:
+    """An unknown or repeated answer is an error."""
+    s = started(offers=1)
+    with pytest.raises(ValueError, match="task 5 was answered but not outstanding"):
+        s.handle(Completed(0, 5, "?"))
+    s.handle(Completed(0, 0, "A"))
+    with pytest.raises(ValueError, match="task 0 was answered but not outstanding"):
+        s.handle(Completed(0, 0, "A"))
+
+
+def test_answer_to_a_void_task_is_refused() -> None:
+    """A worker that ended answers none of its later tasks."""
+    s = started(iterable=True)
+    s.handle(Exhausted(0, 0))
+    with pytest.raises(ValueError, match="task 2 was answered but not outstanding"):
+        s.handle(Completed(0, 2, "?"))
+
+
+def test_second_delivery_is_refused() -> None:
+    """A credit returns once."""
+    s = started(offers=1)
+    s.handle(Completed(0, 0, "A"))
+    s.handle(Delivered(0))
+    with pytest.raises(ValueError, match="task 0 was delivered twice"):
+        s.handle(Delivered(0))
+
+
+def test_delivery_of_an_unanswered_task_is_refused() -> None:
+    """Nobody can have taken a batch that was not made yet; the task stays outstanding."""
+    s = started(offers=1)
+    with pytest.raises(ValueError, match="task 0"):
+        s.handle(Delivered(0))
+    assert s.handle(Completed(0, 0, "A")) == [Deliver(0, 0, "A")]

@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncloader.epoch.scheduler import Scheduler, quarantined
+from asyncloader.errors import TaskQuarantined, WorkerDied
+from asyncloader.events import (
+    Action,
+    Assign,
+    Completed,
+    Deliver,
+    Delivered,
+    Died,
+    Exhausted,
+    Fail,
+    Finish,
+    Offered,
+    Placed,
+    Poisoned,
+    Pull,
+    Replace,
+    Replaced,
+    SamplerEnded,
+    Started,
+    Task,
+)
+
+
+def started(workers: int = 2, credits: int = 2, offers: int = 0, max_restarts: int = 3, **options: Any) -> Scheduler:
+    """A scheduler that has started and was offered the indices 0 to ``offers - 1``."""
+    scheduler = Scheduler(workers=workers, credits=credits, max_restarts=max_restarts, **options)
+    scheduler.handle(Started())
+    for index in range(offers):
+        scheduler.handle(Offered(index))
+    return scheduler
+
+
+def death(worker: int, pid: int = 17, **options: Any) -> Died:
+    return Died(worker, WorkerDied(worker, pid, -9), **options)
+
+
+def dies(scheduler: Scheduler, worker: int, *pids: int, **options: Any) -> None:
+    """The worker dies so often, and is replaced each time."""
+    for pid in pids:
+        scheduler.handle(death(worker, pid, **options))
+        scheduler.handle(Replaced(worker))
+
+
+def task(seq: int) -> Task:
+    return Task(0, seq, seq)
+
+
+def failure(actions: list[Action]) -> BaseException:
+    (fail,) = actions
+    assert isinstance(fail, Fail)
+    return fail.error
+
+
+def test_a_bound_workers_tasks_wait_for_its_replacement() -> None:
+    """Round robin: the same worker number makes them again, under the same numbers, the first as a suspect."""
+    s = started(offers=4)
+    assert s.handle(death(0)) == [Replace(0)]
+    assert s.handle(Replaced(0)) == [Assign(0, task(0), suspect=True), Assign(0, task(2))]
+
+
+def test_a_free_workers_tasks_go_to_the_living() -> None:
+    """Least loaded: who lives has them at once, but for the suspect, which waits."""
+    s = started(workers=3, offers=6, assignment="least_loaded")
+    s.handle(Completed(1, 1, "B"))
+    assert s.handle(death(0)) == [Replace(0), Assign(1, task(3))]
+    assert s.handle(Replaced(0)) == [Assign(0, task(0), suspect=True)]
+
+
+def test_without_anybody_alive_tasks_wait() -> None:
+    """Least loaded with all workers down: nothing is sent, and everything is once they are there."""
+    s = started(offers=4, assignment="least_loaded")
+    assert s.handle(death(0)) == [Replace(0), Assign(1, task(2))]
+    assert s.handle(death(1)) == [Replace(1)]
+    assert s.handle(Replaced(1)) == [Assign(1, task(1), suspect=True), Assign(1, task(3)), Assign(1, task(2))]
+    assert s.handle(Replaced(0)) == [Assign(0, task(0), suspect=True)]
+
+
+def test_new_tasks_for_a_worker_that_is_down_wait_behind_the_old_ones() -> None:
+    """The sampler is read on meanwhile, and the order of each worker's tasks is kept."""
+    s = started(credits=2, offers=2)
+    s.handle(death(0))
+    assert s.handle(Offered(2)) == []
+    assert s.handle(Offered(3)) == [Assign(1, task(3))]
+    assert s.handle(Replaced(0)) == [Assign(0, task(0), suspect=True), Assign(0, task(2))]
+
+
+def test_answers_after_a_healing_are_delivered_in_order() -> None:
+    """What was held back for the lost task comes right after it."""
+    s = started(offers=3)
+    s.handle(Completed(1, 1, "B"))
+    s.handle(death(0))
+    s.handle(Replaced(0))
+    assert s.handle(Completed(0, 0, "A")) == [Deliver(0, 0, "A"), Deliver(1, 1, "B")]
+
+
+def test_suspects_of_a_concurrent_worker_come_one_at_a_time() -> None:
+    """Each is tried alone, then the others follow together."""
+    s = started(workers=1, credits=3, offers=2, concurrent=True)
+    s.handle(death(0))
+    s.handle(Offered(2))
+    assert s.handle(Replaced(0)) == [Assign(0, task(0), suspect=True)]
+    assert s.handle(Completed(0, 0, "A")) == [Deliver(0, 0, "A"), Assign(0, task(1), suspect=True)]
+    assert s.handle(Completed(0, 1, "B")) == [Deliver(1, 0, "B"), Assign(0, task(2))]
+
+
+def test_the_third_death_over_a_task_delivers_it_as_poisoned() -> None:
+    """In the batch's place, with all its deaths; the others are made by the replacement."""
+    s = started(workers=1, offers=2)
+    dies(s, 0, 17, 18)
+    again = s.handle(death(0, 19))
+    assert again[0] == Replace(0)
+    (deliver,) = again[1:]
+    assert isinstance(deliver, Deliver)
+    poisoned = deliver.outcome
+    assert isinstance(poisoned, Poisoned)
+    assert poisoned.task == task(0)
+    assert [error.pid for error in poisoned.deaths] == [17, 18, 19]
+    assert s.handle(Replaced(0)) == [Assign(0, task(1))]
+
+
+def test_what_is_pulled_for_a_poisoned_task_comes_behind_what_was_lost() -> None:
+    """A pull may be answered while the other actions are still to be done: it is the last, so that each worker has its
+    tasks in the order that tells over which of them it died.
+    """
+    s = started(workers=2, credits=2, offers=4, assignment="least_loaded", run_ahead=4)
+    # Worker 0 has tasks 0 and 2; worker 1 has 1 and 3.
+    dies(s, 1, 17, 18)  # over task 1; task 3 goes to worker 0
+    s.handle(Offered(4))
+    assert [seq for seq, owner in s._owner.items() if owner == 1] == [1, 4]
+    *others, last = s.handle(death(1, 19))
+    assert others == [Replace(1), Assign(0, task(4))]
+    assert isinstance(last, Pull)
+
+
+def test_nothing_is_replaced_that_has_nothing_to_do() -> None:
+    """At the epoch's end a worker may die in peace, if it owed nothing."""
+    s = started(offers=2)
+    s.handle(SamplerEnded())
+    s.handle(Completed(1, 1, "B"))
+    assert s.handle(death(1)) == []
+    s.handle(Completed(0, 0, "A"))
+    s.handle(Delivered(0))
+    assert s.handle(Delivered(1)) == [Finish()]
+
+
+def test_a_worker_that_died_in_peace_gets_nothing() -> None:
+    """Nobody is there any more: another one's tasks wait for that one's own replacement."""
+    s = started(offers=4, assignment="least_loaded")
+    s.handle(SamplerEnded())
+    for seq in (1, 3):
+        s.handle(Completed(1, seq, "B"))
+    assert s.handle(death(1)) == []
+    assert s.handle(death(0)) == [Replace(0)]
+    assert s.handle(Replaced(0)) == [Assign(0, task(0), suspect=True), Assign(0, task(2))]
+
+
+def test_a_copy_that_has_ended_is_not_replaced() -> None:
+    """Nor is a worker of an iterable dataset whose stream was read to its end."""
+    s = started(iterable=True)
+    s.handle(Exhausted(0, 0))
+    assert s.handle(death(0)) == []
+
+
+def test_an_obstacle_ends_the_epoch() -> None:
+    """A stream that cannot be read on is not replaced: the death is raised, with why."""
+    s = started(iterable=True)
+    error = failure(s.handle(death(0, obstacle="It was not replaced, because ...")))
+    assert isinstance(error, WorkerDied)
+    assert error.advice == "It was not replaced, because ..."
+    assert error.pid == 17
+    assert s.over
+
+
+def test_an_obstacle_is_none_for_a_worker_that_is_not_needed() -> None:
+    """Where nothing is to be read on, nothing stands in the way."""
+    s = started(iterable=True)
+    s.handle(Exhausted(0, 0))
+    assert s.handle(death(0, obstacle="It was not replaced, because ...")) == []
+
+
+def test_without_restarts_the_advice_names_the_option() -> None:
+    """And with restarts used up it says how many there were."""
+    assert "set max_worker_restarts" in str(failure(started(offers=2, max_restarts=0).handle(death(0))))
+    s = started(offers=2, max_restarts=1)
+    s.handle(death(0, at_work=False))
+    s.handle(Replaced(0))
+    assert "replaced 1 times" in str(failure(s.handle(death(0, at_work=False))))
+
+
+def test_retirement_needs_no_restarts() -> None:
+    """A worker that leaves by itself is replaced where no death is healed, and its tasks are no suspects."""
+    s = started(offers=4, max_restarts=0)
+    assert s.handle(death(0, retired=True)) == [Replace(0)]
+    assert s.handle(Replaced(0)) == [Assign(0, task(0)), Assign(0, task(2))]
+
+
+def test_a_quarantine_says_why_we_killed_its_workers() -> None:
+    """What is known of the last death beyond its exit code is told before the advice, and its last words at the end."""
+    first = WorkerDied(0, 17, -9)
+    last = WorkerDied(0, 18, -9, "The loader killed it: it was at one task for 5.0 seconds.", trace="a stack")
+    text = str(quarantined(Poisoned(task(4), (first, last))))
+    assert "killed by signal: Killed). The loader killed it: it was at one task for 5.0 seconds. Load these" in text
+    assert text.endswith("a stack")
+
+
+@pytest.mark.parametrize("index", [[3, 4], Placed(40, [3, 4])], ids=["plain", "placed"])
+def test_a_poisoned_task_beyond_the_restarts_ends_the_epoch(index: Any) -> None:
+    """The error is the quarantine's, which says more than the last death; its indices are the dataset's."""
+    s = started(workers=1, max_restarts=2)
+    s.handle(Offered(index))
+    dies(s, 0, 17, 18)
+    error = failure(s.handle(death(0, 19)))
+    assert isinstance(error, TaskQuarantined)
+    assert error.indices == [3, 4]
+    assert error.deaths == ((0, 17, -9), (0, 18, -9), (0, 19, -9))
+    assert "The epoch ends with it. Worker 0 had been replaced 2 times" in str(error)
+
+
+@pytest.mark.parametrize("index", [[3, 4], Placed(40, [3, 4])], ids=["plain", "placed"])
+def test_beyond_the_restarts_a_death_from_outside_names_the_indices(index: Any) -> None:
+    """It is no quarantine, however often one task was struck: but what the worker was at is told."""
+    s = started(workers=1, max_restarts=3)
+    s.handle(Offered(index))
+    dies(s, 0, 17, 18, 19, outside=True)
+    error = failure(s.handle(death(0, 20, outside=True)))
+    assert isinstance(error, WorkerDied)
+    assert error.pid == 20
+    assert error.advice == (
+        "It was at the task for indices [3, 4]. Worker 0 had been replaced 3 times in this epoch (max_worker_restarts)."
+    )
+
+
+def test_a_death_over_several_tasks_tells_how_many() -> None:
+    """Which of them it was nobody knows: their number, and the first one's indices."""
+    s = started(workers=1, credits=3, offers=3, concurrent=True, max_restarts=0)
+    assert "It was at 3 tasks, the first of them for indices 0. To have a worker" in str(failure(s.handle(death(0))))
+
+
+def test_a_stream_cannot_go_on_behind_a_poisoned_place() -> None:
+    """With restarts left, too: what comes after it cannot be reached."""
+    s = started(workers=1, iterable=True, max_restarts=9)
+    dies(s, 0, 17, 18)
+    error = failure(s.handle(death(0, 19)))
+    assert isinstance(error, TaskQuarantined)
+    assert error.indices is None
+    assert "A stream cannot go on behind it." in str(error)
+
+
+def test_a_stream_that_ends_on_trial_leaves_no_suspects() -> None:
+    """The tasks of a copy that has ended are void, and so is all that was suspected of them."""
+    s = started(workers=1, credits=2, iterable=True, concurrent=True)
+    s.handle(death(0))
+    assert s.handle(Replaced(0)) == [Assign(0, Task(0, 0, None), suspect=True)]
+    assert s.handle(Exhausted(0, 0)) == [Finish()]
+    assert not s._recovery._deaths
+
+
+def test_run_ahead_goes_on_beside_a_trial() -> None:
+    """An answer that is held back lets a worker run ahead, also where it sends a suspect off."""
+    s = started(workers=2, credits=2, offers=4, assignment="least_loaded", run_ahead=2, concurrent=True)
+    s.handle(death(1, 17))  # over tasks 1 and 3
+    assert s.handle(Replaced(1)) == [Assign(1, task(1), suspect=True)]
+    assert s.handle(Completed(1, 1, "B")) == [Assign(1, task(3), suspect=True), Pull(1)]

@@ -1,0 +1,108 @@
+"""Pieces: every sample is in exactly one of them, and there are as many as formats allow."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncloader.formats import JsonlReader, ShardFormat, ShardRange
+from asyncloader.remote.catalog import PARQUET, Piece, Shard, cut, format_of, named_format
+
+TAR = ShardFormat("tar", None)
+JSONL = ShardFormat("jsonl", None)
+
+
+def test_formats_by_extension_and_by_name() -> None:
+    """Parquet beside the formats of the push readers; a name is an extension without its dot."""
+    assert format_of("https://host/a.PARQUET?sig=1") == PARQUET
+    assert format_of("a.pq") == PARQUET
+    assert format_of("s3://bucket/a.tar#b?c.pq") == PARQUET
+    assert format_of("s3://bucket/a.tar?version=7") == TAR
+    assert format_of("https://host/a.tar?to=/b.pq") == TAR
+    assert format_of("a.tgz") == ShardFormat("tar", "gzip")
+    assert named_format("jsonl.zst") == ShardFormat("jsonl", "zstd")
+    assert named_format("parquet") == PARQUET
+    assert named_format(TAR) == TAR
+    assert named_format(None) is None
+    with pytest.raises(ValueError, match=r"no shard format has the extension of 'shard\.csv'"):
+        named_format("csv")
+
+
+def test_one_piece_a_shard_if_there_are_enough() -> None:
+    """What could be cut is not cut without need."""
+    shards = [Shard(f"{number}.jsonl", JSONL, 1000) for number in range(4)]
+    assert cut(shards, 4) == [Piece(number) for number in range(4)]
+    assert cut(shards, 1) == [Piece(number) for number in range(4)]
+
+
+def test_formats_without_places_to_cut_are_whole() -> None:
+    """Two tars stay two pieces, and JSON lines of unknown size one."""
+    assert cut([Shard("a.tar", TAR, 100), Shard("b.tar", TAR, 100)], 8) == [Piece(0), Piece(1)]
+    assert cut([Shard("a.jsonl", JSONL)], 8) == [Piece(0)]
+    assert cut([Shard("a.jsonl.gz", ShardFormat("jsonl", "gzip"), 100)], 8) == [Piece(0)]
+
+
+def test_parquet_is_cut_at_its_edges() -> None:
+    """The first piece begins with the shard, the last one has no end."""
+    shard = Shard("a.parquet", PARQUET, 1000, 60, edges=(0, 10, 20, 40, 60))
+    assert cut([shard], 2) == [Piece(0, 0, 20), Piece(0, 20, None)]
+    assert cut([shard], 9) == [Piece(0, 0, 10), Piece(0, 10, 20), Piece(0, 20, 40), Piece(0, 40, None)]
+
+
+def test_the_largest_are_cut_first() -> None:
+    """Pieces of different shards differ little in size."""
+    shards = [Shard("a.jsonl", JSONL, 900), Shard("b.tar", TAR, 10_000), Shard("c.jsonl", JSONL, 100)]
+    assert [piece.shard for piece in cut(shards, 6)] == [0, 0, 0, 0, 1, 2]
+
+
+def test_no_parts_are_refused() -> None:
+    """Nobody reads no parts."""
+    with pytest.raises(ValueError, match="into 0 parts"):
+        cut([], 0)
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.integers(0, 2000), st.lists(st.integers(1, 9), max_size=6)), max_size=6),
+    st.integers(1, 40),
+)
+@settings(deadline=None)
+def test_pieces_cover_each_shard_once(kinds: list[int | list[int] | None], parts: int) -> None:
+    """In order, without gap or overlap; as many as were asked for, unless no shard can be cut further."""
+    shards: list[Shard] = []
+    for number, kind in enumerate(kinds):
+        if kind is None:
+            shards.append(Shard(f"{number}.tar", TAR, 50))
+        elif isinstance(kind, int):
+            shards.append(Shard(f"{number}.jsonl", JSONL, kind))
+        else:
+            edges = tuple(itertools.accumulate([0, *kind]))
+            shards.append(Shard(f"{number}.parquet", PARQUET, sum(kind), edges[-1], edges=edges))
+    pieces = cut(shards, parts)
+    most = sum(1 if kind is None else max(1, kind) if isinstance(kind, int) else max(1, len(kind)) for kind in kinds)
+    assert len(pieces) == max(len(shards), min(parts, most))
+    assert [piece.shard for piece in pieces] == sorted(piece.shard for piece in pieces)
+    for number in range(len(shards)):
+        own = [piece for piece in pieces if piece.shard == number]
+        assert own[0].start == 0
+        assert own[-1].stop is None
+        assert [piece.stop for piece in own[:-1]] == [piece.start for piece in own[1:]]
+        assert all(piece.start < (piece.stop or piece.start + 1) for piece in own)
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=60), st.integers(1, 12))
+@settings(deadline=None)
+def test_lines_are_read_once(values: list[int], parts: int) -> None:
+    """The pieces of a JSON lines shard give all lines, each once, in order."""
+    data = b"".join(json.dumps({"value": value}).encode() + b"\n" for value in values)
+    read: list[int] = []
+    for piece in cut([Shard("a.jsonl", JSONL, len(data))], parts):
+        part = ShardRange(piece.start, piece.stop, piece.sync)
+        reader = JsonlReader("a.jsonl", start=part.start, stop=part.stop, sync=part.sync)
+        found = reader.feed(data[reader.feed_from :])
+        found += [] if reader.done else reader.end()
+        read += [sample["value"] for sample, _ in found]
+    assert read == values

@@ -1,0 +1,169 @@
+"""What a user writes, and the shards that are meant."""
+
+from __future__ import annotations
+
+import os
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncloader import AsyncDataLoader, RemoteIterableDataset
+from asyncloader.formats import ShardError, ShardFormat
+from asyncloader.remote.catalog import PARQUET
+from asyncloader.remote.discovery import MAX_INDEX_BYTES, expand_urls, find_shards
+from asyncloader.remote.stores import Stores
+from asyncloader.transports import AccessDenied, InvalidPath, MemoryTransport
+from tests.unit.remote.shards import mds, mds_index
+
+
+def test_one_or_several_patterns_and_paths() -> None:
+    """Patterns are expanded, path objects taken literally, repeats kept."""
+    assert expand_urls("s3://b/{0..2}.tar") == ["s3://b/0.tar", "s3://b/1.tar", "s3://b/2.tar"]
+    assert expand_urls(Path("a{0,1}.tar")) == ["a{0,1}.tar"]
+    assert expand_urls(["a.tar", "{b,a}.tar"]) == ["a.tar", "b.tar", "a.tar"]
+
+
+@pytest.mark.parametrize(
+    ("urls", "error", "match"),
+    [
+        ([], ValueError, "no URL was given"),
+        ([""], ValueError, "is empty"),
+        ([b"a.tar"], TypeError, "got bytes"),
+        (["{0..599999}.tar"] * 2, ValueError, "more than 1,000,000"),
+    ],
+)
+def test_urls_that_are_none(urls: Any, error: type[Exception], match: str) -> None:
+    """The error says what is wrong with them."""
+    with pytest.raises(error, match=match):
+        expand_urls(urls)
+
+
+def local(root: Path, *names: str) -> Stores:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+    return Stores()
+
+
+async def test_single_shards_are_believed() -> None:
+    """No request is made for them; formats come from extensions, or are given."""
+    shards = await find_shards(["https://host/a.jsonl.gz?sig=1", "s3://b/x.parquet"], Stores())
+    assert [shard.format for shard in shards] == [ShardFormat("jsonl", "gzip"), PARQUET]
+    (shard,) = await find_shards("https://host/download/7", Stores(), "tar")
+    assert shard.format == ShardFormat("tar", None)
+    with pytest.raises(ValueError, match=r"extension of 'https://host/a\.txt'"):
+        await find_shards("https://host/a.txt", Stores())
+
+
+@pytest.mark.parametrize("written", ["{}/", "{}", "file://{}/"])
+async def test_a_prefix_is_all_known_shards_below_it(tmp_path: Path, written: str) -> None:
+    """Ascending by path; other objects and hidden ones are passed over. A local directory needs no slash."""
+    stores = local(tmp_path, "b.tar", "a/c.jsonl", "a b.tar", "README.md", ".x.tar", "z/d.parquet")
+    shards = await find_shards(written.format(tmp_path), stores)
+    prefix = written.format(tmp_path).rstrip("/")
+    blank = "%20" if written.startswith("file") else " "
+    assert [shard.url for shard in shards] == [
+        f"{prefix}/a{blank}b.tar",
+        f"{prefix}/a/c.jsonl",
+        f"{prefix}/b.tar",
+        f"{prefix}/z/d.parquet",
+    ]
+    paths = [stores.find(shard.url)[1] for shard in shards]
+    assert paths[0] == f"{os.fspath(tmp_path)[1:]}/a b.tar"
+    await stores.aclose()
+
+
+@pytest.mark.parametrize("written", ["{}/", "file://{}/"])
+async def test_names_that_are_no_text(tmp_path: Path, written: str) -> None:
+    """A file's name may be any bytes; the URL that it is listed with leads to it."""
+    (tmp_path / os.fsdecode(b"caf\xe9.jsonl")).write_bytes(b'{"n": 7}\n')
+    loader = AsyncDataLoader[Any](RemoteIterableDataset(written.format(tmp_path), decode=itemgetter("n")), batch_size=2)
+    assert [batch.tolist() async for batch in loader] == [[7]]
+
+
+async def test_with_a_format_every_object_is_a_shard(tmp_path: Path) -> None:
+    """But for those that other programs leave behind."""
+    stores = local(tmp_path, "part-0", "part-1", "_SUCCESS", ".part-0.crc")
+    shards = await find_shards(f"{tmp_path}/", stores, "jsonl")
+    assert [shard.url.rpartition("/")[2] for shard in shards] == ["part-0", "part-1"]
+    with pytest.raises(ValueError, match=r"no shard below .*2 objects of other extensions|3 objects of other"):
+        await find_shards(f"{tmp_path}/", stores)
+    await stores.aclose()
+
+
+@pytest.mark.parametrize("name", ["nothing/", "empty"])
+async def test_an_empty_prefix_is_an_error(tmp_path: Path, name: str) -> None:
+    """It names the URL."""
+    (tmp_path / "empty").mkdir()
+    stores = Stores()
+    with pytest.raises(ValueError, match=f"no shard below .*{name}"):
+        await find_shards(f"{tmp_path}/{name}", stores)
+    await stores.aclose()
+
+
+SHARDS = [mds(range(5)), mds(range(5, 8))]
+INDEX = mds_index(*SHARDS, counts=[5, 3])
+
+
+@pytest.mark.parametrize("url", ["train/", "train/index.json"])
+async def test_an_mds_data_set_is_its_index(url: str) -> None:
+    """Sizes and counts come from it, and nothing is listed."""
+    async with MemoryTransport({"train/index.json": INDEX, "train/unlisted.tar": b""}) as transport:
+        shards = await find_shards(url, Stores(transport=transport))
+    assert [shard.url for shard in shards] == ["train/shard.00000.mds", "train/shard.00001.mds"]
+    assert [shard.samples for shard in shards] == [5, 3]
+    assert [shard.size for shard in shards] == [len(data) for data in SHARDS]
+
+
+async def test_a_users_transport_at_its_root() -> None:
+    """``/`` is everything that it has."""
+    async with MemoryTransport({"b.tar": b"", "a/c.tar": b""}) as transport:
+        stores = Stores(transport=transport)
+        shards = await find_shards("/", stores)
+        assert [stores.find(shard.url)[1] for shard in shards] == ["a/c.tar", "b.tar"]
+
+
+async def test_an_index_is_not_believed() -> None:
+    """Shards outside of its folder, pickled columns, or more bytes than an index has."""
+    escaping = INDEX.replace(b"shard.00000.mds", b"../secrets.mds")
+    pickled = INDEX.replace(b'"str"', b'"pkl"')
+    huge = bytes(MAX_INDEX_BYTES + 1)
+    for data, match in ((escaping, "no plain path"), (pickled, "pkl"), (huge, "more than"), (b"{", "no JSON")):
+        async with MemoryTransport({"train/index.json": data}) as transport:
+            with pytest.raises(ShardError, match=match):
+                await find_shards("train/", Stores(transport=transport))
+
+
+async def test_mds_without_its_index() -> None:
+    """A single shard, a folder of shards, and an index that is not there."""
+    async with MemoryTransport({"train/a.mds": SHARDS[0]}) as transport:
+        stores = Stores(transport=transport)
+        for url in ("train/a.mds", "train/"):
+            with pytest.raises(ValueError, match=r"give the folder that holds index\.json"):
+                await find_shards(url, stores)
+        with pytest.raises(ValueError, match=r"there is no MDS index at 'train/index\.json'"):
+            await find_shards("train/index.json", stores)
+
+
+async def test_an_index_that_may_not_be_read() -> None:
+    """Some stores say so of objects that are not there: a prefix is listed then; a named index is an error."""
+
+    class Guarded(MemoryTransport):
+        async def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
+            raise AccessDenied(f"no permission to read {path!r}", path=path)
+
+    async with Guarded({"train/a.tar": b""}) as transport:
+        stores = Stores(transport=transport)
+        assert [shard.url for shard in await find_shards("train/", stores)] == ["train/a.tar"]
+        with pytest.raises(AccessDenied):
+            await find_shards("train/index.json", stores)
+
+
+async def test_paths_that_no_transport_serves() -> None:
+    """A URL that is no path below the transport is the transport's error."""
+    async with MemoryTransport() as transport:
+        with pytest.raises(InvalidPath):
+            await find_shards("s3://bucket/train/", Stores(transport=transport))

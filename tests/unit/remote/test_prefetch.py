@@ -1,0 +1,132 @@
+"""Bytes fetched ahead of their consumer: in order, bounded, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from asyncloader.remote.prefetch import ReadAhead
+
+
+class Source:
+    """A stream that counts what was taken of it."""
+
+    def __init__(self, chunks: list[bytes], error: Exception | None = None) -> None:
+        self.chunks = chunks
+        self.error = error
+        self.given = 0
+        self.closed = asyncio.Event()
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        try:
+            for chunk in self.chunks:
+                await asyncio.sleep(0)
+                self.given += len(chunk)
+                yield chunk
+            if self.error is not None:
+                raise self.error
+        finally:
+            self.closed.set()
+
+
+async def settle() -> None:
+    """Let everything run that can."""
+    for _ in range(200):
+        await asyncio.sleep(0)
+
+
+async def test_gives_all_chunks_in_order_then_none() -> None:
+    """And None again, for who asks again."""
+    ahead = ReadAhead(Source([b"%d" % number for number in range(50)]).stream(), most=3)
+    got = []
+    while (chunk := await ahead.next()) is not None:
+        got.append(int(chunk))
+    assert got == list(range(50))
+    assert await ahead.next() is None
+    await ahead.aclose()
+
+
+async def test_reads_ahead_so_far_and_no_further() -> None:
+    """At most `most` bytes, and the chunk that reached it; each one taken makes room."""
+    source = Source([bytes(10)] * 20)
+    ahead = ReadAhead(source.stream(), most=35)
+    await settle()
+    assert source.given == ahead.held == 40
+    await ahead.next()
+    await settle()
+    assert (source.given, ahead.held) == (40, 30) or source.given == 50
+    await ahead.aclose()
+    assert ahead.held == 0
+
+
+async def test_beyond_what_is_wanted_it_reads_only_when_asked() -> None:
+    """A piece that ends inside the stream does not download what belongs to others."""
+    source = Source([bytes(10)] * 20)
+    ahead = ReadAhead(source.stream(), most=1000, wanted=25)
+    await settle()
+    assert source.given == 30
+    for _ in range(3):
+        await ahead.next()
+    await settle()
+    assert source.given == 30
+    assert await ahead.next() is not None
+    await settle()
+    assert source.given == 40
+    await ahead.aclose()
+
+
+async def test_an_error_comes_after_the_chunks_before_it() -> None:
+    """What was read is given first."""
+    ahead = ReadAhead(Source([b"a", b"b"], OSError("broken")).stream(), most=100)
+    await settle()
+    assert [await ahead.next(), await ahead.next()] == [b"a", b"b"]
+    with pytest.raises(OSError, match="broken"):
+        await ahead.next()
+    await ahead.aclose()
+
+
+async def test_closing_ends_the_stream() -> None:
+    """Before its first chunk, in the middle, while it waits for room; an error nobody saw makes no noise."""
+    for steps in (0, 1, 3, 200):
+        source = Source([bytes(10)] * 20, OSError("unseen"))
+        ahead = ReadAhead(source.stream(), most=25 if steps != 200 else 10_000)
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        started = source.given > 0
+        await ahead.aclose()
+        assert source.closed.is_set() == (started or source.closed.is_set())
+        assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_cancelled_close_still_closes() -> None:
+    """The cancellation is raised when the stream is closed."""
+    release = asyncio.Event()
+    closing = asyncio.Event()
+
+    async def stubborn() -> AsyncGenerator[bytes, None]:
+        try:
+            yield b"x"
+            await asyncio.Event().wait()
+        finally:
+            closing.set()
+            await release.wait()
+
+    ahead = ReadAhead(stubborn(), most=10)
+    assert await ahead.next() == b"x"
+    close = asyncio.create_task(ahead.aclose())
+    await closing.wait()
+    close.cancel()
+    await settle()
+    assert not close.done()
+    release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await close
+    assert len(asyncio.all_tasks()) == 1
+
+
+def test_no_room_at_all_is_refused() -> None:
+    """It could never read."""
+    with pytest.raises(ValueError, match="at least 1 byte"):
+        ReadAhead(Source([]).stream(), most=0)

@@ -1,0 +1,174 @@
+"""What is asked of stores about shards: only what is needed, many at a time, and not believed blindly."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncGenerator
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from asyncloader import RemoteIterableDataset
+from asyncloader.formats import JsonlReader, ShardError
+from asyncloader.remote.catalog import Shard, cut, format_of
+from asyncloader.remote.discovery import find_shards
+from asyncloader.remote.shard_sizes import REQUESTS, bytes_per_sample, with_counts, with_edges, with_sizes
+from asyncloader.remote.stores import Stores
+from asyncloader.transports import MemoryTransport, ObjectInfo, ObjectNotFound, SizeUnknown
+from tests.unit.remote.shards import MAKERS, jsonl, mds, mds_index, parquet, shard_of, tar
+
+
+class Counting(MemoryTransport):
+    """Counts calls, and how many of them there are at a time."""
+
+    asked = 0
+    now = 0
+    most = 0
+
+    async def info(self, path: str) -> ObjectInfo:
+        self.asked += 1
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            return await super().info(path)
+        finally:
+            self.now -= 1
+
+
+class Vague(MemoryTransport):
+    """Does not say how large one of its objects is."""
+
+    async def info(self, path: str) -> ObjectInfo:
+        if path == "vague.jsonl":
+            raise SizeUnknown("it does not say", path=path)
+        return await super().info(path)
+
+
+async def test_sizes_are_asked_for_many_at_a_time() -> None:
+    """A bounded number, in the shards' order, and none that is known."""
+    count = 3 * REQUESTS
+    async with Counting({f"{number:03d}.tar": bytes(number) for number in range(count)}) as transport:
+        stores = Stores(transport=transport)
+        shards = await find_shards("/", stores)
+        measured = await with_sizes(shards, stores)
+        assert [shard.size for shard in measured] == list(range(count))
+        assert (transport.asked, transport.most) == (count, REQUESTS)
+        assert await with_sizes(measured, stores) == measured
+        assert transport.asked == count
+
+
+async def test_a_missing_shard_is_named() -> None:
+    """The transport's own error, and no request goes on."""
+    async with Counting({"a.tar": b""}) as transport:
+        shards = [Shard(url, format_of(url)) for url in ("a.tar", "gone.tar", "b.tar")]
+        with pytest.raises(ObjectNotFound, match=r"(b|gone)\.tar"):
+            await with_sizes(shards, Stores(transport=transport))
+        assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_shard_whose_size_nobody_tells_is_read_whole() -> None:
+    """It is no error but for who needs the size; the other shards are measured, and cut."""
+    lines = b"{}\n" * 100
+    async with Vague({"a.jsonl": lines, "vague.jsonl": lines}) as transport:
+        stores = Stores(transport=transport)
+        shards = [Shard(url, format_of(url)) for url in ("a.jsonl", "vague.jsonl")]
+        measured = await with_edges(shards, stores, 4)
+        assert [shard.size for shard in measured] == [300, None]
+        assert [piece.shard for piece in cut(measured, 4)] == [0, 0, 0, 1]
+        with pytest.raises(SizeUnknown):
+            await with_sizes(shards, stores)
+        dataset = RemoteIterableDataset("vague.jsonl", transport=transport)
+        assert len([sample async for sample in dataset]) == 100
+
+
+async def test_nothing_is_asked_if_there_are_shards_enough() -> None:
+    """They are read whole."""
+    async with Counting() as transport:
+        shards = [Shard(f"{number}.parquet", format_of("a.parquet")) for number in range(4)]
+        assert await with_edges(shards, Stores(transport=transport), 4) == shards
+        assert transport.asked == 0
+
+
+async def test_parquet_footers_and_mds_indexes_count() -> None:
+    """Rows of a footer, samples of an index; the others do not say."""
+    objects = {"a.parquet": parquet(range(30)), "b.tar": tar(range(3))}
+    async with MemoryTransport(objects) as transport:
+        stores = Stores(transport=transport)
+        shards = await with_counts(await find_shards("/", stores), stores)
+        assert [shard.samples for shard in shards] == [30, None]
+        assert shards[0].edges == (0, 7, 14, 21, 28, 30)
+
+
+async def test_row_groups_without_rows_are_no_places_to_cut() -> None:
+    """A piece that is empty helps nobody."""
+    file = io.BytesIO()
+    table = pa.table({"n": [1, 2]})
+    with pq.ParquetWriter(file, table.schema) as writer:
+        for part in (table, table.slice(0, 0), table):
+            writer.write_table(part)
+    async with MemoryTransport({"a.parquet": file.getvalue()}) as transport:
+        (shard,) = await with_edges([shard_of("a.parquet", [])], Stores(transport=transport), 8)
+    assert shard.edges == (0, 2, 4)
+    assert len(cut([shard], 8)) == 2
+
+
+async def test_an_mds_header_must_agree_with_its_index() -> None:
+    """It says where samples begin, so it is checked before the shard is cut."""
+    good = mds(range(20))
+    objects = {"index.json": mds_index(good, counts=[20]), "shard.00000.mds": good}
+    for data, match in ((good, None), (b"\x15" + good[1:], "its index says"), (good[:50], "truncated")):
+        async with MemoryTransport({**objects, "shard.00000.mds": data}) as transport:
+            stores = Stores(transport=transport)
+            shards = await find_shards("/", stores)
+            if match is None:
+                (shard,) = await with_edges(shards, stores, 4)
+                assert len(cut([shard], 4)) == 4
+            else:
+                with pytest.raises(ShardError, match=match):
+                    await with_edges(shards, stores, 4)
+
+
+@pytest.mark.parametrize("url", MAKERS)
+async def test_bytes_of_a_sample_are_estimated(url: str) -> None:
+    """Exactly, when the whole shard is small; bytes of the object, also in a compressed one."""
+    data = MAKERS[url](range(100))
+    async with MemoryTransport({url: data}) as transport:
+        shard = shard_of(url, range(100))
+        estimate = await bytes_per_sample(shard, Stores(transport=transport))
+    assert estimate is not None
+    assert 90 <= len(data) / estimate <= 125
+
+
+async def test_the_estimate_reads_the_beginning_only() -> None:
+    """Of a large shard, about the first MiB; the samples there stand for the others."""
+    data = jsonl(range(30_000), size=200)
+
+    class Metered(MemoryTransport):
+        given = 0
+
+        async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
+            async for chunk in super().stream(path, start=start, chunk_size=chunk_size):
+                self.given += len(chunk)
+                yield chunk
+
+    async with Metered({"a.jsonl": data}) as transport:
+        shard = Shard("a.jsonl", format_of("a.jsonl"))
+        estimate = await bytes_per_sample(shard, Stores(transport=transport))
+        assert estimate is not None
+        assert 29_000 < len(data) / estimate < 31_000
+        assert transport.given <= 1 << 20
+
+
+async def test_no_samples_no_estimate() -> None:
+    """An empty shard says nothing, a broken one says why; a reader of the user's own is asked as well."""
+    async with MemoryTransport({"a.jsonl": b"", "b.tar": b"x" * 600, "c": b'{"n": 1}\n'}) as transport:
+        stores = Stores(transport=transport)
+        assert await bytes_per_sample(Shard("a.jsonl", format_of("a.jsonl")), stores) is None
+        with pytest.raises(ShardError, match="not a tar header"):
+            await bytes_per_sample(Shard("b.tar", format_of("b.tar")), stores)
+        own = await bytes_per_sample(
+            Shard("c", format_of("a.tar")), stores, reader=lambda url, part: JsonlReader(url, start=part.start)
+        )
+        assert own == 9

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import pytest
+from torch.utils.data import BatchSampler, SequentialSampler
+
+from asyncloader.samplers.async_sampler import AsyncIndexSource, AsyncSampler, as_async_source, is_async_sampler
+from asyncloader.samplers.distributed import RankView
+from asyncloader.samplers.index_stream import StateLog
+
+
+class Counting:
+    """An async sampler of 0 to ``count - 1`` that tells when it was closed."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.closed = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        try:
+            for index in range(self.count):
+                yield index
+        finally:
+            self.closed += 1
+
+
+class Endless:
+    def __aiter__(self) -> AsyncIterator[int]:
+        raise NotImplementedError
+
+
+class Both(Endless):
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+
+@dataclass
+class Place:
+    """A position to read from, and what the reader tells of it."""
+
+    first_step: int = 0
+    skipped: frozenset[int] = frozenset()
+    saved_sampler: dict[str, Any] | None = None
+    drained: dict[str, Any] | None = None
+    every: int = 1
+    log: StateLog | None = None
+    view: RankView | None = None
+    steps: list[int] = field(default_factory=list)
+
+    def pulled(self, task: int, step: int) -> None:
+        assert task == len(self.steps)
+        self.steps.append(step)
+
+
+async def read(source: AsyncIndexSource, place: Place | None = None) -> list[Any]:
+    return [index async for index in source.reading(place or Place())]
+
+
+def test_only_what_cannot_be_read_plainly_is_async() -> None:
+    """A sampler that offers both ways is read plainly, as torch reads it."""
+    assert is_async_sampler(Endless())
+    assert not is_async_sampler(Both())
+    assert not is_async_sampler([1, 2])
+    assert not is_async_sampler(Endless)
+    assert isinstance(Counting(1), AsyncSampler)
+
+
+async def test_indices_are_gathered_into_batches() -> None:
+    """Single indices become lists; the last one may be short."""
+    assert await read(AsyncIndexSource(Counting(5), 2, drop_last=False)) == [[0, 1], [2, 3], [4]]
+
+
+async def test_drop_last_leaves_out_the_short_batch() -> None:
+    """With drop_last only whole batches are given."""
+    assert await read(AsyncIndexSource(Counting(5), 2, drop_last=True)) == [[0, 1], [2, 3]]
+
+
+async def test_without_batch_size_indices_pass_through() -> None:
+    """What the sampler gives is given on, be it an index or a list."""
+    assert await read(AsyncIndexSource(Counting(3), None, drop_last=False)) == [0, 1, 2]
+
+
+async def test_empty_sampler_gives_no_batch() -> None:
+    """No index makes no batch, not an empty one."""
+    assert await read(AsyncIndexSource(Counting(0), 2, drop_last=False)) == []
+
+
+async def test_length_is_the_number_of_batches() -> None:
+    """`len` says how many come."""
+    for count, batch_size, drop_last in product(range(7), [None, 1, 3], [False, True]):
+        source = AsyncIndexSource(Counting(count), batch_size, drop_last)
+        assert len(await read(source)) == len(source), (count, batch_size, drop_last)
+
+
+async def test_reading_goes_on_at_a_position() -> None:
+    """From any step on the rest comes; steps that were delivered beyond it are left out."""
+    source = AsyncIndexSource(Counting(7), 2, drop_last=False)
+    for first in range(5):
+        place = Place(first_step=first)
+        assert await read(source, place) == [[0, 1], [2, 3], [4, 5], [6]][first:]
+        assert place.steps == list(range(first, 4))
+    place = Place(first_step=1, skipped=frozenset({2}))
+    assert await read(source, place) == [[2, 3], [6]]
+    assert place.steps == [1, 3]
+
+
+class Remembering(Counting):
+    """One that can begin in its middle."""
+
+    start = 0
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        for index in range(self.start, self.count):
+            self.start = index + 1
+            yield index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"start": self.start}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["start"]
+
+
+async def test_a_stateful_sampler_goes_on_by_its_state() -> None:
+    """Its state after each step is kept, and from there it reads on without the items before."""
+    for step in range(1, 4):
+        source = AsyncIndexSource(Remembering(7), 2, drop_last=False)
+        again = Place(log=source.first_log(1))
+        await read(source, again)
+        assert again.log is not None
+        saved = again.log.at(step)
+        assert saved is not None
+        assert saved["sampler"] == {"start": 2 * step}
+        rest = AsyncIndexSource(Remembering(7), 2, drop_last=False)
+        assert await read(rest, Place(first_step=step, saved_sampler=saved)) == [[0, 1], [2, 3], [4, 5], [6]][step:]
+
+
+def test_length_of_an_unsized_sampler_is_a_type_error() -> None:
+    """A sampler without a length has none here either."""
+    with pytest.raises(TypeError):
+        len(AsyncIndexSource(Endless(), 2, drop_last=False))
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+async def test_closing_the_source_closes_the_sampler(batch_size: int | None) -> None:
+    """A sampler that is left early is closed then and there, not when garbage is collected."""
+    sampler = Counting(10)
+    indices = AsyncIndexSource(sampler, batch_size, drop_last=False).reading(Place())
+    await anext(indices)
+    await indices.aclose()  # type: ignore[attr-defined]
+    assert sampler.closed == 1
+
+
+def test_batch_sampler_around_an_async_sampler_is_taken_apart() -> None:
+    """torch wraps a `sampler` in its BatchSampler; the async one inside is found, with its batch size."""
+    sampler = Counting(5)
+    source = as_async_source(BatchSampler(sampler, 2, drop_last=True))  # type: ignore[arg-type]
+    assert source is not None
+    assert (source.sampler, source.share.batch_size, source.share.drop_last) == (sampler, 2, True)
+
+
+def test_async_batch_sampler_is_taken_as_it_is() -> None:
+    """An async batch sampler gives batches of its own."""
+    sampler = Counting(5)
+    source = as_async_source(sampler)
+    assert source is not None
+    assert (source.sampler, source.share.batch_size) == (sampler, None)
+
+
+def test_plain_samplers_are_torchs_business() -> None:
+    """Plain samplers are not wrapped, nor is a user's own kind of batch sampler."""
+
+    class Mine(BatchSampler):
+        pass
+
+    assert as_async_source(BatchSampler(SequentialSampler(range(4)), 2, drop_last=False)) is None
+    assert as_async_source(SequentialSampler(range(4))) is None
+    assert as_async_source(Mine(Counting(3), 2, drop_last=False)) is None  # type: ignore[arg-type]
+
+
+def test_source_has_a_plain_iterator_of_nothing() -> None:
+    """torch's machinery asks for a plain iterator at the start; it gets an empty one."""
+    assert list(AsyncIndexSource(Counting(3), 2, drop_last=False)) == []

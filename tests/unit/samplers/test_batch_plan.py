@@ -1,0 +1,98 @@
+"""The plan of batches by length: as few as can be in each window, and written down for ever."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncloader.samplers.batch_plan import BatchPlan, Limits
+from asyncloader.samplers.permutation import Permutation
+
+LIMITS = st.builds(
+    Limits,
+    max_batch_size=st.none() | st.integers(1, 9),
+    max_tokens=st.integers(40, 150),
+    pad_to=st.sampled_from([1, 8]),
+    padding=st.booleans(),
+)
+
+
+def allowed(limits: Limits, costs: list[int]) -> bool:
+    tokens = len(costs) * max(costs) if limits.padding else sum(costs)
+    return tokens <= (limits.max_tokens or tokens) and len(costs) <= (limits.max_batch_size or len(costs))
+
+
+def fewest(limits: Limits, costs: list[int]) -> int:
+    """Fewest allowed batches of neighbours, by trying every cut."""
+    best = [0]
+    for stop in range(1, len(costs) + 1):
+        best.append(1 + min(best[start] for start in range(stop) if allowed(limits, costs[start:stop])))
+    return best[-1]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=40), LIMITS, st.integers(0, 2**64 - 1) | st.none())
+def test_a_window_makes_the_fewest_batches(lengths: list[int], limits: Limits, seed: int | None) -> None:
+    """Wherever the batch is that could be fuller, no cut of the window's order has fewer batches than the plan."""
+    plan = BatchPlan(np.array(lengths), limits, 40, drop_last=False, seed=seed, epoch=0)
+    batches = list(plan.batches(0))
+    window = plan._window(0)
+    assert len(plan) == len(batches) == fewest(limits, window.costs.tolist())
+    # In the window's order again, the batches are its pieces.
+    place = {index: place for place, index in enumerate(window.indices.tolist())}
+    pieces = sorted([place[index] for index in batch.tolist()] for batch in batches)
+    assert [index for piece in pieces for index in piece] == list(range(len(lengths)))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=40), LIMITS, st.integers(0, 2**64 - 1))
+def test_only_the_last_batch_of_a_window_could_be_fuller(lengths: list[int], limits: Limits, seed: int) -> None:
+    """No batch but that can take in its neighbour, on the side from which it was not cut."""
+    plan = BatchPlan(np.array(lengths), limits, 40, drop_last=False, seed=seed, epoch=0)
+    window = plan._window(0)
+    costs, size = window.costs.tolist(), len(lengths)
+    place = {index: place for place, index in enumerate(window.indices.tolist())}
+    *others, last = ([place[index] for index in batch.tolist()] for batch in plan.batches(0))
+    for piece in others:
+        if piece[0] < last[0]:
+            assert not allowed(limits, costs[piece[0] : piece[-1] + 2])
+        else:
+            assert piece[0] > 0
+            assert not allowed(limits, costs[piece[0] - 1 : min(size, piece[-1] + 1)])
+
+
+def test_batches_are_for_ever() -> None:
+    """Written down here: a run that is resumed with a later version must go on with the same batches."""
+    lengths = np.array([3, 9, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9], np.uint8)
+
+    def batches(limits: Limits, seed: int | None = 7, epoch: int = 2) -> list[list[int]]:
+        plan = BatchPlan(lengths, limits, 8, drop_last=False, seed=seed, epoch=epoch)
+        return [batch.tolist() for window in range(plan.windows) for batch in plan.batches(window)]
+
+    assert batches(Limits(3)) == [[7, 4, 9], [12, 5, 11], [6, 3], [1, 13, 10], [8, 2, 0], [14]]
+    assert batches(Limits(None, 20)) == [[11, 7], [12, 5], [4, 9, 6, 3], [1, 13], [10, 8, 2, 0], [14]]
+    assert batches(Limits(4, 20, padding=False)) == [[11, 9, 5], [4, 3, 12, 6], [7], [10, 1], [0, 8, 2], [14, 13]]
+    assert batches(Limits(None, 20), seed=None) == [[1, 5], [7, 4, 2], [0, 6, 3], [12, 14], [11, 13], [8, 10, 9]]
+
+
+def test_samples_of_one_length_stay_in_the_shuffled_order() -> None:
+    """The sorting is stable, so there is one answer, whatever the machine's way to sort."""
+    lengths = np.tile(np.array([1, 2], np.uint8), 1000)
+    plan = BatchPlan(lengths, Limits(10), 2000, drop_last=False, seed=3, epoch=1)
+    shuffled = Permutation(2000, 3, 1)(np.arange(2000))
+    expected = [*shuffled[shuffled % 2 == 1], *shuffled[shuffled % 2 == 0]]
+    assert plan._window(0).indices.tolist() == expected
+
+
+def test_places_beyond_the_end() -> None:
+    """The number of batches is the position after the last one; there is none after that."""
+    for limits in (Limits(2), Limits(None, 4)):
+        for drop_last in (False, True):
+            plan = BatchPlan(np.full(9, 2), limits, 4, drop_last=drop_last, seed=1, epoch=0)
+            assert len(plan) == 5 - drop_last
+            found = plan.find(len(plan))
+            assert found is not None
+            window, skipped = found
+            assert window == plan.windows or len(list(plan.batches(window))) == skipped
+            assert plan.find(len(plan) + 1) is None

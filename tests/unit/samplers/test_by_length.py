@@ -1,0 +1,263 @@
+"""Length-aware batches: every sample once, one plan for all, any batch found without those before it."""
+
+from __future__ import annotations
+
+import pickle
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.utils.data import Sampler
+
+from asyncloader import DataLoader
+from asyncloader.samplers.by_length import BucketBatchSampler, TokenBudgetBatchSampler
+from tests.unit.samplers.length_samplers import AnySampler, buckets, budgets, joined, padded, some_lengths
+
+# -------------------------------------------------------------------------------------------- what holds for both
+
+
+@settings(deadline=None)
+@given(buckets() | budgets())
+def test_the_rest_of_an_epoch_from_any_batch(sampler: AnySampler) -> None:
+    """`iter_from(k)` is the epoch without its first k batches, and `len` their number; both also when asked first."""
+    batches = list(sampler)
+    assert len(sampler) == len(batches)
+    for start in range(len(batches) + 1):
+        assert list(sampler.iter_from(start)) == batches[start:]
+        fresh = pickle.loads(pickle.dumps(sampler))
+        fresh._planned = None
+        assert list(fresh.iter_from(start)) == batches[start:]
+    fresh = pickle.loads(pickle.dumps(sampler))
+    fresh._planned = None
+    assert len(fresh) == len(batches)
+
+
+@settings(deadline=None)
+@given(buckets() | budgets())
+def test_start_out_of_range(sampler: AnySampler) -> None:
+    """It is refused at once, not at the first batch."""
+    for start in (-1, len(sampler) + 1):
+        with pytest.raises(ValueError, match=f"between 0 and {len(sampler)}, but got start={start}"):
+            sampler.iter_from(start)
+
+
+MAKERS: list[Callable[..., AnySampler]] = [
+    lambda lengths, seed=1, **options: BucketBatchSampler(lengths, 10, seed, **options),
+    lambda lengths, seed=1, **options: TokenBudgetBatchSampler(lengths, 2000, seed, **options),
+    lambda lengths, seed=1, **options: TokenBudgetBatchSampler(lengths, 2000, seed, padding=False, **options),
+]
+BOTH = pytest.mark.parametrize("make", MAKERS, ids=["bucket", "budget", "budget without padding"])
+
+
+@BOTH
+def test_batches_are_a_function_of_seed_and_epoch(make: Callable[..., AnySampler]) -> None:
+    """Separate objects agree, whatever the global generators do and whatever was iterated before; epochs differ."""
+    lengths = some_lengths(2000)
+    one, other = make(lengths), make(torch.tensor(lengths))
+    state = torch.get_rng_state()
+    first = list(one)
+    one.set_epoch(1)
+    second = list(one)
+    one.set_epoch(0)
+    torch.manual_seed(3)
+    assert list(one) == first == list(other) == list(make(lengths.tolist()))
+    assert second != first
+    assert sorted(joined(second)) == sorted(joined(first))
+    assert list(make(lengths, seed=2)) != first
+    torch.set_rng_state(state)
+    assert all(type(index) is int for index in joined(first))
+
+
+@BOTH
+def test_an_iterator_stays_in_its_epoch(make: Callable[..., AnySampler]) -> None:
+    """`set_epoch` and other iterators do not reach those that have begun."""
+    sampler = make(some_lengths(500))
+    expected = list(sampler)
+    begun = iter(sampler)
+    got = [next(begun)]
+    sampler.set_epoch(5)
+    assert list(sampler) != expected
+    got += begun
+    assert got == expected
+
+
+@BOTH
+def test_unshuffled(make: Callable[..., AnySampler]) -> None:
+    """Without a shuffle, every epoch takes the windows in the dataset's order."""
+    sampler = make(some_lengths(1000), shuffle=False, window=200)
+    batches = list(sampler)
+    sampler.set_epoch(1)
+    assert list(sampler) == batches
+    order = joined(batches)
+    assert [sorted(order[first : first + 200]) for first in range(0, 1000, 200)] == [
+        list(range(first, first + 200)) for first in range(0, 1000, 200)
+    ]
+
+
+@BOTH
+def test_later_changes_of_the_lengths_change_nothing(make: Callable[..., AnySampler]) -> None:
+    """The lengths are copied, into few bytes."""
+    lengths = some_lengths(1000)
+    sampler = make(lengths)
+    expected = list(sampler)
+    lengths[:] = 1
+    assert list(sampler) == expected
+    assert sampler._lengths.nbytes == 2 * 1000
+
+
+@BOTH
+def test_samples_of_a_batch_are_alike_and_batches_are_not(make: Callable[..., AnySampler]) -> None:
+    """Within a batch the longest comes first; from batch to batch lengths go up and down. Unpadded, none is sorted."""
+    lengths = some_lengths(5000)
+    sampler = make(lengths, window=5000)
+    batches = list(sampler)
+    longest = np.array([lengths[batch].max() for batch in batches])
+    assert abs(np.corrcoef(np.arange(len(longest)), longest)[0, 1]) < 5 / np.sqrt(len(longest))
+    if isinstance(sampler, BucketBatchSampler) or sampler._limits.padding:
+        assert all((np.diff(lengths[batch]) <= 0).all() for batch in batches)
+    else:
+        assert np.mean([lengths[batch].std() for batch in batches]) > 0.5 * lengths.std()
+
+
+@BOTH
+def test_samples_of_every_length_are_dropped_now_and_then(make: Callable[..., AnySampler]) -> None:
+    """Of what `drop_last` leaves out over many epochs, each quarter of the lengths has its part.
+
+    Also with a single window, whose greedy cut would always leave over the shortest.
+    """
+    lengths = some_lengths(205, seed=3)
+    sampler = make(lengths, drop_last=True, window=1000)
+    left_out: list[int] = []
+    for epoch in range(400):
+        sampler.set_epoch(epoch)
+        left_out += [int(lengths[index]) for index in set(range(205)) - set(joined(sampler))]
+    quarters = np.bincount(np.searchsorted(np.quantile(lengths, [0.25, 0.5, 0.75]), left_out), minlength=4)
+    assert (quarters / len(left_out) > 0.1).all()
+
+
+@BOTH
+def test_they_are_samplers_of_torch(make: Callable[..., AnySampler]) -> None:
+    """They are of torch's class, pickle with their epoch, and feed torch's loader and ours as `batch_sampler`."""
+    lengths = some_lengths(100)
+    sampler = make(lengths)
+    sampler.set_epoch(2)
+    assert isinstance(sampler, Sampler)
+    expected = list(sampler)
+    copy = pickle.loads(pickle.dumps(sampler))
+    assert list(copy) == expected
+    assert repr(copy) == repr(sampler)
+    assert f"{type(sampler).__name__} of 100" in repr(sampler)
+    data: Any = list(range(100))
+    assert [batch.tolist() for batch in torch.utils.data.DataLoader(data, batch_sampler=sampler)] == expected
+    with DataLoader[Any](data, batch_sampler=sampler, num_workers=2) as loader:
+        assert len(loader) == len(expected)
+        assert [batch.tolist() for batch in loader] == expected
+
+
+@BOTH
+def test_no_samples(make: Callable[..., AnySampler]) -> None:
+    """An empty dataset has no batches."""
+    sampler = make([])
+    assert list(sampler) == []
+    assert len(sampler) == 0
+
+
+@BOTH
+def test_memory_is_that_of_a_window(make: Callable[..., AnySampler]) -> None:
+    """For a million samples, an epoch's first batch takes less than 1 MB beside the lengths' two bytes each."""
+    lengths = some_lengths(1_000_000)
+    sampler = make(lengths, window=4000)
+    tracemalloc.start()
+    try:
+        next(iter(sampler))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert sampler._lengths.nbytes == 2_000_000
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("lengths", "error", "message"),
+    [
+        ([3, 4, 0, 5], ValueError, "lengths should be positive, but sample 2 has length 0"),
+        ([3, -4, 0, 5], ValueError, "lengths should be positive, but sample 1 has length -4"),
+        ([3.5], TypeError, "lengths should be integers, but got float64"),
+        ([True], TypeError, "lengths should be integers, but got bool"),
+        ([[1, 2]], ValueError, r"one length a sample, but got shape \(1, 2\)"),
+    ],
+)
+def test_lengths_out_of_range(
+    make: Callable[..., AnySampler], lengths: Any, error: type[Exception], message: str
+) -> None:
+    """They are refused with the index and the value."""
+    with pytest.raises(error, match=message):
+        make(lengths)
+
+
+@BOTH
+def test_options_out_of_range(make: Callable[..., AnySampler]) -> None:
+    """They are refused with the value."""
+    with pytest.raises(ValueError, match="window should be positive, but got window=0"):
+        make([1], window=0)
+    with pytest.raises(ValueError, match="seed=-1"):
+        make([1], seed=-1)
+    with pytest.raises(ValueError, match=f"epoch={2**64}"):
+        make([1]).set_epoch(2**64)
+
+
+# ------------------------------------------------------------------------------------------------------- buckets
+
+
+@settings(deadline=None)
+@given(buckets())
+def test_buckets_hold_every_sample_once(sampler: BucketBatchSampler) -> None:
+    """All batches are of one size, except that the last may be smaller unless it is dropped."""
+    batches = list(sampler)
+    size, rest = sampler.batch_size, len(sampler._lengths) % sampler.batch_size
+    assert all(len(batch) == size for batch in batches[:-1])
+    found = Counter(joined(batches))
+    assert set(found.values()) <= {1}
+    if sampler.drop_last:
+        assert all(len(batch) == size for batch in batches)
+        assert len(found) == len(sampler._lengths) - rest
+    else:
+        assert sorted(found) == list(range(len(sampler._lengths)))
+        assert not batches or len(batches[-1]) == (rest or size)
+
+
+def test_buckets_pad_little() -> None:
+    """With the default window, a tenth of what random batches pad."""
+    lengths = some_lengths(20_000)
+    batches = list(BucketBatchSampler(lengths, 16, seed=1))
+    order = np.random.default_rng(0).permutation(20_000).reshape(-1, 16)
+    waste, random_waste = (padded(lengths, each) - int(lengths.sum()) for each in (batches, order.tolist()))
+    assert waste < random_waste / 10
+
+
+def test_buckets_find_any_batch_at_once() -> None:
+    """The middle of ten million samples is as near as the beginning: only its own window is made."""
+    sampler = BucketBatchSampler(np.ones(10**7, np.uint8), 8, seed=1)
+    tracemalloc.start()
+    try:
+        batch = next(sampler.iter_from(10**6))
+        assert len(sampler) == 1_250_000
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert len(set(batch)) == 8
+
+
+def test_bucket_sizes() -> None:
+    """The window is rounded up to whole batches, so only the last batch of the epoch can be smaller."""
+    assert BucketBatchSampler([1] * 99, 8, 0, window=20).window == 24
+    assert BucketBatchSampler([1] * 99, 8, 0).window == 800
+    with pytest.raises(ValueError, match="batch_size should be positive, but got batch_size=0"):
+        BucketBatchSampler([1], 0, 0)
+    with pytest.raises(TypeError, match=r"batch_size should be an integer, but got batch_size=2\.5"):
+        BucketBatchSampler([1], 2.5, 0)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,323 @@
+"""One rank's share of the global order: joined in rank order, the ranks' batches are one rank's large batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import SequentialSampler
+
+from asyncloader.events import Placed
+from asyncloader.samplers.distributed import (
+    BATCH_STRIDE,
+    OnUneven,
+    RankView,
+    SeekableSampler,
+    Share,
+    Tail,
+    Topology,
+    tail_of,
+)
+from asyncloader.samplers.seeded import SeededSampler
+
+RULES: tuple[OnUneven, ...] = get_args(OnUneven)
+EVEN: tuple[OnUneven, ...] = ("drop", "pad", "repeat")
+
+
+class Seekable:
+    """Items that can be sought; counts those that it produced."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+        self.produced = 0
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.iter_from(0)
+
+    def iter_from(self, start: int) -> Iterator[Any]:
+        if not 0 <= start <= len(self.items):
+            raise ValueError(f"start={start}")
+        return self._from(start)
+
+    def _from(self, start: int) -> Iterator[Any]:
+        for item in self.items[start:]:
+            self.produced += 1
+            yield item
+
+
+class Unsized:
+    """Items without a length."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+
+KINDS = {"sized": list, "seekable": Seekable, "unsized": Unsized}
+
+
+def share(batch_size: int | None, ranks: int = 1, rank: int = 0, rule: OnUneven = "drop", **more: Any) -> Share:
+    return Share(batch_size, more.pop("drop_last", False), Topology(rank, ranks), rule, **more)
+
+
+def views(sampler: Any, batch_size: int | None, ranks: int, rule: OnUneven, **more: Any) -> list[RankView]:
+    return [RankView(sampler, share(batch_size, ranks, rank, rule, **more)) for rank in range(ranks)]
+
+
+def steps(view: RankView) -> list[Placed]:
+    """Not ``list(view)``, which would ask for its length."""
+    return [*view.iter_from(0)]
+
+
+def joined(shares: list[list[Placed]]) -> list[list[Any]]:
+    """At each step the ranks' batches one after the other."""
+    return [list(itertools.chain.from_iterable(placed.index for placed in step)) for step in zip(*shares, strict=True)]
+
+
+sizes = st.integers(0, 40)
+batches = st.integers(1, 5)
+worlds = st.integers(1, 5)
+kinds = st.sampled_from(sorted(KINDS))
+
+
+@given(sizes, batches, worlds, st.sampled_from(EVEN), st.booleans(), kinds)
+def test_ranks_together_are_one_rank_with_a_large_batch(
+    size: int, batch_size: int, ranks: int, rule: OnUneven, drop_last: bool, kind: str
+) -> None:
+    """Full steps join to the single rank's batches; only the last, incomplete one is as `on_uneven` says."""
+    items = [100 + i for i in range(size)]
+    all_views = views(KINDS[kind](items), batch_size, ranks, rule, drop_last=drop_last)
+    together = joined([steps(view) for view in all_views])
+    stride = batch_size * ranks
+    alone = [placed.index for placed in steps(RankView(items, share(stride, drop_last=drop_last)))]
+    full, left = divmod(size, stride)
+    assert together[:full] == alone[:full]
+    tail = tail_of(left, share(batch_size, ranks, 0, rule, drop_last=drop_last))
+    rest = items[full * stride :]
+    if not tail.each:
+        assert len(together) == full
+        assert tail.dropped == left
+    else:
+        (last,) = together[full:]
+        expected = list(itertools.islice(itertools.cycle(rest), left - tail.dropped + tail.repeated))
+        assert last == expected
+        assert len(last) == tail.each * ranks
+    for view in all_views:
+        assert view.tail()[1:] == tail[1:]
+        if kind != "unsized":
+            assert len(view) == len(together)
+            assert view.tail() == tail
+
+
+@given(sizes, batches, worlds, st.sampled_from(EVEN))
+def test_seeded_orders_are_shared_out_like_any_other(size: int, batch_size: int, ranks: int, rule: OnUneven) -> None:
+    """The computed way to a rank's indices gives what cutting the whole order gives, positions and tail, too."""
+    sampler = SeededSampler(range(size), seed=3)
+    for computed, plain in zip(
+        views(sampler, batch_size, ranks, rule), views(list(sampler), batch_size, ranks, rule), strict=True
+    ):
+        assert steps(computed) == steps(plain)
+        assert computed.cutter.padding == plain.cutter.padding
+        assert (computed.cutter.dropped, computed.cutter.repeated) == (plain.cutter.dropped, plain.cutter.repeated)
+
+
+def test_seeded_orders_of_several_blocks() -> None:
+    """Blocks in which steps are computed leave no seam, at any first step, also with batches larger than a block."""
+    sampler = SeededSampler(range(30_001), seed=5)
+    order = list(sampler)
+    for batch_size in (1, 3, 5000):
+        view = RankView(sampler, share(batch_size, 2, 1, "pad"))
+        plain = RankView(order, share(batch_size, 2, 1, "pad"))
+        whole = steps(plain)
+        for first in {0, 1, len(whole) // 2, len(whole) - 1, len(whole)}:
+            assert [*view.iter_from(first)] == whole[first:]
+
+
+@given(sizes, st.one_of(st.none(), batches), worlds, st.sampled_from(EVEN), kinds, st.data())
+def test_iteration_goes_on_at_any_step(
+    size: int, batch_size: int | None, ranks: int, rule: OnUneven, kind: str, data: st.DataObject
+) -> None:
+    """`iter_from(k)` is the rest of the epoch after k steps, positions included."""
+    rank = data.draw(st.integers(0, ranks - 1))
+    sampler = SeededSampler(range(size), 1) if data.draw(st.booleans()) else KINDS[kind](list(range(size)))
+    view = RankView(sampler, share(batch_size, ranks, rank, rule))
+    whole = steps(view)
+    first = data.draw(st.integers(0, len(whole)))
+    assert [*view.iter_from(first)] == whole[first:]
+
+
+@given(sizes, batches, worlds, st.sampled_from(EVEN), st.booleans())
+def test_positions_are_unique_over_all_ranks(
+    size: int, batch_size: int, ranks: int, rule: OnUneven, of_batches: bool
+) -> None:
+    """No two samples of an epoch have the same position; that of a sample that is not repeated is its place."""
+    items: list[Any] = [[i, i] for i in range(size)] if of_batches else list(range(size))
+    found: list[int] = []
+    for view in views(items, None if of_batches else batch_size, ranks, rule, of_batches=of_batches):
+        for first, batch in steps(view):
+            positions = [first + i for i in range(len(batch))]
+            found += positions
+            if not of_batches:
+                assert all(position == i for position, i in zip(positions, batch, strict=True) if position < size)
+            elif first // BATCH_STRIDE < size:
+                assert batch == items[first // BATCH_STRIDE]
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("of_batches", [False, True])
+def test_positions_are_unique_where_the_sampler_shards(of_batches: bool) -> None:
+    """Ranks whose sampler gives each its own items have positions of their own, too."""
+    found: list[int] = []
+    for replica in range(3):
+        rules = share(None if of_batches else 2, of_batches=of_batches, replicas=3, replica=replica)
+        view = RankView([[0, 1], [2, 3]] if of_batches else [0, 1, 2, 3], rules)
+        for first, batch in steps(view):
+            found += [first + i * (1 if of_batches else 3) for i in range(len(batch))]
+    assert len(found) == 12
+    assert len(set(found)) == 12
+
+
+def test_single_indices() -> None:
+    """Without batches, an index goes to each rank in turn, bare."""
+    assert [steps(view) for view in views(["a", "b", "c", "d"], None, 2, "drop")] == [
+        [Placed(0, "a"), Placed(2, "c")],
+        [Placed(1, "b"), Placed(3, "d")],
+    ]
+
+
+def test_whole_batches_are_dealt_out() -> None:
+    """A user's batch sampler: rank r gets its batch number ``step * world_size + r``, of any length."""
+    items = [[0], [1, 2], [3, 4, 5], [], [6]]
+    shares = [steps(view) for view in views(items, None, 2, "repeat", of_batches=True)]
+    assert [[placed.index for placed in one] for one in shares] == [[[0], [3, 4, 5], [6]], [[1, 2], [], [6]]]
+    assert [placed.position // BATCH_STRIDE for placed in shares[1]] == [1, 3, 5]
+
+
+TAILS: dict[tuple[OnUneven, int], Tail] = {
+    ("drop", 7): Tail(2, 1, 0),
+    ("drop", 2): Tail(0, 2, 0),
+    ("drop", 6): Tail(2, 0, 0),
+    ("repeat", 7): Tail(3, 0, 2),
+    ("repeat", 6): Tail(2, 0, 0),
+    ("repeat", 1): Tail(1, 0, 2),
+    ("pad", 7): Tail(4, 0, 5),
+    ("pad", 6): Tail(4, 0, 6),
+    ("error", 6): Tail(2, 0, 0),
+    ("error", 0): Tail(0, 0, 0),
+}
+
+
+@pytest.mark.parametrize(("rule", "left"), TAILS)
+def test_tail_by_rule(rule: OnUneven, left: int) -> None:
+    """Three ranks, batches of four: what becomes of the last few samples."""
+    assert tail_of(left, share(4, 3, 0, rule)) == TAILS[rule, left]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_drop_last_goes_before_the_rule(rule: OnUneven) -> None:
+    """With drop_last the incomplete step is left out, whatever the rule; "error" has nothing to complain of."""
+    assert tail_of(7, share(4, 3, 0, rule, drop_last=True)) == Tail(0, 7, 0)
+    assert [len(placed.index) for placed in steps(RankView(range(31), share(4, 3, 2, rule, drop_last=True)))] == [4, 4]
+
+
+@given(st.integers(1, 59), st.integers(1, 6), st.integers(1, 10), st.sampled_from(EVEN))
+def test_tail_counts_balance(left: int, ranks: int, batch_size: int, rule: OnUneven) -> None:
+    """What is given out is what was left, without what was dropped, and with what was repeated."""
+    left %= ranks * batch_size
+    tail = tail_of(left, share(batch_size, ranks, 0, rule))
+    assert tail.each * ranks == left - tail.dropped + tail.repeated
+    assert min(tail) >= 0
+    assert not (tail.dropped and tail.repeated)
+    assert tail.dropped < ranks
+    assert tail.each <= batch_size
+
+
+def test_error_rule_names_what_is_left() -> None:
+    """on_uneven="error" stops when the end is reached, and says what could be done; `len` says it at once."""
+    view = RankView(range(7), share(2, 3, 0, "error"))
+    iterator = view.iter_from(0)
+    assert next(iterator) == Placed(0, [0, 1])
+    with pytest.raises(ValueError, match=r"last 1 samples cannot be shared evenly by world_size=3 .*drop_last=True"):
+        next(iterator)
+    with pytest.raises(ValueError, match="on_uneven='error'"):
+        len(view)
+    batch_view = RankView([[1], [2]], share(None, 3, 0, "error", of_batches=True))
+    with pytest.raises(ValueError, match="last 2 batches cannot be shared evenly"):
+        steps(batch_view)
+
+
+@given(sizes, batches, worlds, st.sampled_from(EVEN))
+def test_padding_says_which_samples_are_there_for_evenness(
+    size: int, batch_size: int, ranks: int, rule: OnUneven
+) -> None:
+    """The ranks' paddings are at the ends of their last batches, and together are what was repeated."""
+    padded = 0
+    for view in views(list(range(size)), batch_size, ranks, rule):
+        batches_of_rank = steps(view)
+        padding = view.cutter.padding
+        if padding is None:
+            assert all(first + i == index for first, batch in batches_of_rank for i, index in enumerate(batch))
+            continue
+        step, count = padding
+        padded += count
+        assert step == len(batches_of_rank) - 1
+        first, batch = batches_of_rank[step]
+        assert 0 < count <= len(batch)
+        assert [first + i < size for i in range(len(batch))] == [i < len(batch) - count for i in range(len(batch))]
+    assert padded == tail_of(size % (batch_size * ranks), share(batch_size, ranks, 0, rule)).repeated
+
+
+def test_seekable_samplers_produce_nothing_in_vain() -> None:
+    """A sampler that seeks gives nothing before the first step; one beyond a short end is no error."""
+    sampler = Seekable(list(range(10)))
+    assert isinstance(sampler, SeekableSampler)
+    view = RankView(sampler, share(2, 2, 1, "pad"))
+    assert [*view.iter_from(2)] == [Placed(10, [8, 9])]
+    assert sampler.produced == 2
+    assert [*view.iter_from(3)] == []
+
+
+def test_found_items_are_taken_as_they_come() -> None:
+    """Items from a place that was found already are cut from there, under the numbers of that place."""
+    view = RankView([], share(2, 2, 1, "repeat"))
+    assert [*view.iter_from(3, iter([12, 13, 14, 15, 16]))] == [Placed(14, [14, 15]), Placed(17, [16])]
+
+
+def test_sampler_without_a_length() -> None:
+    """`len` is its TypeError; what was left out or repeated is known once the end is reached."""
+    view = RankView(Unsized(list(range(5))), share(1, 2, 0, "repeat"))
+    with pytest.raises(TypeError):
+        len(view)
+    assert view.tail() == Tail(0, 0, 0)
+    steps(view)
+    assert view.tail()[1:] == (0, 1)
+
+
+def test_one_view_many_epochs() -> None:
+    """Each iteration asks the sampler anew: its next epoch."""
+    sampler = SeededSampler(range(12), seed=1)
+    view = RankView(sampler, share(2, 2, 0))
+    first = steps(view)
+    assert steps(view) == first
+    sampler.set_epoch(1)
+    assert steps(view) != first
+    assert steps(RankView(SequentialSampler(range(3)), share(1))) == [Placed(i, [i]) for i in range(3)]
+
+
+def test_an_iterator_keeps_its_epoch() -> None:
+    """The epoch is that of the moment at which the iterator was made, as with the sampler's own iterators."""
+    sampler = SeededSampler(range(12), seed=1)
+    view = RankView(sampler, share(2, 2, 0))
+    expected = steps(view)
+    iterator = view.iter_from(0)
+    sampler.set_epoch(1)
+    assert [*iterator] == expected

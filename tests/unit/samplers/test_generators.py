@@ -1,0 +1,75 @@
+"""Walks over samplers: they end, and ask no sampler for its truth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from asyncloader import DataLoader
+from asyncloader.samplers.generators import own_generator, samplers_within
+
+
+class Itself:
+    """A batch sampler that refers to itself under the name by which frameworks look for an inner sampler."""
+
+    def __init__(self) -> None:
+        self.sampler = self
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2, 3]])
+
+    def __len__(self) -> int:
+        return 2
+
+
+class Wordless:
+    """Neither true nor false, and no number of items."""
+
+    def __init__(self, **parts: Any) -> None:
+        vars(self).update(parts)
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("ambiguous")
+
+    def __len__(self) -> int:
+        raise RuntimeError("unknown")
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 3}])
+@pytest.mark.parametrize("ring", [1, 2])
+def test_a_sampler_that_refers_to_itself(ring: int, options: dict[str, Any]) -> None:
+    """Iterated, told the epoch, saved and resumed, in both modes."""
+    sampler = Itself()
+    if ring == 2:
+        outer = Itself()
+        outer.sampler, sampler.sampler = sampler, outer  # a longer way round
+    loader = DataLoader[Any](range(4), batch_sampler=sampler, **options)  # type: ignore[arg-type]
+    loader.set_epoch(2)
+    assert sampler.epoch == 2
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [0, 1]
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    assert [batch.tolist() for batch in loader] == [[2, 3]]
+
+
+def test_parts_are_asked_for_their_presence_only() -> None:
+    """Each part once, inner samplers before inner batch samplers; arrays and the like have no truth."""
+    generator = torch.Generator()
+    inner = Wordless(generator=generator)
+    middle = Wordless(sampler=torch.ones(3), batch_sampler=inner)
+    outer = Wordless(sampler=middle, batch_sampler=middle)
+    found = list(samplers_within(outer))
+    assert found[0] is outer
+    assert found[1] is middle
+    assert isinstance(found[2], torch.Tensor)
+    assert found[3] is inner
+    assert len(found) == 4
+    assert own_generator(outer) is generator

@@ -1,0 +1,193 @@
+"""A plain sampler's indices from any position on: sought, restored, or read and dropped."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+from asyncloader.errors import StateError
+from asyncloader.samplers.index_stream import base_sampler
+from tests.unit.samplers.stream_samplers import (
+    SAMPLERS,
+    SIZE,
+    WRAPPERS,
+    Eager,
+    Plain,
+    Stateful,
+    after,
+    batched,
+    numbered,
+    own_generator,
+    seeded,
+    shared,
+    stream,
+)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_iteration_goes_on_at_any_step(kind: str, wrapper: str) -> None:
+    """A new sampler, where the generators stand elsewhere, goes on with the order that was begun, as delivered."""
+    make, wrap = SAMPLERS[kind], WRAPPERS[wrapper]
+    torch.manual_seed(1)
+    whole = [*stream(wrap(make()))]
+    for steps in (0, 1, 4, len(whole) - 1, len(whole)):
+        torch.manual_seed(1)
+        running = stream(wrap(make()))
+        pulled = [running.pull() for _ in range(min(len(whole), steps + 3))]
+        assert [index for _, index in pulled] == whole[: len(pulled)]
+        torch.manual_seed(2)
+        resumed = stream(wrap(make()), **after(steps, running))
+        rest = numbered(resumed)
+        assert rest == list(enumerate(whole))[steps:]
+
+
+def test_eager_batch_samplers_go_on_too() -> None:
+    """Also an order that is drawn with ``iter(batch_sampler)`` itself comes again."""
+    torch.manual_seed(1)
+    whole = [*stream(Eager(3))]
+    torch.manual_seed(1)
+    running = stream(Eager(3))
+    for _ in range(4):
+        running.pull()
+    torch.manual_seed(2)
+    assert [*stream(Eager(3), **after(3, running))] == whole[3:]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_without_a_position_the_sampler_is_read_as_it_is(wrapper: str) -> None:
+    """From the beginning the indices, and what is drawn for them, are those of the bare sampler."""
+    torch.manual_seed(3)
+    expected = [*WRAPPERS[wrapper](RandomSampler(range(SIZE)))]
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    assert [*stream(WRAPPERS[wrapper](RandomSampler(range(SIZE))))] == expected
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("kind", ["random", "weighted", "eager"])
+def test_resuming_leaves_the_global_generators_alone(kind: str) -> None:
+    """The generators from which the order came are set for the sampler only."""
+    running = stream(batched(SAMPLERS[kind]()))
+    running.pull()
+    assert running.generators is not None
+    assert set(running.generators) == {"global"}
+    torch.manual_seed(8)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    list(stream(batched(SAMPLERS[kind]()), **after(1, running)))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert np.random.get_state()[1].tolist() == before[2]  # type: ignore[index]
+
+
+def test_own_generator_goes_on_with_the_next_epoch() -> None:
+    """A sampler's own generator stands after a resumed epoch where it would have stood; only it is kept."""
+    sampler = own_generator()
+    first, second = [*sampler], [*sampler]
+    running = stream(own_generator())
+    running.pull()
+    assert running.generators is not None
+    assert set(running.generators) == {"own"}
+    again = own_generator()
+    assert [*stream(again, **after(1, running))] == first[1:]
+    assert [*again] == second
+
+
+def test_before_the_first_index_the_epoch_is_known() -> None:
+    """A stream that nothing was taken from yet goes on with the order that its sampler's generator will give it."""
+    sampler = own_generator()
+    assert len([*sampler]) == SIZE
+    running = stream(batched(sampler))
+    kept = after(0, running)
+    assert [*stream(batched(own_generator()), **kept)] == [*running]
+
+
+def test_nothing_is_kept_where_nothing_was_drawn() -> None:
+    """An order that needs no random numbers leaves no generator in the state."""
+    for sampler in (SequentialSampler(range(SIZE)), seeded(), Stateful(), Plain()):
+        running = stream(batched(sampler))
+        running.pull()
+        assert running.generators is None
+
+
+def test_indices_are_read_and_dropped_once_and_late() -> None:
+    """Nothing is read before the first pull; then what came before is read once."""
+    sampler = Plain()
+    resumed = stream(batched(sampler), step=5)
+    assert sampler.read == 0
+    assert resumed.pull() == (5, [15, 16, 17])
+    assert sampler.read == 18
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_steps_delivered_out_of_order_are_left_out(kind: str) -> None:
+    """Steps beyond the position that were delivered are passed over; the numbers of the others stay theirs."""
+    torch.manual_seed(1)
+    whole = [*stream(batched(SAMPLERS[kind]()))]
+    torch.manual_seed(1)
+    running = stream(batched(SAMPLERS[kind]()))
+    for _ in range(6):
+        running.pull()
+    resumed = stream(batched(SAMPLERS[kind]()), beyond=frozenset({3, 5}), **after(2, running))
+    assert [resumed.pull() for _ in range(3)] == [(2, whole[2]), (4, whole[4]), (6, whole[6])]
+
+
+def test_last_step_delivered_out_of_order() -> None:
+    """A last step that was delivered before is not given again."""
+    resumed = stream(batched(Plain()), step=6, beyond=frozenset({7}))
+    assert resumed.pull() == (6, [18, 19, 20])
+    with pytest.raises(StopIteration):
+        resumed.pull()
+
+
+def test_an_error_of_the_sampler_is_its_own() -> None:
+    """What the sampler raises comes through, and what was drawn before it is put back for a resumed order."""
+
+    class Failing(Eager):
+        def __iter__(self) -> Iterator[Any]:
+            torch.rand(3)
+            raise KeyError("broken")
+
+    running = stream(batched(Eager()))
+    running.pull()
+    before = torch.get_rng_state()
+    with pytest.raises(KeyError, match="broken"):
+        stream(batched(Failing()), **after(1, running)).pull()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_generator_that_is_missing_is_refused() -> None:
+    """An order that came from a sampler's own generator needs one again."""
+    running = stream(batched(own_generator()))
+    running.pull()
+    with pytest.raises(StateError, match="pass generator= as before"):
+        stream(batched(RandomSampler(range(SIZE))), **after(1, running)).pull()
+
+
+def test_an_iterator_keeps_its_epoch() -> None:
+    """In seeded mode the epoch is that of the moment at which the stream was made."""
+    sampler = seeded()
+    expected = [*stream(shared(sampler))]
+    running = stream(shared(sampler))
+    sampler.set_epoch(3)
+    assert [*running] == expected
+
+
+def test_base_sampler_is_the_users_part() -> None:
+    """torch's own wrapping and a rank's view are seen through; a user's batch sampler is their own part."""
+
+    class Mine(BatchSampler):
+        pass
+
+    sampler = Plain()
+    assert base_sampler(batched(sampler)) is sampler
+    assert base_sampler(shared(sampler)) is sampler
+    assert base_sampler(sampler) is sampler
+    mine = Mine(SequentialSampler(range(3)), 2, drop_last=False)
+    assert base_sampler(mine) is mine

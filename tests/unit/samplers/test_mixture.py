@@ -1,0 +1,270 @@
+"""The mixture: proportions held at every prefix, passes complete, and any position found at once."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from bisect import bisect_right
+from collections import Counter
+from fractions import Fraction
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import ConcatDataset, Sampler, TensorDataset
+
+from asyncloader import DataLoader
+from asyncloader.samplers.interleave import DEVIATION
+from asyncloader.samplers.mixture import MixtureSampler
+
+SEEDS = st.integers(0, 2**64 - 1)
+
+
+class Rows:
+    """Only a length, however large."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+
+@st.composite
+def mixtures(draw: st.DrawFn, on_exhausted: str | None = None) -> MixtureSampler:
+    sizes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
+    weights = draw(st.lists(st.integers(0, 9), min_size=len(sizes), max_size=len(sizes)).filter(any))
+    how: Any = on_exhausted or draw(st.sampled_from(["repeat", "stop", "drop"]))
+    sampler = MixtureSampler(
+        [range(size) for size in sizes],
+        weights,
+        draw(SEEDS),
+        num_samples=draw(st.none() | st.integers(0, 150)) if how == "repeat" else None,
+        on_exhausted=how,
+        shuffle=draw(st.booleans()),
+    )
+    sampler.set_epoch(draw(st.integers(0, 5) | SEEDS))
+    return sampler
+
+
+def source_of(sampler: MixtureSampler, index: int) -> int:
+    ends = list(itertools.accumulate(sampler._sizes))
+    assert 0 <= index < ends[-1]
+    return bisect_right(ends, index)
+
+
+def by_source(sampler: MixtureSampler, indices: list[int]) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in sampler._sizes]
+    for index in indices:
+        found[source_of(sampler, index)].append(index)
+    return found
+
+
+def epochs(sampler: MixtureSampler, number: int) -> list[int]:
+    """The first epochs, in one list."""
+    found: list[int] = []
+    for epoch in range(number):
+        sampler.set_epoch(epoch)
+        found += sampler
+    return found
+
+
+def furthest(sampler: MixtureSampler, indices: list[int]) -> Fraction:
+    """The largest deviation of a dataset from its share, after any of these indices."""
+    counts = [0] * len(sampler._sizes)
+    worst = Fraction(0)
+    for number, index in enumerate(indices, 1):
+        counts[source_of(sampler, index)] += 1
+        for count, share in zip(counts, sampler.proportions, strict=True):
+            worst = max(worst, abs(count - number * share))
+    return worst
+
+
+# ------------------------------------------------------------------------------------------------ whatever the end
+
+
+@settings(deadline=None)
+@given(mixtures())
+def test_the_rest_of_an_epoch_from_any_position(sampler: MixtureSampler) -> None:
+    """`iter_from(k)` is the epoch without its first k indices, and `len` is their number."""
+    indices = list(sampler)
+    assert len(sampler) == len(indices)
+    for start in range(len(indices) + 1):
+        assert list(sampler.iter_from(start)) == indices[start:]
+    for start in (-1, len(indices) + 1):
+        with pytest.raises(ValueError, match=f"between 0 and {len(indices)}, but got start={start}"):
+            sampler.iter_from(start)
+
+
+@settings(deadline=None)
+@given(mixtures("repeat") | mixtures("stop"))
+def test_proportions_hold_at_every_prefix(sampler: MixtureSampler) -> None:
+    """No dataset is further than 1.68 samples from its share: over all epochs, or in each epoch that ends early."""
+    once = 4 if sampler.on_exhausted == "repeat" else 1
+    assert furthest(sampler, epochs(sampler, once)) <= DEVIATION
+
+
+@settings(deadline=None)
+@given(mixtures("repeat") | mixtures("stop"))
+def test_each_pass_over_a_dataset_is_complete(sampler: MixtureSampler) -> None:
+    """Through several epochs, a dataset's samples come all once before one comes again; passes are shuffled apart."""
+    for source, given_indices in enumerate(by_source(sampler, epochs(sampler, 3))):
+        size, offset = sampler._sizes[source], sampler._offsets[source]
+        passes = [given_indices[first : first + size] for first in range(0, len(given_indices), size)]
+        for each in passes[:-1]:
+            assert sorted(each) == list(range(offset, offset + size))
+        assert len(set(passes[-1])) == len(passes[-1]) if passes else True
+        if not sampler.shuffle:
+            assert all(each == list(range(offset, offset + len(each))) for each in passes)
+
+
+def sampler_of_two(**options: Any) -> MixtureSampler:
+    return MixtureSampler([range(3000), range(2000)], [0.75, 0.25], seed=1, **options)
+
+
+@pytest.mark.parametrize("on_exhausted", ["repeat", "stop", "drop"])
+def test_order_is_a_function_of_seed_and_epoch(on_exhausted: Literal["repeat", "stop", "drop"]) -> None:
+    """Separate objects agree, whatever the global generators do; another epoch or seed gives another order."""
+    sampler = sampler_of_two(on_exhausted=on_exhausted)
+    state = torch.get_rng_state()
+    first = list(sampler)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(type(index) is int for index in first)
+    begun = iter(sampler)
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    assert list(begun) == first
+    sampler.set_epoch(0)
+    assert list(sampler) == first == list(sampler_of_two(on_exhausted=on_exhausted))
+    assert list(MixtureSampler([range(3000), range(2000)], [3, 1], 2, on_exhausted=on_exhausted)) != first
+    assert list(MixtureSampler([range(3000), range(2000)], [3, 1], 1, on_exhausted=on_exhausted)) == first
+
+
+def test_datasets_are_shuffled_apart() -> None:
+    """Datasets of one length have different orders, and so have the passes over one."""
+    sampler = MixtureSampler([range(500), range(500)], [1, 1], seed=1)
+    one, other = by_source(sampler, epochs(sampler, 2))
+    assert one[:500] != [index - 500 for index in other[:500]]
+    assert sorted(one[:500]) == sorted(one[500:])
+    assert one[:500] != one[500:]
+
+
+def test_the_mixture_is_for_ever() -> None:
+    """Written down here: a run that is resumed with a later version must go on in the same order."""
+    sampler = MixtureSampler([range(6), range(3)], [2, 1], seed=3)
+    assert epochs(sampler, 2) == [2, 7, 4, 1, 8, 5, 3, 6, 0, 0, 8, 1, 3, 6, 2, 5, 7, 4]
+
+
+# ------------------------------------------------------------------------------------------------------- each end
+
+
+def test_repeat() -> None:
+    """Epochs have `num_samples`, by default as many as there are samples, and go on where the one before ended."""
+    assert len(sampler_of_two()) == 5000
+    short = sampler_of_two(num_samples=7)
+    long = sampler_of_two(num_samples=70)
+    assert len(short) == 7
+    assert epochs(short, 10) == list(long)
+    assert len(MixtureSampler([range(10), range(5)], [0, 1], 0)) == 5
+
+
+def test_repeat_far_away() -> None:
+    """The last epoch, in the middle of datasets of 10**15 samples, is as near as the first."""
+    sampler = MixtureSampler([Rows(10**15), Rows(7), Rows(10**15)], [0.6, 0.3, 0.1], seed=1, num_samples=10**15)
+    sampler.set_epoch(2**64 - 1)
+    middle = list(itertools.islice(sampler.iter_from(5 * 10**14), 10_000))
+    counts = Counter(source_of(sampler, index) for index in middle)
+    assert [counts[source] for source in range(3)] == [6000, 3000, 1000]
+    assert len(set(middle)) == 6000 + 7 + 1000
+
+
+@settings(deadline=None)
+@given(mixtures("stop"))
+def test_stop_ends_when_the_first_dataset_is_used_up(sampler: MixtureSampler) -> None:
+    """Its last sample is the epoch's last, every epoch; nothing comes twice in an epoch."""
+    indices = list(sampler)
+    counts = [len(each) for each in by_source(sampler, indices)]
+    last = source_of(sampler, indices[-1])
+    assert counts[last] == sampler._sizes[last]
+    for source, count in enumerate(counts):
+        assert count < sampler._sizes[source] or source == last
+
+
+@settings(deadline=None)
+@given(mixtures("drop"))
+def test_drop_gives_every_sample_once(sampler: MixtureSampler) -> None:
+    """Of the datasets that have a weight; the others go on in proportion when one has left."""
+    indices = list(sampler)
+    groups = by_source(sampler, indices)
+    shares = list(sampler.proportions)
+    for source, group in enumerate(groups):
+        first = sampler._offsets[source]
+        assert sorted(group) == (list(range(first, first + sampler._sizes[source])) if shares[source] else [])
+    # From one departure to the next, the proportions of those present hold at every prefix.
+    left = [len(group) for group in groups]
+    counts, number = [0] * len(left), 0
+    for index in indices:
+        source = source_of(sampler, index)
+        counts[source] += 1
+        number += 1
+        left[source] -= 1
+        for each, share in enumerate(shares):
+            assert abs(counts[each] - number * share / sum(shares)) <= DEVIATION
+        if not left[source]:
+            shares[source] = Fraction(0)
+            counts, number = [0] * len(left), 0
+
+
+def test_drop_leaves_out_empty_datasets() -> None:
+    """They are used up from the beginning."""
+    sampler = MixtureSampler([[], range(4), []], [1, 1, 1], seed=0, on_exhausted="drop")
+    assert sorted(sampler) == [0, 1, 2, 3]
+    assert list(MixtureSampler([[], []], [1, 1], seed=0, on_exhausted="drop")) == []
+
+
+# ------------------------------------------------------------------------------------------------------ the outside
+
+
+def test_in_every_loader() -> None:
+    """It is of torch's class, pickles, takes the ConcatDataset itself, and feeds torch's loader and ours."""
+    both: ConcatDataset[Any] = ConcatDataset([TensorDataset(torch.arange(30)), TensorDataset(torch.arange(100, 110))])
+    sampler = MixtureSampler(both, [2, 1], seed=4, on_exhausted="drop")
+    assert isinstance(sampler, Sampler)
+    sampler.set_epoch(3)
+    assert list(pickle.loads(pickle.dumps(sampler))) == list(sampler)
+    assert sampler.proportions == (Fraction(2, 3), Fraction(1, 3))
+    expected = [batch.tolist() for (batch,) in torch.utils.data.DataLoader(both, 6, sampler=sampler)]
+    assert [sum(x >= 100 for x in batch) for batch in expected] == [2, 2, 2, 2, 2, 0, 0]
+    with DataLoader[Any](both, 6, sampler=sampler, num_workers=2) as loader:
+        assert [batch.tolist() for (batch,) in loader] == expected
+    assert repr(sampler) == (
+        "<MixtureSampler of [30, 10] as 2/3, 1/3, seed=4, epoch=3, on_exhausted='drop', 40 samples>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": [1]}, "one weight a dataset, but got 1 for 2"),
+        ({"weights": [1, -1]}, "weight 1 is -1"),
+        ({"seed": -1}, "seed=-1"),
+        ({"num_samples": -1}, "num_samples should be 0 or more, but got num_samples=-1"),
+        ({"num_samples": 9, "on_exhausted": "stop"}, "num_samples=9 needs on_exhausted=\"repeat\", but got 'stop'"),
+        ({"on_exhausted": "end"}, "got on_exhausted='end'"),
+        ({"datasets": [range(4), []]}, "dataset 1 is empty, so its weight of 2 cannot be met"),
+        ({"datasets": [], "weights": []}, "at least one weight"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
+    """They are refused with the value."""
+    arguments: dict[str, Any] = {"datasets": [range(4), range(5)], "weights": [1, 2], "seed": 0, **options}
+    with pytest.raises(ValueError, match=message):
+        MixtureSampler(**arguments)
+
+
+def test_epoch_out_of_range() -> None:
+    """It has 64 bits."""
+    with pytest.raises(ValueError, match=f"epoch={2**64}"):
+        sampler_of_two().set_epoch(2**64)

@@ -1,0 +1,371 @@
+"""The samplers with a state: resumed anywhere they go on as if never stopped; what is not their state is refused."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
+
+from asyncloader import DataLoader
+from asyncloader.samplers.stateful import StatefulDistributedSampler, StatefulRandomSampler
+
+SIZES = st.integers(1, 70)
+COUNTS = st.none() | st.integers(1, 200)
+
+
+def make(size: int = 10, replacement: bool = False, num_samples: int | None = None, seed: int = 5) -> Any:
+    """A sampler whose own generator comes from `seed`, as after ``torch.manual_seed(seed)``."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return StatefulRandomSampler(range(size), replacement, num_samples)
+
+
+def read(iterator: Iterator[int], count: int) -> list[int]:
+    return list(itertools.islice(iterator, count))
+
+
+class TestRandom:
+    """`StatefulRandomSampler` and its iterators."""
+
+    @given(SIZES, st.booleans(), COUNTS, st.integers(0, 2**63), st.data())
+    def test_resumed_anywhere(
+        self, size: int, replacement: bool, num_samples: int | None, seed: int, data: st.DataObject
+    ) -> None:
+        """From any position of any epoch, by a sampler with another generator: the rest, and the epochs after it."""
+        options = (size, replacement, num_samples)
+        sampler = make(*options, seed=seed)
+        epochs = [list(sampler) for _ in range(4)]
+        epoch = data.draw(st.integers(0, 2), label="epoch")
+        stop = data.draw(st.integers(0, len(sampler)), label="stop")
+
+        stopped = make(*options, seed=seed)
+        for _ in range(epoch):
+            list(stopped)
+        iterator = iter(stopped)
+        read(iterator, stop)
+        state = iterator.state_dict()
+
+        resumed = make(*options, seed=1)
+        for _ in range(data.draw(st.integers(0, 2), label="epochs before loading")):
+            list(resumed)
+        iterator = iter(resumed)
+        read(iterator, data.draw(st.integers(0, 3), label="indices before loading"))
+        iterator.state_dict()  # it keeps the generator's text, which loading must renew
+        iterator.load_state_dict(state)
+        assert iterator.state_dict() == state
+        assert list(iterator) == epochs[epoch][stop:]
+        assert [list(resumed) for _ in range(3 - epoch)] == epochs[epoch + 1 :]
+
+    @given(SIZES, COUNTS, st.integers(0, 2**63))
+    def test_permutations_one_after_the_other(self, size: int, num_samples: int | None, seed: int) -> None:
+        """Without replacement each run of a dataset's length has every index at most once, a full one exactly once."""
+        order = list(make(size, num_samples=num_samples, seed=seed))
+        assert len(order) == (size if num_samples is None else num_samples)
+        for first in range(0, len(order), size):
+            part = order[first : first + size]
+            assert len(set(part)) == len(part)
+            assert set(part) <= set(range(size))
+
+    def test_with_replacement(self) -> None:
+        """Any index any time: far more draws than indices, all of them in range, all of them Python integers."""
+        order = list(make(3, replacement=True, num_samples=1000))
+        assert set(order) == {0, 1, 2}
+        assert all(type(index) is int for index in order)
+
+    def test_blocks_with_replacement(self) -> None:
+        """Blocks of 32 are drawn, as torchdata draws them; the last one of an epoch is used up."""
+        generator = torch.Generator().manual_seed(8)
+        blocks = [torch.randint(9, (32,), generator=generator).tolist() for _ in range(4)]
+        sampler = StatefulRandomSampler(range(9), True, 40, torch.Generator().manual_seed(8))
+        assert list(sampler) == blocks[0] + blocks[1][:8]
+        assert list(sampler) == blocks[2] + blocks[3][:8]
+
+    def test_draws_from_the_global_generator(self) -> None:
+        """One number when it is made; none in epochs, states and loading."""
+        torch.manual_seed(3)
+        sampler = StatefulRandomSampler(range(50))
+        here = torch.get_rng_state()
+        torch.manual_seed(3)
+        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        assert torch.equal(torch.get_rng_state(), here)
+        assert torch.equal(sampler.generator.get_state(), torch.Generator().manual_seed(seed).get_state())
+
+        iterator = iter(sampler)
+        read(iterator, 7)
+        iterator.load_state_dict(iterator.state_dict())
+        list(iterator)
+        assert torch.equal(torch.get_rng_state(), here)
+
+    def test_order_of_torch(self) -> None:
+        """Its first epoch is that of torch's own sampler with the same generator."""
+        generator = torch.Generator().manual_seed(8)
+        expected = list(RandomSampler(range(20), generator=torch.Generator().manual_seed(8)))
+        sampler = StatefulRandomSampler(range(20), generator=generator)
+        assert list(sampler) == expected
+        assert sampler.generator is generator
+
+    def test_users_generator_draws_nothing_else(self) -> None:
+        """With `generator=` not even the one number is taken from the global generator."""
+        before = torch.get_rng_state()
+        StatefulRandomSampler(range(4), generator=torch.Generator())
+        assert torch.equal(torch.get_rng_state(), before)
+
+    def test_an_abandoned_iterator_uses_up_one_permutation(self) -> None:
+        """The first block is drawn by ``iter()``."""
+        first, second, third = [list(epoch) for epoch in itertools.repeat(make(), 3)]
+        sampler = make()
+        assert next(iter(sampler)) == first[0]
+        iter(sampler)
+        assert list(sampler) == third != second
+
+    def test_state_is_plain_small_and_detached(self) -> None:
+        """JSON and weights-only pickles keep it; later steps leave it; it is as small for a large dataset."""
+        iterator = iter(make(100_000))
+        read(iterator, 60_000)
+        state = iterator.state_dict()
+        text = json.dumps(state)
+        assert len(text) < 8000
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        assert torch.load(file, weights_only=True) == state
+        following = read(iterator, 5)
+        assert json.dumps(state) == text
+        resumed = iter(make(100_000, seed=6))
+        resumed.load_state_dict(json.loads(text))
+        assert read(resumed, 5) == following
+
+    def test_state_of_the_beginning_and_the_end(self) -> None:
+        """Before the first index: the whole epoch. After the last: nothing more, then the next epoch."""
+        sampler = make()
+        iterator = iter(sampler)
+        beginning = iterator.state_dict()
+        first = list(iterator)
+        end = iterator.state_dict()
+        second = list(sampler)
+        for state, rest in ((beginning, first), (end, [])):
+            resumed = make(seed=6)
+            iterator = iter(resumed)
+            iterator.load_state_dict(state)
+            assert list(iterator) == rest
+            assert next(iterator, None) is None
+            assert list(resumed) == second
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"length": 11}, "length=11, but this one has length=10"),
+            ({"replacement": True}, "replacement=True, but this one has replacement=False"),
+            ({"yielded": -1}, "between 0 and 10 in the state, but is -1"),
+            ({"yielded": 11}, "between 0 and 10 in the state, but is 11"),
+            ({"yielded": 3.0}, "yielded should be of type int, but is 3.0"),
+            ({"yielded": True}, "yielded should be of type int, but is True"),
+            ({"length": "10"}, "length should be of type int, but is '10'"),
+            ({"generator": b"AAAA"}, "generator should be of type str"),
+            ({"generator": ""}, "no state of a torch.Generator"),
+            ({"generator": "AAAA"}, "no state of a torch.Generator"),
+            ({"generator": "not base64!"}, "no state of a torch.Generator"),
+            ({"generator": "\u00e9"}, "no state of a torch.Generator"),
+        ],
+    )
+    def test_refused(self, change: dict[str, Any], message: str) -> None:
+        """What is not a state of this sampler is refused with the values, and nothing has changed then."""
+        sampler = make()
+        expected = [list(epoch) for epoch in itertools.repeat(make(), 2)]
+        iterator = iter(sampler)
+        start = read(iterator, 4)
+        with pytest.raises(ValueError, match=message):
+            iterator.load_state_dict({**iterator.state_dict(), **change})
+        assert [start + list(iterator), list(sampler)] == expected
+
+    def test_refused_if_cut_or_incomplete(self) -> None:
+        """A truncated generator, zeros in place of it, missing entries, and what is no dictionary."""
+        iterator = iter(make())
+        state = iterator.state_dict()
+        text = state["generator"]
+        for generator in (text[:-4], text + "AAAA", "A" * len(text)):
+            with pytest.raises(ValueError, match=r"no state of a torch\.Generator"):
+                iterator.load_state_dict({**state, "generator": generator})
+        for name in state:
+            with pytest.raises(ValueError, match=f"Invalid state_dict: without {name}"):
+                iterator.load_state_dict({key: value for key, value in state.items() if key != name})
+        nothing: list[Any] = [None, [], "state", 3]
+        for junk in nothing:
+            with pytest.raises(ValueError, match="should be a dictionary, but is"):
+                iterator.load_state_dict(junk)
+
+    def test_unknown_entries_are_ignored(self) -> None:
+        """A framework may have added some."""
+        iterator = iter(make())
+        head = read(iterator, 4)
+        resumed = iter(make(seed=6))
+        resumed.load_state_dict({**iterator.state_dict(), "added": 1})
+        assert head + list(resumed) == list(make())
+
+    def test_arguments(self) -> None:
+        """They are torch's, and so are the errors; it is of torch's class."""
+        assert isinstance(make(), RandomSampler)
+        assert len(make(10, num_samples=25)) == 25
+        junk: Any = 1
+        with pytest.raises(TypeError, match="replacement should be a boolean value, but got replacement=1"):
+            StatefulRandomSampler(range(3), replacement=junk)
+        with pytest.raises(ValueError, match="num_samples should be a positive integer value, but got num_samples=0"):
+            StatefulRandomSampler([])
+
+    def test_length_is_read_when_an_epoch_begins(self) -> None:
+        """A dataset may grow and shrink between epochs; an empty one has no samples to draw."""
+        data = [0, 1]
+        sampler = StatefulRandomSampler(data)
+        data.append(2)
+        assert sorted(sampler) == [0, 1, 2]
+        counted = StatefulRandomSampler(data, num_samples=4)
+        data.clear()
+        assert list(sampler) == []
+        with pytest.raises(ValueError, match="cannot draw 4 samples from an empty dataset"):
+            iter(counted)
+
+    def test_pickled(self) -> None:
+        """A copy goes on with the generator as it was."""
+        sampler = make()
+        list(sampler)
+        copy = pickle.loads(pickle.dumps(sampler))
+        assert [list(copy) for _ in range(2)] == [list(sampler) for _ in range(2)]
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_in_the_loader(self, num_workers: int) -> None:
+        """Our loader reads it as torch's does: the same batches in two epochs."""
+        data: Any = list(range(20))
+        expected = [[batch.tolist() for batch in epoch] for epoch in _epochs(data, torch.utils.data.DataLoader, 0)]
+        assert sorted(index for batch in expected[0] for index in batch) == data
+        assert [[batch.tolist() for batch in epoch] for epoch in _epochs(data, DataLoader, num_workers)] == expected
+
+
+def _epochs(data: Any, loader: Any, num_workers: int) -> list[list[torch.Tensor]]:
+    made = loader(data, 3, sampler=make(len(data)), num_workers=num_workers)
+    return [list(made) for _ in range(2)]
+
+
+class TestDistributed:
+    """`StatefulDistributedSampler`."""
+
+    @given(st.integers(1, 60), st.integers(1, 5), st.booleans(), st.booleans(), st.integers(0, 2**40), st.data())
+    def test_resumed_anywhere(
+        self, size: int, replicas: int, shuffle: bool, drop_last: bool, seed: int, data: st.DataObject
+    ) -> None:
+        """The order is torch's on every rank; a resumed pass is the rest of it, and the next one is whole."""
+        if drop_last and size < replicas:
+            size = replicas
+        rank = data.draw(st.integers(0, replicas - 1), label="rank")
+        epoch = data.draw(st.integers(0, 5), label="epoch")
+        arguments = (range(size), replicas, rank, shuffle, seed, drop_last)
+        plain: Any = DistributedSampler(*arguments)  # type: ignore[arg-type]
+        plain.set_epoch(epoch)
+        expected = list(plain)
+
+        sampler = StatefulDistributedSampler(*arguments)
+        sampler.set_epoch(epoch)
+        stop = data.draw(st.integers(0, len(expected)), label="stop")
+        assert read(iter(sampler), stop) == expected[:stop]
+        state = json.loads(json.dumps(sampler.state_dict()))
+        assert state == {"yielded": stop}
+
+        resumed = StatefulDistributedSampler(*arguments)
+        resumed.set_epoch(epoch)
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == state
+        assert list(resumed) == expected[stop:]
+        assert list(resumed) == expected
+
+    def test_attributes(self) -> None:
+        """`yielded` counts the newest iterator's indices; `next_yielded` is what was loaded and is not yet taken."""
+        sampler = StatefulDistributedSampler(range(10), 2, 1, shuffle=False)
+        assert (sampler.yielded, sampler.next_yielded) == (0, None)
+        assert read(iter(sampler), 2) == [1, 3]
+        assert (sampler.yielded, sampler.next_yielded) == (2, None)
+        sampler.load_state_dict({"yielded": 3})
+        iterator = iter(sampler)
+        assert (sampler.yielded, sampler.next_yielded) == (2, 3)
+        assert sampler.state_dict() == {"yielded": 3}
+        assert next(iterator) == 7
+        assert (sampler.yielded, sampler.next_yielded) == (4, None)
+        assert list(iterator) == [9]
+        assert sampler.yielded == 5
+
+    @pytest.mark.parametrize("batch_size", [None, 2])
+    @pytest.mark.parametrize("loader", [torch.utils.data.DataLoader, DataLoader])
+    def test_loaded_by_hand_under_a_loader(self, loader: Any, batch_size: int | None) -> None:
+        """A loader with workers calls ``iter()`` twice before it reads: the position is for the one that it reads."""
+        sampler = StatefulDistributedSampler(range(8), 1, 0, shuffle=False)
+        sampler.load_state_dict({"yielded": 4})
+        made = loader(range(8), batch_size, sampler=sampler, num_workers=1)
+        for expected in ([4, 5, 6, 7], list(range(8))):
+            assert [int(index) for batch in made for index in torch.as_tensor(batch).view(-1)] == expected
+
+    def test_a_finished_pass(self) -> None:
+        """Its state leaves nothing of that pass; the pass after it is whole, also if the empty one was never read."""
+        sampler = StatefulDistributedSampler(range(6), 2, 0, shuffle=False)
+        whole = list(sampler)
+        state = sampler.state_dict()
+        sampler.load_state_dict(state)
+        assert list(sampler) == []
+        assert list(sampler) == whole
+        sampler.load_state_dict(state)
+        iter(sampler)
+        assert list(sampler) == whole
+
+    def test_state_of_a_new_iterator(self) -> None:
+        """It is at 0 from ``iter()`` on, not where the pass before it ended."""
+        sampler = StatefulDistributedSampler(range(6), 2, 0)
+        list(sampler)
+        assert sampler.state_dict() == {"yielded": 3}
+        iter(sampler)
+        assert sampler.state_dict() == {"yielded": 0}
+
+    def test_epoch_may_be_set_until_the_first_index(self) -> None:
+        """Frameworks call ``iter()`` first and `set_epoch` then."""
+        sampler = StatefulDistributedSampler(range(50), 1, 0)
+        sampler.set_epoch(3)
+        expected = list(sampler)
+        sampler.set_epoch(0)
+        sampler.load_state_dict({"yielded": 8})
+        iterator = iter(sampler)
+        sampler.set_epoch(3)
+        assert list(iterator) == expected[8:]
+
+    @pytest.mark.parametrize(
+        ("state", "message"),
+        [
+            ({}, "^Invalid state_dict"),
+            ({"other": 1}, "^Invalid state_dict: without yielded"),
+            (None, "^Invalid state_dict: it should be a dictionary, but is NoneType"),
+            ({"yielded": "3"}, "^Invalid state_dict: yielded should be of type int, but is '3'"),
+            ({"yielded": False}, "^Invalid state_dict: yielded should be of type int, but is False"),
+            ({"yielded": -1}, "^Cannot load state_dict with negative yielded value$"),
+            ({"yielded": 6}, "yielded value 6: an epoch of this sampler has 5"),
+        ],
+    )
+    def test_refused(self, state: Any, message: str) -> None:
+        """What is not a state of this sampler is refused, and nothing has changed then."""
+        sampler = StatefulDistributedSampler(range(10), 2, 0, shuffle=False)
+        sampler.load_state_dict({"yielded": 3})
+        with pytest.raises(ValueError, match=message):
+            sampler.load_state_dict(state)
+        assert list(sampler) == [6, 8]
+
+    def test_it_is_a_sampler_of_torch(self) -> None:
+        """It is of torch's class, checks the rank as that does, and feeds torch's BatchSampler."""
+        sampler = StatefulDistributedSampler(range(10), 2, 0, shuffle=False)
+        assert isinstance(sampler, DistributedSampler)
+        assert len(sampler) == 5
+        assert list(BatchSampler(sampler, 2, drop_last=False)) == [[0, 2], [4, 6], [8]]
+        with pytest.raises(ValueError, match="Invalid rank 2"):
+            StatefulDistributedSampler(range(10), 2, 2)

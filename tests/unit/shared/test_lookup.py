@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncloader.shared.layout import UnstableKeyError, bucket_of, stable_hash
+from tests.unit.shared.structures import KEYS, Point, built, dict_of
+
+
+@given(st.dictionaries(KEYS, st.integers(), min_size=4), st.lists(KEYS))
+def test_lookup_finds_what_a_dict_finds(value: dict[Any, int], others: list[Any]) -> None:
+    """With and without a hash table: each key is found at its place, every other one is not there."""
+    for large in (1, 1000):
+        node = dict_of(value, large=large)
+        for place, key in enumerate(value):
+            assert node.find(key) == place
+        for key in others:
+            assert (node.find(key) >= 0) == (key in value)
+
+
+class Name(str):
+    __slots__ = ()
+
+
+EQUAL = [
+    (1, 1.0),
+    (1, True),
+    (0, -0.0),
+    (5, np.int64(5)),
+    (0.5, np.float32(0.5)),
+    (2, Fraction(2)),
+    (3, Decimal(3)),
+    (4, 4 + 0j),
+    ("a", Name("a")),
+    ("a", np.str_("a")),
+    (b"a", np.bytes_(b"a")),
+    ((1, "a"), (1.0, Name("a"))),
+    ((1, 2), Point(1, 2)),
+    (-1, -2),  # Python's own hash says -2 for both
+]
+
+
+@pytest.mark.parametrize(("one", "other"), EQUAL)
+def test_equal_keys_hash_alike(one: Any, other: Any) -> None:
+    """A key may be looked up by any equal one, as in a dict."""
+    assert stable_hash(one) == stable_hash(other)
+    assert dict_of({one: 1}, large=1).find(other) == (0 if one == other else -1)
+
+
+def test_hash_is_the_same_in_every_process() -> None:
+    """Another process, whose hash of str is another, computes the same hashes."""
+    keys = ["a", "é", b"a", 1, -7, 2.5, None, ("a", (1, None)), 1 << 80, math.inf]
+    program = "from math import inf\nfrom asyncloader.shared.layout import stable_hash as h\n"
+    program += f"print([h(k) for k in {keys!r}])\nprint(hash('a'))"
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[3])},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()
+        for seed in ("1", "2")
+    ]
+    assert [hashes for hashes, _ in outputs] == [repr([stable_hash(key) for key in keys])] * 2
+    assert len({own for _, own in outputs}) == 2
+
+
+class Color(Enum):
+    RED = 1
+
+
+@pytest.mark.parametrize("key", [Color.RED, frozenset({1}), object, (1, Color.RED)])
+def test_keys_without_a_stable_hash(key: Any) -> None:
+    """A small dict takes any key; a large one refuses, naming it. Asking for one is no error."""
+    assert dict_of({key: 1, "a": 2}).find(key) == 0
+    with pytest.raises(UnstableKeyError):
+        stable_hash(key)
+    with pytest.raises(TypeError, match=r"dict of 5 entries with the key .* str, bytes, numbers, None, or tuples"):
+        built({"a": 1, "b": 2, "c": 3, "d": 4, key: 5})
+    assert dict_of({str(i): i for i in range(5)}).find(key) == -1
+
+
+@pytest.mark.parametrize("count", [2, 9])
+@pytest.mark.parametrize("key", [[], {}, (1, [])])
+def test_unhashable_key(count: int, key: Any) -> None:
+    """A key that no dict could have is an error, as in a dict."""
+    with pytest.raises(TypeError, match="unhashable"):
+        dict_of({str(i): i for i in range(count)}).find(key)
+
+
+NAMED: dict[str, list[Any]] = {
+    "numbered": [f"image_{i:07d}.jpg" for i in range(50_000)],
+    "bytes": [b"%d" % i for i in range(50_000)],
+    "integers": list(range(0, 50_000 * 64, 64)),
+    "pairs": [(i % 200, str(i // 200)) for i in range(50_000)],
+    "floats": [i / 7 for i in range(50_000)],
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_buckets_are_even(name: str) -> None:
+    """Keys as they occur, numbered or in steps, spread: no bucket of the table has more than a few."""
+    keys = NAMED[name]
+    bits = (len(keys) - 1).bit_length()
+    sizes = np.bincount([bucket_of(stable_hash(key), 64 - bits) for key in keys], minlength=1 << bits)
+    assert sizes.max() <= 12
+    # A key is found after 1 + (keys before it in its bucket) / 2 comparisons: at random, 1 + 0.76 / 2.
+    assert (sizes * (sizes + 1) / 2).sum() / len(keys) < 1.6

@@ -1,0 +1,401 @@
+"""States that come from outside: whole, of this layout, and of a loader like this one, or refused with a reason."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncloader.errors import LoaderError, StateError
+from asyncloader.state.schema import (
+    EXPECTED,
+    VERSION,
+    check_exact,
+    check_length,
+    check_state,
+    check_workers,
+    compare,
+)
+from asyncloader.workers.fetch.dataset_state import Cursor
+
+GENERATOR = base64.b64encode(torch.Generator().get_state().numpy().tobytes()).decode()
+
+
+def cursor(**changes: Any) -> dict[str, Any]:
+    plain = {
+        "batches": 2,
+        "samples": 8,
+        "ended": False,
+        "dataset": {"at": 8},
+        "iterator": None,
+        "problem": "",
+        "itself": "",
+    }
+    return {**plain, **changes}
+
+
+def workers(**changes: Any) -> dict[str, Any]:
+    plain = {
+        "num_workers": 2,
+        "rank": 0,
+        "world_size": 1,
+        "next": 1,
+        "given": [3, 2],
+        "cursors": [cursor(), None],
+    }
+    return {**plain, **changes}
+
+
+def state(**changes: Any) -> dict[str, Any]:
+    plain = {
+        "version": VERSION,
+        "mode": "seeded",
+        "kind": "map",
+        "seed": 7,
+        "length": 100,
+        "batch_size": 8,
+        "drop_last": False,
+        "order": "shuffled",
+        "epoch": 3,
+        "step": 5,
+        "beyond": [7, 9],
+        "finished": False,
+        "sampler": {"at": 4, "ended": False, "sampler": {"n": 1}, "iterator": None},
+        "generators": {"global": GENERATOR},
+        "seeds": {"rank": 0, "base": 1 << 62, "shared": None},
+        "workers": workers(),
+    }
+    return {**plain, **changes}
+
+
+def without(name: str) -> dict[str, Any]:
+    return {key: value for key, value in state().items() if key != name}
+
+
+def test_a_valid_state_passes_as_a_copy() -> None:
+    """The checked state is equal and shares nothing with what was given."""
+    given_state = state()
+    checked = check_state(given_state)
+    assert checked == {**given_state, "cut": False}
+    checked["beyond"].append(11)
+    checked["workers"]["given"].append(1)
+    checked["sampler"]["sampler"]["n"] = 2
+    assert given_state == state()
+
+
+@pytest.mark.parametrize(
+    "through",
+    [
+        lambda s: json.loads(json.dumps(s)),
+        lambda s: pickle.loads(pickle.dumps(s)),
+        lambda s: {**s, "beyond": tuple(s["beyond"]), "workers": workers(given=(3, 2), cursors=(cursor(), None))},
+    ],
+    ids=["json", "pickle", "tuples"],
+)
+def test_a_state_survives_its_storage(through: Callable[[Any], Any]) -> None:
+    """JSON, pickle, and savers that turn lists into tuples."""
+    checked = check_state(through(state()))
+    assert list(checked["beyond"]) == [7, 9]
+    assert list(checked["workers"]["given"]) == [3, 2]
+
+
+def test_keys_of_others_are_left_out() -> None:
+    """Frameworks add keys to states: they are ignored at every level, and gone from the copy."""
+    extra = {"extra": 1}
+    given_state = state(workers=workers(cursors=[cursor(**extra), None], **extra), **extra)
+    checked = check_state(given_state)
+    assert "extra" not in checked
+    assert Cursor(**checked["workers"]["cursors"][0]) == Cursor(**cursor())
+
+
+def test_accelerates_way_to_say_that_an_epoch_is_over() -> None:
+    """``_iterator_finished`` means finished; False or anything else changes nothing."""
+    checked = check_state(state(_iterator_finished=True))
+    assert (checked["finished"], checked["cut"]) == (True, True)
+    for value in (False, None, "yes"):
+        assert check_state(state(_iterator_finished=value))["finished"] is False
+    for value in (False, True):
+        checked = check_state(state(finished=True, _iterator_finished=value))
+        assert (checked["finished"], checked["cut"]) == (True, False)
+
+
+@pytest.mark.parametrize("given_state", [None, 3, "state", [1], b"", state().items()])
+def test_what_is_no_dictionary_is_no_state(given_state: Any) -> None:
+    """The error names the type that came."""
+    with pytest.raises(StateError, match=f"is a dictionary, but got {type(given_state).__name__}"):
+        check_state(given_state)
+
+
+def test_other_loaders_states_are_told_apart() -> None:
+    """A dictionary without a version is not ours; torchdata's is recognised."""
+    with pytest.raises(StateError, match=r"not a state of asyncloader: it has no 'version'$"):
+        check_state({"epoch": 1})
+    for name in ("_snapshot", "_num_yielded"):
+        with pytest.raises(StateError, match="looks like one of torchdata's"):
+            check_state({name: 1})
+
+
+@pytest.mark.parametrize("version", [0, -1, "1", None, 1.0])
+def test_version_is_a_positive_integer(version: Any) -> None:
+    """The error shows the value."""
+    with pytest.raises(StateError, match=f"version should be a positive integer, but is {version!r}"):
+        check_state(state(version=version))
+
+
+def test_newer_states_name_both_versions() -> None:
+    """A state of the future says which version it is, and which one can be read."""
+    with pytest.raises(StateError, match=f"version {VERSION + 1}, but .* reads version {VERSION};"):
+        check_state(state(version=VERSION + 1, mode=None))
+
+
+@pytest.mark.parametrize("name", [name for name in state() if name != "version"])
+def test_a_truncated_state_names_what_is_missing(name: str) -> None:
+    """Every key is needed."""
+    with pytest.raises(StateError, match=f"not whole: '{name}' missing"):
+        check_state(without(name))
+
+
+@pytest.mark.parametrize("name", ["at", "ended", "sampler", "iterator"])
+def test_a_truncated_sampler_state(name: str) -> None:
+    """Each of its parts is needed, too."""
+    part = {key: value for key, value in state()["sampler"].items() if key != name}
+    with pytest.raises(StateError, match=f"'sampler' is not whole: '{name}' missing"):
+        check_state(state(sampler=part))
+
+
+@pytest.mark.parametrize("name", workers())
+def test_a_truncated_workers_part(name: str) -> None:
+    """Each of its parts is needed, too."""
+    part = {key: value for key, value in workers().items() if key != name}
+    with pytest.raises(StateError, match=f"'workers' is not whole: '{name}' missing"):
+        check_state(state(workers=part))
+
+
+@pytest.mark.parametrize("name", cursor())
+def test_a_truncated_cursor(name: str) -> None:
+    """Each of its parts is needed, too."""
+    part = {key: value for key, value in cursor().items() if key != name}
+    with pytest.raises(StateError, match=f"a cursor of the state is not whole: '{name}' missing"):
+        check_state(state(workers=workers(cursors=[part, None])))
+
+
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "seed": (state(seed="7"), "seed is '7'"),
+    "drop_last": (state(drop_last=0), "drop_last is 0"),
+    "true is no number": (state(step=True), "step is True"),
+    "epoch": (state(epoch=-1), "epoch=-1"),
+    "epoch beyond 64 bits": (state(epoch=1 << 64), "epoch=18446744073709551616"),
+    "step": (state(step=-2, beyond=[]), "step=-2"),
+    "beyond the step": (state(beyond=[6, 5]), r"step=5 but beyond=\[6, 5\]"),
+    "beyond of words": (state(beyond=["6"]), r"beyond=\['6'\]"),
+    "sampler after the step": (
+        state(sampler={"at": 6, "ended": False, "sampler": 1, "iterator": 1}),
+        "step=5 but the sampler's is 6",
+    ),
+    "sampler before the start": (
+        state(sampler={"at": -1, "ended": False, "sampler": 1, "iterator": 1}),
+        "sampler's is -1",
+    ),
+    "generators": (state(generators={"global": 3}), "generator 'global'"),
+    "generators of noise": (state(generators={"global": "!!"}), "generator 'global'"),
+    "generators cut short": (state(generators={"global": GENERATOR[:100]}), "generator 'global'"),
+    "generators of zeros": (state(generators={"own": base64.b64encode(bytes(5056)).decode()}), "generator 'own'"),
+    "counts": (state(workers=workers(given=[1])), "num_workers=2, but 1 counts and 2 cursors"),
+    "next": (state(workers=workers(next=2)), "next"),
+    "negative count": (state(workers=workers(given=[3, -1])), "a worker gave -1 batches"),
+    "count of words": (state(workers=workers(given=[3, "x"])), "a worker gave 'x' batches"),
+    "cursor": (state(workers=workers(cursors=[3, None])), "a cursor is int"),
+    "cursor after the end": (state(workers=workers(cursors=[cursor(batches=4), None])), "after 4 of 3 batches"),
+    "cursor of a dataset that iterates nobody": (
+        state(workers=workers(cursors=[cursor(itself="often"), None])),
+        "'itself' is 'often'",
+    ),
+    "seeds of words": (state(seeds={"rank": 0, "base": "1", "shared": None}), "'seeds' is broken: base is '1'"),
+    "seeds below zero": (state(seeds={"rank": -1, "base": 1, "shared": None}), "rank=-1 of the seeds"),
+    "cursor of words": (state(workers=workers(cursors=[cursor(ended="no"), None])), "ended is 'no'"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_state_names_what_is_wrong(what: str) -> None:
+    """Values that cannot be are refused, with their names and what they are."""
+    given_state, words = BROKEN[what]
+    with pytest.raises(StateError, match=words):
+        check_state(given_state)
+
+
+def test_state_errors_are_value_errors() -> None:
+    """Both the loader's own errors and ValueError catch them."""
+    assert issubclass(StateError, LoaderError)
+    assert issubclass(StateError, ValueError)
+
+
+# ------------------------------------------------------------------------------------------- mutations
+
+leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 12),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(max_size=3),
+    st.binary(max_size=3),
+)
+junk = st.recursive(
+    leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    found = [path]
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            found += places(inner, (*path, key))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            found += places(inner, (*path, number))
+    return found
+
+
+def mutated(data: st.DataObject, value: Any) -> Any:
+    """The state with a value replaced, left out or put in, somewhere."""
+    path = data.draw(st.sampled_from(places(value)))
+    if not path:
+        return data.draw(junk)
+    value = copy.deepcopy(value)
+    inner = value
+    for key in path[:-1]:
+        inner = inner[key]
+    if data.draw(st.booleans()):
+        inner[path[-1]] = data.draw(junk)
+    elif data.draw(st.booleans()):
+        del inner[path[-1]]
+    elif isinstance(inner, dict):
+        inner[data.draw(st.text(max_size=3))] = data.draw(junk)
+    else:
+        inner.insert(path[-1], data.draw(junk))
+    return value
+
+
+@given(st.data())
+def test_mutations_are_refused_or_valid(data: st.DataObject) -> None:
+    """However a state was damaged: it is a StateError, or a state from which a loader can be positioned."""
+    given_state: Any = state(workers=workers(given=[3, 0]))
+    for _ in range(data.draw(st.integers(1, 3))):
+        if isinstance(given_state, dict):
+            given_state = mutated(data, given_state)
+    try:
+        checked = check_state(given_state)
+        compare(checked, state(), 2)
+        if checked["workers"] is not None:
+            check_workers(checked["workers"], 2, 0, 1)
+            check_exact(checked["workers"], stream=True)
+    except StateError:
+        return
+    assert set(checked) == {*state(), "cut"}
+    assert 0 <= checked["epoch"] < 1 << 64
+    assert all(step > checked["step"] >= 0 for step in checked["beyond"])
+    for text in (checked["generators"] or {}).values():
+        torch.Generator().set_state(torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8))
+    if checked["workers"] is not None:
+        assert 0 <= checked["workers"]["next"] < 2
+        for count, place in zip(checked["workers"]["given"], checked["workers"]["cursors"], strict=True):
+            assert place is None or Cursor(**place).batches <= count
+
+
+# ------------------------------------------------------------------------------------------ comparing
+
+
+def test_a_state_of_the_same_loader_is_accepted() -> None:
+    """What must agree agrees; epochs and positions may be any."""
+    compare(state(), {name: state()[name] for name in EXPECTED}, 4)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_mismatch_names_both_values(name: str) -> None:
+    """Another length, seed, order and so on: what was saved, and what is here."""
+    here = {**state(), name: "other" if isinstance(state()[name], str) else 9}
+    with pytest.raises(
+        StateError, match=f"saved with {name}={state()[name]!r}, but this loader has {name}={here[name]!r}"
+    ):
+        compare(state(), here, 1)
+
+
+def test_a_global_batch_that_differs_says_what_to_do() -> None:
+    """With ranks, the global batch and the batch_size that gives it, if there is one."""
+    with pytest.raises(
+        StateError, match=r"global batch of 8 .* is 12 \(batch_size=6 x world_size=2\); use batch_size=4"
+    ):
+        compare(state(), {**state(), "batch_size": 12}, 2)
+    with pytest.raises(StateError, match="world_size=3 does not divide 8"):
+        compare(state(), {**state(), "batch_size": 12}, 3)
+
+
+@pytest.mark.parametrize(("saved", "here"), [(8, None), (None, 8)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_batches_of_ours_against_batches_of_the_user(saved: int | None, here: int | None, ranks: int) -> None:
+    """A batch size on one side and a batch sampler on the other is a mismatch like any other."""
+    with pytest.raises(StateError, match=f"{saved}.*{here}"):
+        compare(state(batch_size=saved), {**state(), "batch_size": here}, ranks)
+
+
+def test_batch_samplers_want_as_many_ranks() -> None:
+    """With a user's batch sampler a step is a batch a rank: there is no batch size to make up for other ranks."""
+    of_batches = state(order="batch_sampler", batch_size=4)
+    with pytest.raises(StateError, match="a step is 4 batches, one a rank, but this loader has world_size=2"):
+        compare(of_batches, {**of_batches, "batch_size": 2}, 2)
+    with pytest.raises(StateError, match=r"global batch of 4 samples, but this loader.s is 8"):
+        compare(of_batches, state(batch_size=8), 2)
+
+
+def test_another_ranks_stream_is_refused() -> None:
+    """The error names both ranks; more or fewer workers are named, too."""
+    with pytest.raises(StateError, match="rank 0 of 1, but this is rank 1 of 2"):
+        check_workers(workers(), 2, 1, 2)
+    with pytest.raises(StateError, match="rank 0 of 1, but this is rank 0 of 2"):
+        check_workers(workers(), 2, 0, 2)
+    with pytest.raises(StateError, match="num_workers=2, but this loader has num_workers=3"):
+        check_workers(workers(), 3, 0, 1)
+    check_workers(workers(), 2, 0, 1)
+
+
+def test_exact_resuming_needs_a_place_in_every_stream() -> None:
+    """A copy that gave batches and has no cursor is refused with the way out; one that gave none is at its start."""
+    with pytest.raises(StateError, match=r"resume='replay'.*5 batches"):
+        check_exact(workers(), stream=True)
+    check_exact(workers(given=[3, 0]), stream=True)
+    check_exact(workers(given=[2, 0]), stream=False)
+
+
+def test_a_map_datasets_state_must_be_that_of_the_last_batch() -> None:
+    """Its batches cannot be read again without their indices."""
+    with pytest.raises(StateError, match=r"worker 0 had made 3 batches, but .* after 2: with snapshot_every_n_steps=0"):
+        check_exact(workers(given=[3, 0]), stream=False)
+    with pytest.raises(StateError, match="snapshot_every_n_steps=0"):
+        check_exact(workers(given=[2, 1], cursors=[None, None]), stream=False)
+
+
+def test_a_position_beyond_the_epochs_end_is_refused() -> None:
+    """The error says how many batches were delivered, and how many there are; nobody may know, too."""
+    for checked, steps in ((state(), 10), (state(), None), (state(step=5, beyond=[]), 5)):
+        check_length(checked, steps)
+    with pytest.raises(StateError, match="10 batches of an epoch were delivered that has 9"):
+        check_length(state(), 9)
+    with pytest.raises(StateError, match="5 batches of an epoch were delivered that has 4"):
+        check_length(state(beyond=[]), 4)
+
+
+def test_a_state_that_could_not_be_saved_says_why() -> None:
+    """The dataset's own error, and the worker."""
+    broken = workers(cursors=[None, cursor(problem="TypeError: no pickle")])
+    for stream in (False, True):
+        with pytest.raises(StateError, match="in worker 1: TypeError: no pickle"):
+            check_exact({**broken, "given": [0, 2]}, stream=stream)

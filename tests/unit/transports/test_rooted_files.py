@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncloader.transports.errors import AccessDenied, InvalidPath, ObjectNotFound, ReadFailed
+from asyncloader.transports.local import Root, os_errors
+
+
+@pytest.fixture(params=["/proc/self/fd", "/nowhere"], ids=["descriptors shown", "names resolved again"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Root:
+    """A root with a/b.txt in it, and a secret beside it; with and without help from /proc."""
+    (tmp_path / "root/a").mkdir(parents=True)
+    (tmp_path / "root/a/b.txt").write_bytes(b"inside")
+    (tmp_path / "root-2").mkdir()
+    (tmp_path / "root-2/secret").write_bytes(b"outside")
+    return Root(str(tmp_path / "root"), descriptors=request.param)
+
+
+def read(root: Root, path: str) -> bytes:
+    descriptor, size = root.open(path)
+    try:
+        return os.pread(descriptor, size + 1, 0)
+    finally:
+        os.close(descriptor)
+
+
+def walk(root: Root, directory: str = "", ancestors: frozenset[tuple[int, int]] = frozenset()) -> list[str]:
+    found: list[str] = []
+    for entry in root.entries(directory, ancestors):
+        found += walk(root, entry.path, entry.ancestors) if entry.is_directory else [entry.path]
+    return found
+
+
+def link(root: Root, name: str, target: str | Path) -> None:
+    (Path(root.directory) / name).symlink_to(target)
+
+
+def test_a_file_inside(root: Root) -> None:
+    """A plain file opens, with its size."""
+    assert read(root, "a/b.txt") == b"inside"
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "path"),
+    [
+        ("evil", "../root-2/secret", "evil"),
+        ("evil", "../root-2", "evil/secret"),
+        ("evil", "/etc/passwd", "evil"),
+        ("evil", "/", "evil/etc/passwd"),
+        ("a/evil", "../../root-2/secret", "a/evil"),
+        ("evil", "a/../../root-2/secret", "evil"),
+    ],
+)
+def test_links_that_lead_out_are_refused(root: Root, name: str, target: str, path: str) -> None:
+    """Relative or absolute, to a file or through a directory, also to a sibling of a like name."""
+    link(root, name, target)
+    with pytest.raises(InvalidPath, match=f"'{path}' leads out of the root .* by a link") as caught:
+        root.open(path)
+    assert caught.value.path == path
+
+
+def test_a_link_to_a_link_that_leads_out_is_refused(root: Root) -> None:
+    """What counts is the file that was opened, not the first link."""
+    link(root, "first", "second")
+    link(root, "second", "../root-2/secret")
+    with pytest.raises(InvalidPath, match="'first'"):
+        root.open("first")
+
+
+def test_links_inside_are_followed(root: Root) -> None:
+    """Files and directories may have a second name below the root."""
+    link(root, "file", "a/b.txt")
+    link(root, "directory", Path(root.directory) / "a")
+    assert read(root, "file") == read(root, "directory/b.txt") == b"inside"
+    assert walk(root) == ["a/b.txt", "directory/b.txt", "file"]
+
+
+def test_dots_are_refused_before_the_disk_is_asked(root: Root) -> None:
+    """The name alone is enough, also when it would come back in."""
+    for path in ["../root-2/secret", "a/../a/b.txt", "/etc/passwd", str(Path(root.directory) / "a/b.txt")]:
+        with pytest.raises(InvalidPath):
+            root.open(path)
+
+
+def test_the_root_may_be_a_link_that_moves(root: Root, tmp_path: Path) -> None:
+    """A root such as `current` is followed wherever it leads now, before and after it was first used."""
+    current = tmp_path / "current"
+    current.symlink_to("root")
+    moving = Root(str(current), root._descriptors)
+    assert read(moving, "a/b.txt") == b"inside"
+    current.unlink()
+    current.symlink_to("root-2")
+    assert read(moving, "secret") == b"outside"
+    assert walk(moving) == ["secret"]
+
+
+def test_a_file_replaced_while_it_is_opened(tmp_path: Path) -> None:
+    """Where names have to be resolved again, another file under the same name is not taken for the opened one."""
+    file = tmp_path / "a"
+    file.write_bytes(b"old")
+    root = Root(str(tmp_path), descriptors="/nowhere")
+    descriptor, _ = root.open("a")
+    try:
+        file.rename(tmp_path / "b")
+        file.write_bytes(b"new")
+        with pytest.raises(ReadFailed, match="'a' was replaced while it was opened; read it again"):
+            root._true_path(descriptor, "a")
+    finally:
+        os.close(descriptor)
+
+
+def test_the_file_system_as_root() -> None:
+    """Below / everything is inside."""
+    descriptor, _ = Root("/").open(str(Path(__file__).resolve()).removeprefix("/"))
+    os.close(descriptor)
+
+
+def test_what_is_no_regular_file_is_not_found(root: Root) -> None:
+    """A directory, a FIFO without a writer, a socket and a device raise at once instead of hanging."""
+    os.mkfifo(Path(root.directory) / "fifo")
+    with socket.socket(socket.AF_UNIX) as listener:
+        here = os.open(root.directory, os.O_RDONLY)  # a name short enough for a socket, however long the root's is
+        try:
+            listener.bind(f"/proc/self/fd/{here}/socket")
+        finally:
+            os.close(here)
+        for path in ["a", "fifo", "socket"]:
+            with pytest.raises(ObjectNotFound, match=f"'{path}' is not a regular file"):
+                root.open(path)
+    assert walk(root) == ["a/b.txt"]
+    with pytest.raises(ObjectNotFound, match="'null' is not a regular file"):
+        Root("/dev").open("null")
+
+
+def test_missing(root: Root, tmp_path: Path) -> None:
+    """A missing file, a file taken for a directory, and a missing root are told apart."""
+    for path in ["c", "a/c", "c/d", "a/b.txt/c"]:
+        with pytest.raises(ObjectNotFound, match=f"'{path}' does not exist in "):
+            root.open(path)
+    gone = Root(str(tmp_path / "gone"))
+    with pytest.raises(ObjectNotFound, match=r"the root '.*/gone' is not a directory"):
+        gone.open("a")
+    for directory in ["", "a"]:
+        with pytest.raises(ObjectNotFound, match=r"the root '.*/gone' is not a directory"):
+            gone.entries(directory, frozenset())
+
+
+def test_names_that_the_system_refuses(root: Root) -> None:
+    """A name too long and a link to itself are errors about the path."""
+    link(root, "self", "self")
+    for path in ["n" * 300, "self"]:
+        with pytest.raises(InvalidPath):
+            root.open(path)
+
+
+def test_listing_is_in_the_order_of_the_paths(root: Root) -> None:
+    """Walking into each directory where it stands gives sorted paths, also beside names like its own."""
+    for path in ["a.txt", "a0", "a b", "a/c/d", "a/c.d", "b/b", "B"]:
+        file = Path(root.directory) / path
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"")
+    found = walk(root)
+    assert found == sorted(found)
+    assert set(found) == {"a.txt", "a0", "a b", "a/b.txt", "a/c/d", "a/c.d", "b/b", "B"}
+
+
+def test_listing_refuses_links_that_lead_out(root: Root) -> None:
+    """A link that cannot be read is an error, not a data set that is silently smaller."""
+    link(root, "a/evil", "../../root-2/secret")
+    with pytest.raises(InvalidPath, match="'a/evil'"):
+        walk(root)
+    (Path(root.directory) / "a/evil").unlink()
+    link(root, "evil", "../root-2")
+    with pytest.raises(InvalidPath, match="'evil'"):
+        walk(root)
+
+
+def test_listing_passes_over_dangling_links_and_cycles(root: Root) -> None:
+    """A link to nothing lists nothing; a walk through links that lead back comes to an end."""
+    link(root, "nothing", "no/such/file")
+    link(root, "a/up", "..")
+    (Path(root.directory) / "x").mkdir()
+    (Path(root.directory) / "y").mkdir()
+    link(root, "x/y", "../y")
+    link(root, "y/x", "../x")
+    (Path(root.directory) / "y/file").write_bytes(b"")
+    assert walk(root) == ["a/b.txt", "x/y/file", "y/file"]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ENOENT, ObjectNotFound),
+        (errno.ENOTDIR, ObjectNotFound),
+        (errno.ENXIO, ObjectNotFound),
+        (errno.EACCES, AccessDenied),
+        (errno.EPERM, AccessDenied),
+        (errno.ENAMETOOLONG, InvalidPath),
+        (errno.ELOOP, InvalidPath),
+        (errno.EIO, ReadFailed),
+        (errno.EMFILE, ReadFailed),
+        (errno.ESTALE, ReadFailed),
+    ],
+)
+def test_errors_of_the_system(number: int, kind: type[Exception], tmp_path: Path) -> None:
+    """Each number means one of our errors, which names path and root, and keeps number and cause."""
+    original = OSError(number, os.strerror(number))
+    with pytest.raises(kind) as caught, os_errors("a/b", str(tmp_path)):
+        raise original
+    assert caught.value.__cause__ is original
+    assert "'a/b'" in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    if isinstance(caught.value, ReadFailed):
+        assert caught.value.errno == number
+        assert os.strerror(number) in str(caught.value)
+
+
+@pytest.fixture
+def nobody(root: Root) -> Iterator[None]:
+    """Take the permissions of a/b.txt away, and run as a user for whom permissions count."""
+    (Path(root.directory) / "a/b.txt").chmod(0)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    yield
+    os.seteuid(user)
+
+
+def test_unreadable_file(root: Root, nobody: None) -> None:
+    """A file that we may not read says so."""
+    with pytest.raises(AccessDenied, match=r"no permission to read 'a/b\.txt'"):
+        root.open("a/b.txt")

@@ -1,0 +1,140 @@
+"""A dataset's asynchronous context: entered once, left in bounded time, in one task."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Self
+
+import pytest
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
+
+from asyncloader.workers.fetch.context import DatasetContext, context_managers
+
+
+class Opens(Dataset[Any]):
+    def __init__(self, *, broken: int = 0) -> None:
+        self.broken = broken  # so often it raises
+        self.entered: list[Any] = []
+        self.left: list[Any] = []
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    async def __aenter__(self) -> Self:
+        await asyncio.sleep(0)
+        if self.broken:
+            self.broken -= 1
+            raise ConnectionError("no store")
+        self.entered.append(asyncio.current_task())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.sleep(0)
+        self.left.append(asyncio.current_task())
+
+
+def test_views_forward_to_what_they_view() -> None:
+    """Subset, ConcatDataset and StackDataset, nested too; each dataset once."""
+    one, other = Opens(), Opens()
+    nested: Any = ConcatDataset([Subset(one, [0]), Subset(Subset(other, [1]), [0]), one])
+    assert context_managers(nested) == [one, other]
+    assert context_managers(StackDataset(a=one, b=other)) == [one, other]
+    assert context_managers(StackDataset(other, one)) == [other, one]
+    assert context_managers([1, 2]) == []
+
+
+async def test_it_is_entered_once_and_left_in_the_same_task() -> None:
+    """However many wait for it; `close` may be called twice."""
+    dataset = Opens()
+    context = DatasetContext(Subset(dataset, [0]))
+    assert context.needed
+    await asyncio.gather(*(context.open() for _ in range(5)))
+    await context.open()
+    assert len(dataset.entered) == 1
+    assert dataset.entered[0] is not asyncio.current_task()
+    assert await context.close() is None
+    assert dataset.left == dataset.entered
+    assert await context.close() is None
+    assert len(dataset.left) == 1
+
+
+async def test_nothing_to_enter_costs_nothing() -> None:
+    """No task is made for a dataset without a context."""
+    context = DatasetContext([1])
+    before = asyncio.all_tasks()
+    assert not context.needed
+    await context.open()
+    assert asyncio.all_tasks() == before
+    assert await context.close() is None
+
+
+async def test_an_error_is_raised_to_all_and_tried_again() -> None:
+    """What was entered before is left again."""
+    first, second = Opens(), Opens(broken=1)
+    context = DatasetContext(ConcatDataset([first, second]))
+    found = await asyncio.gather(context.open(), context.open(), return_exceptions=True)
+    assert [str(error) for error in found] == ["no store", "no store"]
+    assert len(first.left) == 1
+    await context.open()
+    assert len(second.entered) == 1
+    await context.close()
+    assert (len(first.left), len(second.left)) == (2, 1)
+
+
+async def test_what_comes_before_is_awaited_first_and_once() -> None:
+    """If it raised, it stays that."""
+    dataset, order = Opens(), list[int]()
+
+    async def before() -> None:
+        order.append(len(dataset.entered))
+
+    context = DatasetContext(dataset, before())
+    await context.open()
+    await context.close()
+    await context.open()
+    await context.close()
+    assert order == [0]
+
+    async def broken() -> None:
+        raise OSError("no client")
+
+    context = DatasetContext(dataset, broken())
+    for _ in range(2):
+        with pytest.raises(OSError, match="no client"):
+            await context.open()
+    assert await context.close() is None
+
+
+async def test_leaving_takes_bounded_time() -> None:
+    """An `__aexit__` that never ends is cancelled; what it raised is returned."""
+
+    class Sticks(Opens):
+        async def __aexit__(self, *_: object) -> None:
+            await asyncio.Event().wait()
+
+    class Breaks(Opens):
+        async def __aexit__(self, *_: object) -> None:
+            raise OSError("lost")
+
+    stuck = DatasetContext(Sticks())
+    await stuck.open()
+    assert await stuck.close(seconds=0.01) is None
+    broken = DatasetContext(Breaks())
+    await broken.open()
+    assert isinstance(await broken.close(), OSError)
+
+
+async def test_a_cancelled_waiter_leaves_it_to_the_others() -> None:
+    """Cancelling one of those who wait neither cancels nor repeats the entering."""
+    dataset = Opens()
+    context = DatasetContext(dataset)
+    one, other = asyncio.ensure_future(context.open()), asyncio.ensure_future(context.open())
+    await asyncio.sleep(0)
+    one.cancel()
+    await other
+    assert one.cancelled()
+    assert len(dataset.entered) == 1
+    await context.close()

@@ -1,0 +1,205 @@
+"""Where a dataset stands: states taken after batches, and given back in torchdata's order."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from asyncloader.workers.fetch.dataset_state import Bookmark, Cursor, is_stateful
+
+
+class Plain:
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+class Part:
+    """A dataset or an iterator with a state; writes down what is done to it."""
+
+    def __init__(self, state: Any = 0, calls: list[str] | None = None, name: str = "dataset") -> None:
+        self.state = state
+        self.name = name
+        self.calls: list[str] = [] if calls is None else calls
+
+    def __iter__(self) -> Any:
+        self.calls.append(f"iter {self.name}")
+        return self
+
+    def __next__(self) -> Any:
+        raise StopIteration
+
+    def state_dict(self) -> Any:
+        self.calls.append(f"save {self.name}")
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.calls.append(f"load {self.name} {state}")
+        self.state = state
+
+
+class Failing(Part):
+    def state_dict(self) -> Any:
+        raise RuntimeError("no state today")
+
+
+def read(data: bytes) -> Cursor:
+    return Cursor(*pickle.loads(data))
+
+
+def begun(dataset: Any, iterator: Any = None, every: int = 1, cursor: Cursor | None = None) -> Bookmark:
+    bookmark = Bookmark(dataset, every)
+    bookmark.begin(cursor)
+    if iterator is not None:
+        bookmark.iterates(iterator, cursor)
+    return bookmark
+
+
+def test_stateful_is_what_can_save_and_load() -> None:
+    """Both methods are needed, and must be methods."""
+
+    class Half:
+        def state_dict(self) -> Any:
+            return {}
+
+    class Odd(Half):
+        load_state_dict = 3
+
+    assert is_stateful(Part())
+    assert not any(map(is_stateful, (Plain(), Half(), Odd(), None, [1])))
+
+
+def test_nothing_stateful_means_no_cursor() -> None:
+    """A dataset without a state costs nothing, but its batches are counted."""
+    bookmark = begun(Plain(), iter([1]))
+    assert bookmark.after_batch(4, ended=False) == b""
+    assert bookmark.batches == 1
+
+
+CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], Any, Any]] = {
+    "dataset": (lambda: Part("D"), lambda: iter([1]), "D", None),
+    "iterator": (Plain, lambda: Part("I"), None, "I"),
+    "both": (lambda: Part("D"), lambda: Part("I"), "D", "I"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cursor_holds_the_states_there_are(case: str) -> None:
+    """The dataset's, its iterator's, or both; with the counts, and whether the stream has ended."""
+    dataset, iterator, of_dataset, of_iterator = CASES[case]
+    bookmark = begun(dataset(), iterator())
+    assert read(bookmark.after_batch(4, ended=False)) == Cursor(1, 4, False, of_dataset, of_iterator)
+    assert read(bookmark.after_batch(7, ended=True)) == Cursor(2, 7, True, of_dataset, of_iterator)
+
+
+def test_a_dataset_that_is_its_own_iterator_is_saved_once() -> None:
+    """Its state stands under the dataset."""
+    dataset = Part("D")
+    bookmark = begun(dataset, dataset)
+    assert read(bookmark.after_batch(1, ended=False)) == Cursor(1, 1, False, "D", None, itself="within")
+    assert dataset.calls == ["save dataset"]
+
+
+def test_states_are_restored_in_torchdatas_order() -> None:
+    """The dataset, then ``iter(dataset)``, then that iterator."""
+    calls: list[str] = []
+    dataset, iterator = Part(0, calls), Part(0, calls, "iterator")
+    bookmark = Bookmark(dataset, 1)
+    cursor = Cursor(5, 20, False, "D", "I")
+    bookmark.begin(cursor)
+    iter(dataset)
+    bookmark.iterates(iterator, cursor)
+    assert calls == ["load dataset D", "iter dataset", "load iterator I"]
+    assert bookmark.batches == 5
+    assert read(bookmark.after_batch(24, ended=False)) == Cursor(6, 24, False, "D", "I")
+
+
+def test_a_new_epoch_begins_at_the_beginning() -> None:
+    """Without a cursor nothing is restored, the count is zero again, and the old iterator is forgotten."""
+    calls: list[str] = []
+    dataset = Part(0, calls)
+    bookmark = begun(dataset, Part(0, calls, "iterator"))
+    bookmark.after_batch(1, ended=False)
+    calls.clear()
+    bookmark.begin(None)
+    assert bookmark.batches == 0
+    bookmark.iterates(iter([1]), None)
+    bookmark.after_batch(1, ended=False)
+    assert calls == ["save dataset"]
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0, []), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6]), (7, [7]), (8, [])])
+def test_cursors_are_taken_every_so_many_batches(every: int, expected: list[int]) -> None:
+    """Between snapshots the dataset is not asked."""
+    dataset = Part()
+    bookmark = begun(dataset, every=every)
+    taken = [bookmark.after_batch(1, ended=False) for _ in range(7)]
+    assert [number for number, data in enumerate(taken, 1) if data] == expected
+    assert len(dataset.calls) == len(expected)
+
+
+def test_snapshots_keep_their_beat_after_resuming() -> None:
+    """Batches are counted from the epoch's beginning, not from where it goes on."""
+    bookmark = begun(Part(), every=3, cursor=Cursor(4, 0, False, "D", None))
+    assert [bool(bookmark.after_batch(1, ended=False)) for _ in range(5)] == [False, True, False, False, True]
+
+
+def test_a_cursor_does_not_change_later() -> None:
+    """It is what the state was then, even if the dataset gives out an object that it goes on to change."""
+    dataset = Part({"at": [1]})
+    bookmark = begun(dataset)
+    data = bookmark.after_batch(1, ended=False)
+    dataset.state["at"].append(2)
+    assert read(data).dataset == {"at": [1]}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "iterator", "words"),
+    [
+        (Failing(), iter([1]), "RuntimeError: no state today"),
+        (Part("D"), Failing(), "RuntimeError: no state today"),
+        (Part(threading.Lock()), iter([1]), "TypeError: cannot pickle '_thread.lock' object"),
+        (Part(lambda: 0), iter([1]), "pickle"),
+    ],
+    ids=["dataset", "iterator", "lock", "function"],
+)
+def test_a_state_that_cannot_be_saved_is_told_and_not_raised(dataset: Any, iterator: Any, words: str) -> None:
+    """The batch is good; the cursor says what went wrong, and has no state at all, not half of one."""
+    bookmark = begun(dataset, iterator)
+    cursor = read(bookmark.after_batch(4, ended=True))
+    assert cursor[:5] == (1, 4, True, None, None)
+    assert words in cursor.problem
+    assert read(bookmark.after_batch(8, ended=True)).batches == 2
+
+
+def test_a_state_of_none_is_a_state_that_is_not_there() -> None:
+    """A part whose state is None is not given one back."""
+    dataset = Part(None)
+    cursor = read(begun(dataset).after_batch(1, ended=False))
+    begun(dataset, cursor=cursor)
+    assert dataset.calls == ["save dataset"]
+
+
+def test_the_beginning_is_a_place_too() -> None:
+    """Before the first batch the cursor is that of the beginning; after it there is no beginning any more."""
+    bookmark = begun(Part("D"), iter([1]))
+    assert read(bookmark.initial()) == Cursor(0, 0, False, "D", None)
+    bookmark.after_batch(1, ended=False)
+    assert bookmark.initial() == b""
+    assert begun(Plain(), iter([1])).initial() == b""
+
+
+@pytest.mark.parametrize("every", [0, 3])
+def test_until_the_first_snapshot_the_beginning_is_the_place_to_go_on_from(every: int) -> None:
+    """A stream's state at its beginning comes with the first batch, once; a stream that was resumed has one already."""
+    dataset = Part({"at": 0})
+    bookmark = begun(dataset, iter([1]), every)
+    dataset.state["at"] = 1
+    assert read(bookmark.after_batch(1, ended=False)) == Cursor(0, 0, False, {"at": 0}, None)
+    assert bookmark.after_batch(2, ended=False) == b""
+    assert bool(bookmark.after_batch(3, ended=False)) == bool(every)
+    resumed = begun(Part(0), iter([1]), every, Cursor(4, 8, False, 4, None))
+    assert resumed.after_batch(9, ended=False) == b""

@@ -1,0 +1,264 @@
+"""Samples of map datasets that raise: batches without them, with substitutes, with what a function gave."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Subset
+
+from asyncloader.workers.fetch.sample_errors import BadSample, ErrorPolicy, NoSamples, substitute_index
+from asyncloader.workers.fetch.seeding import global_generators_kept, sample_rng
+from asyncloader.workers.fetch.setup import EpochStart
+from tests.unit.workers.fetch.rotten import (
+    LENGTH,
+    MODES,
+    REFILL,
+    SEEDED,
+    SKIP,
+    AsyncMap,
+    AsyncOnlyWhole,
+    AsyncStream,
+    AsyncWhole,
+    Map,
+    OnlyWhole,
+    Stream,
+    Whole,
+    at,
+    fetch,
+    indices,
+    places,
+    reader,
+)
+
+
+@pytest.fixture(autouse=True)
+def generators_kept() -> Any:
+    """These tests seed the process's generators; nobody else shall notice."""
+    with global_generators_kept():
+        yield
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", [Map, AsyncMap, Whole, AsyncWhole])
+async def test_a_batch_comes_without_its_bad_samples(kind: Any, mode: str) -> None:
+    """In order, with a record each in the batch's order; the others have the numbers that they have anyway."""
+    batch = [0, 9, 4, 3, 7]
+    bad: list[BadSample] = []
+    found = await fetch(reader(kind(9, 3), SKIP, seeded=MODES[mode]), at(mode, 20, batch), bad)
+    assert indices(found) == [0, 4, 7]
+    seeded = mode == "seeded"
+    assert places(bad) == [(9, 21 if seeded else None, "skipped"), (3, 23 if seeded else None, "skipped")]
+    assert [record.worker for record in bad] == [2, 2]
+    assert [record.error for record in bad] == ["ValueError: bad 9", "ValueError: bad 3"]
+    if seeded:
+        single = kind if kind in (Map, AsyncMap) else (AsyncMap if kind is AsyncWhole else Map)
+        whole = await fetch(reader(single(), seeded=SEEDED), (20, batch))
+        assert found == [whole[0], whole[2], whole[4]]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", [Map, AsyncMap, Whole, AsyncWhole])
+async def test_a_good_batch_is_the_same_with_a_policy(kind: Any, mode: str) -> None:
+    """Nothing is recorded, and every number is that of a loader without a policy."""
+    bad: list[BadSample] = []
+    torch.manual_seed(5)
+    found = await fetch(reader(kind(), SKIP, seeded=MODES[mode]), at(mode, 20, [3, 1, 2]), bad)
+    assert bad == []
+    assert indices(found) == [3, 1, 2]
+    if mode == "seeded" or kind is Map:
+        torch.manual_seed(5)
+        without = await fetch(reader(kind(), seeded=MODES[mode]), at(mode, 20, [3, 1, 2]))
+        assert [sample[2:] if mode == "torch" else sample for sample in found] == [
+            sample[2:] if mode == "torch" else sample for sample in without
+        ]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", [Map, AsyncMap])
+async def test_a_batch_without_any_sample_left_is_none(kind: Any, mode: str) -> None:
+    """All are recorded; an empty batch of the sampler's own making is one."""
+    one = reader(kind(1, 2), SKIP, seeded=MODES[mode])
+    bad: list[BadSample] = []
+    with pytest.raises(NoSamples):
+        await fetch(one, at(mode, 0, [2, 1]), bad)
+    assert [record.index for record in bad] == [2, 1]
+    assert await fetch(one, at(mode, 0, []), bad) == []
+    alone = reader(kind(1), SKIP, seeded=MODES[mode], batch_size=None)
+    with pytest.raises(NoSamples):
+        await fetch(alone, at(mode, 0, 1), bad)
+    assert bad[2].index == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", [OnlyWhole, AsyncOnlyWhole])
+async def test_without_getitem_the_whole_batch_is_bad(kind: Any, mode: str) -> None:
+    """The error of `Dataset.__getitem__` is not taken for the samples' own."""
+    bad: list[BadSample] = []
+    with pytest.raises(NoSamples):
+        await fetch(reader(kind(), REFILL, seeded=MODES[mode]), at(mode, 0, [2, 1]), bad)
+    assert [(record.index, record.error) for record in bad] == [(2, "OSError: no batch"), (1, "OSError: no batch")]
+    found = await fetch(reader(kind(), ErrorPolicy(lambda index, error: -index)), [2, 1])
+    assert found == [-2, -1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", [Map, AsyncMap])
+async def test_samples_are_found_through_torchs_views(kind: Any, mode: str) -> None:
+    """A Subset's batch is not asked for at once, so that nothing is read twice."""
+
+    class Counting(kind):  # type: ignore[misc]
+        asked = 0
+
+        def sample(self, index: int) -> Any:
+            self.asked += 1
+            return super().sample(index)
+
+    dataset = Counting(12)
+    bad: list[BadSample] = []
+    one = reader(Subset(dataset, range(10, 20)), SKIP, seeded=MODES[mode])
+    assert indices(await fetch(one, at(mode, 0, [1, 2, 3]), bad)) == [11, 13]
+    assert [record.index for record in bad] == [2]
+    assert dataset.asked == 3
+
+
+async def test_stop_iteration_of_a_map_dataset_is_an_error_like_any_other() -> None:
+    """It is skipped, too, and ends nothing."""
+
+    class Stopping(Map):
+        def __getitem__(self, index: int) -> Any:
+            if index == 1:
+                raise StopIteration
+            return index
+
+    bad: list[BadSample] = []
+    assert reader(Stopping(), SKIP).fetch([0, 1, 2], bad) == [0, 2]
+    assert bad[0].error == "StopIteration"
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_what_is_no_exception_goes_through(kind: Any) -> None:
+    """An interrupt is nobody's bad sample."""
+
+    class Interrupted(Map):
+        def __getitem__(self, index: int) -> Any:
+            raise kind
+
+    bad: list[BadSample] = []
+    with pytest.raises(kind):
+        reader(Interrupted(), SKIP).fetch([0, 1], bad)
+    assert bad == []
+
+
+async def test_concurrent_batches_have_their_own_records() -> None:
+    """Whatever is fetched at the same time, and whichever ends first."""
+    one = reader(AsyncMap(*range(0, 40, 3)), SKIP, seeded=SEEDED)
+    lists: list[list[BadSample]] = [[] for _ in range(4)]
+    batches = [list(range(first, first + 10)) for first in range(0, 40, 10)]
+    found = await asyncio.gather(*(one.fetch_async((b[0], b), bad) for b, bad in zip(batches, lists, strict=True)))
+    for batch, samples, bad in zip(batches, found, lists, strict=True):
+        assert indices(samples) == [index for index in batch if index % 3]
+        assert (
+            [record.index for record in bad] == [record.position for record in bad] == [i for i in batch if not i % 3]
+        )
+
+
+async def test_a_cancelled_fetch_is_not_skipped() -> None:
+    """Cancellation is the loader's own, and no sample's error."""
+    began = asyncio.Event()
+
+    class Waiting(AsyncMap):
+        async def __getitem__(self, index: int) -> Any:
+            began.set()
+            await asyncio.get_running_loop().create_future()
+
+    bad: list[BadSample] = []
+    task = asyncio.ensure_future(reader(Waiting(), SKIP).fetch_async([1, 2], bad))
+    await began.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert bad == []
+
+
+# -------------------------------------------------------------------------------------- substitutes and functions
+
+
+@pytest.mark.parametrize("kind", [Map, AsyncMap, Whole, AsyncWhole])
+async def test_lost_samples_are_refilled(kind: Any) -> None:
+    """By the index that (seed, epoch, position) gives, under the numbers of the position, however batches are cut."""
+    rotten = [index for index in range(LENGTH) if index % 4 == 1]
+    batch = [0, 1, 2, 5]
+    bad: list[BadSample] = []
+    one = reader(kind(*rotten), REFILL, seeded=SEEDED)
+    found = await fetch(one, (30, batch), bad)
+    assert len(found) == 4
+    for position, index in ((31, 1), (33, 5)):
+        tried = [substitute_index(3, 0, position, attempt, LENGTH) for attempt in range(16)]
+        good = next(at for at in tried if at not in rotten)
+        records = [record for record in bad if record.position == position]
+        assert [record.index for record in records] == [index, *tried[: tried.index(good)]]
+        assert [record.substitute for record in records] == [good] + [None] * (len(records) - 1)
+        single = AsyncMap() if one.asynchronous else Map()
+        (fresh,) = await fetch(reader(single, seeded=SEEDED), (position, [good]))
+        assert found[position - 30][:2] == fresh[:2]
+    halves = [await fetch(reader(kind(*rotten), REFILL, seeded=SEEDED), (30 + i, batch[i : i + 2])) for i in (0, 2)]
+    assert [sample[:2] for half in halves for sample in half] == [sample[:2] for sample in found]
+    (third,) = await fetch(reader(kind(*rotten), REFILL, seeded=SEEDED, start=EpochStart(epoch=1)), (31, [1]))
+    assert third[1] != found[1][1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", [Map, AsyncMap, Whole, AsyncWhole])
+async def test_a_function_replaces(kind: Any, mode: str) -> None:
+    """In the sample's place; what it draws is of the sample's position."""
+
+    def ask(index: Any, error: Exception) -> Any:
+        return -index, sample_rng().random.random()
+
+    bad: list[BadSample] = []
+    found = await fetch(reader(kind(4, 6), ErrorPolicy(ask), seeded=MODES[mode]), at(mode, 7, [3, 4, 6]), bad)
+    assert indices(found) == [3, -4, -6]
+    assert [record.action for record in bad] == ["replaced"] * 2
+    if mode == "seeded":
+        fresh = await fetch(reader(AsyncMap(), seeded=SEEDED), (7, [0, 1, 2]))
+        assert [sample[1] for sample in found[1:]] == [sample[1] for sample in fresh[1:]]
+
+
+async def test_an_async_function_is_awaited() -> None:
+    """For map datasets and for streams."""
+
+    async def ask(index: Any, error: Exception) -> Any:
+        await asyncio.sleep(0)
+        return str(error), 0
+
+    assert indices(await reader(AsyncMap(2), ErrorPolicy(ask)).fetch_async([1, 2])) == [1, "bad 2"]
+    assert indices(await reader(AsyncStream(4, 2), ErrorPolicy(ask)).fetch_async(None)) == [0, 1, "bad 2", 3]
+    for dataset in (Map(), Stream(3)):
+        with pytest.raises(TypeError, match="on_error gives a coroutine"):
+            reader(dataset, ErrorPolicy(ask))
+
+
+@pytest.mark.parametrize("kind", [Map, AsyncMap, Whole, AsyncWhole, Stream, AsyncStream])
+async def test_what_a_function_raises_fails_the_batch(kind: Any) -> None:
+    """From the sample's exception, with a note on the sample; what was replaced before it is on record."""
+
+    def ask(index: Any, error: Exception) -> Any:
+        if "3" in str(error):
+            raise LookupError("enough")
+        return None, None
+
+    stream = issubclass(kind, Stream)
+    one = reader(kind(4, 1, 3) if stream else kind(1, 3), ErrorPolicy(ask))
+    bad: list[BadSample] = []
+    with pytest.raises(LookupError, match="enough") as caught:
+        await fetch(one, [0, 1, 2, 3], bad)
+    assert isinstance(caught.value.__cause__, ValueError)
+    where = (
+        "reading sample number 3 of worker 2's stream" if stream else "fetching sample index 3 (item 3 of the batch)"
+    )
+    assert caught.value.__notes__ == [f"while {where}"]
+    # A concurrent one that was not ready yet is cancelled, as in a batch without a policy.
+    assert [record.action for record in bad] == ([] if one.asynchronous and not stream else ["replaced"])

@@ -1,0 +1,346 @@
+"""One copy of a dataset in use: it begins, gives batches, tells where it stands, and begins again there."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from asyncloader.errors import StateError
+from asyncloader.workers.fetch.dataset_state import Cursor
+from asyncloader.workers.fetch.reader import Reader
+from asyncloader.workers.fetch.seeding import global_generators_kept, sample_rng
+from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
+
+LENGTH = 11
+
+
+@pytest.fixture(autouse=True)
+def generators_kept() -> Any:
+    """These tests seed the process's generators; nobody else shall notice."""
+    with global_generators_kept():
+        yield
+
+
+def drawn() -> tuple[float, ...]:
+    rng = sample_rng()
+    own = rng.random.random(), float(rng.numpy.random()), float(torch.rand((), generator=rng.torch))
+    return random.random(), float(np.random.random()), float(torch.rand(())), *own
+
+
+class Map:
+    """Samples are indices with what was drawn for them."""
+
+    def __init__(self) -> None:
+        self.read = 0
+        self.epochs: list[int] = []
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        self.read += 1
+        return index, drawn()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+class StatefulMap(Map):
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.read = state["read"]
+
+
+class Stream(IterableDataset[Any]):
+    """A stream without a state; writes down what is done to it."""
+
+    def __init__(self, length: int = LENGTH) -> None:
+        self.length = length
+        self.calls: list[str] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        self.calls.append("iter")
+        for number in range(self.length):
+            self.calls.append("read")
+            yield number, drawn()
+
+
+class StatefulStream(Stream):
+    """Its own state says where it is."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.calls.append("iter")
+        while self.at < self.length:
+            self.at += 1
+            yield self.at - 1, drawn()
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls.append("load")
+        self.at = state["at"]
+
+
+class Places:
+    """An iterator with a state of its own."""
+
+    def __init__(self, owner: TwoStates) -> None:
+        self.owner = owner
+        self.at = 0
+
+    def __iter__(self) -> Places:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at == self.owner.length:
+            raise StopIteration
+        self.at += 1
+        return self.at - 1, drawn()
+
+    def state_dict(self) -> Any:
+        return {"place": self.at}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.owner.calls.append("load iterator")
+        self.at = state["place"]
+
+
+class TwoStates(Stream):
+    """Dataset and iterator each have a state."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.calls.append("iter")
+        return Places(self)
+
+    def state_dict(self) -> Any:
+        return {"length": self.length}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.calls.append("load dataset")
+        self.length = state["length"]
+
+
+class Forgetful(StatefulStream):
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("nothing to say")
+
+
+def plain(samples: Any) -> Any:
+    return list(samples)
+
+
+def setup(dataset: Any, **changes: Any) -> WorkerSetup:
+    iterable = isinstance(dataset, IterableDataset)
+    common = WorkerSetup(
+        dataset=dataset,
+        iterable=iterable,
+        auto_collation=True,
+        batch_size=2,
+        collate_fn=plain,
+        drop_last=False,
+        base_seed=1,
+        worker_init_fn=None,
+        num_workers=1,
+        concurrency=4,
+        starts=[EpochStart()],
+        snapshot_every=1,
+    )
+    return common._replace(**changes)
+
+
+SEEDED = SeededSetup(seed=3, replicas=1, first_stream=0, seed_collate=False)
+
+
+def reader(dataset: Any, start: EpochStart | None = None, **changes: Any) -> Reader:
+    worker_id, in_worker = changes.pop("worker_id", 0), changes.pop("in_worker", True)
+    made = Reader(setup(dataset, **changes), dataset, plain, worker_id=worker_id, in_worker=in_worker)
+    made.begin(start or EpochStart())
+    return made
+
+
+def batches(one: Reader, count: int = 100) -> tuple[list[Any], Cursor | None]:
+    """The next batches, and the cursor after the last one."""
+    found, data = [], b""
+    for _ in range(count):
+        try:
+            found.append(one.fetch(None))
+        except StopIteration:
+            break
+        data = one.cursor()
+    return found, Cursor(*pickle.loads(data)) if data else None
+
+
+STREAMS = {"own state": StatefulStream, "two states": TwoStates}
+MODES: dict[str, Any] = {"torch": None, "seeded": SEEDED}
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_stream_goes_on_at_any_batch(kind: str, drop_last: bool) -> None:
+    """From the cursor after each batch, another copy gives the rest, its random numbers included; also at the end."""
+    whole, _ = batches(reader(STREAMS[kind](), seeded=SEEDED, drop_last=drop_last))
+    assert len(whole) == (5 if drop_last else 6)
+    for count in range(1, len(whole) + 1):
+        _, cursor = batches(reader(STREAMS[kind](), seeded=SEEDED, drop_last=drop_last), count)
+        assert cursor is not None
+        assert (cursor.batches, cursor.samples) == (count, min(2 * count, LENGTH))
+        again = reader(STREAMS[kind](), EpochStart(cursor=cursor), seeded=SEEDED, drop_last=drop_last)
+        rest, last = batches(again)
+        assert rest == whole[count:]
+        assert last is None or last.batches == len(whole)
+
+
+def test_the_order_of_restoring_is_torchdatas() -> None:
+    """The dataset, then ``iter(dataset)``, then the iterator."""
+    dataset = TwoStates()
+    cursor = Cursor(2, 4, False, {"length": 7}, {"place": 4})
+    rest, _ = batches(reader(dataset, EpochStart(cursor=cursor)))
+    assert dataset.calls == ["load dataset", "iter", "load iterator"]
+    assert [[number for number, _ in batch] for batch in rest] == [[4, 5], [6]]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("every", [2, 4])
+def test_between_snapshots_batches_are_read_and_dropped(mode: str, every: int) -> None:
+    """The cursor is some batches old; what was delivered since is read again and is not given again."""
+    whole, _ = batches(reader(StatefulStream(), seeded=SEEDED))
+    first = reader(StatefulStream(), seeded=MODES[mode], snapshot_every=every)
+    _, cursor = batches(first, every)
+    assert cursor is not None
+    assert batches(first, 1)[1] is None
+    start = EpochStart(cursor=cursor, skip=1)
+    again = reader(StatefulStream(), start, seeded=MODES[mode], snapshot_every=1)
+    rest, last = batches(again)
+    if mode == "seeded":
+        assert rest == whole[every + 1 :]
+    assert [[n for n, _ in batch] for batch in rest] == [[n for n, _ in batch] for batch in whole[every + 1 :]]
+    assert (last.batches if last else len(whole)) == len(whole)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_stream_without_a_state_is_read_anew(mode: str) -> None:
+    """From the beginning, dropping what was delivered, without collating it."""
+    collated: list[Any] = []
+    whole, cursor = batches(reader(Stream(), seeded=SEEDED))
+    assert cursor is None
+    dataset = Stream()
+
+    def collate(samples: Any) -> Any:
+        collated.append(samples)
+        return samples
+
+    one = Reader(setup(dataset, seeded=MODES[mode]), dataset, collate, in_worker=True)
+    one.begin(EpochStart(skip=4))
+    assert dataset.calls == ["iter"] + ["read"] * 8
+    assert collated == []
+    rest, _ = batches(one)
+    assert [[n for n, _ in batch] for batch in rest] == [[8, 9], [10]]
+    if mode == "seeded":
+        assert rest == whole[4:]
+
+
+def test_a_stream_that_became_shorter_is_refused() -> None:
+    """What was delivered must be there; the error says how much there is, and how much there was."""
+    with pytest.raises(StateError, match="ended after 3 batches, but 5 had been delivered"):
+        reader(Stream(5), EpochStart(skip=5))
+    cursor = Cursor(1, 2, False, {"at": 2}, None)
+    with pytest.raises(StateError, match="ended after 3 batches, but 5 had been delivered"):
+        reader(StatefulStream(5), EpochStart(cursor=cursor, skip=4))
+
+
+def test_a_stream_that_had_ended_stays_at_its_end() -> None:
+    """A copy whose last batch was short is not read again, whatever its state would make of it."""
+    dataset = StatefulStream()
+    _, cursor = batches(reader(dataset), 6)
+    assert cursor is not None
+    assert cursor.ended
+    assert cursor.dataset == {"at": 0}
+    assert batches(reader(StatefulStream(), EpochStart(cursor=cursor)))[0] == []
+
+
+def test_a_new_epoch_begins_anew() -> None:
+    """After an epoch that went on in its middle, the next one is whole; in seeded mode with other numbers."""
+    _, cursor = batches(reader(StatefulStream(), seeded=SEEDED), 3)
+    one = reader(StatefulStream(), EpochStart(cursor=cursor), seeded=SEEDED)
+    batches(one)
+    one.begin(EpochStart(epoch=1))
+    second, last = batches(one)
+    assert [n for batch in second for n, _ in batch] == list(range(LENGTH))
+    assert last is not None
+    assert last[:3] == (6, LENGTH, True)
+    assert second == batches(reader(StatefulStream(), EpochStart(epoch=1), seeded=SEEDED))[0]
+    assert second != batches(reader(StatefulStream(), seeded=SEEDED))[0]
+
+
+def test_streams_are_numbered_over_all_ranks() -> None:
+    """Each worker of each rank has a stream of its own numbers; the same stream has the same anywhere."""
+
+    def of(worker_id: int, first_stream: int) -> Any:
+        seeded = SEEDED._replace(first_stream=first_stream)
+        return batches(reader(Stream(), seeded=seeded, worker_id=worker_id))[0]
+
+    assert of(1, 2) == of(0, 3) == of(3, 0)
+    assert of(0, 2) != of(0, 3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_map_datasets_state_is_kept(mode: str) -> None:
+    """After each batch, whatever `snapshot_every`, unless that is 0."""
+    one = reader(StatefulMap(), seeded=MODES[mode], snapshot_every=5)
+    index = (0, [0, 1]) if mode == "seeded" else [0, 1]
+    one.fetch(index)
+    cursor = Cursor(*pickle.loads(one.cursor()))
+    assert cursor == Cursor(1, 0, False, {"read": 2}, None)
+    dataset = StatefulMap()
+    reader(dataset, EpochStart(cursor=cursor, skip=3), snapshot_every=5)
+    assert dataset.read == 2  # its batches are not read again
+    silent = reader(StatefulMap(), snapshot_every=0)
+    silent.fetch([0])
+    assert silent.cursor() == b""
+
+
+def test_a_state_that_cannot_be_had_spoils_no_batch() -> None:
+    """The batches come; the cursor says why there is no state."""
+    found, cursor = batches(reader(Forgetful()), 2)
+    assert [[n for n, _ in batch] for batch in found] == [[0, 1], [2, 3]]
+    assert cursor == Cursor(2, 0, False, None, None, "RuntimeError: nothing to say")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dataset", [Map, Stream])
+def test_a_copy_hears_of_the_epoch_if_the_consumers_did(mode: str, dataset: Any) -> None:
+    """A worker's copy is told what the consumer's was told, before it is read; else it is left alone."""
+    one = dataset()
+    heard: list[int] = []
+    one.set_epoch = heard.append
+    reader(one, EpochStart(epoch=4, told=True), seeded=MODES[mode])
+    assert heard == [4]
+    reader(one, EpochStart(epoch=5), seeded=MODES[mode])
+    assert heard == [4]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dataset", [Map, Stream])
+def test_in_the_callers_process_the_generators_are_kept(mode: str, dataset: Any) -> None:
+    """In seeded mode the process's generators stay where they are; in torch mode the dataset draws from them."""
+    random.seed(1)
+    before = random.getstate(), torch.get_rng_state().tolist()
+    one = reader(dataset(), EpochStart(skip=1), seeded=MODES[mode], in_worker=False)
+    batch = one.fetch((0, [0]) if mode == "seeded" else [0])
+    assert ((random.getstate(), torch.get_rng_state().tolist()) == before) == (mode == "seeded")
+    if mode == "seeded":
+        start = EpochStart(skip=1)
+        assert batch == reader(dataset(), start, seeded=SEEDED).fetch((0, [0]))

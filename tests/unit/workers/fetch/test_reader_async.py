@@ -1,0 +1,283 @@
+"""An asynchronous dataset in use: samples are made concurrently, each under its own random numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Subset
+
+from asyncloader.errors import StateError
+from asyncloader.workers.fetch.dataset_state import Cursor
+from asyncloader.workers.fetch.reader import Reader
+from asyncloader.workers.fetch.seeding import SampleSeeder, global_generators_kept, sample_rng
+from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
+
+LENGTH = 11
+SEEDED = SeededSetup(seed=3, replicas=1, first_stream=0, seed_collate=False)
+
+
+@pytest.fixture(autouse=True)
+def generators_kept() -> Any:
+    """These tests seed the process's generators; nobody else shall notice."""
+    with global_generators_kept():
+        yield
+
+
+def drawn() -> float:
+    return sample_rng().random.random()
+
+
+class Map:
+    """Its samples take a few turns of the loop, some more than others, and draw in between."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    async def __getitem__(self, index: int) -> Any:
+        first = drawn()
+        for _ in range(3 - index % 3):
+            await asyncio.sleep(0)
+        return index, first, drawn()
+
+
+class Whole(Map):
+    async def __getitems__(self, indices: list[int]) -> Any:
+        await asyncio.sleep(0)
+        return [(index, drawn()) for index in indices]
+
+
+class Careless(Map):
+    """Draws from the process-global generators."""
+
+    async def __getitem__(self, index: int) -> Any:
+        return random.random()
+
+
+class Stream:
+    """A stream without a state."""
+
+    def __init__(self, length: int = LENGTH) -> None:
+        self.length = length
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        for number in range(self.length):
+            await asyncio.sleep(0)
+            yield number, drawn()
+
+
+class Places:
+    """An asynchronous iterator with a state."""
+
+    at = 0
+
+    def __aiter__(self) -> Places:
+        return self
+
+    async def __anext__(self) -> Any:
+        if self.at == LENGTH:
+            raise StopAsyncIteration
+        self.at += 1
+        await asyncio.sleep(0)
+        return self.at - 1, drawn()
+
+    def state_dict(self) -> Any:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.at = state["at"]
+
+
+class StatefulStream:
+    def __aiter__(self) -> Places:
+        return Places()
+
+
+class Broken(Stream):
+    """Its first beginning fails."""
+
+    begun = 0
+
+    def __aiter__(self) -> Any:
+        self.begun += 1
+        if self.begun == 1:
+            raise OSError("not yet")
+        return super().__aiter__()
+
+
+def reader(dataset: Any, start: EpochStart | None = None, collate: Any = list, **changes: Any) -> Reader:
+    in_worker = changes.pop("in_worker", False)
+    common = WorkerSetup(
+        dataset=dataset,
+        iterable=hasattr(dataset, "__aiter__"),
+        auto_collation=True,
+        batch_size=2,
+        collate_fn=collate,
+        drop_last=False,
+        base_seed=1,
+        worker_init_fn=None,
+        num_workers=1,
+        concurrency=4,
+        starts=[EpochStart()],
+        snapshot_every=1,
+        seeded=SEEDED,
+    )
+    made = Reader(common._replace(**changes), dataset, collate, in_worker=in_worker)
+    made.begin(start or EpochStart())
+    return made
+
+
+async def rest_of(one: Reader) -> list[Any]:
+    found = []
+    while True:
+        try:
+            found.append(await one.fetch_async(None))
+        except StopAsyncIteration:
+            return found
+
+
+def numbers(batches: list[Any]) -> list[int]:
+    return [sample[0] for batch in batches for sample in batch]
+
+
+def at_sample(position: int) -> list[float]:
+    SampleSeeder(3, 0, concurrent=True).sample(position)
+    return [drawn(), drawn()]
+
+
+@pytest.mark.parametrize("view", [False, True])
+async def test_concurrent_samples_have_their_own_numbers(view: bool) -> None:
+    """Whatever else is made meanwhile, in this batch and in others; also through torch's Subset."""
+    dataset: Any = Subset(Map(), range(LENGTH)) if view else Map()  # type: ignore[arg-type]
+    one = reader(dataset)
+    indices = [[4, 0, 9], [1, 2], [7, 7, 5, 3]]
+    found = await asyncio.gather(*(one.fetch_async((10 * i, index)) for i, index in enumerate(indices)))
+    for i, (batch, index) in enumerate(zip(found, indices, strict=True)):
+        assert batch == [(number, *at_sample(10 * i + place)) for place, number in enumerate(index)]
+
+
+async def test_replicas_stand_apart() -> None:
+    """Where a sampler shards, the positions of neighbours differ by the number of replicas."""
+    batch = await reader(Map(), seeded=SEEDED._replace(replicas=4)).fetch_async((2, [5, 6]))
+    assert batch == [(5, *at_sample(2)), (6, *at_sample(6))]
+
+
+async def test_batches_made_at_once_are_seeded_at_once() -> None:
+    """`__getitems__` has numbers of its batch; batches that are made at the same time do not mix."""
+    one = reader(Whole())
+    found = await asyncio.gather(*(one.fetch_async((position, [1, 2])) for position in (0, 5)))
+    assert found == [await one.fetch_async((position, [1, 2])) for position in (0, 5)]
+    assert found[0] != found[1]
+
+
+async def test_single_samples_are_those_of_batches() -> None:
+    """Without automatic batching a position's sample is the same."""
+    single = await reader(Map(), auto_collation=False, batch_size=None, collate=tuple).fetch_async((7, 3))
+    assert single == (3, *at_sample(7))
+
+
+@pytest.mark.parametrize("in_worker", [False, True])
+async def test_the_users_collation_is_exact(in_worker: bool) -> None:
+    """It is not concurrent: also its draws from the global generators are of the batch, and nobody complains."""
+
+    def collate(samples: Any) -> Any:
+        return random.random(), float(torch.rand(())), drawn()
+
+    def made() -> Reader:
+        return reader(Map(), collate=collate, in_worker=in_worker, seeded=SEEDED._replace(seed_collate=True))
+
+    one = made()
+    found = await asyncio.gather(*(one.fetch_async((position, [1, 2])) for position in (0, 4, 8)))
+    other = made()
+    assert [await other.fetch_async((position, [2, 1])) for position in (8, 4, 0)] == found[::-1]
+    assert len({number for batch in found for number in batch}) == 9
+
+
+async def test_a_draw_that_depends_on_timing_is_warned_of_once() -> None:
+    """In a worker, where nobody else draws; in the caller's process the user's own draws cannot be told apart."""
+    one = reader(Careless(), in_worker=True)
+    with pytest.warns(UserWarning, match=r"\(random\) in seeded mode"):
+        await one.fetch_async((0, [1, 2]))
+    await one.fetch_async((2, [1, 2]))
+    await reader(Careless(), in_worker=False).fetch_async((0, [1, 2]))
+
+
+async def test_what_was_drawn_before_the_first_sample_is_not_complained_of() -> None:
+    """A `worker_init_fn` may seed the process's generators; the next epoch's samples are watched as the first's."""
+    one = reader(Map(), in_worker=True)
+    random.seed(1)
+    torch.manual_seed(1)
+    await one.fetch_async((0, [1, 2]))
+    one.begin(EpochStart(epoch=1))
+    random.seed(2)
+    await one.fetch_async((0, [1, 2]))
+
+
+async def test_tasks_of_a_stream_take_turns() -> None:
+    """Tasks that were given together are answered with the stream's batches in their order."""
+    one = reader(Stream())
+    found = await asyncio.gather(*(one.fetch_async(None) for _ in range(6)))
+    assert numbers(found) == list(range(LENGTH))
+    assert found == await rest_of(reader(Stream()))
+    with pytest.raises(StopAsyncIteration):
+        await one.fetch_async(None)
+
+
+async def test_no_task_runs_into_the_skipping() -> None:
+    """What is read to be dropped is nobody's batch, however many tasks wait for the beginning."""
+    whole = await rest_of(reader(Stream()))
+    one = reader(Stream(), EpochStart(skip=3))
+    assert await asyncio.gather(*(one.fetch_async(None) for _ in range(3))) == whole[3:]
+
+
+async def test_a_stream_that_became_shorter_fails_every_task() -> None:
+    """What was delivered must be there; each task is told so, not that the stream has ended."""
+    one = reader(Stream(5), EpochStart(skip=5))
+    found = await asyncio.gather(*(one.fetch_async(None) for _ in range(3)), return_exceptions=True)
+    for error in found:
+        assert isinstance(error, StateError)
+        assert "ended after 3 batches, but 5 had been delivered" in str(error)
+    one.begin(EpochStart(epoch=1))
+    assert numbers(await rest_of(one)) == list(range(5))
+
+
+async def test_a_beginning_that_failed_is_tried_again() -> None:
+    """An error of the dataset's own is raised, and the next task begins anew, with all that is to be dropped."""
+    one = reader(Broken(), EpochStart(skip=4))
+    with pytest.raises(OSError, match="not yet"):
+        await one.fetch_async(None)
+    assert numbers(await rest_of(one)) == [8, 9, 10]
+
+
+@pytest.mark.parametrize("seeded", [None, SEEDED])
+async def test_a_stateful_stream_goes_on_at_any_batch(seeded: Any) -> None:
+    """From the cursor after each batch another copy gives the rest, with the same numbers."""
+    whole = await rest_of(reader(StatefulStream(), seeded=SEEDED))
+    for count in range(1, 7):
+        one = reader(StatefulStream(), seeded=seeded)
+        data = b""
+        for _ in range(count):
+            await one.fetch_async(None)
+            data = one.cursor()
+        cursor = Cursor(*pickle.loads(data))
+        assert (cursor.batches, cursor.iterator) == (count, {"at": min(2 * count, LENGTH)})
+        rest = await rest_of(reader(StatefulStream(), EpochStart(cursor=cursor), seeded=seeded))
+        assert numbers(rest) == numbers(whole[count:])
+        if seeded is not None:
+            assert rest == whole[count:]
+
+
+async def test_a_new_epoch_begins_anew() -> None:
+    """An epoch that was left is forgotten; the next one is whole, under other numbers."""
+    one = reader(StatefulStream())
+    first = [await one.fetch_async(None) for _ in range(2)]
+    one.begin(EpochStart(epoch=1))
+    second = await rest_of(one)
+    assert numbers(second) == list(range(LENGTH))
+    assert second[:2] != first
+    assert second == await rest_of(reader(StatefulStream(), EpochStart(epoch=1)))

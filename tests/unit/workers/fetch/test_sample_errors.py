@@ -1,0 +1,362 @@
+"""Records of samples that raised, and the policy: left out, replaced, or substituted by others."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncloader.workers.fetch.sample_errors import (
+    ATTEMPTS,
+    LOST,
+    ROW,
+    BadSample,
+    ErrorPolicy,
+    Guard,
+    StreamGuard,
+    places_lost,
+    substitute_index,
+)
+
+
+def raised(error: Exception) -> Exception:
+    """The exception with a traceback, as one that a dataset raised."""
+    try:
+        raise error
+    except Exception as caught:
+        return caught
+
+
+def guard(policy: ErrorPolicy, *, asynchronous: bool = False) -> Guard:
+    return Guard(policy, 3, 2, asynchronous=asynchronous)
+
+
+class Hidden:
+    """Gives a coroutine, and does not look like a coroutine function."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __call__(self, index: Any, error: Exception) -> Any:
+        return self.function(index, error)
+
+
+REFILL = ErrorPolicy("skip", refill=True, length=50, seed=9)
+
+
+class Nasty(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+# ------------------------------------------------------------------------------------------------- records
+
+
+def test_a_record_says_what_where_and_why() -> None:
+    """Everything that one needs to find the sample; it pickles."""
+    bad: list[BadSample] = []
+    assert guard(ErrorPolicy()).lost("a.jpg", None, raised(ValueError("bad jpeg")), bad) is LOST
+    (record,) = bad
+    assert record[:5] == ("a.jpg", None, 3, os.getpid(), "ValueError: bad jpeg")
+    assert (record.action, record.substitute) == ("skipped", None)
+    assert record.traceback.startswith("Traceback (most recent call last):")
+    assert "in raised" in record.traceback
+    assert record.traceback.endswith("ValueError: bad jpeg\n")
+    assert pickle.loads(pickle.dumps(record)) == record
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError(), "ValueError"),
+        (Nasty(), "Nasty: <its text raised RuntimeError>"),
+        (KeyError("x" * 5000), "KeyError: '" + "x" * 989),
+    ],
+    ids=["no text", "no __str__", "long"],
+)
+def test_texts_are_bounded_and_always_there(error: Exception, text: str) -> None:
+    """An exception without a text, or whose text cannot be had, or is far too long."""
+    bad: list[BadSample] = []
+    guard(ErrorPolicy()).lost(0, None, raised(error), bad)
+    assert bad[0].error == text
+    assert 0 < len(bad[0].traceback) <= 16_000
+
+
+def test_the_end_of_a_long_traceback_is_kept() -> None:
+    """The innermost frame and the message are what tells."""
+    bad: list[BadSample] = []
+    guard(ErrorPolicy()).lost(0, None, raised(ValueError("y" * 50_000 + " last words")), bad)
+    assert len(bad[0].traceback) == 16_000
+    assert bad[0].traceback.endswith(" last words\n")
+
+
+# ----------------------------------------------------------------------------------------------- functions
+
+
+def test_a_function_gives_the_substitute() -> None:
+    """It gets the index and the exception; None and anything else may be a sample."""
+    error = raised(ValueError("bad"))
+    seen: list[Any] = []
+
+    def ask(index: Any, error: Exception) -> Any:
+        seen.append((index, error))
+
+    bad: list[BadSample] = []
+    assert guard(ErrorPolicy(ask)).lost(7, 5, error, bad) is None
+    assert seen == [(7, error)]
+    assert (bad[0].index, bad[0].position, bad[0].action) == (7, 5, "replaced")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_what_a_function_raises_is_raised(asynchronous: bool) -> None:
+    """From the sample's exception, unless it is that one, or has a cause of its own. Nothing is recorded."""
+    error = raised(ValueError("bad"))
+
+    async def lose(ask: Any) -> Exception:
+        bad: list[BadSample] = []
+        one = guard(ErrorPolicy(ask), asynchronous=asynchronous)
+        with pytest.raises(Exception) as caught:  # noqa: PT012 - which one it is gets looked at
+            if asynchronous:
+                await one.lost_async(7, None, error, bad)
+            else:
+                one.lost(7, None, error, bad)
+        assert bad == []
+        assert isinstance(caught.value, Exception)
+        return caught.value
+
+    def same(index: Any, error: Exception) -> Any:
+        raise error
+
+    def another(index: Any, error: Exception) -> Any:
+        raise LookupError(index)
+
+    def caused(index: Any, error: Exception) -> Any:
+        raise LookupError(index) from OSError("mine")
+
+    assert await lose(same) is error
+    assert error.__cause__ is None
+    found = await lose(another)
+    assert isinstance(found, LookupError)
+    assert found.__cause__ is error
+    assert isinstance((await lose(caused)).__cause__, OSError)
+
+
+def test_a_coroutine_function_needs_an_async_dataset() -> None:
+    """That is said at once where it can be seen, and at the first sample where it cannot; nothing is left unawaited."""
+
+    async def ask(index: Any, error: Exception) -> Any:
+        return index
+
+    with pytest.raises(TypeError, match="on_error gives a coroutine, but the dataset is not asynchronous"):
+        guard(ErrorPolicy(ask))
+    bad: list[BadSample] = []
+    hidden = guard(ErrorPolicy(Hidden(ask)))
+    with pytest.raises(TypeError, match="on_error gives a coroutine"):
+        hidden.lost(1, None, raised(ValueError("bad")), bad)
+    assert bad == []
+
+
+async def test_a_coroutine_function_is_awaited() -> None:
+    """And so is a plain function's answer used as it is."""
+
+    async def ask(index: Any, error: Exception) -> Any:
+        return index, str(error)
+
+    for function in (ask, lambda index, error: (index, str(error))):
+        bad: list[BadSample] = []
+        one = guard(ErrorPolicy(function), asynchronous=True)
+        assert await one.lost_async(1, None, raised(ValueError("bad")), bad) == (1, "bad")
+        assert [record.action for record in bad] == ["replaced"]
+
+
+# -------------------------------------------------------------------------------------------------- refill
+
+
+@given(st.integers(0, 2**63), st.integers(0, 10**6), st.integers(0, 2**40), st.integers(0, 15), st.integers(1, 2**40))
+def test_a_substitute_is_a_pure_function(seed: int, epoch: int, position: int, attempt: int, length: int) -> None:
+    """The same arguments give the same index, within the dataset."""
+    index = substitute_index(seed, epoch, position, attempt, length)
+    assert 0 <= index < length
+    assert substitute_index(seed, epoch, position, attempt, length) == index
+
+
+def test_substitutes_do_not_change_between_versions() -> None:
+    """Runs that are to be repeated depend on them."""
+    assert [substitute_index(1, 2, 3, attempt, 1000) for attempt in range(4)] == [234, 388, 915, 276]
+
+
+def test_substitutes_are_uniform() -> None:
+    """Over 20000 positions each of 20 indices comes about as often: chi-squared below its 1 - 1e-6 quantile (19 df)."""
+    counts = Counter(substitute_index(5, 0, position, 0, 20) for position in range(20_000))
+    assert sum((counts[index] - 1000) ** 2 / 1000 for index in range(20)) < 66.0
+
+
+def test_epochs_positions_and_attempts_have_their_own() -> None:
+    """Substitutes differ where any of them does."""
+    found = {
+        substitute_index(seed, epoch, position, attempt, 2**40)
+        for seed in (0, 1)
+        for epoch in (0, 1)
+        for position in (0, 1)
+        for attempt in (0, 1)
+    }
+    assert len(found) == 16
+
+
+def make(good: set[int], made: list[int]) -> Any:
+    def one(index: int) -> Any:
+        made.append(index)
+        if index not in good:
+            raise OSError(f"bad {index}")
+        return -index
+
+    return one
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_substitutes_are_tried_in_their_order(asynchronous: bool) -> None:
+    """The first that can be made takes the place. Those before it have records of their own."""
+    order = [substitute_index(9, 2, 40, attempt, 50) for attempt in range(ATTEMPTS)]
+    made: list[int] = []
+    one = make({order[2]}, made)
+    bad: list[BadSample] = []
+    error = raised(ValueError("bad"))
+    if asynchronous:
+
+        async def later(index: int) -> Any:
+            return one(index)
+
+        sample = await guard(REFILL, asynchronous=True).lost_async(7, 40, error, bad, later)
+    else:
+        sample = guard(REFILL).lost(7, 40, error, bad, one)
+    assert sample == -order[2]
+    assert made == order[:3]
+    assert [(r.index, r.position, r.action, r.substitute) for r in bad] == [
+        (7, 40, "refilled", order[2]),
+        (order[0], 40, "skipped", None),
+        (order[1], 40, "skipped", None),
+    ]
+    assert [r.error for r in bad] == ["ValueError: bad", f"OSError: bad {order[0]}", f"OSError: bad {order[1]}"]
+
+
+def test_places_are_counted_and_not_records() -> None:
+    """A place whose substitutes failed, too, is one that is lost; one that was refilled is none, whatever failed."""
+    bad: list[BadSample] = []
+    one = guard(REFILL)
+    one.lost(7, 40, raised(ValueError("bad")), bad, make(set(), []))
+    good = substitute_index(9, 2, 41, 1, 50)
+    one.lost(8, 41, raised(ValueError("bad")), bad, make({good}, []))
+    one.lost(9, 42, raised(ValueError("bad")), bad)
+    assert len(bad) == 17 + 2 + 1
+    assert places_lost(bad) == 2
+    bad = []
+    for index in (1, 2, 2):
+        guard(ErrorPolicy()).lost(index, None, raised(ValueError("bad")), bad)
+    assert places_lost(bad) == 3
+    guard(ErrorPolicy(lambda index, error: 0)).lost(3, None, raised(ValueError("bad")), bad)
+    assert places_lost(bad) == 3
+
+
+def test_after_16_substitutes_the_sample_is_skipped() -> None:
+    """A dataset that is rotten all over does not keep the worker."""
+    made: list[int] = []
+    bad: list[BadSample] = []
+    assert guard(REFILL).lost(7, 40, raised(ValueError("bad")), bad, make(set(), made)) is LOST
+    assert len(made) == ATTEMPTS == 16
+    assert [record.action for record in bad] == ["skipped"] * 17
+    assert [record.index for record in bad] == [7, *made]
+
+
+@pytest.mark.parametrize(
+    ("policy", "position"),
+    [(REFILL._replace(refill=False), 1), (REFILL._replace(length=0), 1), (REFILL, None)],
+    ids=["short", "empty", "no position"],
+)
+def test_nothing_is_substituted_where_it_cannot_be(policy: ErrorPolicy, position: int | None) -> None:
+    """Neither if it is not asked for, nor without a length or a position."""
+    made: list[int] = []
+    assert guard(policy).lost(7, position, raised(ValueError("bad")), [], make(set(range(50)), made)) is LOST
+    assert made == []
+
+
+def test_no_interrupt_is_taken_for_a_bad_sample() -> None:
+    """What is no Exception ends the making of substitutes."""
+
+    def interrupted(index: int) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        guard(REFILL).lost(7, 1, raised(ValueError("bad")), [], interrupted)
+
+
+# ------------------------------------------------------------------------------------------------- streams
+
+
+def broken_generator() -> Iterator[Any]:
+    yield 0
+    raise ValueError("in a generator")
+
+
+async def broken_async_generator() -> AsyncIterator[Any]:
+    yield 0
+    raise ValueError("in a generator")
+
+
+def test_the_end_after_a_generators_exception_is_none() -> None:
+    """The exception comes again, with a note that says why and what to do; also from beneath a `map`."""
+    for stream in (broken_generator(), map(str, broken_generator())):
+        next(stream)
+        one = StreamGuard()
+        with pytest.raises(ValueError, match="in a generator") as caught:
+            next(stream)
+        assert not one.failed(caught.value, 1)
+        assert one.ended(2) is caught.value
+        assert "a generator cannot go on" in caught.value.__notes__[0]
+        assert one.ended(2) is None  # raised once
+
+
+async def test_the_end_after_an_async_generators_exception_is_none() -> None:
+    """The same."""
+    stream = broken_async_generator()
+    await anext(stream)
+    one = StreamGuard()
+    with pytest.raises(ValueError, match="in a generator") as caught:
+        await anext(stream)
+    one.failed(caught.value, 1)
+    assert one.ended(2) is caught.value
+
+
+def test_an_iterator_may_end_after_an_exception() -> None:
+    """One that is no generator could have gone on; and one that went on has not lost anything."""
+    one = StreamGuard()
+    one.failed(raised(ValueError("bad")), 1)
+    assert one.ended(2) is None
+    stream = broken_generator()
+    next(stream)
+    with pytest.raises(ValueError, match="in a generator") as caught:
+        next(stream)
+    one.failed(caught.value, 1)
+    assert one.ended(3) is None  # a sample came in between
+
+
+def test_a_stream_that_makes_no_progress_is_given_up() -> None:
+    """After 1000 failures one after the other; each success begins the count anew."""
+    one = StreamGuard()
+    place = 0
+    for _ in range(2):
+        for _ in range(ROW - 1):
+            assert not one.failed(raised(ValueError("bad")), place)
+            place += 1
+        place += 1  # a sample
+    for _ in range(ROW - 1):
+        assert not one.failed(raised(ValueError("bad")), place)
+        place += 1
+    error = raised(ValueError("last"))
+    assert one.failed(error, place)
+    assert "1000 times in a row" in error.__notes__[0]

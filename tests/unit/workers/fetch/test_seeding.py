@@ -1,0 +1,369 @@
+"""Random numbers of a sample: of its seed, epoch and position, and of nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncloader.workers.fetch.seeding import (
+    GlobalWatch,
+    SampleRng,
+    SampleSeeder,
+    derive,
+    global_generators_kept,
+    sample_rng,
+)
+
+seeds = st.integers(0, (1 << 64) - 1)
+positions = st.integers(-1, 1 << 62)
+
+
+@pytest.fixture(autouse=True)
+def generators_kept() -> Any:
+    """These tests seed the process's generators; nobody else shall notice."""
+    with global_generators_kept():
+        yield
+
+
+def globals_drawn() -> tuple[float, float, float]:
+    return random.random(), float(np.random.random()), float(torch.rand(()))
+
+
+def own_drawn() -> tuple[float, float, float]:
+    rng = sample_rng()
+    return rng.random.random(), float(rng.numpy.random()), float(torch.rand((), generator=rng.torch))
+
+
+def global_states() -> tuple[Any, str, bytes]:
+    return random.getstate(), repr(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
+
+
+def of_sample(seed: int, epoch: int, position: int, *words: int | str) -> tuple[Any, Any]:
+    """What a sample draws, from the global generators and from its own."""
+    SampleSeeder(seed, epoch, *words).sample(position)
+    return globals_drawn(), own_drawn()
+
+
+def of_batch(seed: int, epoch: int, position: int, *words: int | str) -> tuple[Any, Any]:
+    SampleSeeder(seed, epoch, *words).batch(position)
+    return globals_drawn(), own_drawn()
+
+
+def of_collation(seed: int, epoch: int, position: int, *words: int | str) -> tuple[Any, Any]:
+    SampleSeeder(seed, epoch, *words).collation(position)
+    return globals_drawn(), own_drawn()
+
+
+def test_keys_are_the_same_for_ever() -> None:
+    """Numbers of this version, which every later one must give: runs that are resumed rely on them."""
+    assert derive(0) == 17315541012529928264
+    assert derive((1 << 64) - 1, "batch", 0, 5) == 3566095747140476029
+    drawn = of_sample(7, 3, 11)
+    assert drawn[0] == (0.7289661999803122, 0.04756743428245713, 0.06199544668197632)
+    assert drawn[1] == (0.16709027621920192, 0.8098628199519082, 0.007571816444396973)
+
+
+def test_keys_are_those_of_splitmix() -> None:
+    """A sample's key is SplitMix64's output at its position."""
+    for seed, epoch, position in ((7, 3, 11), (0, 0, 0), (1 << 63, 5, 1 << 40)):
+        SampleSeeder(seed, epoch).sample(position)
+        assert sample_rng().random.random() == random.Random(_key_random(seed, epoch, position)).random()
+
+
+def _key_random(seed: int, epoch: int, position: int) -> int:
+    """The seed of a sample's `random`, written down a second time from SplitMix64's definition."""
+    mask = (1 << 64) - 1
+
+    def mix(z: int) -> int:
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        return z ^ (z >> 31)
+
+    return mix(mix((derive(seed, "sample", epoch) + position * 0x9E3779B97F4A7C15) & mask) ^ 3)
+
+
+@settings(deadline=None)
+@given(seeds, st.integers(0, 1 << 40), positions)
+def test_a_samples_numbers_are_its_own(seed: int, epoch: int, position: int) -> None:
+    """The same again for the same place; others for neighbouring seeds, epochs, positions and streams, and for
+    batches and their collation.
+    """
+    here = of_sample(seed, epoch, position)
+    assert of_sample(seed, epoch, position) == here
+    others = [
+        of_sample((seed + 1) % (1 << 64), epoch, position),
+        of_sample(seed, epoch + 1, position),
+        of_sample(seed, epoch, position + 1),
+        of_sample(seed, epoch, position, 0),
+        of_sample(seed, epoch, position, 1),
+        of_batch(seed, epoch, position),
+        of_batch(seed, epoch, position, 1),
+        of_collation(seed, epoch, position),
+        of_collation(seed, epoch, position, 1),
+    ]
+    drawn = [number for values in (here, *others) for three in values for number in three]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_neighbours_are_independent() -> None:
+    """Over ten thousand positions the first numbers of each generator are uniform and not correlated."""
+    count = 10_000
+    seeder = SampleSeeder(1, 0, concurrent=True)
+    table = np.empty((count, 3))
+    for position in range(count):
+        seeder.sample(position)
+        table[position] = own_drawn()
+    assert np.all(np.abs(table.mean(axis=0) - 0.5) < 5 / np.sqrt(12 * count))
+    lagged = np.concatenate([table[1:], table[:-1]], axis=1)
+    correlations = np.asarray(np.corrcoef(lagged.T))[np.triu_indices(6, 1)]
+    assert np.all(np.abs(correlations) < 5 / np.sqrt(count))
+
+
+def test_global_generators_differ_from_one_another() -> None:
+    """torch's and numpy's engines are the same; they are not given the same seed."""
+    SampleSeeder(1, 0).sample(0)
+    assert int(np.random.randint(1 << 32, dtype=np.uint32)) != int(torch.randint(1 << 32, ()).item())
+
+
+def test_derived_numbers_differ() -> None:
+    """Seeds and words each make another number, of 64 bits."""
+    numbers = [derive(seed, *words) for seed in range(50) for words in ((), (0,), (1,), ("a",), ("a", 0), (0, "a"))]
+    assert len(set(numbers)) == len(numbers)
+    assert 1 << 60 < max(numbers) < 1 << 64
+
+
+def test_the_same_in_another_process() -> None:
+    """Nothing depends on the process, such as its hash seed."""
+    program = (
+        "from asyncloader.workers.fetch.seeding import SampleSeeder, sample_rng\n"
+        "SampleSeeder(5, 2, 3).sample(9)\n"
+        "import random, numpy, torch\n"
+        "print([random.random(), float(numpy.random.random()), float(torch.rand(()))])\n"
+        "r = sample_rng()\n"
+        "print([r.random.random(), float(r.numpy.random()), float(torch.rand((), generator=r.torch))])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    expected = of_sample(5, 2, 9, 3)
+    assert done.stdout == "".join(f"{list(three)}\n" for three in expected)
+
+
+# ------------------------------------------------------------------------------------------ sample_rng
+
+
+def test_generators_go_on_within_a_sample() -> None:
+    """Every call within one sample gives the same object; a second one of the same sample begins again."""
+    seeder = SampleSeeder(1, 0)
+    seeder.sample(4)
+    rng = sample_rng()
+    assert sample_rng() is rng
+    first, second = own_drawn(), own_drawn()
+    assert first != second
+    seeder.sample(4)
+    assert sample_rng() is not rng
+    assert (own_drawn(), own_drawn()) == (first, second)
+
+
+def test_generators_do_not_depend_on_one_another() -> None:
+    """What one of the three has drawn, and in which order they were asked for, changes nothing for the others."""
+    seeder = SampleSeeder(1, 0)
+    seeder.sample(4)
+    expected = own_drawn()
+    seeder.sample(4)
+    rng = sample_rng()
+    torch.rand(9, generator=rng.torch)
+    rng.numpy.random(9)
+    assert rng.random.random() == expected[0]
+    seeder.sample(4)
+    globals_drawn()
+    assert float(sample_rng().numpy.random()) == expected[1]
+
+
+def test_own_generators_leave_the_global_ones_alone() -> None:
+    """Making and using them draws nothing from the process; nor does a seeder for concurrent samples."""
+    before = global_states()
+    seeder = SampleSeeder(1, 0, concurrent=True)
+    seeder.sample(0)
+    seeder.batch(0)
+    own_drawn()
+    assert global_states() == before
+
+
+@pytest.mark.parametrize("key", [0, 1, 2, 3, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
+def test_any_key_will_do(key: int) -> None:
+    """All 64 bits of a key are valid for every generator, own and global."""
+    rng = SampleRng(key)
+    drawn = rng.random.random(), float(rng.numpy.random()), float(torch.rand((), generator=rng.torch))
+    assert len(set(drawn)) == 3
+    seeder = SampleSeeder(0, 0)
+    seeder._begin(key)
+    assert len(set(globals_drawn())) == 3
+
+
+def test_outside_of_samples_generators_follow_torchs() -> None:
+    """Elsewhere each call gives new generators, seeded by one draw from torch's global generator."""
+    torch.manual_seed(1)
+    first, second = own_drawn(), own_drawn()
+    assert first != second
+    after = float(torch.rand(()))
+    torch.manual_seed(1)
+    assert (own_drawn(), own_drawn()) == (first, second)
+    assert float(torch.rand(())) == after
+
+
+def test_a_sample_ends_with_the_loading() -> None:
+    """In the caller's process there is no present sample any more once the batch is there."""
+    with global_generators_kept():
+        SampleSeeder(1, 0).sample(0)
+        rng = sample_rng()
+        assert sample_rng() is rng
+    assert sample_rng() is not rng
+    assert sample_rng() is not sample_rng()
+
+
+async def test_interleaved_coroutines() -> None:
+    """Samples that are made concurrently each draw their own numbers, however their steps are mixed."""
+    expected = {}
+    seeder = SampleSeeder(1, 0, concurrent=True)
+    for position in range(8):
+        seeder.sample(position)
+        expected[position] = [own_drawn() for _ in range(4)]
+    outer = sample_rng()
+
+    async def sample(position: int) -> list[Any]:
+        seeder.sample(position)
+        drawn = []
+        for _ in range(4):
+            drawn.append(own_drawn())
+            for _ in range(position % 3):
+                await asyncio.sleep(0)
+        return drawn
+
+    found = await asyncio.gather(*(sample(position) for position in range(8)))
+    assert dict(enumerate(found)) == expected
+    assert sample_rng() is outer  # nothing has come out of the tasks
+
+
+async def test_threads_with_the_context() -> None:
+    """A thread that was given the context draws the sample's numbers; a bare one has no sample."""
+    seeder = SampleSeeder(1, 0, concurrent=True)
+    seeder.sample(3)
+    expected = own_drawn()
+    seeder.sample(3)
+    assert await asyncio.to_thread(own_drawn) == expected
+    seeder.sample(3)
+    rng = sample_rng()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(copy_context().run, sample_rng).result() is rng
+        assert pool.submit(sample_rng).result() is not rng
+
+
+def test_threads_at_the_same_time() -> None:
+    """Two threads that make samples at once do not see one another's."""
+    met = threading.Barrier(2)
+    found: dict[int, Any] = {}
+
+    def work(position: int) -> None:
+        SampleSeeder(1, 0, concurrent=True).sample(position)
+        met.wait()
+        found[position] = own_drawn()
+        met.wait()
+
+    threads = [threading.Thread(target=work, args=(position,)) for position in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for position in (1, 2):
+        SampleSeeder(1, 0, concurrent=True).sample(position)
+        assert found[position] == own_drawn()
+
+
+# ------------------------------------------------------------------------------- the process's generators
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_global_generators_are_kept(fails: bool) -> None:
+    """After loading in the caller's process its generators go on as if nothing had been, also after an error."""
+    before = global_states()
+    try:
+        with global_generators_kept():
+            SampleSeeder(1, 0).sample(0)
+            globals_drawn()
+            if fails:
+                raise KeyError
+    except KeyError:
+        pass
+    assert global_states() == before
+
+
+def test_a_loader_within_a_sample() -> None:
+    """A dataset that itself loads in its process has its own sample back afterwards, with the generators."""
+    SampleSeeder(1, 0).sample(5)
+    globals_drawn()
+    rng, before = sample_rng(), global_states()
+    with global_generators_kept():
+        SampleSeeder(2, 0).sample(0)
+        assert sample_rng() is not rng
+    assert global_states() == before
+    assert sample_rng() is rng
+
+
+def draw_many(count: int) -> Callable[[], Any]:
+    return lambda: np.random.random(count)
+
+
+DRAWS: dict[str, tuple[Callable[[], Any], str]] = {
+    "random": (random.random, "random"),
+    "numpy": (np.random.random, "numpy"),
+    "numpy, a whole block of its engine": (draw_many(312), "numpy"),
+    "numpy, a kept gaussian": (np.random.standard_normal, "numpy"),
+    "torch": (lambda: torch.rand(()), "torch"),
+    "all": (globals_drawn, "random, numpy, torch"),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_the_watch_warns_once_and_names_the_generator(kind: str) -> None:
+    """A draw from a global generator is noticed at the next look; there is one warning, whatever follows."""
+    draw, names = DRAWS[kind]
+    np.random.standard_normal()
+    watch = GlobalWatch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        watch.look()
+    draw()
+    with pytest.warns(UserWarning, match=rf"generators \({names}\) in seeded mode.*sample_rng\(\)"):
+        watch.look()
+    globals_drawn()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        watch.look()
+        watch.rebase()
+        globals_drawn()
+        watch.look()
+
+
+def test_the_watch_may_be_told_to_forget() -> None:
+    """Draws that were allowed are not complained of; own generators never are."""
+    watch = GlobalWatch()
+    globals_drawn()
+    watch.rebase()
+    SampleSeeder(1, 0, concurrent=True).sample(0)
+    own_drawn()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        watch.look()

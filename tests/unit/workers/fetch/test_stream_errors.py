@@ -1,0 +1,156 @@
+"""Samples of streams that raise: the stream goes on, its end is one, and it is resumed exactly."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from typing import Any
+
+import pytest
+
+from asyncloader.workers.fetch.dataset_state import Cursor
+from asyncloader.workers.fetch.reader import Reader
+from asyncloader.workers.fetch.sample_errors import BadSample, ErrorPolicy, NoSamples
+from asyncloader.workers.fetch.seeding import global_generators_kept, sample_rng
+from asyncloader.workers.fetch.setup import EpochStart
+from tests.unit.workers.fetch.rotten import (
+    MODES,
+    SEEDED,
+    SKIP,
+    AsyncStream,
+    BrokenAsyncGenerator,
+    BrokenGenerator,
+    Stream,
+    fetch,
+    indices,
+    places,
+    reader,
+    rest,
+)
+
+
+@pytest.fixture(autouse=True)
+def generators_kept() -> Any:
+    """These tests seed the process's generators; nobody else shall notice."""
+    with global_generators_kept():
+        yield
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("kind", [Stream, AsyncStream])
+async def test_a_stream_goes_on_past_bad_samples(kind: Any, drop_last: bool, mode: str) -> None:
+    """A bad sample takes a place in its batch, so the batches, and in seeded mode the numbers, are those without it."""
+    options: dict[str, Any] = {"seeded": MODES[mode], "drop_last": drop_last}
+    rotten = {1, 4, 5, 6, 7, 10}
+    bad: list[BadSample] = []
+    found = await rest(reader(kind(15, *rotten), SKIP, **options), bad)
+    assert [batch and indices(batch) for batch in found] == [[0, 2, 3], None, [8, 9, 11], [12, 13, 14]][
+        : 3 if drop_last else 4
+    ]
+    assert places(bad) == [(None, number, "skipped") for number in sorted(rotten)]
+    if mode == "seeded":
+        whole = await rest(reader(kind(15), **options))
+        assert found == [[s for s in batch if s[0] not in rotten] or None for batch in whole]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("kind", [Stream, AsyncStream])
+async def test_records_before_the_end_are_not_lost(kind: Any, drop_last: bool) -> None:
+    """Where no batch is left to carry them, an empty one comes before the end."""
+    bad: list[BadSample] = []
+    found = await rest(reader(kind(6, 4, 5), SKIP, drop_last=drop_last), bad)
+    assert [batch and indices(batch) for batch in found] == [[0, 1, 2, 3], None]
+    assert [record.position for record in bad] == [4, 5]
+    bad = []
+    found = await rest(reader(kind(6, 4), SKIP, drop_last=drop_last), bad)
+    assert [batch and indices(batch) for batch in found] == [[0, 1, 2, 3], None if drop_last else [5]]
+    assert [record.position for record in bad] == [4]
+
+
+@pytest.mark.parametrize("kind", [Stream, AsyncStream])
+async def test_a_stream_sample_by_sample(kind: Any) -> None:
+    """Without automatic batching each bad sample is a batch that does not come."""
+    bad: list[BadSample] = []
+    one = reader(kind(4, 1, 3), SKIP, batch_size=None, collate_fn=tuple)
+    found = await rest(one, bad)
+    assert [sample and sample[0] for sample in found] == [0, None, 2, None]
+    assert [record.position for record in bad] == [1, 3]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("batch_size", [4, 3, None])
+@pytest.mark.parametrize("kind", [BrokenGenerator, BrokenAsyncGenerator])
+async def test_a_generator_that_raised_is_no_streams_end(kind: Any, batch_size: int | None, mode: str) -> None:
+    """Its exception is raised, with what to do, wherever in the batch it came; the stream is over after that."""
+    one = reader(kind(), SKIP, batch_size=batch_size, collate_fn=lambda data: data, seeded=MODES[mode])
+    good = {4: 1, 3: 1, None: 3}[batch_size]
+    for _ in range(good):
+        await fetch(one)
+    if batch_size is None:
+        with pytest.raises(NoSamples):
+            await fetch(one)
+    with pytest.raises(ValueError, match="bad 3") as caught:
+        await fetch(one)
+    assert "a generator cannot go on" in caught.value.__notes__[0]
+    with pytest.raises(StopAsyncIteration):
+        await fetch(one)
+
+
+@pytest.mark.parametrize("kind", [Stream, AsyncStream])
+async def test_a_stream_that_only_raises_is_given_up(kind: Any) -> None:
+    """After 1000 failures one after the other, over all batches."""
+    one = reader(kind(5000, *range(1, 5000)), SKIP)
+    bad: list[BadSample] = []
+    batches = 0
+    with pytest.raises(ValueError, match="bad 1000") as caught:  # noqa: PT012 - its batches come first
+        while True:
+            with contextlib.suppress(NoSamples):
+                await fetch(one, None, bad)
+            batches += 1
+    assert batches == 250
+    assert len(bad) == 999
+    assert "1000 times in a row" in caught.value.__notes__[0]
+    assert caught.value.__notes__[1] == "while reading sample number 1000 of worker 2's stream"
+
+
+@pytest.mark.parametrize("policy", [SKIP, ErrorPolicy(lambda index, error: (str(error), sample_rng().random.random()))])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("kind", [Stream, AsyncStream])
+async def test_a_stream_with_bad_samples_goes_on_at_any_batch(kind: Any, every: int, policy: ErrorPolicy) -> None:
+    """From each cursor, and what was made since, another copy gives the rest: samples, numbers and records."""
+    rotten = (0, 5, 8, 9, 10, 11, 14, 18)
+
+    def made(start: EpochStart) -> Reader:
+        return reader(kind(19, *rotten), policy, seeded=SEEDED, snapshot_every=every, start=start)
+
+    async def step(one: Reader) -> tuple[Any, list[BadSample]]:
+        bad: list[BadSample] = []
+        try:
+            return await fetch(one, None, bad), bad
+        except NoSamples:
+            return None, bad
+
+    one = made(EpochStart())
+    whole, cursors = [], []
+    for _ in range(5):
+        whole.append(await step(one))
+        cursors.append(one.cursor())
+    assert [len(batch) if batch else 0 for batch, _ in whole] == (
+        [3, 3, 0, 3, 2] if policy is SKIP else [4, 4, 4, 4, 3]
+    )
+    with pytest.raises(StopAsyncIteration):
+        await fetch(one)
+    cursor, skip = None, 0
+    for count, data in enumerate(cursors, 1):
+        found = Cursor(*pickle.loads(data)) if data else None
+        if found is not None and (found.batches or every == 1):
+            cursor, skip = found, count - found.batches
+        else:
+            skip = count - (0 if cursor is None else cursor.batches)
+        assert cursor is None or cursor.samples == min(4 * cursor.batches, 19)
+        again = made(EpochStart(cursor=cursor, skip=skip))
+        rest_of = [await step(again) for _ in range(5 - count)]
+        assert rest_of == whole[count:]
+        with pytest.raises(StopAsyncIteration):
+            await fetch(again)

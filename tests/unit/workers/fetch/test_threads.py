@@ -1,0 +1,160 @@
+"""Threads that take jobs from one line."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+
+from asyncloader.workers.fetch.threads import JobThreads
+
+variable: ContextVar[int] = ContextVar("variable", default=-1)
+
+
+def named(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+
+
+def join(name: str) -> None:
+    for thread in named(name):
+        thread.join(timeout=20)
+
+
+async def test_calls_run_in_at_most_so_many_threads() -> None:
+    """Three threads meet at a barrier; a fourth is not started for more calls."""
+    threads = JobThreads(3, "lane-a")
+    barrier = threading.Barrier(3)
+
+    def meet(item: int) -> int:
+        barrier.wait(20)
+        return item
+
+    assert await asyncio.gather(*(threads.call(meet, item) for item in range(6))) == list(range(6))
+    assert len(named("lane-a")) == 3
+    threads.close()
+    join("lane-a")
+    assert not named("lane-a")
+
+
+async def test_a_call_has_a_copy_of_the_context() -> None:
+    """It sees the caller's variables, and what it sets is seen by nobody."""
+    threads = JobThreads(1, "lane-b")
+
+    def look(value: int) -> int:
+        before = variable.get()
+        variable.set(value)
+        return before
+
+    variable.set(3)
+    assert [await threads.call(look, value) for value in (7, 8)] == [3, 3]
+    assert variable.get() == 3
+    threads.close()
+    join("lane-b")
+
+
+async def test_errors_are_raised_where_it_is_awaited() -> None:
+    """Any exception travels; one that says the end of something else as the cause of another."""
+    threads = JobThreads(1, "lane-c")
+
+    def fail(error: BaseException) -> Any:
+        raise error
+
+    with pytest.raises(OSError, match="disk"):
+        await threads.call(fail, OSError("disk"))
+    with pytest.raises(RuntimeError, match="StopIteration") as raised:
+        await threads.call(fail, StopIteration(1))
+    assert isinstance(raised.value.__cause__, StopIteration)
+    with pytest.raises(RuntimeError, match="StopAsyncIteration"):
+        await threads.call(fail, StopAsyncIteration(1))
+    threads.close()
+    join("lane-c")
+
+
+async def test_a_cancelled_call_that_has_not_begun_never_does() -> None:
+    """Cancelling while the only thread is busy: the job is dropped when its turn comes."""
+    threads = JobThreads(1, "lane-d")
+    go, ran = threading.Event(), list[int]()
+    busy = threads.call(lambda _: go.wait(20), None)
+    dropped = threads.call(ran.append, 1)
+    after = threads.call(ran.append, 2)
+    dropped.cancel()
+    go.set()
+    await busy
+    await after
+    assert ran == [2]
+    threads.close()
+    join("lane-d")
+
+
+async def test_closing_does_not_wait_for_a_stuck_job() -> None:
+    """`close` returns while a job is stuck; jobs put later are dropped; the thread ends with the job."""
+    threads = JobThreads(1, "lane-e")
+    begun, go = threading.Event(), threading.Event()
+
+    def stuck(_: Any) -> None:
+        begun.set()
+        go.wait(20)
+
+    waiting = threads.call(stuck, None)
+    await asyncio.to_thread(begun.wait, 20)
+    threads.close()
+    threads.put(lambda: pytest.fail("a job ran in closed threads"))
+    assert not waiting.done()
+    go.set()
+    join("lane-e")
+    assert not named("lane-e")
+
+
+async def test_lanes_that_nobody_has_any_more_end() -> None:
+    """Threads do not keep their threads."""
+    threads: JobThreads | None = JobThreads(2, "lane-f")
+    assert threads is not None
+    await threads.call(abs, -1)
+    del threads
+    gc.collect()
+    join("lane-f")
+    assert not named("lane-f")
+
+
+def test_a_loop_that_is_gone_is_told_nothing() -> None:
+    """A job that ends after its loop was closed does no harm."""
+    threads = JobThreads(1, "lane-g")
+    go = threading.Event()
+
+    async def leave() -> None:
+        threads.call(lambda _: go.wait(20), None)
+
+    asyncio.run(leave())
+    go.set()
+    threads.close()
+    join("lane-g")
+    assert not named("lane-g")
+
+    async def again() -> int:
+        other = JobThreads(1, "lane-h")
+        try:
+            return int(await other.call(abs, -2))
+        finally:
+            other.close()
+
+    assert asyncio.run(again()) == 2
+    join("lane-h")
+
+
+async def test_without_a_thread_to_be_had_jobs_run_where_they_are_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slower, but nobody waits for ever; later threads are tried again."""
+    threads = JobThreads(2, "lane-i")
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        assert await threads.call(lambda _: threading.current_thread(), None) is threading.current_thread()
+    assert (await threads.call(lambda _: threading.current_thread(), None)).name.startswith("lane-i")
+    threads.close()
+    join("lane-i")

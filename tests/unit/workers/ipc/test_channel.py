@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from asyncloader.workers.ipc import wire
+from asyncloader.workers.ipc.channel import Channel, channel_pair
+
+BIG = 3_000_000  # more than a socket buffers
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Channel, Channel]]:
+    """The main process's end (non-blocking) and the worker's (blocking)."""
+    ours, theirs = (Channel(sock) for sock in channel_pair())
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def memory(text: bytes) -> int:
+    fd = os.memfd_create("asyncloader-test-channel")
+    os.write(fd, text)
+    return fd
+
+
+def content(fd: int) -> bytes:
+    try:
+        return os.pread(fd, 100, 0)
+    finally:
+        os.close(fd)
+
+
+def read_all(channel: Channel, count: int) -> list[tuple[int, bytes]]:
+    """`count` frames, however many reads they take."""
+    frames: list[tuple[int, bytes]] = []
+    while len(frames) < count and not channel.ended:
+        frames += channel.receive(wait=True)
+    return frames
+
+
+def test_frames_arrive_in_order(pair: tuple[Channel, Channel]) -> None:
+    """Frames of both directions come out as they were sent."""
+    ours, theirs = pair
+    assert ours.send(wire.pack(wire.TASK, b"one"))
+    assert ours.send(wire.pack(wire.STOP))
+    assert theirs.send(wire.pack(wire.RESULT, b"three"))
+    assert read_all(theirs, 2) == [(wire.TASK, b"one"), (wire.STOP, b"")]
+    assert list(ours.receive()) == [(wire.RESULT, b"three")]
+
+
+def test_nothing_to_read_gives_nothing(pair: tuple[Channel, Channel]) -> None:
+    """Without `wait` an empty socket is no end and no error, also on a blocking one."""
+    for channel in pair:
+        assert list(channel.receive()) == []
+        assert not channel.ended
+
+
+def test_end_of_stream_is_noticed(pair: tuple[Channel, Channel]) -> None:
+    """The other end's closing sets `ended`, after what it had sent."""
+    ours, theirs = pair
+    theirs.send(wire.pack(wire.RESULT, b"last"))
+    theirs.close()
+    assert list(ours.receive()) == [(wire.RESULT, b"last")]
+    assert not ours.ended
+    assert list(ours.receive()) == []
+    assert ours.ended
+
+
+def test_a_reset_connection_is_an_end(pair: tuple[Channel, Channel]) -> None:
+    """An end that was closed with unread frames in it resets the stream: this too is its end."""
+    ours, theirs = pair
+    ours.send(wire.pack(wire.TASK, b"never read"))
+    theirs.close()
+    assert list(ours.receive()) == []
+    assert ours.ended
+
+
+def test_sending_to_a_closed_end_raises(pair: tuple[Channel, Channel]) -> None:
+    """The sender learns that nobody is there."""
+    ours, theirs = pair
+    theirs.close()
+    with pytest.raises(ConnectionError):
+        ours.send(wire.pack(wire.STOP))
+
+
+def test_received_counts_bytes(pair: tuple[Channel, Channel]) -> None:
+    """The count of bytes tells whether anything new came."""
+    ours, theirs = pair
+    frame = wire.pack(wire.RESULT, b"12345")
+    theirs.send(frame)
+    assert ours.received == 0
+    list(ours.receive())
+    assert ours.received == len(frame)
+
+
+def test_descriptors_arrive_with_their_frames(pair: tuple[Channel, Channel]) -> None:
+    """Each frame that announces a descriptor finds its own, whatever frames lie between; the sender keeps its copy."""
+    ours, theirs = pair
+    for number in range(5):
+        fd = memory(b"content %d" % number)
+        theirs.send(wire.pack(wire.RESULT, b"plain"))
+        theirs.send(wire.pack(wire.RING, b"%d" % number), [fd])
+        os.close(fd)
+    seen: list[tuple[bytes, bytes]] = []
+    while len(seen) < 5:
+        for kind, body in ours.receive():
+            if kind == wire.RING:
+                seen.append((body, content(ours.take_fd())))
+    assert seen == [(b"%d" % n, b"content %d" % n) for n in range(5)]
+
+
+def test_received_descriptors_are_not_inherited(pair: tuple[Channel, Channel]) -> None:
+    """A program that is started later does not get the segments that happened to be open."""
+    ours, theirs = pair
+    fd = memory(b"x")
+    theirs.send(wire.pack(wire.RING), [fd])
+    os.close(fd)
+    list(ours.receive())
+    received = ours.take_fd()
+    assert not os.get_inheritable(received)
+    os.close(received)
+
+
+def test_missing_descriptor_says_why(pair: tuple[Channel, Channel]) -> None:
+    """A descriptor that did not come is an error that names the limit to raise."""
+    with pytest.raises(OSError, match="ulimit -n"):
+        pair[0].take_fd()
+
+
+def test_full_socket_keeps_the_rest_for_flush(pair: tuple[Channel, Channel]) -> None:
+    """What the kernel does not take waits, in order, and `flush` sends it when there is room."""
+    ours, theirs = pair
+    frames = [wire.pack(wire.TASK, bytes([n]) * BIG) for n in range(3)]
+    assert [ours.send(frame) for frame in frames] == [False, False, False]
+    assert not ours.flush()
+    got: list[tuple[int, bytes]] = []
+    while len(got) < 3:
+        got += theirs.receive(wait=True)
+        ours.flush()
+    assert got == [(wire.TASK, bytes([n]) * BIG) for n in range(3)]
+    assert ours.flush()
+
+
+def test_descriptor_behind_a_full_socket_arrives_with_its_frame(pair: tuple[Channel, Channel]) -> None:
+    """A descriptor that has to wait is kept open for it, although the sender closed its own."""
+    ours, theirs = pair
+    assert not ours.send(wire.pack(wire.TASK, bytes(BIG)))
+    fd = memory(b"late")
+    assert not ours.send(wire.pack(wire.RING, b"r"), [fd])
+    os.close(fd)
+    kinds: list[int] = []
+    while len(kinds) < 2:
+        for kind, _ in theirs.receive(wait=True):
+            kinds.append(kind)
+            if kind == wire.RING:
+                assert content(theirs.take_fd()) == b"late"
+        ours.flush()
+    assert kinds == [wire.TASK, wire.RING]
+
+
+def test_large_frame_with_a_descriptor(pair: tuple[Channel, Channel]) -> None:
+    """A frame that goes in parts sends its descriptor once, with the first part."""
+    ours, theirs = pair
+    fd = memory(b"once")
+    assert not ours.send(wire.pack(wire.RING, bytes(BIG)), [fd])
+    os.close(fd)
+    got: list[tuple[int, bytes]] = []
+    while not got:
+        got += theirs.receive(wait=True)
+        ours.flush()
+    assert got == [(wire.RING, bytes(BIG))]
+    assert content(theirs.take_fd()) == b"once"
+    with pytest.raises(OSError, match="did not arrive"):
+        theirs.take_fd()
+
+
+def test_close_closes_what_nobody_took(pair: tuple[Channel, Channel]) -> None:
+    """Descriptors received and not taken, or kept and not sent, are closed with the channel (the leak check looks)."""
+    ours, theirs = pair
+    fd = memory(b"x")
+    theirs.send(wire.pack(wire.RING), [fd])
+    list(ours.receive())
+    ours.send(wire.pack(wire.TASK, bytes(BIG)))
+    ours.send(wire.pack(wire.RING), [fd])
+    ours.close()
+    ours.close()
+    assert ours.ended
+    assert ours.fileno() == -1
+    theirs.close()
+    os.close(fd)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_NOFILE cuts ancillary data on Linux")
+def test_no_descriptor_left_is_an_error_of_its_frame(pair: tuple[Channel, Channel]) -> None:
+    """When this process has no descriptor left, the frame still comes, and taking its descriptor says why not."""
+    import resource
+
+    ours, theirs = pair
+    fd = memory(b"x")
+    theirs.send(wire.pack(wire.RING, b"r"), [fd])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fillers = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(fd, 64), hard))
+    try:
+        while True:
+            try:
+                fillers.append(os.dup(fd))
+            except OSError:
+                break
+        assert list(ours.receive()) == [(wire.RING, b"r")]
+        with pytest.raises(OSError, match="too many open files"):
+            ours.take_fd()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for filler in [*fillers, fd]:
+            os.close(filler)
+
+
+def test_pair_is_ours_and_theirs() -> None:
+    """The main process's end never blocks; the worker's does."""
+    ours, theirs = channel_pair()
+    assert (ours.getblocking(), theirs.getblocking()) == (False, True)
+    assert ours.family == socket.AF_UNIX
+    ours.close()
+    theirs.close()

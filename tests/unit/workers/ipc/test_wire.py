@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from asyncloader.workers.ipc import wire
+
+RESULT = wire.Result(epoch=3, seq=1 << 40, slot=5, nbytes=1 << 35, pickled=77, samples=64, busy=0.125, same=False)
+
+
+def only_frame(data: bytes) -> tuple[int, bytes]:
+    splitter = wire.FrameSplitter()
+    (frame,) = splitter.feed(data)
+    assert splitter.pending == 0
+    return frame
+
+
+def test_task_round_trip() -> None:
+    """A task carries epoch, number, slot, ring and the pickled index; slots may be negative marks."""
+    kind, body = only_frame(wire.pack_task(4_000_000_000, 1 << 60, wire.NO_SLOT, 9, b"index"))
+    assert kind == wire.TASK
+    assert wire.unpack_task(body) == (4_000_000_000, 1 << 60, wire.NO_SLOT, 9, b"index")
+
+
+def test_ring_round_trip() -> None:
+    """A ring's announcement carries number, slots and bytes a slot beyond 4 GB."""
+    kind, body = only_frame(wire.pack_ring(1, 8, 1 << 40))
+    assert (kind, wire.unpack_ring(body)) == (wire.RING, (1, 8, 1 << 40))
+
+
+@pytest.mark.parametrize("kind", [wire.RESET, wire.RESET_DONE])
+def test_reset_round_trip(kind: int) -> None:
+    """A reset and its answer carry the epoch and a payload."""
+    assert only_frame(wire.pack_reset(kind, 7))[0] == kind
+    assert wire.unpack_reset(only_frame(wire.pack_reset(kind, 7, b"seed"))[1]) == (7, b"seed")
+
+
+@pytest.mark.parametrize("kind", [wire.ERROR, wire.EXHAUSTED])
+def test_answer_round_trip(kind: int) -> None:
+    """An answer without a batch carries epoch, number, busy seconds and a payload."""
+    got, body = only_frame(wire.pack_answer(kind, 1, 2, 0.5, b"why"))
+    assert (got, wire.unpack_answer(body)) == (kind, (1, 2, 0.5, b"why"))
+
+
+@pytest.mark.parametrize("cursor", [b"", b"where it stands"])
+def test_result_round_trip(cursor: bytes) -> None:
+    """A descriptor comes back as it was, with its template and its cursor."""
+    result = RESULT._replace(cursor=len(cursor))
+    kind, body = only_frame(wire.pack_result(result, b"template", cursor))
+    assert (kind, wire.unpack_result(body)) == (wire.RESULT, (result, b"template", cursor))
+
+
+def test_same_result_leaves_the_template_out() -> None:
+    """A result that says "same" is a few dozen bytes, whatever the template; its cursor comes all the same."""
+    frame = wire.pack_result(RESULT._replace(same=True), b"t" * 10_000)
+    assert len(frame) < 80
+    assert wire.unpack_result(only_frame(frame)[1]) == (RESULT._replace(same=True), b"", b"")
+    frame = wire.pack_result(RESULT._replace(same=True, cursor=2), b"t" * 10_000, b"at")
+    assert len(frame) < 80
+    result, template, cursor = wire.unpack_result(only_frame(frame)[1])
+    assert result.same is True
+    assert (template, cursor) == (b"", b"at")
+
+
+def test_a_result_without_a_template_may_have_a_cursor() -> None:
+    """The two are told apart by the cursor's length, also where one of them is empty."""
+    body = only_frame(wire.pack_result(RESULT._replace(cursor=3), b"", b"abc"))[1]
+    assert wire.unpack_result(body)[1:] == (b"", b"abc")
+    body = only_frame(wire.pack_result(RESULT, b"abc"))[1]
+    assert wire.unpack_result(body)[1:] == (b"abc", b"")
+
+
+def test_stop_has_no_body() -> None:
+    """A frame may be its kind alone."""
+    assert only_frame(wire.pack(wire.STOP)) == (wire.STOP, b"")
+
+
+def test_kinds_are_distinct() -> None:
+    """No two messages share a kind, and the marks for slots are no slots."""
+    kinds = [wire.TASK, wire.RING, wire.RESET, wire.STOP]
+    kinds += [wire.RESULT, wire.ERROR, wire.EXHAUSTED, wire.RESET_DONE]
+    assert len(set(kinds)) == 8
+    assert wire.NO_SLOT != wire.ONEOFF
+    assert max(wire.NO_SLOT, wire.ONEOFF) < 0
+
+
+def test_incomplete_frame_is_pending() -> None:
+    """Bytes of an unfinished frame wait for the rest."""
+    frame = wire.pack(wire.STOP, b"body")
+    splitter = wire.FrameSplitter()
+    assert list(splitter.feed(frame[:6])) == []
+    assert splitter.pending == 6
+    assert list(splitter.feed(frame[6:])) == [(wire.STOP, b"body")]
+
+
+@pytest.mark.parametrize("length", [0, (1 << 31) + 1, (1 << 32) - 1])
+def test_impossible_length_is_a_broken_stream(length: int) -> None:
+    """A length that no frame has is an error that names it, not a wait for 4 GB."""
+    with pytest.raises(ValueError, match=f"broken stream: a frame of {length} bytes"):
+        wire.FrameSplitter().feed(struct.pack("=IB", length, wire.RESULT))

@@ -1,0 +1,266 @@
+"""Tensors of every kind through the slot and back."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from asyncloader.workers.memory import codec
+from asyncloader.workers.memory.codec import Encoder
+from asyncloader.workers.memory.leaves import DTYPES
+from asyncloader.workers.memory.ring import Anchor, make_anchor
+from tests.integration.comparing import assert_same
+from tests.unit.workers.memory.through_memory import OFFSET, copied, round_trip, view, write
+
+# Made at import: torch loads its compiler for it, whose many objects would slow down the leak check of later tests.
+JAGGED = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.jagged)
+
+
+def of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """A tensor with distinct, finite values."""
+    count = torch.Size(shape).numel()
+    if dtype is torch.bool:
+        return (torch.arange(count) % 3 == 0).view(shape)
+    if dtype.is_complex:
+        return torch.complex(torch.arange(count).float(), -torch.arange(count).float()).to(dtype).view(shape)
+    return (torch.arange(count) % 100).to(dtype).view(shape)
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+def labelled(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.label = "kept"  # type: ignore[attr-defined]
+    return tensor
+
+
+def quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(torch.tensor([0.0, 0.5, 1.0]), 0.1, 3, torch.quint8)
+
+
+def csr() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.eye(3).to_sparse_csr()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_every_dtype_and_shape(dtype: torch.dtype) -> None:
+    """Contiguous tensors of each dtype, scalars and empty ones come back to the bit, as views and as copies."""
+    for shape in [(), (1,), (3, 5), (0,), (2, 0, 3)]:
+        tensor = of(dtype, *shape)
+        assert_same(view(Encoder().encode(tensor)), tensor)
+        assert_same(copied(Encoder().encode(tensor)), tensor)
+
+
+STRIDED: dict[str, Callable[..., Any]] = {
+    "transposed": lambda: torch.arange(12).view(3, 4).t(),
+    "column": lambda: torch.arange(12.0).view(3, 4)[:, 1],
+    "every second": lambda: torch.arange(12, dtype=torch.int16)[1::2],
+    "expanded": lambda: torch.tensor([1.0, 2.0]).expand(3, 2),
+    "slice in the middle": lambda: torch.arange(100, dtype=torch.uint8)[33:47],
+    "bfloat16 permuted": lambda: torch.arange(24).to(torch.bfloat16).view(2, 3, 4).permute(2, 0, 1),
+    "channels last": lambda: torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "imaginary part": lambda: torch.tensor([1 + 2j, 3 - 4j]).imag,
+    "as_strided overlap": lambda: torch.arange(5).as_strided((3, 3), (1, 1)),
+    "empty and strided": lambda: torch.empty(3, 0, 2).permute(2, 1, 0),
+}
+
+
+@pytest.mark.parametrize("kind", STRIDED)
+def test_strides_are_kept(kind: str) -> None:
+    """A view keeps its values and its strides."""
+    tensor = STRIDED[kind]()
+    for through in (view, copied):
+        got = through(Encoder().encode(tensor))
+        assert_same(got, tensor)
+        assert got.stride() == tensor.stride()
+
+
+def test_only_what_is_seen_travels() -> None:
+    """Of a small slice of a large tensor the slice travels, not the large tensor."""
+    encoded = Encoder().encode(torch.zeros(1_000_000)[500_000:500_010])
+    assert encoded.nbytes <= 128
+
+
+def test_expanded_tensor_travels_once() -> None:
+    """An expanded tensor takes the memory of its one row."""
+    encoded = Encoder().encode(torch.zeros(16).expand(1000, 16))
+    assert encoded.nbytes == 64
+    assert view(encoded).stride() == (0, 1)
+
+
+SHARING: dict[str, Callable[..., Any]] = {
+    "the same tensor twice": lambda t: [t, t],
+    "view and whole": lambda t: [t, t[2:5]],
+    "whole and transposed": lambda t: {"a": t, "b": t.view(2, 4).t()},
+    "overlapping slices": lambda t: (t[1:5], t[3:8]),
+    "other dtype": lambda t: (t, t.view(torch.int32)),
+    "parameter and its data": lambda t: (torch.nn.Parameter(t), t),
+    "plain and requires_grad": lambda t: (t.detach().requires_grad_(), t),
+    "tensor and storage": lambda t: (t, torch.empty(0).set_(t.untyped_storage(), 0, (8,), (1,))),
+}
+
+
+@pytest.mark.parametrize("kind", SHARING)
+def test_tensors_that_share_a_storage_still_do(kind: str) -> None:
+    """Writing through one alias is seen through the other, as before."""
+    value = SHARING[kind](torch.arange(8.0))
+    got = round_trip(value)
+    assert_same(got, value)
+    first, second = got.values() if isinstance(got, dict) else got
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    with torch.no_grad():
+        first.fill_(77)
+    assert (second.view(torch.float32) == 77).any()
+
+
+def test_sharing_views_of_other_sizes_stay_aligned() -> None:
+    """A view of bytes that begins anywhere and one of floats over the same storage keep their distance."""
+    base = torch.arange(8.0)
+    value = (base.view(torch.uint8)[5:20], base[2:4], base.view(torch.complex64)[1:])
+    for through in (view, copied):
+        assert_same(through(Encoder().encode(value)), value)
+    some_bytes, some_floats, _ = round_trip(value)
+    some_bytes[3:7] = 0  # the first float's place
+    assert some_floats.tolist() == [0.0, 3.0]
+
+
+def test_storage_itself_stays_shared() -> None:
+    """An untyped storage beside a tensor over it is the same memory afterwards."""
+    tensor = torch.arange(4.0)
+    got, storage = round_trip([tensor, tensor.untyped_storage()])
+    assert_same(got, tensor)
+    assert isinstance(storage, torch.UntypedStorage)
+    assert storage.data_ptr() == got.data_ptr()
+
+
+def test_identity_is_kept() -> None:
+    """One tensor at two places is one tensor at two places."""
+    tensor = torch.arange(3)
+    got = round_trip([tensor, {"again": tensor}])
+    assert got[0] is got[1]["again"]
+
+
+def test_tensors_that_do_not_share_are_independent() -> None:
+    """Equal tensors with memory of their own keep memory of their own."""
+    a, b = round_trip([torch.zeros(4), torch.zeros(4)])
+    a.fill_(1)
+    assert b.tolist() == [0.0] * 4
+
+
+SPECIAL: dict[str, Callable[..., Any]] = {
+    "parameter": lambda: torch.nn.Parameter(torch.arange(3.0)),
+    "frozen parameter": lambda: torch.nn.Parameter(torch.arange(3.0), requires_grad=False),
+    "requires grad": lambda: torch.arange(3.0, requires_grad=True),
+    "conjugate": lambda: torch.tensor([1 + 2j]).conj().resolve_conj(),
+    "sparse": lambda: torch.eye(3).to_sparse().coalesce(),
+    "sparse csr": csr,
+    "subclass": lambda: torch.arange(4).as_subclass(Tagged),
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_special_tensors(kind: str) -> None:
+    """Tensors with rules of their own keep type, values and flags."""
+    value = SPECIAL[kind]()
+    assert_same(view(Encoder().encode(value)), value)
+    assert_same(copied(Encoder().encode(value)), value)
+
+
+def test_lazy_conjugate_keeps_its_values() -> None:
+    """A tensor that is only marked as conjugate arrives conjugated."""
+    value = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    assert round_trip(value).resolve_conj().tolist() == [1 - 2j, 3 + 4j]
+    assert round_trip(value.imag).tolist() == [-2.0, 4.0]
+
+
+def test_attributes_of_a_tensor_travel() -> None:
+    """What a user hung onto a tensor is still there."""
+    got = round_trip(labelled(torch.arange(3)))
+    assert (got.tolist(), got.label) == ([0, 1, 2], "kept")
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized", "ignore:torch.quantize", "ignore:TypedStorage")
+def test_quantized_tensor() -> None:
+    """A quantized tensor keeps values, scale and zero point."""
+    value = quantized()
+    got = round_trip(value)
+    assert (got.dtype, got.q_scale(), got.q_zero_point()) == (value.dtype, 0.1, 3)
+    assert got.int_repr().tolist() == value.int_repr().tolist()
+
+
+NEW_DTYPES: dict[str, Callable[..., Any]] = {
+    "attribute": labelled,
+    "subclass": lambda t: t.as_subclass(Tagged),
+}
+
+
+@pytest.mark.parametrize("kind", NEW_DTYPES)
+def test_new_dtypes_that_are_not_plain(kind: str) -> None:
+    """Tensors of the dtypes that torch pickles in its newer way come back too, when they go by their own rules."""
+    value = NEW_DTYPES[kind](torch.arange(3).to(torch.uint16))
+    got = round_trip(value)
+    assert_same(got, value)
+    assert vars(got) == vars(value)
+
+
+def test_nested_tensor() -> None:
+    """A jagged tensor keeps the lengths and values of its parts."""
+    got = round_trip(JAGGED)
+    assert [part.tolist() for part in got.unbind()] == [[1.0, 1.0], [0.0, 0.0, 0.0]]
+
+
+def test_special_tensors_travel_in_memory() -> None:
+    """The bytes of a large parameter, subclass or sparse tensor are not pickle."""
+    big = torch.zeros(100_000)
+    for value in (torch.nn.Parameter(big), big.as_subclass(Tagged), big.clone().requires_grad_()):
+        encoded = Encoder().encode(value)
+        assert encoded.nbytes >= 400_000
+        assert len(encoded.template) < 2000
+
+
+def test_views_lie_in_the_slot_and_copies_do_not() -> None:
+    """A view shows what is written to the slot later; a copy does not."""
+    encoded = Encoder().encode([torch.zeros(4), torch.zeros(3, dtype=torch.bfloat16)])
+    memory = write(encoded)
+    anchor = codec_anchor(memory, encoded.nbytes)
+    template = codec.Template(encoded.template)
+    views, copies = template.build(anchor), codec.copy_out(template, anchor, encoded.nbytes)
+    memory[:] = b"\xff" * len(memory)
+    assert all(t.isnan().all() for t in views)
+    assert [t.tolist() for t in copies] == [[0.0] * 4, [0.0] * 3]
+
+
+def codec_anchor(memory: mmap.mmap, nbytes: int) -> Anchor:
+    return make_anchor(memory, OFFSET, nbytes)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_every_kind_of_view_keeps_the_anchor() -> None:
+    """Whatever kind of tensor looks into the slot, the lease lasts as long as it does, and no longer."""
+    kinds: dict[str, Callable[..., Any]] = {**SPECIAL, **STRIDED, "plain": lambda: torch.zeros(5)}
+    for kind, make in kinds.items():
+        encoded = Encoder().encode(make())
+        if not encoded.nbytes:
+            continue
+        anchor = codec_anchor(write(encoded), encoded.nbytes)
+        alive = weakref.ref(anchor)
+        batch = codec.Template(encoded.template).build(anchor)
+        del anchor
+        assert alive() is not None, kind
+        del batch
+        gc.collect()
+        assert alive() is None, kind

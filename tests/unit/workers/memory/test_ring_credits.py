@@ -1,0 +1,114 @@
+"""How many batches a worker may have in hand, by the memory that its ring has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncloader.errors import RingMemoryError
+from asyncloader.workers.ipc import wire
+from asyncloader.workers.memory import segment
+from asyncloader.workers.memory.layout import HEADROOM, PAGE, grown_slot_bytes, slot_count
+from asyncloader.workers.memory.ring import Ring
+from asyncloader.workers.memory.ring_manager import CREDIT_BYTES, RUN_AHEAD_BYTES, RingKeeper
+
+MIB = 1 << 20
+
+
+def sent(keeper: RingKeeper) -> Ring:
+    """The ring that the worker is owed, as if sent to it."""
+    ring = keeper.replacement()
+    assert ring is not None
+    ring.close_fd()
+    return ring
+
+
+def seen(keeper: RingKeeper, seq: int, nbytes: int) -> None:
+    """A batch of this size came, which did not fit into its slot."""
+    keeper.assign(0, seq)
+    keeper.answered(0, seq, wire.ONEOFF, nbytes)
+
+
+@pytest.fixture
+def keeper() -> Iterator[RingKeeper]:
+    keeper = RingKeeper(credits=257, ring_bytes=None, least_credits=2)
+    yield keeper
+    keeper.close()
+
+
+def test_small_batches_have_a_slot_for_every_credit(keeper: RingKeeper) -> None:
+    """Before a batch was seen, and while they are small, all credits are there."""
+    assert keeper.credits == 257
+    ring = sent(keeper)
+    assert (ring.slots, ring.credits) == (slot_count(257), 257)
+
+
+def test_credits_are_given_up_for_large_batches(keeper: RingKeeper) -> None:
+    """As batches grow, as many as fit into `CREDIT_BYTES` are kept, at last the least; all slots stay within that."""
+    sent(keeper)
+    for seq, (nbytes, credits) in enumerate({MIB // 2: 257, MIB: 227, 10 * MIB: 22, 100 * MIB: 2}.items()):
+        seen(keeper, seq, nbytes)
+        assert keeper.credits == credits  # before the new ring is there
+        ring = sent(keeper)
+        assert (ring.slots, ring.slot_bytes) == (credits + HEADROOM, grown_slot_bytes(nbytes))
+        assert credits == 2 or credits * ring.slot_bytes <= CREDIT_BYTES
+
+
+def test_what_runs_ahead_has_memory_of_its_own() -> None:
+    """Beside the credits."""
+    keeper = RingKeeper(credits=40, ring_bytes=None, run_ahead=16, least_credits=2)
+    sent(keeper)
+    seen(keeper, 0, 20 * MIB)
+    assert (keeper.credits, keeper.run_ahead) == (11, 2)
+    ring = sent(keeper)
+    assert 2 * ring.slot_bytes <= RUN_AHEAD_BYTES
+    keeper.close()
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    pages=st.integers(8, 2000),
+    least=st.integers(1, 2),
+    extra=st.integers(0, 300),
+    run_ahead=st.sampled_from([0, 3, 16]),
+    sizes=st.lists(st.integers(1, 40 * PAGE), max_size=8),
+)
+def test_ring_bytes_is_a_bound_whatever_the_credits(
+    pages: int, least: int, extra: int, run_ahead: int, sizes: list[int]
+) -> None:
+    """No ring is larger than `ring_bytes`, however batches grow; the credits fall, and never below the least; they come
+    before what runs ahead.
+    """
+    keeper = RingKeeper(least + extra, pages * PAGE, run_ahead, least_credits=least)
+    before = keeper.credits
+    for seq, nbytes in enumerate([1, *sizes]):
+        ring = keeper.replacement()
+        if ring is not None:
+            ring.close_fd()
+            assert ring.nbytes <= pages * PAGE
+            assert ring.slots == slot_count(keeper.credits) + keeper.run_ahead
+        assert least <= keeper.credits <= before
+        assert keeper.credits == least + extra or not keeper.run_ahead
+        before = keeper.credits
+        _, slot = keeper.assign(0, seq)
+        assert keeper.ring is not None
+        fits = slot >= 0 and nbytes <= keeper.ring.slot_bytes
+        keeper.answered(0, seq, slot if fits else wire.ONEOFF, nbytes)
+        if fits:
+            keeper.ring.give_back(slot)
+    keeper.close()
+
+
+def test_too_little_memory_takes_the_extra_credits_first(keeper: RingKeeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the machine cannot hold the rings, those of the least credits are asked for; only then is it an error."""
+    sent(keeper)
+    seen(keeper, 0, 10 * MIB)
+    monkeypatch.setattr(segment, "memory_limit", lambda: (100 * MIB, "a test says so"))
+    assert sent(keeper).slots == slot_count(2)
+    assert keeper.credits == 2
+    seen(keeper, 1, 60 * MIB)
+    with pytest.raises(RingMemoryError):
+        keeper.replacement()

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import random
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncloader.workers.fetch.seeding import global_generators_kept
+from asyncloader.workers.fetch.setup import seed_worker
+from asyncloader.workers.task_runner import restore_generators, save_generators
+
+
+@pytest.fixture(autouse=True)
+def generators_kept() -> Iterator[None]:
+    """These tests set the process's generators; nobody else shall notice."""
+    with global_generators_kept():
+        yield
+
+
+def drawn() -> list[Any]:
+    """Of each kind; normal numbers come in pairs, of which the second is kept for later."""
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.random()),
+        float(np.random.standard_normal()),
+        torch.rand(3).tolist(),
+        torch.randn(1).tolist(),
+    ]
+
+
+@pytest.mark.parametrize("before", [0, 1, 700])
+def test_the_numbers_go_on(before: int) -> None:
+    """Restored, all three generators go on where they were saved, wherever that was."""
+    seed_worker(1234, 1)
+    for _ in range(before):
+        drawn()
+    saved = save_generators()
+    expected = [drawn() for _ in range(5)]
+    seed_worker(99, 0)
+    restore_generators(saved)
+    assert [drawn() for _ in range(5)] == expected
+
+
+def test_saving_draws_nothing() -> None:
+    """Who is asked for its state goes on as if it had not been."""
+    seed_worker(1234, 1)
+    expected = [drawn(), drawn()]
+    seed_worker(1234, 1)
+    save_generators()
+    first = drawn()
+    save_generators()
+    assert [first, drawn()] == expected
+
+
+def test_half_a_pair_of_normal_numbers_is_kept() -> None:
+    """The second number of a pair, which the generators hold back, is handed over, too."""
+    seed_worker(7, 0)
+    random.gauss(0, 1)
+    np.random.standard_normal()
+    saved = save_generators()
+    expected = random.gauss(0, 1), float(np.random.standard_normal())
+    seed_worker(8, 0)
+    restore_generators(saved)
+    assert (random.gauss(0, 1), float(np.random.standard_normal())) == expected
+
+
+def _take_over(saved: bytes, answer: Connection) -> None:
+    seed_worker(5, 3)
+    restore_generators(saved)
+    answer.send_bytes(pickle.dumps([drawn(), drawn()]))
+    answer.close()
+
+
+def test_another_process_goes_on() -> None:
+    """What one process saved goes on in another, as plain bytes."""
+    seed_worker(1234, 2)
+    drawn()
+    saved = save_generators()
+    expected = [drawn(), drawn()]
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_take_over, args=(saved, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    with ours:
+        assert ours.poll(30)
+        assert pickle.loads(ours.recv_bytes()) == expected
+    process.join(30)
+    assert process.exitcode == 0
+    process.close()
+
+
+def test_the_bytes_are_plain() -> None:
+    """Of the main process's kinds alone: nothing of a user's has to be imported to read them."""
+    ours, numpys, torchs = pickle.loads(save_generators())
+    assert ours == random.getstate()
+    assert numpys[0] == "MT19937"
+    assert torchs == torch.get_rng_state().numpy().tobytes()

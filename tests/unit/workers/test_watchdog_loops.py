@@ -1,0 +1,40 @@
+"""The watch on real event loops, whose timers have a resolution."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import uvloop
+
+from asyncloader.workers.watchdog import Watch
+
+
+@pytest.mark.parametrize("make", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("seconds", [0.0001, 0.0004, 0.0011, 0.003])
+def test_short_deadlines_come_on_real_loops(make: Callable[[], asyncio.AbstractEventLoop], seconds: float) -> None:
+    """uvloop counts in milliseconds, and gives another kind of handle for less than one: every deadline comes."""
+    loop = make()
+    found: list[int] = []
+
+    def late(worker: int, taken: float) -> None:
+        found.append(worker)
+        if len(found) == 2:
+            loop.stop()
+
+    watch = Watch(loop, seconds, 2, concurrent=False, catch_up=lambda worker: None, late=late)
+
+    def begin() -> None:
+        for worker in (1, 0):
+            watch.starts(worker)
+            watch.started(worker)
+            watch.assigned(worker, worker)
+
+    loop.call_soon(begin)
+    try:
+        loop.run_forever()
+    finally:
+        watch.close()
+        loop.close()
+    assert sorted(found) == [0, 1]

@@ -1,0 +1,184 @@
+"""What a dataset holds open while it is read: `__aenter__` before the first sample, `__aexit__` after the last.
+
+Data path: worker: [dataset_context] around fetch. Without workers, in the consumer's process.
+
+One task enters and leaves, so that what the dataset uses may depend on that (cancel scopes and task groups do). It
+leaves in bounded time, or is cancelled: the end of a worker waits for nobody for long.
+
+A cancellation that nobody asked for: code that cancels itself, or lets what it awaits be cancelled, has failed.
+
+Data path: around what is awaited of the user's: datasets, their contexts, async samplers.
+
+asyncio takes such a task for one that was told to end, and says no more. Then nobody would answer for its batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from types import TracebackType
+from typing import Any
+
+from torch.utils.data import ConcatDataset, StackDataset, Subset
+
+__all__ = [
+    "EXIT_SECONDS",
+    "DatasetContext",
+    "Unasked",
+    "context_managers",
+]
+
+EXIT_SECONDS = 1.5
+"""How long `__aexit__` may take, of the two seconds after which a worker that was asked to end is terminated."""
+
+
+def context_managers(dataset: Any) -> list[Any]:
+    """The asynchronous context managers of a dataset: itself, or those that it is a view of; each once."""
+    found: list[Any] = []
+    _collect(dataset, found)
+    return found
+
+
+def _collect(dataset: Any, found: list[Any]) -> None:
+    kind = type(dataset)
+    if hasattr(kind, "__aenter__") and hasattr(kind, "__aexit__"):
+        if all(dataset is not other for other in found):
+            found.append(dataset)
+    elif isinstance(dataset, Subset):
+        _collect(dataset.dataset, found)
+    elif isinstance(dataset, ConcatDataset):
+        for part in dataset.datasets:
+            _collect(part, found)
+    elif isinstance(dataset, StackDataset):
+        parts: Any = dataset.datasets
+        for part in parts.values() if isinstance(parts, dict) else parts:
+            _collect(part, found)
+
+
+class DatasetContext:
+    """Enters a dataset's context, after what comes before it, and leaves it.
+
+    Args:
+        dataset: the dataset.
+        before: awaited first (what `worker_init_fn` returned), and once; None: nothing.
+        after: its `aclose` is awaited before the dataset's context is left; None: nothing is.
+    """
+
+    def __init__(self, dataset: Any, before: Any = None, after: Any = None) -> None:
+        self._managers = context_managers(dataset)
+        if after is not None:
+            self._managers.append(contextlib.aclosing(after))
+        self._before = before
+        self._task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._opened: asyncio.Future[None] | None = None
+        self._leave: asyncio.Event | None = None
+
+    @property
+    def needed(self) -> bool:
+        """Whether there is anything to be awaited."""
+        return bool(self._managers) or self._before is not None
+
+    async def open(self) -> None:
+        """Enter, unless that was done. If it failed, it is tried again. Several tasks may wait here.
+
+        Raises:
+            Exception: what was raised there.
+        """
+        if not self.needed:
+            return
+        if self._opened is None or (
+            self._opened.done() and (self._opened.cancelled() or self._opened.exception() is not None)
+        ):
+            self._loop = asyncio.get_running_loop()
+            self._opened, self._leave = self._loop.create_future(), asyncio.Event()
+            self._task = self._loop.create_task(self._hold(self._opened, self._leave))
+        # Shielded: one of several that wait may be cancelled.
+        await asyncio.shield(self._opened)
+
+    async def _hold(self, opened: asyncio.Future[None], leave: asyncio.Event) -> None:
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                with Unasked("the dataset's"):
+                    await self._await_before()
+                    for manager in self._managers:
+                        await stack.enter_async_context(manager)
+                if not opened.done():
+                    opened.set_result(None)
+                await leave.wait()
+        except BaseException as error:
+            if not opened.done():
+                if isinstance(error, Exception):
+                    opened.set_exception(error)
+                    opened.exception()  # it may be that nobody waits any more
+                    return
+                opened.cancel()
+            raise
+
+    async def _await_before(self) -> None:
+        before = self._before
+        if isinstance(before, _Failed):
+            raise before.error
+        if before is not None:
+            try:
+                await before
+            except Exception as error:  # a coroutine can be awaited once
+                self._before = _Failed(error)
+                raise
+            self._before = None
+
+    async def close(self, seconds: float = EXIT_SECONDS) -> BaseException | None:
+        """Leave; after so many seconds it is cancelled. Returns what leaving raised. Idempotent."""
+        task, self._task = self._task, None
+        self._opened = None
+        if task is None:
+            return None
+        if self._leave is not None:
+            self._leave.set()
+        done, _ = await asyncio.wait([task], timeout=seconds)
+        if not done:
+            task.cancel()
+            await asyncio.wait([task], timeout=0.1)
+        if not task.done() or task.cancelled():
+            return None
+        return task.exception()
+
+    def close_soon(self) -> None:
+        """Have the loop leave, if it still runs. Any thread; `close` may follow."""
+        leave, loop = self._leave, self._loop
+        if self._task is not None and loop is not None and leave is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(leave.set)
+
+
+class _Failed:
+    """In place of what was awaited, and raised."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class Unasked:
+    """Around code that runs in a task: a CancelledError that nobody asked the task for comes out as an error.
+
+    Args:
+        whose: whose code it is, for the error's text: "the dataset's".
+
+    Raises:
+        RuntimeError: in the place of that CancelledError, from it.
+    """
+
+    __slots__ = ("_whose",)
+
+    def __init__(self, whose: str) -> None:
+        self._whose = whose
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if not isinstance(error, asyncio.CancelledError):
+            return
+        task = asyncio.current_task()
+        if task is not None and not task.cancelling():
+            raise RuntimeError(f"{self._whose} code cancelled itself, or let what it awaited be cancelled") from error

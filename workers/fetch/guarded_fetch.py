@@ -1,0 +1,136 @@
+"""Fetching from a blocking map dataset whose samples may raise, one by one, past those that do.
+
+Data path: scheduler -> worker: [guarded_fetch] -> collate -> codec -> ring. Only where `on_error` is not "raise".
+
+In torch mode and in seeded mode. In seeded mode a sample's random numbers are those of its position, whatever became of
+the others. So are a substitute's, and those of the code that `on_error` runs.
+
+A dataset's own `__getitems__` says nothing of which sample raised. If it raises, the batch is fetched once more, by
+`__getitem__` and one by one: in seeded mode each sample then has the random numbers of its own position, and not those
+that the batch has when it is made at once. Without a `__getitem__` all samples of the batch are taken for bad. torch's
+`Subset` and `StackDataset` are read sample by sample to begin with, unless the dataset beneath has a `__getitems__`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
+
+from asyncloader.workers.fetch.error_notes import add_note, sample_place
+from asyncloader.workers.fetch.sample_errors import LOST, BadSample, Guard, NoSamples
+from asyncloader.workers.fetch.seeding import SampleSeeder
+
+__all__ = ["GuardedMap", "fetches_single"]
+
+
+def fetches_single(dataset: Any) -> bool:
+    """Whether the dataset has a `__getitem__` of its own, beyond those of torch's views and `Dataset`."""
+    decoded = getattr(dataset, "_asyncloader_decoded", None)
+    if decoded is not None:
+        return fetches_single(decoded)
+    if type(dataset) is Subset:
+        return fetches_single(dataset.dataset)
+    if type(dataset) is StackDataset:
+        parts: Any = dataset.datasets
+        return all(map(fetches_single, parts.values() if isinstance(parts, dict) else parts))
+    if type(dataset) is ConcatDataset:
+        return all(map(fetches_single, dataset.datasets))
+    own = getattr(type(dataset), "__getitem__", None)
+    return own is not None and own is not Dataset.__getitem__
+
+
+class GuardedMap:
+    """Samples of a blocking map dataset.
+
+    Args:
+        dataset: the dataset.
+        guard: what becomes of samples that raise.
+        seeder: of the epoch; None in torch mode.
+        replicas: difference of the positions of neighbouring samples.
+    """
+
+    def __init__(self, dataset: Any, guard: Guard, seeder: SampleSeeder | None = None, replicas: int = 1) -> None:
+        self._dataset = dataset
+        self._guard = guard
+        self._seeder = seeder
+        self._replicas = replicas
+        self._single = fetches_single(dataset)
+
+    def sample(self, index: Any, position: int | None, bad: list[BadSample]) -> Any:
+        """The sample of an index. In torch mode there is no position.
+
+        Raises:
+            NoSamples: it was left out.
+        """
+        try:
+            return self._make(index, position)
+        except Exception as error:
+            sample = self._lost(index, position, None, error, bad)
+        if sample is LOST:
+            raise NoSamples
+        return sample
+
+    def samples(self, index: Any, first: int | None, bad: list[BadSample], *, whole: bool) -> Any:
+        """The samples of a batch of indices, but for those that are left out; the first one has position `first`.
+
+        Args:
+            index: the indices.
+            first: position of the first; None in torch mode.
+            bad: gets the records.
+            whole: ask the dataset's `__getitems__` at first.
+
+        Raises:
+            NoSamples: all were left out.
+        """
+        failure: Exception | None = None
+        if whole:
+            if self._seeder is not None and first is not None:
+                self._seeder.batch(first)
+            try:
+                return self._dataset.__getitems__(index)
+            except Exception as error:
+                if not self._single:
+                    failure = error
+        try:
+            return self._one_by_one(index, first, failure, bad)
+        finally:
+            failure = None  # it refers to this frame
+
+    def _one_by_one(self, index: Any, first: int | None, failure: Exception | None, bad: list[BadSample]) -> list[Any]:
+        """`failure` is what all of them raised, if they cannot be told apart."""
+        dataset, seeder = self._dataset, self._seeder
+        kept: list[Any] = []
+        position, item = first, -1
+        for item, one in enumerate(index):
+            if failure is not None:
+                sample = self._lost(one, position, item, failure, bad)
+            else:
+                try:
+                    if seeder is not None and position is not None:
+                        seeder.sample(position)
+                    sample = dataset[one]
+                except Exception as error:
+                    sample = self._lost(one, position, item, error, bad)
+            if sample is not LOST:
+                kept.append(sample)
+            if position is not None:
+                position += self._replicas
+        if not kept and item >= 0:
+            raise NoSamples
+        return kept
+
+    def _make(self, index: Any, position: int | None) -> Any:
+        if self._seeder is not None and position is not None:
+            self._seeder.sample(position)
+        return self._dataset[index]
+
+    def _lost(self, index: Any, position: int | None, item: int | None, error: Exception, bad: list[BadSample]) -> Any:
+        make = (lambda another: self._make(another, position)) if self._single else None
+        if self._seeder is not None and position is not None:
+            self._seeder.sample(position)
+        try:
+            return self._guard.lost(index, position, error, bad, make)
+        except Exception as raised:
+            add_note(raised, sample_place(index, item, position))
+            raise

@@ -1,0 +1,274 @@
+"""Fetching from a blocking map dataset in threads: many reads in flight, put back in the order of the indices.
+
+Data path: scheduler -> worker: [thread_fetch] -> collate -> codec -> ring. Also without workers, beside the consumer.
+
+The threads take samples of all batches in hand from one line, the oldest batch's first, so a slow sample occupies one
+thread while those after it come and go. A dataset's own `__getitems__` makes a batch in one thread. Each sample, or
+batch, is made in a context of its own: context variables that it sets are seen by nobody else.
+
+A thread cannot be interrupted. When a sample of a batch raises, or nobody waits for the batch any more, its samples
+that have not begun are left out; those that have begun end by themselves, and nobody waits for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import Context, copy_context
+from functools import partial
+from typing import Any
+
+from asyncloader.workers.fetch.batching import Batching
+from asyncloader.workers.fetch.error_notes import add_note, batch_place, sample_place
+from asyncloader.workers.fetch.guarded_fetch import fetches_single
+from asyncloader.workers.fetch.sample_errors import LOST, BadSample, Guard, NoSamples
+from asyncloader.workers.fetch.seeded_fetch import fetches_batches
+from asyncloader.workers.fetch.threads import JobThreads
+
+__all__ = ["ThreadMapFetcher"]
+
+
+class ThreadMapFetcher:
+    """Fetches from a blocking map dataset, whose methods several threads call.
+
+    Args:
+        dataset: the dataset.
+        how: how samples become batches. A decoder without threads of its own runs where the sample was read.
+        threads: the threads.
+    """
+
+    def __init__(self, dataset: Any, how: Batching, threads: JobThreads) -> None:
+        self._dataset = dataset
+        self._how = how
+        self._threads = threads
+        self._decode = None if how.decoder is None else how.decoder.function
+        self._whole = how.auto_collation and fetches_batches(dataset)
+        self._single = fetches_single(dataset)
+
+    async def fetch(self, index: Any, bad: list[BadSample] | None = None) -> Any:
+        """The batch. `bad` gets records of samples that raised.
+
+        Raises:
+            NoSamples: the guard left all of them out.
+        """
+        return self.collated(index, await self.samples(index, bad))
+
+    def collated(self, index: Any, samples: Any) -> Any:
+        """The batch of what `samples` gave for this index."""
+        return self._how.collated(index, samples)
+
+    async def samples(self, index: Any, bad: list[BadSample] | None = None) -> Any:
+        """What `collated` makes the batch of. Several calls may be in progress at a time.
+
+        Raises:
+            NoSamples: the guard left all of them out.
+        """
+        first: int | None = None
+        if self._how.seeding is not None:
+            first, index = index
+        if not self._how.auto_collation:
+            places, samples = [index], None
+        else:
+            places = list(index)
+            if isinstance(index, Iterator):
+                index = places  # that was all that it gave
+            samples = await self._at_once(index, first, places) if self._whole else None
+        if samples is None:
+            samples = await self._one_by_one(places, first, [], bad)
+        elif isinstance(samples, Exception):
+            try:
+                samples = await self._one_by_one(places, first, [] if self._single else [samples], bad)
+            finally:
+                del index  # an error refers to this frame
+        kept = [sample for sample in samples if sample is not LOST]
+        if not kept and samples:
+            raise NoSamples
+        return kept if self._how.auto_collation else kept[0]
+
+    async def _at_once(self, index: Any, first: int | None, places: list[Any]) -> Any:
+        """What `__getitems__` gives, decoded; or its error, if a guard deals with that."""
+        batch = _Batch(self._threads, 1)
+        job = partial(self._make_batch, index, first)
+        try:
+            (samples,) = await batch.results([partial(batch.run, 0, job)])
+            if self._decode is None:
+                return samples
+            decoding = _Batch(
+                self._threads if self._how.decoder is None else self._how.decoder.threads or self._threads, len(samples)
+            )
+            jobs = [
+                partial(decoding.run, item, partial(self._decode_one, sample, self._how.position(first, item)))
+                for item, sample in enumerate(samples)
+            ]
+            try:
+                return await decoding.results(jobs)
+            except Exception as error:
+                self._note(error, places, decoding.failed, first)
+                raise
+        except Exception as error:
+            if self._how.guard is not None:
+                return error
+            if batch.failed == 0:
+                add_note(error, batch_place(index))
+            raise
+
+    def _make_batch(self, index: Any, first: int | None) -> Any:
+        self._how.seed_batch(first)
+        return self._dataset.__getitems__(index)
+
+    def _decode_one(self, sample: Any, position: int | None) -> Any:
+        assert self._decode is not None
+        self._how.seed_sample(position)
+        return self._decode(sample)
+
+    async def _one_by_one(
+        self, places: list[Any], first: int | None, failure: list[Exception], bad: list[BadSample] | None
+    ) -> list[Any]:
+        """`failure` holds what all of them raised, if they cannot be told apart."""
+        guard, threads = self._how.guard, None if self._how.decoder is None else self._how.decoder.threads
+        found: list[list[BadSample]] = [[] for _ in places]
+        batch = _Batch(self._threads, len(places))
+        jobs: list[Callable[[], None]] = []
+        for item, index in enumerate(places):
+            position = self._how.position(first, item)
+            lost: Callable[[Exception], Any] | None = None
+            if guard is not None:
+                lost = partial(self._lost, guard, index, position, item, found[item])
+            if failure and lost is not None:
+                make: Callable[[], Any] = partial(lost, failure[0])
+            else:
+                make = partial(self._make, index, position, decode=threads is None)
+            decode = None if threads is None or self._decode is None or failure else (threads, self._decode)
+            jobs.append(partial(batch.run, item, make, lost, decode))
+        try:
+            return await batch.results(jobs)
+        except Exception as error:
+            if guard is None:
+                self._note(error, places, batch.failed, first)
+            raise
+        finally:
+            if bad is not None:
+                for records in found:
+                    bad += records
+
+    def _make(self, index: Any, position: int | None, *, decode: bool = True) -> Any:
+        self._how.seed_sample(position)
+        sample = self._dataset[index]
+        return self._decode(sample) if decode and self._decode is not None else sample
+
+    def _lost(
+        self, guard: Guard, index: Any, position: int | None, item: int, bad: list[BadSample], error: Exception
+    ) -> Any:
+        self._how.seed_sample(position)  # for what `on_error` draws
+        make = (lambda another: self._make(another, position)) if self._single else None
+        try:
+            return guard.lost(index, position, error, bad, make)
+        except Exception as raised:
+            add_note(raised, sample_place(index, item if self._how.auto_collation else None, position))
+            raise
+
+    def _note(self, error: BaseException, places: list[Any], item: int, first: int | None) -> None:
+        if item >= 0:
+            place = sample_place(
+                places[item] if item < len(places) else None,
+                item if self._how.auto_collation else None,
+                self._how.position(first, item),
+            )
+            add_note(error, place)
+
+
+class _Batch:
+    """Jobs whose results are wanted together. Its jobs run in threads, all else in the loop's."""
+
+    def __init__(self, threads: JobThreads, count: int) -> None:
+        self._threads = threads
+        self._context = copy_context()
+        self._results: list[Any] = [None] * count
+        self._left = count
+        self._done: asyncio.Future[None] | None = None
+        self._over = False
+        self._error: BaseException | None = None
+        self.failed = -1
+        """The item whose error was raised."""
+
+    async def results(self, jobs: Sequence[Callable[[], None]]) -> list[Any]:
+        """The jobs' results, in their order."""
+        if not jobs:
+            return []
+        loop = asyncio.get_running_loop()
+        self._threads.attach(loop)
+        self._done = loop.create_future()
+        for job in jobs:
+            self._threads.put(job)
+        try:
+            await self._done
+        finally:
+            self._over = True  # also if this is cancelled: what has not begun need not
+        error, self._error = self._error, None
+        if error is None:
+            return self._results
+        try:
+            raise error
+        finally:
+            del error  # it refers to this frame
+
+    def run(
+        self,
+        item: int,
+        make: Callable[[], Any],
+        lost: Callable[[Exception], Any] | None = None,
+        decode: tuple[JobThreads, Callable[[Any], Any]] | None = None,
+    ) -> None:
+        """A job, in a thread: make the item; then decode it, in a thread of another kind."""
+        if self._over:
+            return
+        self._carry_out(item, self._context.copy(), make, lost, decode)
+
+    def _carry_out(
+        self,
+        item: int,
+        context: Context,
+        make: Callable[[], Any],
+        lost: Callable[[Exception], Any] | None,
+        decode: tuple[JobThreads, Callable[[Any], Any]] | None = None,
+    ) -> None:
+        if self._over:
+            return
+        try:
+            try:
+                made = context.run(make)
+            except Exception as error:
+                if lost is None:
+                    raise
+                made = context.run(lost, error)
+                decode = None  # a substitute comes decoded
+        except BaseException as error:
+            self._threads.tell(self._failed, item, error)
+            del error
+            return
+        if decode is None:
+            self._threads.tell(self._made, item, made)
+        else:
+            threads, function = decode
+            threads.put(partial(self._carry_out, item, context, partial(function, made), lost))
+
+    def _made(self, item: int, sample: Any) -> None:
+        if self._over or self._done is None:
+            return
+        self._results[item] = sample
+        self._left -= 1
+        if not self._left and not self._done.done():
+            self._done.set_result(None)
+
+    def _failed(self, item: int, error: BaseException) -> None:
+        if self._over or self._done is None or self._done.done():
+            return
+        self._over = True
+        self.failed = item
+        # SystemExit in a thread ends the sample, not the process; the others would pass for the end of all batches.
+        if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
+            wrapped = RuntimeError(f"the sample's code raised {type(error).__name__}")
+            wrapped.__cause__ = error
+            error = wrapped
+        self._error = error
+        self._done.set_result(None)

@@ -1,0 +1,361 @@
+"""One copy of a dataset in use: begins epochs, fetches batches, tells where it stands.
+
+Data path: scheduler -> worker: [reader: fetch -> collate] -> codec -> ring. Also without workers, in the consumer's
+process.
+
+In torch mode everything about batches is torch's (`fetch.py`). In seeded mode each sample is made under its own random
+numbers (`seeding.py`). A dataset that can save its state has it taken after each batch, and restored when an epoch
+begins in its middle (`cursor.py`). Samples that raise fail their batch, or are dealt with by a policy
+(`bad_samples.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Generator
+from typing import Any
+
+from asyncloader.errors import StateError
+from asyncloader.workers.fetch.assignment_client import Leasing, is_leased
+from asyncloader.workers.fetch.batching import AsyncSeeding, Batching
+from asyncloader.workers.fetch.context import DatasetContext
+from asyncloader.workers.fetch.dataset_state import Bookmark, Cursor
+from asyncloader.workers.fetch.decoding import DecodedMap, Decoder
+from asyncloader.workers.fetch.factory import is_concurrent, make_async_fetcher, make_blocking_fetcher
+from asyncloader.workers.fetch.sample_errors import BadSample, Guard, NoSamples
+from asyncloader.workers.fetch.seeded_fetch import SeededAsyncIterator, SeededIterator, SeededMapFetcher
+from asyncloader.workers.fetch.seeding import GlobalWatch, SampleSeeder, global_generators_kept
+from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
+from asyncloader.workers.fetch.stream_async import LaneFetcher
+from asyncloader.workers.fetch.threads import JobThreads
+
+__all__ = ["Reader"]
+
+
+class Reader:
+    """Reads one copy of a dataset.
+
+    Args:
+        setup: the loader's options.
+        dataset: the copy; `setup`'s, unless it was seeded meanwhile.
+        collate: from samples to a batch, `setup`'s or one that encodes, too.
+        worker_id: number of this copy among those of this process's loader; 0 without workers.
+        in_worker: whether this process does nothing else, so that its global generators are ours to seed.
+        leases: gives what this copy shall read of a dataset that the main process leases out.
+    """
+
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        dataset: Any,
+        collate: Callable[[Any], Any],
+        *,
+        worker_id: int = 0,
+        in_worker: bool,
+        leases: Leasing | None = None,
+    ) -> None:
+        self._setup = setup
+        self.dataset = dataset
+        self._collate = collate
+        self._worker_id = worker_id
+        self._in_worker = in_worker
+        self._leases = leases
+        self.asynchronous = is_concurrent(dataset, setup.fetch_threads)
+        self._threads = JobThreads(setup.fetch_threads, "asyncloader-read") if setup.fetch_threads else None
+        self._decode_threads: JobThreads | None = None
+        self._decoder: Decoder | None = None
+        if setup.decode is not None and self.asynchronous:
+            if setup.decode_threads:
+                self._decode_threads = JobThreads(setup.decode_threads, "asyncloader-decode")
+            self._decoder = Decoder(setup.decode, self._decode_threads)
+        # A map dataset's batches cannot be read again without their indices: its state is of use after each batch only.
+        self._every = setup.snapshot_every if setup.iterable else min(1, setup.snapshot_every)
+        self._bookmark = Bookmark(dataset, self._every)
+        self._fetcher: Any = None
+        self._stream: SeededIterator | SeededAsyncIterator | LaneFetcher | None = None
+        self._start: EpochStart | None = None
+        self._watch = GlobalWatch() if in_worker and self.asynchronous and setup.seeded is not None else None
+        self._turn = asyncio.Lock()
+        self._ready = False  # the asynchronous dataset has begun
+        self._failure: StateError | None = None
+        self._stream_index = None if setup.batch_size is None else range(setup.batch_size)
+
+    # ------------------------------------------------------------------------------------------- beginning
+
+    def begin(self, start: EpochStart) -> None:
+        """Begin an epoch, or go on in its middle. An asynchronous dataset's begins with the first `fetch_async`.
+
+        Raises:
+            StateError: the stream ended before the place that it should go on from.
+        """
+        self._start = start
+        self._ready, self._failure = False, None
+        if self.asynchronous:
+            return
+        with self._generators():
+            self._open(start)
+            with self._skipping(start) as batches:
+                for _ in batches:
+                    with _as_before(start):
+                        self._fetcher.fetch(self._stream_index)
+                    self._bookmark.batches += 1
+            self._bookmark.batches = self._bookmark.batches if start.made is None else start.made
+
+    def context(self, before: Any = None) -> DatasetContext:
+        """What is open while this reader reads; nothing for a blocking dataset. `before`: see `DatasetContext`."""
+        if not self.asynchronous:
+            return DatasetContext(None)
+        return DatasetContext(self.dataset, before, self if is_leased(self.dataset) else None)
+
+    async def _begin_async(self, start: EpochStart) -> None:
+        await self._close_lane()
+        if self._leases is not None:
+            await self._leases.prepare()
+        self._open(start)
+        with self._skipping(start) as batches:
+            for _ in batches:
+                with _as_before(start):
+                    await self._fetcher.fetch(self._stream_index)
+                self._bookmark.batches += 1
+        self._bookmark.batches = self._bookmark.batches if start.made is None else start.made
+
+    def _open(self, start: EpochStart) -> None:
+        setup, cursor = self._setup, start.cursor
+        self._bookmark = Bookmark(self.dataset, self._every)
+        seeder = self._seeder(start.epoch, concurrent=self.asynchronous)
+        set_epoch = getattr(self.dataset, "set_epoch", None)
+        if start.told and callable(set_epoch):  # this copy has not heard what the consumer's was told
+            set_epoch(start.epoch)
+        if seeder is not None and setup.iterable:
+            seeder.batch(-1)  # for what `__iter__` draws
+        self._bookmark.begin(cursor)
+        self._fetcher = self._make_fetcher(start, seeder)
+        if setup.iterable:
+            self._found(cursor, seeder)
+        if self._watch is not None:
+            self._watch.rebase()  # what `worker_init_fn` and `__aiter__` drew was no sample's
+
+    def _found(self, cursor: Cursor | None, seeder: SampleSeeder | None) -> None:
+        """The stream's iterator was made: restore it, and have its samples seeded."""
+        fetcher = self._fetcher
+        fetcher.dataset_iter = self._bookmark.iterates(fetcher.dataset_iter, cursor)
+        if cursor is not None and cursor.ended:
+            fetcher.ended = True
+        if isinstance(fetcher, LaneFetcher):
+            self._stream = fetcher
+        elif seeder is not None:
+            wrap: Any = SeededAsyncIterator if self.asynchronous else SeededIterator
+            self._stream = fetcher.dataset_iter = wrap(
+                fetcher.dataset_iter, seeder, 0 if cursor is None else cursor.samples
+            )
+
+    def _open_lane(self, start: EpochStart) -> Any:
+        """The stream of what is leased to this copy; None where the dataset is no such one."""
+        if not is_leased(self.dataset):
+            return None
+        assert self._leases is not None
+        return self.dataset.open_lane(self._leases.source(start))
+
+    def _seeder(self, epoch: int, *, concurrent: bool) -> SampleSeeder | None:
+        seeded = self._setup.seeded
+        if seeded is None:
+            return None
+        stream = (seeded.first_stream + self._worker_id,) if self._setup.iterable else ()
+        return SampleSeeder(seeded.seed, epoch, *stream, concurrent=concurrent)
+
+    def _make_fetcher(self, start: EpochStart, seeder: SampleSeeder | None) -> Any:
+        setup, seeded, epoch = self._setup, self._setup.seeded, start.epoch
+        guard = None
+        if setup.policy is not None:
+            awaited = self.asynchronous and self._threads is None
+            guard = Guard(setup.policy, self._worker_id, epoch, asynchronous=awaited)
+        read = 0
+        if start.cursor is not None:  # in torch mode samples are not counted, but each has a place in its batch
+            read = start.cursor.samples or start.cursor.batches * (setup.batch_size or 1)
+        if self.asynchronous:
+            seeding = None
+            if seeded is not None and seeder is not None:
+                seeding = AsyncSeeding(
+                    seeder,
+                    self._seeder(epoch, concurrent=False) if seeded.seed_collate else None,
+                    seeded.replicas,
+                    self._watch,
+                )
+            return make_async_fetcher(
+                self.dataset,
+                Batching(
+                    setup.auto_collation,
+                    self._collate,
+                    setup.drop_last,
+                    seeding,
+                    guard,
+                    self._decoder,
+                    self._worker_id,
+                ),
+                iterable=setup.iterable,
+                concurrency=setup.concurrency,
+                read=read,
+                threads=self._threads,
+                leased=self._open_lane(start),
+            )
+        if seeder is not None and seeded is not None and not setup.iterable:
+            dataset: Any = self.dataset
+            if setup.decode is not None:
+                dataset = DecodedMap(dataset, setup.decode, one_by_one=True, seeder=seeder, replicas=seeded.replicas)
+            return SeededMapFetcher(
+                dataset, setup.auto_collation, self._collate, seeder, seeded.replicas, seeded.seed_collate, guard
+            )
+        return make_blocking_fetcher(
+            self.dataset,
+            iterable=setup.iterable,
+            auto_collation=setup.auto_collation,
+            collate=self._collate,
+            drop_last=setup.drop_last,
+            guard=guard,
+            worker=self._worker_id,
+            read=read,
+            decode=setup.decode,
+        )
+
+    @contextlib.contextmanager
+    def _skipping(self, start: EpochStart) -> Generator[range]:
+        """For each of the batches to be dropped: they are fetched, and not collated."""
+        if not start.skip or not self._setup.iterable:
+            yield range(0)
+            return
+        fetcher = self._fetcher
+        collate, fetcher.collate_fn = fetcher.collate_fn, _dropped
+        try:
+            yield range(start.skip)
+        except (StopIteration, StopAsyncIteration):
+            begun = 0 if start.cursor is None else start.cursor.batches
+            raise StateError(
+                f"the dataset's stream ended after {self._bookmark.batches} batches, but {begun + start.skip} had been "
+                "delivered of it when the state was saved: it is not the same stream"
+            ) from None
+        finally:
+            fetcher.collate_fn = collate
+
+    # --------------------------------------------------------------------------------------------- fetching
+
+    def fetch(self, index: Any, bad: list[BadSample] | None = None) -> Any:
+        """The batch of an index; of a stream: the next one, whatever the index.
+
+        Args:
+            index: from the sampler; in seeded mode ``(position, index)``.
+            bad: gets records of this batch's samples that raised, however the call ends; only with a policy.
+
+        Raises:
+            StopIteration: the stream has ended. Never with records.
+            NoSamples: all samples of the batch were left out. Take the cursor as after a batch.
+        """
+        if self._setup.iterable:
+            index = self._stream_index
+        if self._setup.seeded is None:
+            return self._fetcher.fetch(index, bad)
+        with self._generators():
+            return self._fetcher.fetch(index, bad)
+
+    async def fetch_async(self, index: Any, bad: list[BadSample] | None = None) -> Any:
+        """`fetch` for an asynchronous dataset. StopAsyncIteration at its end."""
+        if not self._setup.iterable:
+            if not self._ready:
+                async with self._turn:
+                    await self._ensure_begun()
+            return await self._fetcher.fetch(index, bad)
+        # Held over both: a task that came when the beginning was over must not overtake those that waited for it.
+        async with self._turn:
+            await self._ensure_begun()
+            return await self._fetcher.fetch(self._stream_index, bad)
+
+    async def samples(self, index: Any, bad: list[BadSample] | None = None) -> Any:
+        """What `collated` makes the batch of: for who collates at another time. Of an `asynchronous` map dataset."""
+        if not self._ready:
+            async with self._turn:
+                await self._ensure_begun()
+        return await self._fetcher.samples(index, bad)
+
+    def collated(self, index: Any, samples: Any) -> Any:
+        """The batch of what `samples` gave for this index."""
+        return self._fetcher.collated(index, samples)
+
+    async def aclose(self) -> None:
+        """Stop reading, and `close`. Nothing may be in flight any more."""
+        await self._close_lane()
+        self.close()
+
+    async def _close_lane(self) -> None:
+        if isinstance(self._fetcher, LaneFetcher):
+            await self._fetcher.dataset_iter.aclose()
+
+    def close(self) -> None:
+        """Let the threads end. Does not wait; nothing may be fetched any more."""
+        for threads in (self._threads, self._decode_threads):
+            if threads is not None:
+                threads.close()
+
+    async def _ensure_begun(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._ready:
+            return
+        assert self._start is not None
+        try:
+            await self._begin_async(self._start)
+        except StateError as error:
+            self._failure = error
+            raise
+        self._ready = True
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another reader can go on where this one is, without reading a stream again from its beginning."""
+        return not self._setup.iterable or self._bookmark.keeps_state
+
+    def first_cursor(self) -> bytes:
+        """Where the dataset stands now that an epoch has begun; empty if there is nothing to be saved."""
+        return self._bookmark.initial()
+
+    def last_cursor(self) -> bytes:
+        """Where the dataset stands now that its end was seen; empty if there is nothing to be saved."""
+        return self._bookmark.final()
+
+    def live_cursor(self) -> bytes:
+        """Where the dataset stands now, in the thread that fetches; empty if there is nothing to be saved."""
+        return self._bookmark.now(self._samples(), ended=self._ended())
+
+    def cursor(self) -> bytes:
+        """Where the dataset stands now that a batch was fetched; empty if there is nothing to be saved. Call it once
+        a batch, before anything else is awaited.
+        """
+        return self._bookmark.after_batch(self._samples(), ended=self._ended())
+
+    def _samples(self) -> int:
+        return 0 if self._stream is None else self._stream.samples
+
+    def _ended(self) -> bool:
+        return bool(getattr(self._fetcher, "ended", False))
+
+    def _generators(self) -> contextlib.AbstractContextManager[None]:
+        if self._in_worker or self._setup.seeded is None:
+            return contextlib.nullcontext()
+        return global_generators_kept()
+
+
+@contextlib.contextmanager
+def _as_before(start: EpochStart) -> Generator[None]:
+    """Around the reading of a batch that was answered before: what was no batch then, is none now."""
+    try:
+        yield
+    except NoSamples:
+        pass  # it counted as one
+    except (StopIteration, StopAsyncIteration):
+        raise
+    except Exception:
+        if start.made is None:
+            raise
+
+
+def _dropped(samples: Any) -> None:
+    """In place of collation."""

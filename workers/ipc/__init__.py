@@ -1,0 +1,1 @@
+"""How the main process and a worker talk: sockets, frames, and the end of either."""

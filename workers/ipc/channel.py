@@ -1,0 +1,148 @@
+"""The control socket between the main process and one worker: frames, and descriptors beside them.
+
+Data path: scheduler -> [channel] -> worker -> [channel] -> reorder.
+
+A Unix stream socket: it wakes the loop, orders memory (a frame is sent after the batch was written, by a system call),
+and carries file descriptors. A descriptor sent with a frame arrives with that frame's first byte, and one read never
+joins two that carry descriptors: so descriptors are taken in the order of the frames that announce them.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from asyncloader.workers.ipc.wire import FrameSplitter
+
+__all__ = ["Channel", "channel_pair"]
+
+_READ_BYTES = 1 << 16
+_MAX_FDS = 8
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
+_CLOEXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # a program that somebody starts must not keep our segments
+
+
+class Channel:
+    """One end. `send` never blocks on a non-blocking socket: what the kernel does not take is kept for `flush`.
+
+    Not thread-safe: one thread sends and one receives (they may differ).
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.ended = False
+        self.received = 0
+        self._splitter = FrameSplitter()
+        self._fds: deque[int] = deque()
+        self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
+
+    def fileno(self) -> int:
+        """The socket's descriptor, -1 once closed."""
+        return self.sock.fileno()
+
+    # ------------------------------------------------------------------------------------------ receiving
+
+    def receive(self, *, wait: bool = False) -> Iterator[tuple[int, bytes]]:
+        """Read once and give the frames that are complete. Sets `ended` at the end of the stream.
+
+        With nothing to read, gives nothing; or waits for something (`wait`, on a blocking socket only).
+        """
+        try:
+            flags = _CLOEXEC if wait else _CLOEXEC | socket.MSG_DONTWAIT
+            data, ancillary, _, _ = self.sock.recvmsg(_READ_BYTES, _ANCILLARY_BYTES, flags)
+        except (BlockingIOError, InterruptedError):
+            return iter(())
+        except ConnectionError:
+            data, ancillary = b"", []
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds = array.array("i")
+                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+                self._fds.extend(fds)
+        if not data:
+            self.ended = True
+            return iter(())
+        self.received += len(data)
+        return self._splitter.feed(data)
+
+    def take_fd(self) -> int:
+        """The descriptor that came with the frame just received; the caller owns it.
+
+        Raises:
+            OSError: it was lost on the way, because this process has no descriptor left.
+        """
+        if not self._fds:
+            raise OSError(
+                "a shared-memory descriptor did not arrive: this process has too many open files. "
+                "Please increase the limit using `ulimit -n` in the shell"
+            )
+        return self._fds.popleft()
+
+    # -------------------------------------------------------------------------------------------- sending
+
+    def send(self, frame: bytes, fds: Sequence[int] = ()) -> bool:
+        """Send a frame, after those still unsent. True when the kernel took everything.
+
+        `fds` stay the caller's; what has to wait is duplicated.
+
+        Raises:
+            ConnectionError: the other end is gone.
+        """
+        if self._unsent:
+            self._unsent.append((frame, tuple(os.dup(fd) for fd in fds)))
+            return self.flush()
+        sent = self._push(frame, fds)
+        if sent == len(frame):
+            return True
+        self._unsent.append((frame[sent:], tuple(os.dup(fd) for fd in fds) if sent == 0 else ()))
+        return False
+
+    def flush(self) -> bool:
+        """Send what is unsent; True when nothing is left."""
+        while self._unsent:
+            frame, fds = self._unsent[0]
+            sent = self._push(frame, fds)
+            if sent == 0:
+                return False
+            self._unsent.popleft()
+            for fd in fds:
+                os.close(fd)
+            if sent < len(frame):
+                self._unsent.appendleft((frame[sent:], ()))
+        return True
+
+    def _push(self, frame: bytes, fds: Sequence[int]) -> int:
+        try:
+            if fds:
+                return socket.send_fds(self.sock, [frame], list(fds))
+            return self.sock.send(frame)
+        except (BlockingIOError, InterruptedError):
+            return 0
+
+    # -------------------------------------------------------------------------------------------- closing
+
+    def close(self) -> None:
+        """Close the socket and every descriptor that nobody took. Idempotent."""
+        self.ended = True
+        self.sock.close()
+        while self._fds:
+            _close_quietly(self._fds.popleft())
+        while self._unsent:
+            for fd in self._unsent.popleft()[1]:
+                _close_quietly(fd)
+
+
+def _close_quietly(fd: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
+def channel_pair() -> tuple[socket.socket, socket.socket]:
+    """The main process's end (non-blocking) and the worker's (blocking)."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    ours.setblocking(False)
+    return ours, theirs

@@ -1,0 +1,1 @@
+"""Shared memory: rings, slots and leases, and batches as bytes in them."""

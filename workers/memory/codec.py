@@ -1,0 +1,381 @@
+"""A batch and its bytes: tensors out of band in shared memory, the shape of the rest as pickle.
+
+Data path: worker: collate -> [codec: encode] -> ring -> reorder -> [codec: decode] -> consumer.
+
+Encoding an object gives a *template* and *leaves*. Leaves are the bytes of tensors and arrays, wherever in the object
+they were found; each is written once, straight to its place in the slot. The template is pickle (protocol 5) in which
+every leaf is an out-of-band buffer, with a table that says where each leaf lies and what it is. Two batches of the same
+shapes have the same template, so a worker sends it once and then says "same".
+
+Decoding builds a tensor over each leaf and lets the unpickler put them in place: the `buffers` argument of
+`pickle.loads` takes any objects, and hands them to whatever the pickled buffer was an argument of, or in place of.
+
+What is not a plain dense CPU tensor (sparse, quantized, nested, subclasses, `requires_grad`) is pickled by its own
+rules; the storages that those rules meet become leaves too. Tensors that share a storage still share it afterwards.
+
+This is pickle between our own processes; nothing that came from elsewhere is ever decoded here.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import mmap
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from asyncloader.workers.memory.layout import align
+from asyncloader.workers.memory.leaves import (
+    DTYPE_CODE,
+    DTYPES,
+    NUMPY_BY_CODE,
+    PLACES,
+    Dense,
+    Leaf,
+    Place,
+    Raw,
+    Storage,
+    Strided,
+    extent,
+    reduce_quantized,
+    reduce_sparse,
+    reduce_typed_storage,
+)
+from asyncloader.workers.memory.ring import Anchor
+
+Memory: TypeAlias = Anchor | np.ndarray[Any, np.dtype[np.uint8]]
+"""What leaves are built on: a slot's anchor, or a private copy of it."""
+
+__all__ = ["Encoded", "Encoder", "Template", "copy_out"]
+
+INLINE_PICKLE = 1 << 15
+"""Pickle up to this size goes over the socket with the descriptor; more goes through memory."""
+
+
+class Encoded(NamedTuple):
+    """An object ready to be written: `nbytes` of memory are needed, then `write` fills them."""
+
+    template: bytes
+    nbytes: int
+    writes: list[tuple[Callable[[mmap.mmap, int], None], int]]
+    pickled: int
+
+    def write(self, memory: mmap.mmap, offset: int) -> None:
+        """Fill ``memory[offset : offset + nbytes]``."""
+        for write, start in self.writes:
+            write(memory, offset + start)
+
+
+class Encoder:
+    """Encodes one object at a time; lives in a worker and is not thread-safe.
+
+    The collation of the default kind (`collate.py`) announces leaves with `placeholder` while it builds the batch;
+    anything else that `encode` meets is found by the pickler.
+    """
+
+    def __init__(self) -> None:
+        self._announced: dict[int, tuple[Leaf, pickle.PickleBuffer]] = {}
+        self._leaves: list[Leaf] = []
+        self._shared: dict[int, _SharedStorage] = {}
+        self._dispatch: dict[type, Any] = {
+            torch.Tensor: self._reduce_tensor,
+            torch.UntypedStorage: self._reduce_storage,
+            torch.storage.TypedStorage: reduce_typed_storage,
+        }
+
+    def placeholder(self, leaf: Leaf) -> pickle.PickleBuffer:
+        """What stands for the leaf in the object until it is decoded."""
+        buffer = pickle.PickleBuffer(bytearray())
+        self._announced[id(buffer)] = (leaf, buffer)
+        return buffer
+
+    def discard(self) -> None:
+        """Forget the leaves announced so far (the object will not be encoded)."""
+        self._announced.clear()
+        self._shared.clear()
+        self._leaves = []
+
+    def encode(self, value: Any) -> Encoded:
+        """Pickle `value` around its leaves.
+
+        Raises:
+            Exception: whatever pickling raises for an object that cannot be pickled.
+        """
+        self._leaves = []
+        stream = io.BytesIO()
+        pickler = pickle.Pickler(stream, protocol=5, buffer_callback=self._on_buffer)
+        pickler.dispatch_table = {**copyreg.dispatch_table, **self._dispatch}
+        try:
+            pickler.dump(value)
+            return self._lay_out(stream.getvalue())
+        finally:
+            self.discard()
+
+    def _lay_out(self, structure: bytes) -> Encoded:
+        offset = 0
+        places: list[tuple[int, Place]] = []
+        writes: list[tuple[Callable[[mmap.mmap, int], None], int]] = []
+        for shared in self._shared.values():
+            shared.offset = offset
+            writes.append((shared.write, offset))
+            offset = align(offset + shared.nbytes)
+        for leaf in self._leaves:
+            place = leaf.place(offset)
+            places.append((PLACES.index(type(place)), place))
+            if leaf.write is not None:
+                writes.append((leaf.write, offset))
+                offset = align(offset + leaf.nbytes)
+        inside = -1
+        if len(structure) > INLINE_PICKLE:
+            inside = offset
+            writes.append((_raw_writer(memoryview(structure)), offset))
+            offset = align(offset + len(structure))
+        table = (tuple((kind, tuple(place)) for kind, place in places), inside, len(structure))
+        head = pickle.dumps(table, protocol=5)
+        template = len(head).to_bytes(4, "little") + head + (structure if inside < 0 else b"")
+        return Encoded(template, offset, writes, len(structure))
+
+    def _on_buffer(self, buffer: pickle.PickleBuffer) -> None:
+        announced = self._announced.get(id(buffer))
+        if announced is not None:
+            self._leaves.append(announced[0])
+            return
+        view = buffer.raw()
+        nbytes = view.nbytes
+        self._leaves.append(Leaf(nbytes, lambda offset: Raw(offset, nbytes), _raw_writer(view) if nbytes else None))
+
+    # ------------------------------------------------------------------------------------ what the pickler meets
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        if tensor.layout is not torch.strided and not tensor.requires_grad:
+            return reduce_sparse(tensor)
+        if tensor.is_quantized and type(tensor) is torch.Tensor:
+            return reduce_quantized(tensor)
+        if not _is_plain(tensor):
+            return tensor.__reduce_ex__(5)
+        shared = self._share(tensor.untyped_storage())
+        shared.include_tensor(tensor)
+        code, stride, shape = DTYPE_CODE[tensor.dtype], tensor.stride(), tuple(tensor.shape)
+        start = int(tensor.storage_offset()) * tensor.element_size()
+
+        def place(_: int) -> Place:
+            return shared.place(start, code, shape, stride, tensor)
+
+        return _leaf, (self.placeholder(Leaf(0, place, None)),)
+
+    def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
+        if storage.device.type != "cpu":
+            return storage.__reduce_ex__(5)
+        shared = self._share(storage)
+        shared.include(0, int(storage.nbytes()))
+        return _leaf, (self.placeholder(Leaf(0, lambda _: Storage(shared.offset, shared.nbytes), None)),)
+
+    def _share(self, storage: torch.UntypedStorage) -> _SharedStorage:
+        key: int = storage._cdata
+        shared = self._shared.get(key)
+        if shared is None:
+            self._shared[key] = shared = _SharedStorage(storage)
+        return shared
+
+
+class _SharedStorage:
+    """One storage that tensors of a batch look into: the range of it that they see is copied once."""
+
+    __slots__ = ("count", "first", "last", "offset", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+        self.first = int(storage.nbytes())
+        self.last = 0
+        self.count = 0
+        self.offset = 0
+
+    @property
+    def nbytes(self) -> int:
+        return max(0, self.last - self.first)
+
+    def include(self, first: int, last: int) -> None:
+        """This range of bytes is seen by one more object."""
+        self.count += 1
+        self.first = min(self.first, first // 16 * 16)  # the widest element: leaves keep their alignment
+        self.last = max(self.last, last)
+
+    def include_tensor(self, tensor: torch.Tensor) -> None:
+        if tensor.numel() == 0:
+            return
+        item = tensor.element_size()
+        first = int(tensor.storage_offset()) * item
+        reach = sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        self.include(first, first + (reach + 1) * item)
+
+    def place(
+        self, start: int, code: int, shape: tuple[int, ...], stride: tuple[int, ...], tensor: torch.Tensor
+    ) -> Place:
+        if tensor.numel() == 0:
+            return Strided(-1, 0, code, shape, stride, 0)
+        if self.count == 1 and tensor.is_contiguous():
+            return Dense(self.offset + start - self.first, tensor.numel(), code, shape)
+        return Strided(self.offset, self.nbytes, code, shape, stride, (start - self.first) // tensor.element_size())
+
+    def write(self, memory: mmap.mmap, offset: int) -> None:
+        if self.nbytes:
+            source = torch.empty(0, dtype=torch.uint8).set_(self.storage, self.first, (self.nbytes,), (1,))
+            torch.frombuffer(memory, dtype=torch.uint8, count=self.nbytes, offset=offset).copy_(source)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.requires_grad
+        and tensor.dtype in DTYPE_CODE
+        and not tensor.is_nested
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.__dict__
+    )
+
+
+def _raw_writer(view: memoryview) -> Callable[[mmap.mmap, int], None]:
+    source = np.frombuffer(view, np.uint8)
+
+    def write(memory: mmap.mmap, offset: int) -> None:
+        np.ndarray(source.shape, np.uint8, memory, offset)[:] = source
+
+    return write
+
+
+def _leaf(value: Any) -> Any:
+    """Stands in pickle for "the decoded leaf itself"."""
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------- decoding
+
+
+class Template:
+    """The decoding side of a template; made once and used for every batch that says "same".
+
+    The pickle in it is trusted, the numbers are not: a worker may die in the middle of a write, and user code in it may
+    write where it should not. Wherever the parts lie, nothing outside of the anchor is read.
+
+    Raises:
+        ValueError: these bytes are no template.
+    """
+
+    __slots__ = ("_extent", "_inside", "_places", "_simple", "_size", "_structure")
+
+    def __init__(self, template: bytes) -> None:
+        size = int.from_bytes(template[:4], "little")
+        try:
+            if len(template) < 4 + size:
+                raise ValueError(f"{len(template)} bytes with a table of {size}")
+            places, inside, length = pickle.loads(template[4 : 4 + size])
+            self._places: tuple[Place, ...] = tuple(PLACES[kind](*values) for kind, values in places)
+            self._inside, self._size = int(inside), int(length)
+            self._extent = extent((*self._places, Raw(max(0, self._inside), self._size if self._inside >= 0 else 0)))
+        except Exception as error:
+            raise ValueError(f"a worker's answer is broken: its template cannot be read ({error})") from error
+        self._structure = template[4 + size :]
+        self._simple = tuple(
+            (NUMPY_BY_CODE[p.dtype], p.shape, p.offset)
+            for p in self._places
+            if type(p) is Dense and NUMPY_BY_CODE[p.dtype] is not None and p.numel
+        )
+        if len(self._simple) != len(self._places):
+            self._simple = ()
+
+    def build(self, anchor: Memory | None) -> Any:
+        """The object, its leaves being views of the anchor's memory (None when there are no bytes).
+
+        Raises:
+            ValueError: the parts of the batch do not lie within the anchor.
+            Exception: whatever unpickling the user's objects raises.
+        """
+        structure = self._structure
+        if self._extent and (anchor is None or len(anchor) < self._extent):
+            there = 0 if anchor is None else len(anchor)
+            raise ValueError(f"a worker's answer is broken: a batch that ends at byte {self._extent} of {there}")
+        if self._inside >= 0:
+            assert anchor is not None
+            structure = bytes(_bytes(anchor, self._inside, self._size))
+        if self._simple:
+            # Nothing but dense tensors of common types: the loop that decides the loader's speed on small batches.
+            ndarray, from_numpy = np.ndarray, torch.from_numpy
+            leaves: list[Any] = [from_numpy(ndarray(s, d, anchor, o)) for d, s, o in self._simple]  # type: ignore[arg-type]
+        else:
+            storages: dict[int, torch.UntypedStorage] = {}
+            leaves = [_build_leaf(place, anchor, storages) for place in self._places]
+        return pickle.loads(structure, buffers=leaves)
+
+
+def _build_leaf(place: Place, anchor: Memory | None, storages: dict[int, torch.UntypedStorage]) -> Any:
+    if isinstance(place, Dense):
+        dtype = DTYPES[place.dtype]
+        if not place.numel:
+            return torch.empty(place.shape, dtype=dtype)
+        assert anchor is not None
+        return torch.frombuffer(anchor, dtype=dtype, count=place.numel, offset=place.offset).view(place.shape)
+    if isinstance(place, Strided):
+        dtype = DTYPES[place.dtype]
+        if place.offset < 0:
+            return torch.empty_strided(place.shape, place.stride, dtype=dtype)
+        storage = _build_storage(place, anchor, storages)
+        return torch.empty(0, dtype=dtype).set_(storage, place.first, place.shape, place.stride)
+    if isinstance(place, Storage):
+        whole = _build_storage(place, anchor, storages)
+        whole.__class__ = _PickledStorage
+        return whole
+    if not place.nbytes:
+        return bytearray()
+    assert anchor is not None
+    return _bytes(anchor, place.offset, place.nbytes)
+
+
+def _bytes(anchor: Memory, offset: int, nbytes: int) -> memoryview:
+    return memoryview(anchor).cast("B")[offset : offset + nbytes]  # type: ignore[arg-type]
+
+
+class _PickledStorage(torch.UntypedStorage):
+    """An untyped storage as torch's own unpickling would give it: one that can also be asked for its untyped self.
+
+    `torch._utils._rebuild_tensor_v3` (unsigned and float8 dtypes) does ask.
+    """
+
+    @property
+    def _untyped_storage(self) -> torch.UntypedStorage:
+        return self
+
+
+def _build_storage(
+    place: Strided | Storage, anchor: Memory | None, storages: dict[int, torch.UntypedStorage]
+) -> torch.UntypedStorage:
+    """One storage for all leaves that lie at the same offset; an empty one is nobody else's."""
+    if not place.nbytes:
+        return torch.UntypedStorage(0)
+    storage = storages.get(place.offset)
+    if storage is None:
+        storage = storages[place.offset] = _bytes_tensor(anchor, place.offset, place.nbytes).untyped_storage()
+    return storage
+
+
+def _bytes_tensor(anchor: Memory | None, offset: int, nbytes: int) -> torch.Tensor:
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    assert anchor is not None
+    return torch.frombuffer(anchor, dtype=torch.uint8, count=nbytes, offset=offset)
+
+
+def copy_out(template: Template, anchor: Anchor, nbytes: int) -> Any:
+    """The object in private memory of its own. The copy is one `memcpy` with the GIL released.
+
+    Leaves of the result share one private allocation, which lives as long as any of them.
+    """
+    private = torch.empty(nbytes, dtype=torch.uint8).numpy()
+    # numpy's plain memcpy: torch's would start, or spin on, the trainer's OpenMP threads.
+    np.copyto(private, np.frombuffer(_bytes(anchor, 0, nbytes), np.uint8))
+    return template.build(private)

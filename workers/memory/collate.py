@@ -1,0 +1,197 @@
+"""Default collation straight into the slot: samples are stacked once, where the consumer will read them.
+
+Data path: worker: fetch -> [collate] -> codec -> ring.
+
+The structure of a batch (dictionaries, named tuples, sequences, a user's own mapping types) is torch's business: its
+documented `collate(batch, collate_fn_map=...)` walks the samples, and this module only supplies the functions for the
+types at the bottom. They do not stack; they note what is to be stacked and give a placeholder. The stacking happens
+when the place in shared memory is known, with ``out=`` that place.
+
+Values, dtypes and errors are torch's: whatever is not a plain case goes through torch's own functions and is copied
+once.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data._utils import collate as torch_collate
+
+from asyncloader.workers.memory.codec import Encoded, Encoder
+from asyncloader.workers.memory.leaves import dense_leaf, dense_view, has_code, torch_dtype
+
+__all__ = ["Collator", "use_private_memory"]
+
+_TORCH_MAP = dict(
+    torch_collate.default_collate_fn_map
+)  # as torch made it, before anybody registered types of their own
+
+_INTS = frozenset([int])
+_FLOATS = frozenset([float, int])
+
+
+def _collate_tensor_private(batch: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
+    """torch's rule for tensors without its fresh shared memory: the result is copied to the slot anyway."""
+    elem = batch[0]
+    if elem.is_nested or elem.layout is not torch.strided:
+        return _TORCH_MAP[torch.Tensor](batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+    if elem.device.type != "cpu" or elem.is_quantized or elem.requires_grad or type(elem) is not torch.Tensor:
+        return torch.stack(list(batch), 0)
+    # As in torch's own workers, the first sample's dtype is that of the batch.
+    return torch.stack(list(batch), 0, out=torch.empty((len(batch), *elem.shape), dtype=elem.dtype))
+
+
+def use_private_memory() -> None:
+    """Make torch's `default_collate` stack into private memory in this process (a worker).
+
+    In a torch worker it would take a new file in ``/dev/shm`` for every tensor: slow, and fatal in a container that
+    has 64 MB there. A user's collate function that calls `default_collate` gets private memory, copied once.
+    """
+    if torch_collate.default_collate_fn_map.get(torch.Tensor) is _TORCH_MAP[torch.Tensor]:
+        torch_collate.default_collate_fn_map[torch.Tensor] = _collate_tensor_private
+
+
+class Collator:
+    """`default_collate` of a list of samples, as an `Encoded` batch that has not been stacked yet.
+
+    Lives in a worker; not thread-safe. Functions that the user registered in torch's `default_collate_fn_map` are
+    respected.
+    """
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+        own: dict[Any, Callable[..., Any]] = {
+            torch.Tensor: self._tensors,
+            np.ndarray: self._arrays,
+            float: self._floats,
+            int: self._ints,
+        }
+        self._private = dict(torch_collate.default_collate_fn_map)
+        self._map: dict[Any, Callable[..., Any]] = {}
+        for kind, function in self._private.items():
+            torchs = function in (_TORCH_MAP.get(kind), _collate_tensor_private)
+            self._map[kind] = (own.get(kind, function)) if torchs else self._with_private_map(function)
+
+    def collate(self, samples: Sequence[Any]) -> Encoded:
+        """Collate and encode.
+
+        Raises:
+            RuntimeError, TypeError: as torch's `default_collate` does, in its words. Samples of different shapes are
+                found when the batch is written.
+        """
+        straight = bool(samples) and _shows_placeholders_to_nobody(samples[0])
+        try:
+            batch = torch_collate.collate(samples, collate_fn_map=self._map if straight else self._private)
+            return self._encoder.encode(batch)
+        finally:
+            self._encoder.discard()
+
+    def _with_private_map(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A user's function may collate parts of its samples itself and look at the result: no placeholders there."""
+
+        def collate(batch: Sequence[Any], **_: Any) -> Any:
+            return function(batch, collate_fn_map=self._private)
+
+        return collate
+
+    # Each of these is called with the values that one leaf of the batch is made of.
+
+    def _tensors(self, batch: Sequence[torch.Tensor], **_: Any) -> Any:
+        elem = batch[0]
+        if (
+            elem.is_nested
+            or elem.layout is not torch.strided
+            or elem.device.type != "cpu"
+            or elem.is_quantized
+            or elem.requires_grad
+            or not has_code(elem.dtype)
+            or type(elem) is not torch.Tensor
+        ):
+            return _collate_tensor_private(batch)
+        values = list(batch)
+        shape = (len(values), *elem.shape)
+        dtype = elem.dtype
+        nbytes = elem.numel() * elem.element_size() * len(values)
+        if not nbytes:
+            return _collate_tensor_private(values)
+
+        # As in torch's own workers, the first sample's dtype is that of the batch.
+        def write(memory: mmap.mmap, offset: int) -> None:
+            torch.stack(values, 0, out=dense_view(memory, offset, dtype, shape))
+
+        return self._placeholder(shape, dtype, nbytes, write)
+
+    def _arrays(self, batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
+        elem = batch[0]
+        dtype, shape = elem.dtype, elem.shape
+        kind = torch_dtype(dtype)
+        if kind is None or not shape or not elem.size or not _alike(batch, dtype, shape):
+            if torch_collate.np_str_obj_array_pattern.search(dtype.str) is not None:
+                return _TORCH_MAP[np.ndarray](batch, collate_fn_map=collate_fn_map)  # raises, in torch's words
+            return self._tensors([torch.as_tensor(b) for b in batch])
+        joined = (len(batch) * shape[0], *shape[1:])
+
+        # Arrays of one shape: joining them along their first axis writes the same bytes as stacking, without
+        # making a view of each.
+        def write(memory: mmap.mmap, offset: int) -> None:
+            np.concatenate(batch, out=np.ndarray(joined, dtype, memory, offset))
+
+        return self._placeholder((len(batch), *shape), kind, elem.nbytes * len(batch), write)
+
+    def _floats(self, batch: Sequence[Any], **_: Any) -> Any:
+        if not _FLOATS.issuperset(map(type, batch)):
+            return torch.tensor(batch, dtype=torch.float64)
+        return self._numbers(np.array(batch, np.float64), torch.float64)
+
+    def _ints(self, batch: Sequence[Any], **_: Any) -> Any:
+        # numpy reads a list of numbers six times as fast as torch. Only where all are of one plain type: in a mixture,
+        # and beyond 64 bits, torch decides.
+        if not _INTS.issuperset(map(type, batch)):
+            return torch.tensor(batch)
+        try:
+            return self._numbers(np.array(batch, np.int64), torch.int64)
+        except OverflowError:
+            return torch.tensor(batch)
+
+    def _numbers(self, array: np.ndarray[Any, Any], dtype: torch.dtype) -> Any:
+        def write(memory: mmap.mmap, offset: int) -> None:
+            np.ndarray(array.shape, array.dtype, memory, offset)[:] = array
+
+        return self._placeholder(array.shape, dtype, array.nbytes, write)
+
+    def _placeholder(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        nbytes: int,
+        write: Callable[[mmap.mmap, int], None],
+    ) -> Any:
+        return self._encoder.placeholder(dense_leaf(shape, dtype, nbytes, write))
+
+
+def _shows_placeholders_to_nobody(sample: Any) -> bool:
+    """Whether the sample is made of containers that only store what they are given.
+
+    A user's own mapping or sequence type may look at the values of the batch that torch puts into it; then the batch is
+    made of real tensors, and copied to the slot.
+    """
+    kind = type(sample)
+    if kind in (dict, OrderedDict):
+        return all(map(_shows_placeholders_to_nobody, sample.values()))
+    if kind in (list, tuple) or (kind.__bases__ == (tuple,) and hasattr(kind, "_fields")):  # a plain named tuple
+        return all(map(_shows_placeholders_to_nobody, sample))
+    if isinstance(sample, (str, bytes)):
+        return True
+    return not isinstance(sample, (Mapping, Sequence))
+
+
+def _alike(batch: Sequence[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -> bool:
+    for array in batch:
+        if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype is not dtype:
+            return False
+    return True

@@ -1,0 +1,282 @@
+"""Leaves: the parts of a batch that are bytes, where each lies, and what it is.
+
+Data path: worker: collate -> [leaves] -> codec -> ring -> [leaves] -> consumer.
+
+A leaf is written once by the worker, to its place in the slot, and becomes a tensor (or storage, or buffer) over that
+place at the consumer's.
+
+How tensors of special kinds are pickled: by parts that are plain tensors, which become leaves.
+
+Data path: worker: collate -> [reductions, in codec: encode] -> ring -> reorder -> [codec: decode] -> consumer.
+
+torch's own ways would do, but for their side effects in a process that lives long.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+__all__ = [
+    "DTYPES",
+    "DTYPE_CODE",
+    "NUMPY_BY_CODE",
+    "PLACES",
+    "Dense",
+    "Leaf",
+    "Place",
+    "Raw",
+    "Storage",
+    "Strided",
+    "dense_leaf",
+    "dense_view",
+    "extent",
+    "has_code",
+    "reduce_quantized",
+    "reduce_sparse",
+    "reduce_typed_storage",
+    "torch_dtype",
+]
+
+# A torch dtype travels as its place in this list.
+DTYPES: tuple[torch.dtype, ...] = tuple(
+    dtype
+    for name in [
+        "float32",
+        "float64",
+        "float16",
+        "bfloat16",
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "bool",
+        "complex64",
+        "complex128",
+        "uint16",
+        "uint32",
+        "uint64",
+        "complex32",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+    ]
+    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+)
+DTYPE_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}
+_NUMPY = {
+    torch.empty(0, dtype=d).numpy().dtype: d
+    for d in DTYPES
+    if d not in (torch.bfloat16, torch.complex32) and not str(d).startswith("torch.float8")
+}
+_TORCH_TO_NUMPY = {d: n for n, d in _NUMPY.items()}
+NUMPY_BY_CODE = tuple(_TORCH_TO_NUMPY.get(d) for d in DTYPES)
+_ITEM_SIZE = {d: d.itemsize for d in DTYPES}
+
+
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
+    """The torch dtype of the same bits in native byte order, None where torch has none."""
+    return _NUMPY.get(dtype)
+
+
+def has_code(dtype: torch.dtype) -> bool:
+    """Whether tensors of this dtype can be leaves; others are pickled by torch's own rules."""
+    return dtype in DTYPE_CODE
+
+
+class Dense(NamedTuple):
+    """A contiguous tensor with a storage of its own."""
+
+    offset: int
+    numel: int
+    dtype: int
+    shape: tuple[int, ...]
+
+
+class Strided(NamedTuple):
+    """A tensor over a piece of storage that starts at `offset`; equal offsets are the same storage."""
+
+    offset: int
+    nbytes: int
+    dtype: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    first: int
+
+
+class Raw(NamedTuple):
+    """Plain bytes: a numpy array's buffer, or whatever else pickles out of band."""
+
+    offset: int
+    nbytes: int
+
+
+class Storage(NamedTuple):
+    """A whole untyped storage."""
+
+    offset: int
+    nbytes: int
+
+
+Place: TypeAlias = Dense | Strided | Raw | Storage
+PLACES = (Dense, Strided, Raw, Storage)
+
+_MOST = 1 << 62  # elements or bytes; torch and numpy compute with signed 64-bit numbers
+
+
+def extent(places: tuple[Place, ...]) -> int:
+    """Bytes that memory must have for all of these places to lie in it. Memory of so many can be built on unseen.
+
+    numpy and torch check some of this themselves, each differently: a negative offset of `numpy.ndarray`, for one,
+    reads what lies before the buffer.
+
+    Raises:
+        ValueError: one of them cannot be a place: a negative or huge number, a shape that is not its size.
+    """
+    end = 0
+    storages: dict[int, int] = {}
+    for place in places:
+        try:
+            last = _dense_end(place) if isinstance(place, Dense) else _other_end(place)
+        except TypeError:  # no numbers
+            last = -1
+        if not 0 <= last <= _MOST:
+            raise ValueError(f"no part of a batch can be {place!r:.200}")
+        if last and isinstance(place, Strided | Storage) and storages.setdefault(place.offset, last) != last:
+            raise ValueError(f"two parts of a batch share a storage and differ in its size, {place!r:.200}")
+        end = max(end, last)
+    return end
+
+
+def _dense_end(place: Dense) -> int:
+    """The end of a dense tensor, 0 for an empty one, -1 for none at all."""
+    offset, numel, code, shape = place
+    count = _product(shape)
+    if count != numel or count < 0 or type(code) is not int or not 0 <= code < len(DTYPES):
+        return -1
+    if not count:
+        return 0
+    item = _ITEM_SIZE[DTYPES[code]]
+    return -1 if type(offset) is not int or offset < 0 or offset % item else offset + count * item
+
+
+def _other_end(place: Strided | Raw | Storage) -> int:
+    if not isinstance(place, Strided):
+        offset, nbytes = place
+        return -1 if not _are_sizes((offset, nbytes)) else offset + nbytes if nbytes else 0
+    offset, nbytes, code, shape, stride, first = place
+    count = _product(shape)
+    if count < 0 or not _are_sizes((nbytes, code, first, *stride)) or code >= len(DTYPES) or len(shape) != len(stride):
+        return -1
+    if type(offset) is not int or offset < 0:
+        return -1 if count else 0  # an empty one lies nowhere
+    reach = first + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
+    if not count or reach * _ITEM_SIZE[DTYPES[code]] > nbytes or offset % 16:  # the widest element
+        return -1
+    return offset + nbytes
+
+
+def _are_sizes(numbers: tuple[int, ...]) -> bool:
+    return all(type(n) is int and 0 <= n <= _MOST for n in numbers)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    """Elements of this shape; -1 if torch takes no such shape, which multiplies what is beside a zero, too."""
+    count = math.prod(shape)
+    if type(count) is int and 0 < count <= _MOST and (not shape or min(shape) > 0):
+        return count  # a product of integers alone is one
+    return 0 if not count and _are_sizes(shape) and math.prod(n for n in shape if n) <= _MOST else -1
+
+
+class Leaf:
+    """Bytes to be written to the slot. `write` gets the memory and the leaf's absolute offset in it."""
+
+    __slots__ = ("nbytes", "place", "write")
+
+    def __init__(
+        self, nbytes: int, place: Callable[[int], Place], write: Callable[[mmap.mmap, int], None] | None
+    ) -> None:
+        self.nbytes = nbytes
+        self.place = place
+        self.write = write
+
+
+def dense_view(memory: mmap.mmap, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor over ``memory[offset:]`` to write to."""
+    array = _TORCH_TO_NUMPY.get(dtype)
+    if array is not None:
+        return torch.from_numpy(np.ndarray(shape, array, memory, offset))
+    count = 1
+    for n in shape:
+        count *= n
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+def dense_leaf(
+    shape: tuple[int, ...], dtype: torch.dtype, nbytes: int, write: Callable[[mmap.mmap, int], None]
+) -> Leaf:
+    """A leaf that becomes one contiguous tensor."""
+    code, count = DTYPE_CODE[dtype], nbytes // _ITEM_SIZE[dtype]
+    return Leaf(nbytes, lambda offset: Dense(offset, count, code, shape), write if count else None)
+
+
+def reduce_sparse(tensor: torch.Tensor) -> Any:
+    """A sparse tensor by its parts. torch's own way keeps every tensor that it unpickles in a global list, for ever."""
+    if tensor.layout is torch.sparse_coo:
+        parts = (tensor._indices(), tensor._values())
+        return _sparse_coo, (*parts, tuple(tensor.shape), tensor.is_coalesced())
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return _sparse_compressed, (
+            (tensor.crow_indices(), tensor.col_indices(), tensor.values()),
+            tuple(tensor.shape),
+            tensor.layout,
+        )
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return _sparse_compressed, (
+            (tensor.ccol_indices(), tensor.row_indices(), tensor.values()),
+            tuple(tensor.shape),
+            tensor.layout,
+        )
+    return tensor.__reduce_ex__(5)
+
+
+def _sparse_coo(
+    indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], is_coalesced: bool
+) -> torch.Tensor:
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced, check_invariants=False)
+
+
+def _sparse_compressed(
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor], shape: tuple[int, ...], layout: torch.layout
+) -> torch.Tensor:
+    return torch.sparse_compressed_tensor(*parts, shape, layout=layout, check_invariants=False)
+
+
+def reduce_quantized(tensor: torch.Tensor) -> Any:
+    """A quantized tensor by its parts. torch's own way asks our storage for its type, and warns that this is old."""
+    if tensor.dtype in (torch.qint8, torch.quint8, torch.qint32):
+        scheme = tensor.qscheme()
+        if scheme == torch.per_tensor_affine:
+            parts = (tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point())
+            return torch._make_per_tensor_quantized_tensor, parts  # pyright: ignore[reportPrivateImportUsage]
+        if scheme == torch.per_channel_affine:
+            channels = (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points(), tensor.q_per_channel_axis())
+            make = torch._make_per_channel_quantized_tensor  # pyright: ignore[reportPrivateImportUsage]
+            return make, (tensor.int_repr(), *channels)
+    return tensor.__reduce_ex__(5)
+
+
+def reduce_typed_storage(storage: torch.storage.TypedStorage) -> Any:
+    """A typed storage by the untyped one under it."""
+    return _typed_storage, (storage._untyped_storage, storage.dtype)
+
+
+def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)

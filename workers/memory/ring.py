@@ -1,0 +1,360 @@
+r"""One worker's ring: a fixed set of slots in one segment, handed out, lent, taken back.
+
+Data path: scheduler -> worker -> [ring] -> reorder -> consumer.
+
+States of a slot, all of them known to the main process alone:
+
+    free --take()--> assigned --lend()--> leased --last view dies--> free
+                         \----give_back() (copied out, nothing in it, void)----> free
+    leased --retire()--> retired: never used again (a forked child may still look into it)
+
+The worker learns its slot with the task and writes there and nowhere else; it keeps no list of its own. So a worker
+that is killed can leave no lock and no list half changed.
+
+*No deadlock by construction.* A ring has more slots than credits. A task holds at most one slot from its assignment
+until its batch is delivered, so tasks hold at most `credits` slots. `may_lend` is true only while fewer than
+``slots - credits`` slots are leased or retired; otherwise the caller copies the batch out and gives the slot back at
+once. Hence a free slot is left for every task that the credits allow, however many batches the consumer keeps. (And a
+task that finds none all the same, while an epoch that was abandoned still drains, writes to a one-off segment.)
+
+Threads: `take` and `give_back` may be called by the loop thread while `lend` and `may_lend` are called by the one
+consumer thread. What they share is `_free`, a deque whose `append` and `pop` are atomic; everything about leases
+belongs to the consumer's side.
+
+The consumer's hold on a slot: ends when the last tensor that looks into the slot is gone.
+
+Data path: ring -> [lease] -> consumer, and back to the ring when the consumer lets go.
+
+The *anchor* of a lease is one ctypes array laid over the slot. Every tensor of the batch is built on the anchor and
+keeps it alive, also through slices, `detach()`, `.numpy()` and whatever else shares its storage; so the anchor dies
+exactly when nobody can look any more. A weak reference to it tells.
+
+Guarantees: the weak reference's callback is `deque.append` itself. It takes no lock, runs no Python code, and may
+therefore run in any thread, inside the garbage collector, or after a fork (where it appends to the child's copy, which
+nobody reads).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+from asyncloader.workers.memory import segment
+from asyncloader.workers.memory.layout import PAGE, align
+
+__all__ = [
+    "LOCK_BYTES",
+    "Anchor",
+    "Lease",
+    "Ring",
+    "WorkerRing",
+    "make_anchor",
+    "make_lease",
+    "oneoff_anchor",
+]
+
+LOCK_BYTES = 1 << 30
+"""Memory that is page-locked by one call, if a slot is not larger."""
+
+
+class Ring:
+    """The main process's side.
+
+    Args:
+        slots: number of slots.
+        slot_bytes: size of each, a multiple of the page.
+        credits: slots that tasks may hold at a time, less than `slots`.
+        number: tells this ring from those that the same worker had before.
+
+    Raises:
+        RingMemoryError: a ring of this size cannot be had.
+    """
+
+    fd: int | None = None
+    """The segment's descriptor, until `close_fd`; None where there is no segment yet."""
+
+    def __init__(self, slots: int, slot_bytes: int, credits: int, number: int = 0) -> None:
+        if not 0 < credits < slots:
+            raise ValueError(f"a ring needs more slots than credits, got slots={slots}, credits={credits}")
+        self.slots = slots
+        self.slot_bytes = slot_bytes
+        self.credits = credits
+        self.number = number
+        self._owner = os.getpid()
+        self.fd = segment.create(slots * slot_bytes)
+        try:
+            self._memory = segment.map_segment(self.fd, slots * slot_bytes)
+        except BaseException:
+            self.close_fd()
+            raise
+        # The last in is the first out: the slot that was free last is the warmest, and slots that are never
+        # needed are never touched.
+        self._free: deque[int] = deque(reversed(range(slots)))
+        self._generation = [0] * slots
+        self._leases: dict[int, Lease] = {}  # slot -> its living lease
+        self._released: deque[Lease] = deque()
+        self._retired: set[int] = set()
+        self._append_released = self._released.append
+        self.locked = False
+        """Whether its pages are locked, see `lock_pages`."""
+        _live_rings.add(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole ring (virtual: slots take memory when first used)."""
+        return self.slots * self.slot_bytes
+
+    @property
+    def leased(self) -> int:
+        """Slots that the consumer holds, as far as is known."""
+        return len(self._leases)
+
+    @property
+    def worn(self) -> bool:
+        """So many slots are retired that lending would stop for good: the ring should be replaced."""
+        return len(self._retired) >= self.slots - self.credits
+
+    @property
+    def idle(self) -> bool:
+        """No slot is assigned, leased or retired."""
+        self.reclaim()
+        return len(self._free) == self.slots
+
+    @property
+    def reusable(self) -> bool:
+        """Whether another worker may have it, and another consumer, who are the only ones to use it then: nobody has a
+        slot to write to or to deliver. What is leased stays so.
+
+        Any thread. One that still delivers a slot of it may move slots from leased to free meanwhile, and one that
+        forks, to retired. In the order in which they are counted here that can only make them too few.
+        """
+        there = len(self._free)
+        there += len(self._retired)
+        there += len(self._leases)
+        return there == self.slots and not self.worn
+
+    def __repr__(self) -> str:
+        return (
+            f"<Ring {self.number}: {self.slots} slots x {self.slot_bytes} bytes, "
+            f"{len(self._free)} free, {len(self._leases)} leased, {len(self._retired)} retired>"
+        )
+
+    def close_fd(self) -> None:
+        """Close the descriptor once no worker is to get it any more; the mapping stays."""
+        fd, self.fd = self.fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        # One that could have been sent to another worker. A forked child may have closed the number, and used it again.
+        if not exiting() and self.fd is not None and os.getpid() == self._owner:
+            self.close_fd()
+
+    def lock_pages(
+        self,
+        lock: Callable[[int, int], Callable[[], None]],
+        place: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Have all of the ring's pages, and have them locked.
+
+        Args:
+            lock: locks a range of addresses, given its first one and its length in bytes; returns what unlocks it.
+                That is called before the memory is unmapped, which is when the last view has gone. A ring of more than
+                `LOCK_BYTES` is locked in several ranges.
+            place: called first, with the ring's address and length: says where pages that are not there are to be;
+                default None: wherever the kernel likes.
+
+        Raises:
+            RingMemoryError: there is no memory for the pages.
+            Exception: whatever `lock` raises.
+        """
+        address = ctypes.addressof(make_anchor(self._memory, 0, self.nbytes))
+        if place is not None:
+            place(address, self.nbytes)
+        segment.populate(self._memory, address)
+        unlocks: list[Callable[[], None]] = []
+        # In parts of whole slots: no batch is copied from two of them, and some kernels lock 2 GB at a time at most.
+        part = max(1, LOCK_BYTES // self.slot_bytes) * self.slot_bytes
+        try:
+            for start in range(0, self.nbytes, part):
+                unlocks.append(lock(address + start, min(part, self.nbytes - start)))  # noqa: PERF401
+        except BaseException:
+            _call_all(unlocks)
+            raise
+        self._memory.watch(partial(_call_all, unlocks))
+        self.locked = True
+
+    # ------------------------------------------------------------------------------------- loop thread
+
+    def take(self) -> int | None:
+        """A free slot for a task, or None."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return None
+
+    def give_back(self, slot: int) -> None:
+        """An assigned slot is not needed any more (nothing was written, or it was copied out)."""
+        self._free.append(slot)
+
+    # ------------------------------------------------------------------------------------- consumer thread
+
+    def reclaim(self) -> None:
+        """Take back the slots whose last view has died since the last call."""
+        released, leases, free = self._released, self._leases, self._free
+        while released:
+            slot = released[0].slot
+            # The release of another lease than this is stale: the slot was retired, or belongs to somebody else now.
+            if leases.get(slot) is released[0]:
+                # Nothing is called in here, so that Ctrl-C does not come in between.
+                del leases[slot]
+                self._generation[slot] += 1
+                free += (slot,)
+            del released[0]
+
+    def may_lend(self) -> bool:
+        """Whether a view may be handed out; if not, the batch must be copied out."""
+        self.reclaim()
+        return len(self._leases) + len(self._retired) < self.slots - self.credits
+
+    def lend(self, slot: int, nbytes: int) -> Anchor:
+        """Lease an assigned slot to the consumer: its first `nbytes`. It comes back when the anchor dies.
+
+        Raises:
+            ValueError: there are no such bytes, or the consumer has the slot already.
+        """
+        if slot in self._leases:
+            raise ValueError(f"a worker's answer is broken: slot {slot} of {self!r} is the consumer's already")
+        anchor = self.look(slot, nbytes)
+        self._leases[slot] = make_lease(anchor, self._append_released, slot, self._generation[slot])
+        return anchor
+
+    def take_back(self, slot: int) -> None:
+        """Undo `lend`, of which nobody has got the view: the slot is an assigned one again. Else nothing. To be called
+        before `reclaim`.
+        """
+        self._leases.pop(slot, None)
+
+    def look(self, slot: int, nbytes: int) -> Anchor:
+        """An anchor without a lease, to copy an assigned slot out.
+
+        Raises:
+            ValueError: there are no such bytes.
+        """
+        if not (0 <= slot < self.slots and 0 <= nbytes <= self.slot_bytes):
+            raise ValueError(f"a worker's answer is broken: {nbytes} bytes in slot {slot} of {self!r}")
+        return make_anchor(self._memory, slot * self.slot_bytes, nbytes)
+
+    def retire(self) -> None:
+        """Never use the leased slots again: after a fork the child may look into them as long as it lives."""
+        for slot, lease in list(self._leases.items()):
+            if lease() is None:
+                continue  # nobody looks any more; `reclaim` will find it
+            self._generation[slot] += 1
+            self._retired.add(slot)
+            self._leases.pop(slot, None)
+
+
+def _call_all(functions: list[Callable[[], None]]) -> None:
+    while functions:
+        functions.pop()()
+
+
+class WorkerRing:
+    """The worker's side: where slot `n` is, and pages for it the first time.
+
+    Args:
+        fd: the segment's descriptor, owned by this object.
+        slots: number of slots.
+        slot_bytes: size of each.
+    """
+
+    def __init__(self, fd: int, slots: int, slot_bytes: int) -> None:
+        self.fd = fd
+        self.slot_bytes = slot_bytes
+        self.memory = segment.map_segment(fd, slots * slot_bytes)
+        self._reserved = [0] * slots  # bytes of each slot whose pages are there
+
+    def offset(self, slot: int, nbytes: int) -> int:
+        """Where the slot starts; the pages of its first `nbytes` are there.
+
+        Raises:
+            RingMemoryError: no memory for pages that were never used before.
+        """
+        start = slot * self.slot_bytes
+        if self._reserved[slot] < nbytes:
+            wanted = min(align(nbytes, PAGE), self.slot_bytes)
+            segment.reserve(self.fd, start, wanted)
+            self._reserved[slot] = wanted
+        return start
+
+    def __del__(self) -> None:
+        # With the last reference: a task in hand may still write to a ring that has been replaced.
+        os.close(self.fd)
+
+
+def oneoff_anchor(fd: int, nbytes: int) -> Anchor:
+    """Map a segment that holds one batch. The descriptor stays open; the memory goes with it and the last view.
+
+    Raises:
+        ValueError: the segment does not hold so many bytes. (To touch what lies behind its end would be a SIGBUS.)
+        RingMemoryError: no address space for it.
+    """
+    there = os.fstat(fd).st_size
+    if not 0 < nbytes <= there:
+        raise ValueError(f"a worker's answer is broken: {nbytes} bytes in a segment of {there}")
+    return make_anchor(segment.map_segment(fd, nbytes), 0, nbytes)
+
+
+# Rings of this process, for the fork hook. A weak set: a ring needs no closing.
+_live_rings: weakref.WeakSet[Ring] = weakref.WeakSet()
+
+
+def _retire_before_fork() -> None:
+    for ring in list(_live_rings):
+        ring.retire()
+
+
+@functools.cache
+def install_fork_hook() -> None:
+    """Retire leased slots before every fork of this process from now on. Once; called when workers first start."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=_retire_before_fork)
+
+
+Anchor = ctypes.Array[ctypes.c_char]
+
+
+@lru_cache(maxsize=256)
+def _array_type(nbytes: int) -> type[Anchor]:
+    return ctypes.c_char * nbytes
+
+
+def make_anchor(memory: mmap.mmap, offset: int, nbytes: int) -> Anchor:
+    """Lay an array over ``memory[offset : offset + nbytes]``. It keeps the mapping alive."""
+    return _array_type(nbytes).from_buffer(memory, offset)
+
+
+class Lease(weakref.ref[Any]):
+    """A weak reference to an anchor that knows its slot, and which use of the slot it was made for."""
+
+    __slots__ = ("generation", "slot")
+
+    slot: int
+    generation: int
+
+
+def make_lease(anchor: Anchor, released: Callable[[Any], None], slot: int, generation: int) -> Lease:
+    """A lease on the anchor; `released` is called with it when the anchor dies."""
+    lease = Lease(anchor, released)
+    lease.slot = slot
+    lease.generation = generation
+    return lease

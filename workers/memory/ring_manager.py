@@ -1,0 +1,231 @@
+"""The rings that one worker has had, and when it gets another.
+
+Data path: scheduler -> [rings, one keeper a worker] -> worker -> ring -> consumer.
+
+A worker starts with a small ring. When a batch does not fit, it comes in a one-off segment, and before the next task
+the worker is sent a larger ring. The old one goes when its last task is answered and its last lease ends: nobody has to
+close it, the memory goes with the last reference.
+
+How many batches may be outstanding and still find a slot depends on how large they turn out to be: the keeper says how
+many (`credits`, `run_ahead`), and whoever gives out tasks keeps to that.
+
+The keeper knows which slot each unanswered task holds, so that slots of tasks that will never be answered (the dataset
+ended, the epoch was abandoned) come back.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Self
+
+from asyncloader.errors import RingMemoryError
+from asyncloader.workers.ipc import wire
+from asyncloader.workers.memory import segment
+from asyncloader.workers.memory.layout import (
+    FIRST_SLOT_BYTES,
+    HEADROOM,
+    PAGE,
+    fit_slot_bytes,
+    grown_slot_bytes,
+    slot_count,
+)
+from asyncloader.workers.memory.ring import Ring
+
+__all__ = ["CREDIT_BYTES", "RUN_AHEAD_BYTES", "RingKeeper"]
+
+CREDIT_BYTES = 256 << 20
+"""Memory a worker's ring may take for outstanding batches beyond the least credits, where the user set no `ring_bytes`:
+256 samples in flight of a megabyte each."""
+
+RUN_AHEAD_BYTES = 64 << 20
+"""Memory a worker's ring may take for batches that wait for an earlier one, where the user set no `ring_bytes`."""
+
+
+class RingKeeper:
+    """The rings of one worker.
+
+    Args:
+        credits: tasks that the worker may have outstanding, as long as they get slots: within `ring_bytes`, without a
+            bound within `CREDIT_BYTES`.
+        ring_bytes: bound on the ring's size, None for none.
+        run_ahead: batches that may wait for an earlier one beside those. They get slots as long as these fit into
+            `ring_bytes`; without a bound, into `RUN_AHEAD_BYTES`.
+        workers: how many workers have a ring like this, for the question whether all of them can have theirs.
+        least_credits: tasks that it may have outstanding however large batches are; default: `credits`.
+
+    Raises:
+        RingMemoryError: `workers` rings of `ring_bytes` are more than the machine, or the control group, can hold.
+    """
+
+    def __init__(
+        self,
+        credits: int,
+        ring_bytes: int | None,
+        run_ahead: int = 0,
+        workers: int = 1,
+        least_credits: int | None = None,
+    ) -> None:
+        self._workers = workers
+        self._most_ahead = run_ahead
+        self._least_credits = credits if least_credits is None else least_credits
+        self._most_extra = credits - self._least_credits
+        self._least_slots = slot_count(self._least_credits)
+        self._ring_bytes = ring_bytes
+        self._extra, self._ahead = self._affordable(FIRST_SLOT_BYTES if ring_bytes is None else PAGE)
+        self._slots = self._least_slots + self._extra + self._ahead
+        if ring_bytes is not None:
+            segment.check_room(workers * ring_bytes, f"{workers} rings of ring_bytes={ring_bytes}")
+        self.ring: Ring | None = None
+        self.nbytes = 0
+        """Size of the newest ring, also after it was closed."""
+        self._held: dict[tuple[int, int], tuple[Ring, int]] = {}  # (epoch, seq) -> slot of an unanswered task
+        self._slotless: set[tuple[int, int]] = set()  # unanswered tasks that were given none
+        self._slot_bytes = FIRST_SLOT_BYTES if ring_bytes is None else self._fixed_slot_bytes(ring_bytes)
+        self._grown = True  # the first ring is owed
+        self._inherited = False  # `ring` is of a worker before this one, which has not been sent it
+        self._number = -1  # of the newest ring
+
+    @property
+    def run_ahead(self) -> int:
+        """Batches that may be held back by an earlier one, beside the credits."""
+        return self._ahead
+
+    @property
+    def credits(self) -> int:
+        """Tasks that the worker may have outstanding, by the batches seen."""
+        return self._least_credits + self._extra
+
+    def _fixed_slot_bytes(self, ring_bytes: int) -> int:
+        return max(PAGE, ring_bytes // self._slots // PAGE * PAGE)
+
+    def replacement(self) -> Ring | None:
+        """A ring that the worker must be sent before its next task, or None.
+
+        Raises:
+            RingMemoryError: it cannot be had; or it, and its like for the other workers, could not be filled.
+        """
+        if self._inherited:
+            self._inherited = False
+            if self.ring is not None and self.ring.reusable:
+                return self.ring
+            self._grown = True
+        if not self._grown and not (self.ring is not None and self.ring.worn):
+            return None
+        if self._ring_bytes is None and self._slot_bytes > FIRST_SLOT_BYTES:
+            # Asked before the kernel is: a control group over its limit kills somebody.
+            try:
+                self._check_room()
+            except RingMemoryError:
+                if not (self._extra or self._ahead):
+                    raise
+                self._extra = self._ahead = 0  # these are only for speed
+                self._slots = self._least_slots
+                self._check_room()
+        self._number += 1
+        self.ring = Ring(self._slots, self._slot_bytes, self._slots - HEADROOM, self._number)
+        self.nbytes = self.ring.nbytes
+        self._grown = False
+        return self.ring
+
+    def _check_room(self) -> None:
+        credits = self._slots - HEADROOM
+        need = self._workers * credits * self._slot_bytes
+        segment.check_room(need, f"{self._workers} rings for {credits} batches of {self._slot_bytes:,} bytes each")
+
+    def assign(self, epoch: int, seq: int) -> tuple[int, int]:
+        """Ring number and slot for a task; `wire.NO_SLOT` when none is free."""
+        ring = self.ring
+        assert ring is not None
+        slot = ring.take()
+        if slot is None:
+            self._slotless.add((epoch, seq))
+            return ring.number, wire.NO_SLOT
+        self._held[epoch, seq] = (ring, slot)
+        return ring.number, slot
+
+    def answered(self, epoch: int, seq: int, slot: int, nbytes: int) -> Ring | None:
+        """The task was answered. Return the ring that `slot` is in, if the batch is in a slot; a slot that the
+        worker was given and did not use comes back. Learns from the batch's size.
+
+        Raises:
+            ValueError: the worker was not given this slot, or not so large a one. Nothing is changed.
+        """
+        held = self._held.get((epoch, seq))
+        if slot < wire.ONEOFF or (held is not None and slot >= 0 and (slot != held[1] or nbytes > held[0].slot_bytes)):
+            given = "none" if held is None else f"slot {held[1]} of {held[0]!r}"
+            raise ValueError(f"a worker's answer is broken: {nbytes} bytes in slot {slot}, but it was given {given}")
+        self._held.pop((epoch, seq), None)
+        self._slotless.discard((epoch, seq))
+        if slot == wire.ONEOFF and nbytes > self._slot_bytes:
+            extra, ahead = self._affordable(grown_slot_bytes(nbytes))
+            slots = self._least_slots + extra + ahead
+            wanted = fit_slot_bytes(nbytes, slots, self._ring_bytes)
+            if wanted > self._slot_bytes:
+                self._slot_bytes, self._slots = wanted, slots
+                self._extra, self._ahead = extra, ahead
+                self._grown = True
+        if held is None:
+            return None
+        if slot < 0:
+            held[0].give_back(held[1])
+            return None
+        return held[0]
+
+    def expects(self, epoch: int, seq: int) -> bool:
+        """Whether the worker has this task, and has not answered it."""
+        return (epoch, seq) in self._held or (epoch, seq) in self._slotless
+
+    def _affordable(self, slot_bytes: int) -> tuple[int, int]:
+        """Slots of this size for credits beyond the least, and for batches that run ahead."""
+        if self._ring_bytes is None:
+            room = CREDIT_BYTES // slot_bytes - self._least_credits
+            return min(self._most_extra, max(0, room)), min(self._most_ahead, RUN_AHEAD_BYTES // slot_bytes)
+        room = max(0, self._ring_bytes // slot_bytes - self._least_slots)
+        extra = min(self._most_extra, room)
+        return extra, min(self._most_ahead, room - extra)
+
+    def void(self) -> None:
+        """The worker will answer none of its tasks: their slots come back."""
+        for ring, slot in list(self._held.values()):
+            ring.give_back(slot)
+        self._held.clear()
+        self._slotless.clear()
+
+    def reset_done(self, epoch: int) -> None:
+        """The worker has dropped every task older than `epoch`."""
+        for key in [k for k in self._held if k[0] < epoch]:
+            ring, slot = self._held.pop(key)
+            ring.give_back(slot)
+        self._slotless = {key for key in self._slotless if key[0] >= epoch}
+
+    def abandon(self) -> None:
+        """The worker is dead. Its ring is never written again: a process that it forked, or a write that the system has
+        not given up, may still be at it. Its replacement is owed a new one; the old goes when the last lease does.
+        """
+        self._held.clear()
+        self._slotless.clear()
+        self.ring = None
+        self._grown = True
+
+    def hand_on(self) -> Self:
+        """A keeper for another worker, which begins with what this one has learned, and with its ring if that is
+        page-locked. This one has no ring any more.
+
+        The worker must have ended, and in order: a process that one had forked before it was killed may still write.
+        """
+        self.void()
+        heir = copy.copy(self)
+        heir._held, heir._slotless = {}, set()
+        heir._inherited = self.ring is not None and self.ring.locked and not self._grown
+        if not heir._inherited:
+            heir.ring, heir._grown = None, True
+        self.ring = None
+        return heir
+
+    def close(self) -> None:
+        """Let go of the rings; what the consumer holds stays valid."""
+        if self.ring is not None:
+            self.ring.close_fd()
+        self.ring = None
+        self._held.clear()
+        self._slotless.clear()

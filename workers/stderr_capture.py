@@ -1,0 +1,75 @@
+"""What a suspected task writes to standard error: kept, so that it can be read if the worker dies over it again.
+
+Data path: beside a task that killed a worker before. Ordinary tasks write where their process's standard error goes,
+and nobody listens in.
+
+The main process makes a file in memory and sends its descriptor before the task. While the task runs, the worker's
+descriptor 2 is that file, for libraries in C as for Python; afterwards the worker passes on what was written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Generator
+
+from asyncloader.workers.memory import segment
+
+__all__ = ["kept_stderr", "make_keeper", "read_tail"]
+
+_TAIL = 16 << 10
+
+
+def make_keeper() -> int:
+    """An empty file in memory; the caller owns its descriptor."""
+    return segment.create(0)
+
+
+@contextlib.contextmanager
+def kept_stderr(fd: int) -> Generator[None]:
+    """Inside the block descriptor 2 is the file. Takes the descriptor."""
+    _flush()
+    try:
+        real = os.dup(2)
+    except OSError:  # standard error is closed: there is nothing to be kept
+        os.close(fd)
+        yield
+        return
+    try:
+        os.dup2(fd, 2)
+        try:
+            yield
+        finally:
+            _flush()
+            os.dup2(real, 2)
+            with contextlib.suppress(OSError):  # nobody reads it any more
+                _pass_on(fd, real)
+    finally:
+        os.close(real)
+        os.close(fd)
+
+
+def read_tail(fd: int, lines: int = 20) -> str:
+    """The last lines that were written, decoded as far as they are text. Takes the descriptor."""
+    try:
+        text = _read(fd).decode(errors="replace")
+    finally:
+        os.close(fd)
+    return "\n".join(text.rstrip().splitlines()[-lines:])
+
+
+def _pass_on(fd: int, real: int) -> None:
+    passed = 0
+    while data := os.pread(fd, _TAIL, passed):
+        passed += os.write(real, data)
+
+
+def _read(fd: int) -> bytes:
+    size = os.fstat(fd).st_size
+    return os.pread(fd, _TAIL, max(0, size - _TAIL))
+
+
+def _flush() -> None:
+    with contextlib.suppress(Exception):  # whatever a user put in its place
+        sys.stderr.flush()
