@@ -4,7 +4,7 @@
 this order: `object_store_download` (one object over as many requests as it takes), `object_store_client`
 (requests, listings), `object_store_session` (obstore's clients, by loop and process), and the pure
 `object_store_trouble`. `object_store_config` finds credentials. What is the same for every network: `network`,
-`download`, `retrying_client`, `client_owner`. Forks: `fork_hazard`.
+`download`, `client_owner`. Forks: `note_use` in `object_store_client`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ObjectStoreTransport(NetworkTransport[StoreClient]):
     *Checksums* of stores are not compared: obstore does not give them. TLS guards the way.
 
     *Forks.* A process that was forked from one that had used obstore, through any transport, gets a
-    TransportError from its first call. See `fork_hazard`.
+    TransportError from its first call. See `object_store_client`.
 
     Args:
         root: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``. Also ``s3a://``, and for

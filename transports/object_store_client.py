@@ -1,31 +1,21 @@
-"""One store's requests, and what becomes of those that fail. Data path: download -> [client] -> session -> obstore.
+"""One object store's client: its requests, who owns its connections, and what its errors mean.
 
-What obstore's errors mean, and which of them heal (pure). Data path: obstore's error -> [trouble] -> retry or error.
+Data path: download -> [client] -> obstore's threads -> store.
 
-obstore has a class for few failures; the rest is its GenericError, whose text ends with Rust's own description of
-the error as a tree. The status of an answer and the kind of a broken connection are read from there. A text
-that is not understood counts as healing: if a later obstore writes them otherwise, an error comes late and is
-not lost.
+*Errors.* obstore has a class for few failures; the rest is its GenericError, whose text ends with Rust's own
+description of the error as a tree. The status of an answer and the kind of a broken connection are read from there. A
+text that is not understood counts as one that may be tried again: if a later obstore writes them otherwise, an error
+comes late and is not lost.
 
-obstore's clients, owned by one loop and process. Data path: download -> [session] -> obstore's threads -> store.
+*Ownership.* A client belongs to one event loop and one process (`client_owner`). obstore cannot close a client: when it
+is dropped, obstore's threads close the idle connections, a moment after `aclose`. The threads themselves, as many as
+the machine has CPUs, belong to the process and stay.
 
-What an owner does is in `client_owner`; here is what is obstore's. It cannot close a client: dropped, its threads
-close the idle connections, a moment after `aclose`. The threads themselves, as many as the machine has CPUs,
-belong to the process and stay. *After a fork* they are the parent's alone: every use in the child raises at once
-(`fork_hazard`), and the clients inherited by it are never collected there, because their locks may have been held
-at the fork.
-
-Whether a fork would leave a child that cannot read object stores. Off the data path: asked around a fork.
-
-obstore runs its requests in threads of its own, started by the process's first request. A fork copies the
-memory and not the threads, so whatever a child asks then waits for threads that exist only in its parent, for
-ever. It helps no child to make a new client: the threads belong to the process. Importing obstore and making
-clients is harmless; so is a child of "spawn" or "forkserver", which begins with nothing inherited.
-
-This module only remembers. It imports nothing, so a loader can ask it before every fork at no cost:
-
-    if start_method == "fork" and used_before_fork():
-        ...  # refuse, or start by "forkserver"
+*Forks.* obstore starts its threads at the process's first request. A fork copies the memory and not the threads, so
+whatever a child asks then waits for threads that exist only in its parent, for ever; a new client does not help. So
+every use in such a child raises at once (`note_use`), and the clients that it inherited are never collected there: their
+locks may have been held at the fork. Importing obstore and making clients is harmless; so is a child of "spawn" or
+"forkserver", which inherits nothing.
 """
 
 from __future__ import annotations
@@ -61,7 +51,6 @@ __all__ = [
     "note_use",
     "status_of",
     "trouble_of",
-    "used_before_fork",
 ]
 
 # How long the interpreter's end waits for obstore's threads to let go of Python. See `_settle`.
@@ -424,15 +413,6 @@ _BY_ANCESTOR = -1
 
 # The process that used obstore: its pid, or one of the two above.
 _user = _NEVER
-
-
-def used_before_fork() -> bool:
-    """Whether a child forked from this process now could not read object stores.
-
-    True from this process's first request on, and in every process that descends by forks from one that had
-    made a request. Requests that a program makes by obstore itself, past `ObjectStoreTransport`, are not seen.
-    """
-    return _user != _NEVER
 
 
 def note_use() -> None:

@@ -108,7 +108,7 @@ def test_shortage_is_an_error_before_the_pages_are_touched() -> None:
         """
         import os, resource
         from asyncloader.errors import RingMemoryError
-        from asyncloader.workers import segment
+        from asyncloader.workers.memory import segment
         fd = segment.create(1 << 16)
         segment.reserve(fd, 0, 1 << 16)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
