@@ -13,9 +13,9 @@ the machine has CPUs, belong to the process and stay.
 
 *Forks.* obstore starts its threads at the process's first request. A fork copies the memory and not the threads, so
 whatever a child asks then waits for threads that exist only in its parent, for ever; a new client does not help. So
-every use in such a child raises at once (`note_use`), and the clients that it inherited are never collected there: their
-locks may have been held at the fork. Importing obstore and making clients is harmless; so is a child of "spawn" or
-"forkserver", which inherits nothing.
+every use in such a child raises at once (`note_use`), and the clients that it inherited are never collected there:
+their locks may have been held at the fork. Importing obstore and making clients is harmless; so is a child of "spawn"
+or "forkserver", which inherits nothing.
 """
 
 from __future__ import annotations
