@@ -22,20 +22,20 @@ import threading
 from collections.abc import Generator
 from typing import Any
 
-__all__ = ["Bootstrap", "uncollected"]
+__all__ = ["Bootstrap", "gc_paused"]
 
 
 class Bootstrap:
     """The target of a worker's `Process`."""
 
-    def __init__(self, resting: bool = False) -> None:
-        self._resting = resting
+    def __init__(self, gc_stopped: bool = False) -> None:
+        self._gc_stopped = gc_stopped
 
     def __call__(self, *arguments: Any) -> None:
         """`worker_main` with its arguments, the collector being what it was."""
         from asyncloader.workers.worker import worker_main
 
-        if self._resting:
+        if self._gc_stopped:
             gc.freeze()
             gc.enable()
         worker_main(*arguments)
@@ -46,30 +46,30 @@ class Bootstrap:
 
 def _unpickled() -> Bootstrap:
     """In the new process. Under a fork server, or a user's site that has stopped the collector, it stays as it was."""
-    resting = gc.isenabled()
+    gc_stopped = gc.isenabled()
     gc.disable()
-    return Bootstrap(resting)
+    return Bootstrap(gc_stopped)
 
 
 @contextlib.contextmanager
-def uncollected() -> Generator[None]:
+def gc_paused() -> Generator[None]:
     """Around the fork of a worker: garbage that is there at the fork is never collected in the child."""
     _install_fork_hook()
-    with _rest.lock:
-        if _rest.enabled is not None:  # a signal handler forks in the middle of another fork
+    with _pause.lock:
+        if _pause.enabled is not None:  # a signal handler forks in the middle of another fork
             yield
             return
-        _rest.enabled = gc.isenabled()
+        _pause.enabled = gc.isenabled()
         gc.disable()
         try:
             yield
         finally:
-            enabled, _rest.enabled = _rest.enabled, None
+            enabled, _pause.enabled = _pause.enabled, None
             if enabled:
                 gc.enable()
 
 
-class _Rest:
+class _GcPause:
     """The collector's, while a worker is forked; by one thread at a time."""
 
     def __init__(self) -> None:
@@ -88,9 +88,9 @@ class _Rest:
         self.lock = threading.RLock()  # of a thread that is not here
 
 
-_rest = _Rest()
+_pause = _GcPause()
 
 
 @functools.cache
 def _install_fork_hook() -> None:
-    os.register_at_fork(after_in_child=_rest.end_in_child)
+    os.register_at_fork(after_in_child=_pause.end_in_child)

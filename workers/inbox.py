@@ -15,9 +15,9 @@ from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer, Listener
 from asyncloader.workers.memory.codec import Template
 from asyncloader.workers.memory.ring import Ring
-from asyncloader.workers.memory.ring_manager import RingKeeper
+from asyncloader.workers.memory.ring_manager import RingManager
 from asyncloader.workers.process import WorkerProcess
-from asyncloader.workers.watchdog import Watch
+from asyncloader.workers.watchdog import TaskWatchdog
 
 __all__ = ["Inbox"]
 
@@ -29,17 +29,19 @@ class Inbox:
 
     Args:
         process: the worker.
-        keeper: of its rings.
+        rings: of its rings.
     """
 
-    def __init__(self, process: WorkerProcess, keeper: RingKeeper) -> None:
+    def __init__(self, process: WorkerProcess, rings: RingManager) -> None:
         self._process = process
         self._worker = process.worker_id
-        self._keeper = keeper
+        self._rings = rings
         self._template: Template | None = None
         self._bad = b""  # records of the task that it answers next
 
-    def frame(self, kind: int, body: bytes, epoch: int, listener: Listener | None, watch: Watch | None) -> None:
+    def frame(
+        self, kind: int, body: bytes, epoch: int, listener: Listener | None, watchdog: TaskWatchdog | None
+    ) -> None:
         """Take one frame. `epoch` is the present one; what is older is dropped.
 
         Raises:
@@ -48,20 +50,20 @@ class Inbox:
         """
         process = self._process
         if kind == wire.RESULT:
-            self._result(body, epoch, listener, watch)
+            self._result(body, epoch, listener, watchdog)
         elif kind == wire.READY:
             process.ready = True
         elif kind == wire.RESET_DONE:
             said = self._epoch_in(body, epoch)
-            self._keeper.reset_done(said)
-            if watch is not None and said == epoch:
-                watch.cleared(self._worker)
+            self._rings.reset_done(said)
+            if watchdog is not None and said == epoch:
+                watchdog.cleared(self._worker)
         elif kind == wire.STARTED:
             said, error, cursor = wire.unpack_started(body)
             if self._possible(said, epoch) == epoch:
                 process.started = True
-                if watch is not None:
-                    watch.started(self._worker)
+                if watchdog is not None:
+                    watchdog.started(self._worker)
                 if listener is not None:
                     listener.on_started(self._worker, error, cursor)
         elif kind == wire.RETIRING:
@@ -69,8 +71,8 @@ class Inbox:
         elif kind == wire.ASK:
             said, number, batch, left = wire.unpack_ask(body)
             if said == epoch and listener is not None:
-                if watch is not None:
-                    watch.asked(self._worker)
+                if watchdog is not None:
+                    watchdog.asked(self._worker)
                 listener.on_ask(self._worker, number, batch, pickle.loads(left))
         elif kind == wire.COUNTS:
             if listener is not None:
@@ -78,7 +80,7 @@ class Inbox:
         elif kind == wire.BAD:
             self._bad = wire.unpack_answer(body)[3]
         elif kind in _ANSWERS:
-            self._answer_without_batch(kind, body, epoch, listener, watch)
+            self._answer_without_batch(kind, body, epoch, listener, watchdog)
         else:
             raise ValueError(f"broken stream: a frame of kind {kind} from worker {self._worker}")
 
@@ -90,7 +92,7 @@ class Inbox:
             raise ValueError(f"broken stream: worker {self._worker} is ready for epoch {said}, and this is {epoch}")
         return said
 
-    def _result(self, body: bytes, epoch: int, listener: Listener | None, watch: Watch | None) -> None:
+    def _result(self, body: bytes, epoch: int, listener: Listener | None, watchdog: TaskWatchdog | None) -> None:
         result, data, cursor = wire.unpack_result(body)
         fd = self._process.channel.take_fd() if result.slot == wire.ONEOFF else None
         try:
@@ -99,7 +101,7 @@ class Inbox:
             if fd is not None:
                 os.close(fd)
             raise
-        bad = self._answered(result.epoch == epoch, result.seq, watch)
+        bad = self._answered(result.epoch == epoch, result.seq, watchdog)
         answer = Answer(result, template, ring, fd, cursor, bad)
         if result.epoch == epoch and listener is not None:
             listener.on_answer(self._worker, answer)
@@ -117,42 +119,42 @@ class Inbox:
         template = self._template if result.same else Template(data)
         if template is None:
             raise ValueError(f"a worker's answer is broken: worker {self._worker} has sent no template before")
-        ring = self._keeper.answered(result.epoch, result.seq, result.slot, result.nbytes)
+        ring = self._rings.answered(result.epoch, result.seq, result.slot, result.nbytes)
         self._template = template
         return ring, template
 
     def _check_expected(self, said: int, seq: int, epoch: int) -> None:
-        if said >= epoch and not self._keeper.expects(said, seq):
+        if said >= epoch and not self._rings.expects(said, seq):
             raise ValueError(
                 f"a worker's answer is broken: worker {self._worker} was not given task {seq} of epoch {said}"
             )
 
     def _answer_without_batch(
-        self, kind: int, body: bytes, epoch: int, listener: Listener | None, watch: Watch | None
+        self, kind: int, body: bytes, epoch: int, listener: Listener | None, watchdog: TaskWatchdog | None
     ) -> None:
         worker = self._worker
         said, seq, busy, payload = wire.unpack_answer(body)
         self._check_expected(said, seq, epoch)
-        self._keeper.answered(said, seq, wire.NO_SLOT, 0)
-        bad = self._answered(said == epoch, seq, watch)
+        self._rings.answered(said, seq, wire.NO_SLOT, 0)
+        bad = self._answered(said == epoch, seq, watchdog)
         if said != epoch or listener is None:
             return
         if kind == wire.EXHAUSTED:
-            self._keeper.void()
-            if watch is not None:
-                watch.forget(worker)
+            self._rings.void()
+            if watchdog is not None:
+                watchdog.forget(worker)
             listener.on_exhausted(worker, seq, payload)
         elif kind == wire.NOTHING:
             listener.on_nothing(worker, seq, busy, payload, bad)
         else:
             listener.on_error(worker, seq, busy, pickle.loads(payload), bad)
 
-    def _answered(self, present: bool, seq: int, watch: Watch | None) -> bytes:
+    def _answered(self, present: bool, seq: int, watchdog: TaskWatchdog | None) -> bytes:
         """A task was answered, of the present epoch or an older one. Returns its records of bad samples."""
-        if watch is not None and present:
-            watch.answered(self._worker, seq)
-        elif watch is not None:
-            watch.cleared(self._worker)
+        if watchdog is not None and present:
+            watchdog.answered(self._worker, seq)
+        elif watchdog is not None:
+            watchdog.cleared(self._worker)
         if self._process.suspect is not None:
             self._process.cleared()
         bad, self._bad = self._bad, b""

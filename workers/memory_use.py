@@ -26,14 +26,14 @@ from pathlib import Path
 from asyncloader.workers.memory.segment import memory_groups
 
 __all__ = [
-    "Footprint",
     "MemoryKills",
+    "PrivateMemory",
 ]
 
 _PAGE = resource.getpagesize()
 
 
-class Footprint:
+class PrivateMemory:
     """Tells the growth since it was made. Costs one system call a question (2 microseconds)."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class MemoryKills:
         """Of this process, from now on."""
         return cls(memory_groups(pid))
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """What the account says, for an error's reader; empty if it says nothing, or if there is none."""
         kills = self._now() - self._begun
         if kills <= 0:

@@ -36,12 +36,12 @@ from asyncloader.workers.inbox import Inbox
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.lifeline import Lifeline
 from asyncloader.workers.listener import Listener
-from asyncloader.workers.memory.kept_rings import KeptRings, RingTerms
+from asyncloader.workers.memory.kept_rings import KeptRings, RingOptions
 from asyncloader.workers.memory.ring import install_fork_hook
-from asyncloader.workers.memory.ring_manager import RingKeeper
+from asyncloader.workers.memory.ring_manager import RingManager
 from asyncloader.workers.process import WorkerProcess, hang_up
 from asyncloader.workers.setup_payload import Payload, dump, import_worker_code, preload_in_fork_server
-from asyncloader.workers.watchdog import Watch
+from asyncloader.workers.watchdog import TaskWatchdog
 
 __all__ = [
     "WorkerPool",
@@ -93,17 +93,19 @@ class WorkerPool:
         self.epoch = 0
         self._context = context
         self._worker_timeout = worker_timeout
-        self._watch: Watch | None = None
+        self._watchdog: TaskWatchdog | None = None
         self._failed = False
-        self._lingering: list[WorkerProcess] = []  # killed, and not gone yet
+        self._unkillable: list[WorkerProcess] = []  # killed, and not gone yet
         self._spare: set[WorkerProcess] = set()  # made, and in no place
         self._making = threading.Lock()
         self._vacant: set[int] = set()  # places of workers that died
         self.processes: list[WorkerProcess] = []
         self._kept = kept
-        self._terms = terms = RingTerms(credits, ring_bytes, run_ahead, setup.num_workers, least_credits)
-        inherited = None if kept is None else kept.take(terms)
-        self.rings = inherited or [RingKeeper(*terms) for _ in range(setup.num_workers)]
+        self._ring_options = ring_options = RingOptions(
+            credits, ring_bytes, run_ahead, setup.num_workers, least_credits
+        )
+        inherited = None if kept is None else kept.take(ring_options)
+        self.rings = inherited or [RingManager(*ring_options) for _ in range(setup.num_workers)]
         self._inboxes: list[Inbox] = []
         self._listener: Listener | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -212,13 +214,13 @@ class WorkerPool:
         """
         self._loop, self._listener = loop, listener
         if self._worker_timeout is not None:
-            self._watch = Watch(
+            self._watchdog = TaskWatchdog(
                 loop,
                 self._worker_timeout,
                 len(self.processes),
                 concurrent=self._all_at_once,
                 catch_up=lambda worker: self._on_readable(self.processes[worker]),
-                late=self._on_late,
+                on_timeout=self._on_timeout,
             )
         for process in self.processes:
             self._listen_to(loop, process)
@@ -233,21 +235,21 @@ class WorkerPool:
     def _listen_to(self, loop: asyncio.AbstractEventLoop, process: WorkerProcess) -> None:
         loop.add_reader(process.channel.fileno(), self._on_readable, process)
         loop.add_reader(process.death_fd, self._on_death, process)
-        if self._watch is not None:
-            (self._watch.started if process.started and not self._used else self._watch.starts)(process.worker_id)
+        if self._watchdog is not None:
+            (self._watchdog.started if process.started and not self._used else self._watchdog.starts)(process.worker_id)
         if process.retired is not None:  # in the epoch before
-            loop.call_later(_LEAVE_SECONDS, self._on_staying, process)
+            loop.call_later(_LEAVE_SECONDS, self._on_exit_overdue, process)
 
     def detach(self) -> None:
         """Stop listening. In the loop's thread, or in any once the loop is closed. Idempotent."""
         loop, self._loop = self._loop, None
         self._listener = None
-        watch, self._watch = self._watch, None
+        watchdog, self._watchdog = self._watchdog, None
         # A forked child shares its parent's epoll instance: it must not touch what is registered there.
         if loop is None or loop.is_closed() or os.getpid() != self._owner:
             return
-        if watch is not None:
-            watch.close()
+        if watchdog is not None:
+            watchdog.close()
         for process in self.processes:
             self._unlisten(loop, process)
 
@@ -260,33 +262,33 @@ class WorkerPool:
     @property
     def run_ahead(self) -> int:
         """Batches that any worker may have ready before an earlier one, by the memory that its ring has for them."""
-        return min(keeper.run_ahead for keeper in self.rings)
+        return min(manager.run_ahead for manager in self.rings)
 
     @property
     def credits(self) -> int:
         """Tasks that any worker may have outstanding, by the memory that its ring has for them."""
-        return min(keeper.credits for keeper in self.rings)
+        return min(manager.credits for manager in self.rings)
 
     def assign(self, worker: int, epoch: int, seq: int, index: Any, *, suspect: bool = False) -> None:
         """Send a task, with a slot if one is free. `suspect`: what it writes to standard error is kept."""
-        process, keeper = self.processes[worker], self.rings[worker]
+        process, manager = self.processes[worker], self.rings[worker]
         if suspect:
             self._send(process, wire.pack(wire.SUSPECT), [process.suspected()])
-        grown = keeper.replacement()
+        grown = manager.replacement()
         if grown is not None:
             assert grown.fd is not None
             self._send(process, wire.pack_ring(grown.number, grown.slots, grown.slot_bytes), [grown.fd])
             if self._kept is None:
                 grown.close_fd()  # no other worker will get it
-        number, slot = keeper.assign(epoch, seq)
-        if self._watch is not None:
-            self._watch.assigned(worker, seq)
+        number, slot = manager.assign(epoch, seq)
+        if self._watchdog is not None:
+            self._watchdog.assigned(worker, seq)
         self._send(process, wire.pack_task(epoch, seq, slot, number, pickle.dumps(index, 5)))
 
     def lease(self, worker: int, epoch: int, number: int, answer: Any) -> None:
         """Answer the worker's request for lease `number`."""
-        if self._watch is not None:
-            self._watch.leased(worker)
+        if self._watchdog is not None:
+            self._watchdog.leased(worker)
         self._send(self.processes[worker], wire.pack_lease(epoch, number, pickle.dumps(answer, 5)))
 
     def _send(self, process: WorkerProcess, frame: bytes, fds: list[int] | None = None) -> None:
@@ -315,9 +317,9 @@ class WorkerPool:
     def _drain(self, process: WorkerProcess) -> None:
         inbox = self._inboxes[process.worker_id]
         for kind, body in process.channel.receive():
-            inbox.frame(kind, body, self.epoch, self._listener, self._watch)
+            inbox.frame(kind, body, self.epoch, self._listener, self._watchdog)
             if kind == wire.RETIRING and self._loop is not None:
-                self._loop.call_later(_LEAVE_SECONDS, self._on_staying, process)
+                self._loop.call_later(_LEAVE_SECONDS, self._on_exit_overdue, process)
 
     def _on_death(self, process: WorkerProcess) -> None:
         # What it sent before it died is still in the socket.
@@ -328,39 +330,39 @@ class WorkerPool:
                 self._drain(process)
         except Exception as error:
             self._fail(error)
-        self._buried(process, process.death())
+        self._on_exited(process, process.death())
         process.release()
 
-    def _on_late(self, worker: int, seconds: float) -> None:
+    def _on_timeout(self, worker: int, seconds: float) -> None:
         process, loop = self.processes[worker], self._loop
-        process.condemn(
+        process.kill_for(
             f"The loader killed it: it was at one task for {seconds:.1f} seconds, and worker_timeout is "
             f"{self._worker_timeout:g}."
         )
         assert loop is not None  # a watch is there only while attached
-        loop.call_later(_DEATH_SECONDS, self._on_lingering, process)
+        loop.call_later(_DEATH_SECONDS, self._on_unkillable, process)
 
-    def _on_staying(self, process: WorkerProcess) -> None:
+    def _on_exit_overdue(self, process: WorkerProcess) -> None:
         """It has said that it leaves, and has nothing more to say."""
         if not process.released:
             process.kill()
 
-    def _on_lingering(self, process: WorkerProcess) -> None:
+    def _on_unkillable(self, process: WorkerProcess) -> None:
         """SIGKILL has not ended it, which only the system itself can hold back: nothing of it runs any more."""
         if self.processes[process.worker_id] is not process or process.channel.fileno() < 0 or self._loop is None:
             return
-        self._lingering.append(process)
-        self._buried(process, WorkerDied(process.worker_id, process.pid, None, process.condemned))
+        self._unkillable.append(process)
+        self._on_exited(process, WorkerDied(process.worker_id, process.pid, None, process.kill_reason))
 
-    def _buried(self, process: WorkerProcess, death: WorkerDied) -> None:
+    def _on_exited(self, process: WorkerProcess, death: WorkerDied) -> None:
         """Its place is empty now."""
         worker = process.worker_id
         if self._loop is not None:
             self._unlisten(self._loop, process)
         self.rings[worker].abandon()
         self._vacant.add(worker)
-        if self._watch is not None:
-            self._watch.forget(worker)
+        if self._watchdog is not None:
+            self._watchdog.forget(worker)
         if self._listener is not None:
             self._listener.on_death(
                 worker, death, at_work=process.started, retired=process.retired, outside=process.outside
@@ -412,7 +414,7 @@ class WorkerPool:
                 return
             with self._making:
                 self._stopped = True
-                every = [*self.processes, *self._lingering, *self._spare]
+                every = [*self.processes, *self._unkillable, *self._spare]
                 self._spare.clear()
             # Else the loop's thread may be at an answer this moment, and with it at the rings.
             at_rest = self._loop is None and not self._failed
@@ -422,16 +424,16 @@ class WorkerPool:
             finally:
                 self._lifeline.close()
                 if self._kept is not None and at_rest:
-                    self._hand_on_rings(self._kept)
-                for keeper in self.rings:
-                    keeper.close()
+                    self._keep_rings(self._kept)
+                for manager in self.rings:
+                    manager.close()
 
-    def _hand_on_rings(self, kept: KeptRings) -> None:
-        for process, keeper in zip(self.processes, self.rings, strict=False):  # no process, if they were not all made
+    def _keep_rings(self, kept: KeptRings) -> None:
+        for process, manager in zip(self.processes, self.rings, strict=False):  # no process, if they were not all made
             if not process.left:
-                keeper.abandon()
+                manager.abandon()
         if self.processes:
-            kept.leave(self._terms, [keeper.hand_on() for keeper in self.rings])
+            kept.leave(self._ring_options, [manager.successor() for manager in self.rings])
 
 
 class Stoppable(Protocol):

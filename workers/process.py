@@ -20,14 +20,14 @@ from time import monotonic
 from typing import Any
 
 from asyncloader.errors import WorkerDied
-from asyncloader.workers.bootstrap import Bootstrap, uncollected
+from asyncloader.workers.bootstrap import Bootstrap, gc_paused
 from asyncloader.workers.fetch.setup import Links, WorkerSetup
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel, channel_pair
 from asyncloader.workers.memory_use import MemoryKills
 from asyncloader.workers.setup_payload import InheritedFd, Payload
 from asyncloader.workers.stacks import crash_trace, stack_pipe
-from asyncloader.workers.stderr_capture import make_keeper, read_tail
+from asyncloader.workers.stderr_capture import make_capture_file, read_tail
 
 __all__ = ["WorkerProcess", "wait_for_deaths"]
 
@@ -59,7 +59,7 @@ class WorkerProcess:
         """The user's start-up code has run."""
         self.retired: bytes | None = None
         """What the worker hands over, once it has said that it leaves because it has grown."""
-        self.condemned = ""
+        self.kill_reason = ""
         """Why we killed it; empty if we did not."""
         self.outside = False
         """It was killed as no task of ours kills: by SIGKILL or SIGTERM, not by us, nor for want of memory."""
@@ -90,7 +90,7 @@ class WorkerProcess:
             self.process = context.Process(
                 target=Bootstrap(), args=(worker_id, links, setup), name=f"asyncloader-worker-{worker_id}", daemon=True
             )
-            with uncollected() if context.get_start_method() == "fork" else contextlib.nullcontext():
+            with gc_paused() if context.get_start_method() == "fork" else contextlib.nullcontext():
                 self.process.start()
         except BaseException:
             with contextlib.suppress(Exception):  # interrupted between the start and its return
@@ -134,18 +134,18 @@ class WorkerProcess:
         suspect, self.suspect = self.suspect, None
         if suspect is not None:
             trace = "\n".join(filter(None, (read_tail(suspect), trace)))
-        reason = self.condemned
+        reason = self.kill_reason
         if self.retired is not None:
             reason = "It left because it had grown beyond worker_memory_limit."
         elif not reason and self.process.exitcode in (-signal.SIGKILL, -signal.SIGTERM):
-            reason = self._memory_kills.words()
+            reason = self._memory_kills.describe()
             self.outside = not reason
         return WorkerDied(self.worker_id, self.pid, self.process.exitcode, reason, trace=trace)
 
     def suspected(self) -> int:
         """The next task killed a worker: its standard error is kept. Returns a descriptor for the worker."""
         self.cleared()
-        self.suspect = make_keeper()
+        self.suspect = make_capture_file()
         return self.suspect
 
     def cleared(self) -> None:
@@ -154,9 +154,9 @@ class WorkerProcess:
         if fd is not None:
             os.close(fd)
 
-    def condemn(self, reason: str) -> None:
+    def kill_for(self, reason: str) -> None:
         """SIGKILL, for this reason."""
-        self.condemned = reason
+        self.kill_reason = reason
         self.kill()
 
     def request_stop(self) -> None:

@@ -58,11 +58,11 @@ def _inherited(duplicate: Any) -> InheritedFd:
 class _CollectedFd:
     """Stands in the payload for a descriptor: its place among those that travel beside it."""
 
-    def __init__(self, place: int) -> None:
-        self.place = place
+    def __init__(self, index: int) -> None:
+        self.index = index
 
     def detach(self) -> int:
-        return os.dup(_receiving.fds[self.place])
+        return os.dup(_receiving.fds[self.index])
 
 
 class _Collector:

@@ -106,14 +106,14 @@ class Shutdown:
         self._states[number] = State.RELEASED
 
     def step(
-        self, now: float, alive: Collection[int], deaf: Collection[int] = (), stopped: Collection[int] = ()
+        self, now: float, alive: Collection[int], booting: Collection[int] = (), stopped: Collection[int] = ()
     ) -> Step:
         """What to do at this time.
 
         Args:
             now: the time.
             alive: the processes that have not ended, as far as is known.
-            deaf: those among them that cannot hear a request.
+            booting: those among them that cannot hear a request.
             stopped: those among them that only SIGKILL reaches.
         """
         hurry, self._hurry = self._hurry, False
@@ -126,7 +126,7 @@ class Shutdown:
             if number not in alive:
                 release.append(number)
                 continue
-            following = self._following(number, now, number in deaf, hurry or number in stopped, hurry)
+            following = self._following(number, now, number in booting, hurry or number in stopped, hurry)
             if following is State.RELEASED:
                 give_up.append(number)
                 if number not in self._given_up:
@@ -150,7 +150,7 @@ class Shutdown:
             max(0.0, min(left, default=now) - now),
         )
 
-    def _following(self, number: int, now: float, deaf: bool, kill: bool, again: bool) -> State | None:
+    def _following(self, number: int, now: float, booting: bool, kill: bool, again: bool) -> State | None:
         """Where a living process climbs to now; None: it stays."""
         state, due = self._states[number], now >= self._due[number]
         if state is State.KILLED and due:
@@ -158,7 +158,7 @@ class Shutdown:
         if again or (kill and state < State.KILLED):
             return State.KILLED
         if state is State.RUNNING:
-            return State.TERMINATED if deaf else State.ASKED
+            return State.TERMINATED if booting else State.ASKED
         return State(state + 1) if due else None
 
     def _next_due(self, state: State, now: float) -> float:
@@ -192,15 +192,15 @@ def run(
     try:
         driver.finish()
     except BaseException as error:  # between two of its turns: it catches all others itself
-        driver.struck = driver.struck or error
+        driver.error = driver.error or error
         driver.machine.hurry()
         driver.finish()
     given_up = [driver.processes[number] for number in driver.machine.given_up]
-    words = _left_behind(given_up)
-    if driver.struck is not None:
+    words = _describe_given_up(given_up)
+    if driver.error is not None:
         if given_up:
-            driver.struck.add_note(words)
-        raise driver.struck
+            driver.error.add_note(words)
+        raise driver.error
     if given_up:
         warnings.warn(words, RuntimeWarning, stacklevel=2)
     return given_up
@@ -209,38 +209,38 @@ def run(
 class _Driver:
     def __init__(self, processes: Sequence[WorkerProcess], clock: Callable[[], float], wait: Wait) -> None:
         self.processes = [process for process in processes if not process.released]
-        self.struck: BaseException | None = None
+        self.error: BaseException | None = None
         self.machine = Shutdown(len(self.processes), clock())
         self._clock = clock
         self._wait = wait
         self._left = set(range(len(self.processes)))  # not reaped, not given up
         self._alive = {number for number, process in enumerate(self.processes) if _is_whole(process)}
-        self._looked = False
+        self._polled = False
         self._failures = 0
 
     def finish(self) -> None:
         """Take steps until it is over, whatever is raised."""
         while not self.machine.over:
             try:
-                self._turn()
+                self._advance()
             except BaseException as error:
-                self.struck = self.struck or error
+                self.error = self.error or error
                 self.machine.hurry()
                 self._failures += isinstance(error, Exception)
                 if self._failures >= _FAILURES:  # waiting itself fails, and will again
                     self._let_go(self._left)
 
-    def _turn(self) -> None:
+    def _advance(self) -> None:
         # One that was only half made has no descriptor to be waited for. It is killed, if it can be, and let go.
         self._let_go({number for number in self._left if not _is_whole(self.processes[number])})
-        if not self._looked:
-            self._looked = True
-            self._look(0.0)
+        if not self._polled:
+            self._polled = True
+            self._poll(0.0)
         stopped = {n for n in self._alive if process_state(self.processes[n].pid).startswith("stopped")}
-        deaf: set[int] = set()
+        booting: set[int] = set()
         if self.machine.state is State.RUNNING:
-            deaf = {n for n in self._alive - stopped if _cannot_hear(self.processes[n])}
-        step = self.machine.step(self._clock(), self._alive, deaf, stopped)
+            booting = {n for n in self._alive - stopped if _still_booting(self.processes[n])}
+        step = self.machine.step(self._clock(), self._alive, booting, stopped)
         for number in (*step.ask, *step.terminate):
             _try(self.processes[number].request_stop)
         for number in step.terminate:
@@ -254,9 +254,9 @@ class _Driver:
             _abandon(self.processes[number])
             self._ended(number)
         if not self.machine.over:
-            self._look(step.wait)
+            self._poll(step.wait)
 
-    def _look(self, seconds: float) -> None:
+    def _poll(self, seconds: float) -> None:
         numbers = sorted(self._alive)
         alive = self._wait([self.processes[number] for number in numbers], seconds)
         self._alive = {number for number in numbers if self.processes[number] in alive}
@@ -289,7 +289,7 @@ def _is_whole(process: WorkerProcess) -> bool:
         return False
 
 
-def _cannot_hear(process: WorkerProcess) -> bool:
+def _still_booting(process: WorkerProcess) -> bool:
     """It still boots (spawn: a second or more): it reads no request yet, and has nothing to lose."""
     try:
         return not process.ready and wire.READY not in [kind for kind, _ in process.channel.receive()]
@@ -303,7 +303,7 @@ def _try(action: Callable[[], object]) -> None:
         action()
 
 
-def _left_behind(processes: Sequence[WorkerProcess]) -> str:
+def _describe_given_up(processes: Sequence[WorkerProcess]) -> str:
     named = ", ".join(f"worker {p.worker_id} (pid {p.pid}, {process_state(p.pid)})" for p in processes)
     return (
         f"left behind: {named}. SIGKILL did not end it within {BUDGET:g} s, as when a process waits for a file system "

@@ -185,18 +185,18 @@ async def ask(targets: Sequence[Target], seconds: float) -> list[Report]:
     Returns:
         One report a target, in their order.
     """
-    asked = [_Question(target) for target in targets]
+    asked = [_StackRequest(target) for target in targets]
     try:
-        answers = [question.answer for question in asked if question.send()]
+        answers = [request.answer for request in asked if request.send()]
         if answers:
             await asyncio.wait(answers, timeout=seconds)
     finally:
-        for question in asked:
-            question.end()
-    return [question.report() for question in asked]
+        for request in asked:
+            request.end()
+    return [request.report() for request in asked]
 
 
-class _Question:
+class _StackRequest:
     """One target's part of `ask`."""
 
     def __init__(self, target: Target) -> None:
@@ -207,7 +207,7 @@ class _Question:
         self._state = process_state(target.pid)
         self._why_not = ""
         # Of our own: the reader may be closed meanwhile (the worker is replaced), and its number be another file's.
-        self._watched = -1
+        self._stderr_capture = -1
         self.answer: asyncio.Future[None] = self._loop.create_future()
 
     def send(self) -> bool:
@@ -217,7 +217,7 @@ class _Question:
         self._why_not = self._obstacle() or ""
         if self._why_not:
             return False
-        self._loop.add_reader(self._watched, self._readable)
+        self._loop.add_reader(self._stderr_capture, self._readable)
         return True
 
     def _obstacle(self) -> str | None:
@@ -229,7 +229,7 @@ class _Question:
         if number is None:
             return "no stack: the process is still starting, or has no signal free to be asked by"
         try:
-            self._watched = os.dup(self._reader.fileno())
+            self._stderr_capture = os.dup(self._reader.fileno())
             if not _send(target, number):
                 return "no stack: the process has ended"
         except OSError as error:
@@ -251,7 +251,7 @@ class _Question:
             self.answer.set_result(None)
 
     def _unwatch(self) -> None:
-        fd, self._watched = self._watched, -1
+        fd, self._stderr_capture = self._stderr_capture, -1
         if fd >= 0:
             self._loop.remove_reader(fd)
             os.close(fd)

@@ -16,18 +16,18 @@ from collections.abc import Generator
 
 from asyncloader.workers.memory import segment
 
-__all__ = ["kept_stderr", "make_keeper", "read_tail"]
+__all__ = ["captured_stderr", "make_capture_file", "read_tail"]
 
 _TAIL = 16 << 10
 
 
-def make_keeper() -> int:
+def make_capture_file() -> int:
     """An empty file in memory; the caller owns its descriptor."""
     return segment.create(0)
 
 
 @contextlib.contextmanager
-def kept_stderr(fd: int) -> Generator[None]:
+def captured_stderr(fd: int) -> Generator[None]:
     """Inside the block descriptor 2 is the file. Takes the descriptor."""
     _flush()
     try:

@@ -37,9 +37,9 @@ from asyncloader.counters import TOTALS
 from asyncloader.errors import LoaderError
 from asyncloader.events import bare_index
 from asyncloader.workers.fetch.assignment_client import WorkerLeasing
-from asyncloader.workers.fetch.context import DatasetContext, Unasked
+from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation
 from asyncloader.workers.fetch.dataset_state import is_stateful
-from asyncloader.workers.fetch.error_notes import add_note, collation_place, take_notes
+from asyncloader.workers.fetch.error_notes import add_note, describe_collation, take_notes
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import BadSample, NoSamples
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup, install_worker_info, seed_worker
@@ -49,18 +49,18 @@ from asyncloader.workers.memory import segment
 from asyncloader.workers.memory.codec import Encoded, Encoder
 from asyncloader.workers.memory.collate import Collator, use_private_memory
 from asyncloader.workers.memory.ring import WorkerRing
-from asyncloader.workers.memory_use import Footprint
+from asyncloader.workers.memory_use import PrivateMemory
 from asyncloader.workers.setup_payload import Payload
-from asyncloader.workers.stderr_capture import kept_stderr
+from asyncloader.workers.stderr_capture import captured_stderr
 
 __all__ = [
     "TaskRunner",
     "pickle_error",
-    "restore_generators",
-    "save_generators",
+    "restore_rng_state",
+    "save_rng_state",
 ]
 
-_ASKED_FOR = 64 << 20
+_CHECKED_BYTES = 64 << 20
 """Bytes from which on a batch of its own is held against the memory there is, which takes 50 microseconds."""
 
 
@@ -91,7 +91,7 @@ class TaskRunner:
         self._reader: Reader | None = None
         self._context: DatasetContext | None = None  # what is entered in the loop before the first task
         self._suspect: int | None = None  # where the next task's standard error is to be kept
-        self._footprint: Footprint | None = None
+        self._private_memory: PrivateMemory | None = None
         self._memory_limit = 0
         self._worked = False  # this process has carried out a task, after which it may leave
         torch.multiprocessing._set_thread_name("pt_data_worker")
@@ -104,7 +104,7 @@ class TaskRunner:
         except Exception as error:
             self._start_error = pickle_error(error, self.worker_id)
         if not self.opens:
-            self._started()
+            self._send_started()
 
     @property
     def opens(self) -> bool:
@@ -113,10 +113,10 @@ class TaskRunner:
 
     async def open(self) -> None:
         """Await what `worker_init_fn` gave, and enter the dataset's context."""
-        await self._entered()
-        self._started()
+        await self._enter_context()
+        self._send_started()
 
-    async def _entered(self) -> None:
+    async def _enter_context(self) -> None:
         if self._context is None or self._start_error is not None:
             return
         try:
@@ -135,7 +135,7 @@ class TaskRunner:
                 f"the dataset's __aexit__ raised {type(error).__name__}: {error}", RuntimeWarning, stacklevel=1
             )
 
-    def _started(self) -> None:
+    def _send_started(self) -> None:
         """Say so, with the error that it ended in, or where the dataset stands."""
         cursor = b""
         if self._start_error is None and self._reader is not None and not self.asynchronous:
@@ -160,10 +160,10 @@ class TaskRunner:
         before = None if setup.worker_init_fn is None else setup.worker_init_fn(self.worker_id)
         self._context = self._make_context(before)
         reader.begin(start)
-        if setup.handover:
-            restore_generators(setup.handover)
+        if setup.rng_state:
+            restore_rng_state(setup.rng_state)
         if setup.memory_limit is not None:
-            self._memory_limit, self._footprint = setup.memory_limit, Footprint()
+            self._memory_limit, self._private_memory = setup.memory_limit, PrivateMemory()
 
     def _make_context(self, before: Any) -> DatasetContext | None:
         awaitable = before is not None and inspect.isawaitable(before)
@@ -218,9 +218,9 @@ class TaskRunner:
         """Whether this worker has grown beyond its bound, and should leave in place of the task that it was given now.
         Not without one: when its epoch is over nobody takes what it hands over.
         """
-        if self._footprint is None or self._ended or not self._worked:
+        if self._private_memory is None or self._ended or not self._worked:
             return False
-        if self._footprint.growth() <= self._memory_limit:
+        if self._private_memory.growth() <= self._memory_limit:
             return False
         # A stream that another worker could not read on is left to this one.
         return self._setup.replays or (self._reader is not None and self._reader.can_go_on)
@@ -228,12 +228,12 @@ class TaskRunner:
     def retire(self) -> None:
         """Say that this worker leaves. Call it with no task in hand, and take none afterwards."""
         seeded = self._setup.seeded is not None
-        self.channel_send(wire.pack(wire.RETIRING, b"" if seeded else save_generators()))
+        self.channel_send(wire.pack(wire.RETIRING, b"" if seeded else save_rng_state()))
 
-    def _watched(self) -> contextlib.AbstractContextManager[None]:
+    def _stderr_capture(self) -> contextlib.AbstractContextManager[None]:
         """Around a task: keeps what one that is suspected writes to standard error."""
         suspect, self._suspect = self._suspect, None
-        return contextlib.nullcontext() if suspect is None else kept_stderr(suspect)
+        return contextlib.nullcontext() if suspect is None else captured_stderr(suspect)
 
     def _reset(self, body: bytes) -> None:
         epoch, payload = wire.unpack_reset(body)
@@ -252,7 +252,7 @@ class TaskRunner:
             reader.begin(start)
         except Exception as error:
             self._start_error = pickle_error(error, self.worker_id)
-        self._started()
+        self._send_started()
 
     def task(self, body: bytes) -> None:
         """Carry out one task of a blocking dataset."""
@@ -267,12 +267,12 @@ class TaskRunner:
             if self._suspect is None:
                 encoded = reader.fetch(pickle.loads(index), bad)
             else:
-                with self._watched():
+                with self._stderr_capture():
                     encoded = reader.fetch(pickle.loads(index), bad)
             if bad:
-                self._tell_bad(epoch, seq, bad)
-            place = self._place(encoded, slot, self._ring if ring == self._ring_number else None, index)
-            self._answer(epoch, seq, place, encoded, reader.cursor(), perf_counter() - begin)
+                self._send_bad_samples(epoch, seq, bad)
+            written = self._write_batch(encoded, slot, self._ring if ring == self._ring_number else None, index)
+            self._answer(epoch, seq, written, encoded, reader.cursor(), perf_counter() - begin)
         except Exception as error:
             self._answer_error(epoch, seq, lambda: perf_counter() - begin, error, bad)
 
@@ -286,17 +286,17 @@ class TaskRunner:
         bad: list[BadSample] = []
         try:
             if self._context is not None:
-                await self._entered()
+                await self._enter_context()
             reader = self._reader_or_error()
-            with self._watched(), Unasked("the dataset's"):
+            with self._stderr_capture(), UnexpectedCancellation("the dataset's"):
                 encoded = await reader.fetch_async(pickle.loads(index), bad)
             # A task that outlived its epoch (it would not be cancelled) may not touch its slot: it is another's now.
             if epoch == self._epoch:
                 if bad:
-                    self._tell_bad(epoch, seq, bad)
-                place = self._place(encoded, slot, ring, index)
+                    self._send_bad_samples(epoch, seq, bad)
+                written = self._write_batch(encoded, slot, ring, index)
                 # Nothing was awaited since the fetch: no other task has read on.
-                self._answer(epoch, seq, place, encoded, reader.cursor(), self._cpu_time())
+                self._answer(epoch, seq, written, encoded, reader.cursor(), self._cpu_time())
         except Exception as error:
             if epoch == self._epoch and not self._ended:
                 self._answer_error(epoch, seq, self._cpu_time, error, bad)
@@ -315,7 +315,7 @@ class TaskRunner:
 
     # -------------------------------------------------------------------------------------------- answers
 
-    def _place(self, encoded: Encoded, slot: int, ring: WorkerRing | None, index: bytes) -> tuple[int, list[int]]:
+    def _write_batch(self, encoded: Encoded, slot: int, ring: WorkerRing | None, index: bytes) -> tuple[int, list[int]]:
         """Write the batch: to the slot, or to a segment of its own, whose descriptor comes back. Nothing is counted as
         made before it is written.
         """
@@ -331,14 +331,14 @@ class TaskRunner:
         except Exception as error:  # the default collation stacks samples where they are written
             if not self._setup.iterable:
                 bare = bare_index(pickle.loads(index))
-                add_note(error, collation_place(bare, batched=self._setup.auto_collation))
+                add_note(error, describe_collation(bare, batched=self._setup.auto_collation))
             raise
 
     def _answer(
-        self, epoch: int, seq: int, place: tuple[int, list[int]], encoded: Encoded, cursor: bytes, busy: float
+        self, epoch: int, seq: int, written: tuple[int, list[int]], encoded: Encoded, cursor: bytes, busy: float
     ) -> None:
-        self._tell_counts()
-        slot, fds = place
+        self._send_counts()
+        slot, fds = written
         same = encoded.template == self._last_template
         result = wire.Result(epoch, seq, slot, encoded.nbytes, encoded.pickled, self._samples, busy, same, len(cursor))
         try:
@@ -348,11 +348,11 @@ class TaskRunner:
                 os.close(fd)
         self._last_template = encoded.template
 
-    def _tell_counts(self) -> None:
+    def _send_counts(self) -> None:
         if counts := TOTALS.changes(self._counted):
             self.channel_send(wire.pack(wire.COUNTS, pickle.dumps(dict(counts), 5)))
 
-    def _tell_bad(self, epoch: int, seq: int, bad: list[BadSample]) -> None:
+    def _send_bad_samples(self, epoch: int, seq: int, bad: list[BadSample]) -> None:
         """Before the answer that the records belong to."""
         try:
             payload = pickle.dumps(bad, 5)
@@ -363,9 +363,9 @@ class TaskRunner:
     def _answer_error(
         self, epoch: int, seq: int, busy: Callable[[], float], error: Exception, bad: list[BadSample]
     ) -> None:
-        self._tell_counts()
+        self._send_counts()
         if bad:
-            self._tell_bad(epoch, seq, bad)
+            self._send_bad_samples(epoch, seq, bad)
         if isinstance(error, NoSamples):
             cursor = self._reader.cursor() if self._reader is not None else b""
             self.channel_send(wire.pack_answer(wire.NOTHING, epoch, seq, busy(), cursor))
@@ -398,7 +398,7 @@ class _StartError(Exception):
 
 
 def _write_oneoff(encoded: Encoded) -> int:
-    if encoded.nbytes >= _ASKED_FOR:
+    if encoded.nbytes >= _CHECKED_BYTES:
         # Before the kernel is, which would rather kill somebody than say no.
         segment.check_room(encoded.nbytes, "one batch")
     fd = segment.create(encoded.nbytes)
@@ -425,12 +425,12 @@ def pickle_error(error: Exception, worker_id: int) -> bytes:
         data = pickle.dumps(wrapper)
         pickle.loads(data)
     except Exception:  # the type is local to a function, or does not unpickle: keep its name and text
-        wrapper.exc_type = _LostType(type(error).__name__)
+        wrapper.exc_type = _UnpicklableType(type(error).__name__)
         data = pickle.dumps(wrapper)
     return data
 
 
-class _LostType:
+class _UnpicklableType:
     """Stands for an exception type that cannot travel. It makes no exceptions; torch then makes a RuntimeError."""
 
     def __init__(self, name: str) -> None:
@@ -440,13 +440,13 @@ class _LostType:
         raise TypeError(f"{self.__name__} could not be pickled")
 
 
-def save_generators() -> bytes:
+def save_rng_state() -> bytes:
     """The states of `random`'s, numpy's and torch's process-global generators, pickled."""
     return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy().tobytes()), 5)
 
 
-def restore_generators(saved: bytes) -> None:
-    """Set the process-global generators to states that `save_generators` gave in another worker of ours."""
+def restore_rng_state(saved: bytes) -> None:
+    """Set the process-global generators to states that `save_rng_state` gave in another worker of ours."""
     ours, numpys, torchs = pickle.loads(saved)
     random.setstate(ours)
     np.random.set_state(numpys)

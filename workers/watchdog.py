@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-__all__ = ["START_SECONDS", "Watch"]
+__all__ = ["START_SECONDS", "TaskWatchdog"]
 
 _RESOLUTION = 0.001  # seconds by which a timer of uvloop may fire too early
 _HELD_UP = 1.0  # seconds that the loop's timer may be late before that says something about the loop
@@ -26,7 +26,7 @@ START_SECONDS = 60.0
 """Seconds that a worker's start-up has at least: importing torch, unpickling the dataset, reading a stream again."""
 
 
-class Watch:
+class TaskWatchdog:
     """Deadlines of a pool's workers.
 
     Args:
@@ -35,7 +35,7 @@ class Watch:
         workers: their number.
         concurrent: a worker is at all of its tasks at a time; else at the first that it has not answered.
         catch_up: called with a worker's number before it is judged: reads what it has sent.
-        late: called with a worker's number and the seconds that it took so far; the worker has no tasks afterwards.
+        on_timeout: called with a worker's number and the seconds that it took so far; the worker has no tasks afterwards.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class Watch:
         *,
         concurrent: bool,
         catch_up: Callable[[int], None],
-        late: Callable[[int, float], None],
+        on_timeout: Callable[[int, float], None],
     ) -> None:
         self._loop = loop
         self._seconds = seconds
         self._concurrent = concurrent
         self._catch_up = catch_up
-        self._late = late
+        self._on_timeout = on_timeout
         self._tasks: list[dict[int, float]] = [{} for _ in range(workers)]  # task -> when it was given
         self._since = [loop.time()] * workers  # the last start, or answer
         self._starting = [True] * workers
@@ -133,9 +133,9 @@ class Watch:
         self._timer = None
         if deadlines:
             self._due = min(deadlines)
-            self._timer = self._loop.call_at(self._due, self._look)
+            self._timer = self._loop.call_at(self._due, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now = self._loop.time()
         reached = now + _RESOLUTION
         self._timer = None
@@ -151,5 +151,5 @@ class Watch:
             if due is not None and due <= reached:
                 taken = now - max(next(iter(self._tasks[worker].values())), self._since[worker])
                 self.forget(worker)
-                self._late(worker, taken)
+                self._on_timeout(worker, taken)
         self._arm()

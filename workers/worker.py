@@ -133,7 +133,7 @@ def _receive(channel: Channel, inbox: deque[tuple[int, bytes]], *, wait: bool) -
 
 def _serve_async(runner: TaskRunner) -> None:
     with asyncio.Runner(loop_factory=_loop_factory()) as loop_runner:
-        loop_runner.run(_run_shell(runner))
+        loop_runner.run(_run_task_loop(runner))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -146,7 +146,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-class _AsyncShell:
+class _AsyncTaskLoop:
     """The event loop's side of an asynchronous worker: one asyncio task for each task in hand."""
 
     def __init__(self, runner: TaskRunner) -> None:
@@ -221,14 +221,14 @@ class _AsyncShell:
             self._done.set_exception(error)
 
 
-async def _run_shell(runner: TaskRunner) -> None:
-    await _AsyncShell(runner).run()
+async def _run_task_loop(runner: TaskRunner) -> None:
+    await _AsyncTaskLoop(runner).run()
 
 
-_PYTHONS_THRESHOLDS = (700, 2000)
+_DEFAULT_THRESHOLDS = (700, 2000)
 """New objects after which the youngest are collected where nobody has said otherwise: up to Python 3.12, and since."""
 
-_IN_FLIGHT = 50_000
+_CONCURRENT_THRESHOLD = 50_000
 """The same where hundreds of samples are in hand. Not more: it bounds what garbage in cycles holds on to."""
 
 # Of <malloc.h>: which setting, and its value.
@@ -253,8 +253,8 @@ def tune(*, concurrent: bool) -> None:
     gc.freeze()
     if not concurrent:
         return
-    if gc.get_threshold()[0] in _PYTHONS_THRESHOLDS:
-        gc.set_threshold(_IN_FLIGHT, 20, 50)
+    if gc.get_threshold()[0] in _DEFAULT_THRESHOLDS:
+        gc.set_threshold(_CONCURRENT_THRESHOLD, 20, 50)
     if sys.platform.startswith("linux") and not any(
         name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ
     ):

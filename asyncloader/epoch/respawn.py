@@ -32,20 +32,20 @@ class Request(NamedTuple):
     Attributes:
         worker: its number.
         start: what the replacement begins with.
-        handover: the random numbers' state of the worker before, if it could give it.
+        rng_state: the random numbers' state of the worker before, if it could give it.
         attachment: the pool's number for this epoch.
     """
 
     worker: int
     start: EpochStart
-    handover: bytes
+    rng_state: bytes
     attachment: int
 
     def setup(self, common: WorkerSetup) -> WorkerSetup:
         """The set-up for the replacement, from that of the pool."""
         starts = list(common.starts)
         starts[self.worker] = self.start
-        return common._replace(starts=starts, attachment=self.attachment, handover=self.handover)
+        return common._replace(starts=starts, attachment=self.attachment, rng_state=self.rng_state)
 
 
 class Replacer:

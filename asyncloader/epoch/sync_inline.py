@@ -38,7 +38,7 @@ from asyncloader.samplers.distributed import even_ranks, without_batch
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress
 from asyncloader.statistics import BadSampleLog, Statistics
-from asyncloader.workers.fetch.context import DatasetContext, Unasked
+from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import BadSample, NoSamples
 from asyncloader.workers.pool import install_exit_hook
@@ -192,7 +192,7 @@ class InlineIterator(CountedNext):
             raise StopIteration from None
 
     async def _fetch(self, bad: list[BadSample]) -> tuple[Any, Any]:
-        with Unasked("the dataset's or sampler's"):
+        with UnexpectedCancellation("the dataset's or sampler's"):
             index = await self._next_index_async()
             if self._reader.asynchronous:
                 await self._context.open()
@@ -226,7 +226,7 @@ class InlineIterator(CountedNext):
                 ahead.start(index)
         while self.order is None and ahead.room > 0:
             ahead.start_next(self._next_index_async)
-        with Unasked("the dataset's or sampler's"):
+        with UnexpectedCancellation("the dataset's or sampler's"):
             return await ahead.take(bad)
 
     def _next_index_plain(self) -> Any:

@@ -43,7 +43,7 @@ def _awaited_stack(stack: StackDataset[Any], is_async: Callable[[Any], bool]) ->
     parts = [awaited_view(part, is_async) for part in (given if names is None else given.values())]
     slow = any(is_async(part) and not fetches_batches(part) for part in parts)
     whole = any(map(fetches_batches, parts)) and not (slow and all(map(fetches_single, parts)))
-    return (_WholeStack if whole else AwaitedStack)(parts, names, len(stack))
+    return (_BatchedStack if whole else AwaitedStack)(parts, names, len(stack))
 
 
 def _is(one: Any, other: Any) -> bool:
@@ -68,13 +68,13 @@ class AwaitedStack:
         return self._length
 
     async def __getitem__(self, index: Any) -> Any:
-        return self._stacked([await _settled(part[index]) for part in self._parts])
+        return self._stacked([await _awaited(part[index]) for part in self._parts])
 
     def _stacked(self, row: list[Any]) -> Any:
         return tuple(row) if self._names is None else dict(zip(self._names, row, strict=True))
 
 
-class _WholeStack(AwaitedStack):
+class _BatchedStack(AwaitedStack):
     """One that makes batches at once."""
 
     async def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
@@ -83,18 +83,18 @@ class _WholeStack(AwaitedStack):
 
     async def _column(self, part: Any, indices: Sequence[Any]) -> list[Any]:
         if not callable(getattr(part, "__getitems__", None)):
-            return [await _settled(part[index]) for index in indices]
-        items = list(await _settled(part.__getitems__(indices)))
+            return [await _awaited(part[index]) for index in indices]
+        items = list(await _awaited(part.__getitems__(indices)))
         if len(items) != len(indices):
             for item in filter(inspect.iscoroutine, items):
                 item.close()
             raise ValueError(f"Nested dataset's output size mismatch. Expected {len(indices)}, got {len(items)}")
         try:
-            return [await _settled(item) for item in items]
+            return [await _awaited(item) for item in items]
         finally:
             for item in filter(inspect.iscoroutine, items):
                 item.close()  # those that an error kept from being awaited; a no-op for the others
 
 
-async def _settled(value: Any) -> Any:
+async def _awaited(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value

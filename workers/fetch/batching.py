@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncloader.workers.fetch.decoding import Decoder
-from asyncloader.workers.fetch.error_notes import add_note, collation_place
-from asyncloader.workers.fetch.sample_errors import Guard
-from asyncloader.workers.fetch.seeding import GlobalWatch, SampleSeeder, global_generators_kept
+from asyncloader.workers.fetch.error_notes import add_note, describe_collation
+from asyncloader.workers.fetch.sample_errors import SampleErrorHandler
+from asyncloader.workers.fetch.seeding import GlobalDrawCheck, SampleSeeder, global_generators_kept
 
 __all__ = ["AsyncSeeding", "Batching"]
 
@@ -28,7 +28,7 @@ class AsyncSeeding:
     """
 
     def __init__(
-        self, samples: SampleSeeder, collate: SampleSeeder | None, replicas: int, watch: GlobalWatch | None
+        self, samples: SampleSeeder, collate: SampleSeeder | None, replicas: int, watch: GlobalDrawCheck | None
     ) -> None:
         self.samples = samples
         self.replicas = replicas
@@ -61,7 +61,7 @@ class Batching:
         collate: from the list of samples, or the one sample, to the batch.
         drop_last: leave out a stream's last batch if it is short.
         seeding: of the epoch, a map dataset's index is ``(position, index)`` then; None in torch mode.
-        guard: what becomes of samples that raise; None: the first one fails its batch.
+        handler: what becomes of samples that raise; None: the first one fails its batch.
         decoder: the user's `decode`; None: samples are collated as they are read.
         worker: number of the worker, for the text of errors.
     """
@@ -70,7 +70,7 @@ class Batching:
     collate: Callable[[Any], Any]
     drop_last: bool = False
     seeding: AsyncSeeding | None = None
-    guard: Guard | None = None
+    handler: SampleErrorHandler | None = None
     decoder: Decoder | None = None
     worker: int = 0
 
@@ -84,7 +84,7 @@ class Batching:
                 return self.seeding.collated(self.collate, first, samples)
             return self.collate(samples)
         except Exception as error:
-            add_note(error, collation_place(index, batched=self.auto_collation))
+            add_note(error, describe_collation(index, batched=self.auto_collation))
             raise
 
     def position(self, first: int | None, item: int) -> int | None:

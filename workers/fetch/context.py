@@ -24,7 +24,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset
 __all__ = [
     "EXIT_SECONDS",
     "DatasetContext",
-    "Unasked",
+    "UnexpectedCancellation",
     "context_managers",
 ]
 
@@ -99,7 +99,7 @@ class DatasetContext:
     async def _hold(self, opened: asyncio.Future[None], leave: asyncio.Event) -> None:
         try:
             async with contextlib.AsyncExitStack() as stack:
-                with Unasked("the dataset's"):
+                with UnexpectedCancellation("the dataset's"):
                     await self._await_before()
                     for manager in self._managers:
                         await stack.enter_async_context(manager)
@@ -158,7 +158,7 @@ class _Failed:
         self.error = error
 
 
-class Unasked:
+class UnexpectedCancellation:
     """Around code that runs in a task: a CancelledError that nobody asked the task for comes out as an error.
 
     Args:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextvars import Context
 from typing import Any
 
-from asyncloader.workers.fetch.error_notes import add_note, sample_place
+from asyncloader.workers.fetch.error_notes import add_note, describe_sample
 from asyncloader.workers.fetch.seeded_fetch import fetches_batches
 from asyncloader.workers.fetch.seeding import SampleSeeder
 from asyncloader.workers.fetch.threads import JobThreads
@@ -131,7 +131,7 @@ class DecodedMap:
                 decoded.append(self._decode(sample))
             except Exception as error:
                 try:
-                    add_note(error, sample_place(index[item], item, position))
+                    add_note(error, describe_sample(index[item], item, position))
                 except Exception:  # an index that is no sequence
                     add_note(error, f"while fetching item {item} of the batch")
                 raise

@@ -14,12 +14,12 @@ from typing import Any
 
 __all__ = [
     "add_note",
-    "batch_place",
-    "collation_place",
+    "describe_batch",
+    "describe_collation",
+    "describe_sample",
+    "describe_stream_collation",
+    "describe_stream_sample",
     "index_text",
-    "sample_place",
-    "stream_collation_place",
-    "stream_place",
     "take_notes",
 ]
 
@@ -56,7 +56,7 @@ def take_notes(error: BaseException) -> list[str]:
     return ours
 
 
-def sample_place(index: Any, item: int | None = None, position: int | None = None) -> str:
+def describe_sample(index: Any, item: int | None = None, position: int | None = None) -> str:
     """Note on a map dataset's sample. `item` counts from 0, as the batch does."""
     text = f"while fetching sample index {index_text(index)}"
     if item is not None:
@@ -64,22 +64,22 @@ def sample_place(index: Any, item: int | None = None, position: int | None = Non
     return text if position is None else f"{text}, position {position}"
 
 
-def stream_place(number: int, worker: int) -> str:
+def describe_stream_sample(number: int, worker: int) -> str:
     """Note on a stream's sample; `number` counts from 0 in the worker's stream."""
     return f"while reading sample number {number} of worker {worker}'s stream"
 
 
-def batch_place(index: Any) -> str:
+def describe_batch(index: Any) -> str:
     """Note on a batch that a map dataset makes at once."""
     return f"while fetching the batch of indices {index_text(index)}"
 
 
-def collation_place(index: Any, *, batched: bool) -> str:
+def describe_collation(index: Any, *, batched: bool) -> str:
     """Note on the collation of a map dataset's batch, or of its sample without automatic batching."""
     return f"while collating {'the batch of indices' if batched else 'sample index'} {index_text(index)}"
 
 
-def stream_collation_place(first: int, end: int, worker: int) -> str:
+def describe_stream_collation(first: int, end: int, worker: int) -> str:
     """Note on the collation of a stream's samples with numbers from `first` to before `end`."""
     return f"while collating samples number {first} to {end - 1} of worker {worker}'s stream"
 

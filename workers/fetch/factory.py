@@ -4,7 +4,7 @@ Data path: scheduler -> worker: [fetch] -> collate -> codec -> ring.
 
 The blocking fetchers keep torch's rules to the letter: `__getitems__`, short last batches, `drop_last`, the end of an
 iterable dataset, the order in which the dataset is asked. They add to errors which sample was theirs, and, with a
-`Guard`, go on past samples that raise. Those of seeded mode are in `seeded_fetch.py`; those that have many samples in
+`SampleErrorHandler`, go on past samples that raise. Those of seeded mode are in `seeded_fetch.py`; those that have many samples in
 flight in `async_fetch.py` and, by threads, in `thread_fetch.py`.
 """
 
@@ -22,16 +22,16 @@ from asyncloader.workers.fetch.batching import Batching
 from asyncloader.workers.fetch.decoding import DecodedMap
 from asyncloader.workers.fetch.error_notes import (
     add_note,
-    batch_place,
-    collation_place,
-    sample_place,
-    stream_collation_place,
-    stream_place,
+    describe_batch,
+    describe_collation,
+    describe_sample,
+    describe_stream_collation,
+    describe_stream_sample,
 )
-from asyncloader.workers.fetch.guarded_fetch import GuardedMap
+from asyncloader.workers.fetch.guarded_fetch import TolerantMap
 from asyncloader.workers.fetch.map_async import AsyncMapFetcher
 from asyncloader.workers.fetch.map_threads import ThreadMapFetcher
-from asyncloader.workers.fetch.sample_errors import LOST, BadSample, Guard, NoSamples, StreamGuard
+from asyncloader.workers.fetch.sample_errors import DROPPED, BadSample, NoSamples, SampleErrorHandler, StreamErrors
 from asyncloader.workers.fetch.seeded_fetch import SeededIterator, fetches_batches
 from asyncloader.workers.fetch.stream_async import AsyncStreamFetcher, LaneFetcher, LaneLike
 from asyncloader.workers.fetch.threads import JobThreads
@@ -124,7 +124,7 @@ def make_blocking_fetcher(
     auto_collation: bool,
     collate: Callable[[Any], Any],
     drop_last: bool,
-    guard: Guard | None = None,
+    handler: SampleErrorHandler | None = None,
     worker: int = 0,
     read: int = 0,
     decode: Callable[[Any], Any] | None = None,
@@ -137,16 +137,16 @@ def make_blocking_fetcher(
         auto_collation: an index is a list of them.
         collate: gets a list of samples, or one sample without automatic batching.
         drop_last: leave out a stream's last batch if it is short.
-        guard: what becomes of samples that raise; None: they fail their batch.
+        handler: what becomes of samples that raise; None: they fail their batch.
         worker: number of the worker, for the text of errors.
         read: samples that were read from the stream before, for the text of errors and for records.
         decode: the user's, from a sample as it was read to a sample as it is collated.
     """
     if iterable:
-        return _StreamFetcher(dataset, auto_collation, collate, drop_last, guard, worker, read, decode)
+        return _StreamFetcher(dataset, auto_collation, collate, drop_last, handler, worker, read, decode)
     if decode is not None:
-        dataset = DecodedMap(dataset, decode, one_by_one=guard is not None)
-    return _MapFetcher(dataset, auto_collation, collate, guard)
+        dataset = DecodedMap(dataset, decode, one_by_one=handler is not None)
+    return _MapFetcher(dataset, auto_collation, collate, handler)
 
 
 def make_async_fetcher(
@@ -180,33 +180,35 @@ def make_async_fetcher(
 
 
 class _MapFetcher:
-    def __init__(self, dataset: Any, auto_collation: bool, collate: Callable[[Any], Any], guard: Guard | None) -> None:
+    def __init__(
+        self, dataset: Any, auto_collation: bool, collate: Callable[[Any], Any], handler: SampleErrorHandler | None
+    ) -> None:
         self._dataset = dataset
         self._auto_collation = auto_collation
         self._collate = collate
-        self._guarded = None if guard is None else GuardedMap(dataset, guard)
-        self._whole = guard is not None and fetches_batches(dataset)
+        self._tolerant = None if handler is None else TolerantMap(dataset, handler)
+        self._batched_get = handler is not None and fetches_batches(dataset)
 
     def fetch(self, possibly_batched_index: Any, bad: list[BadSample] | None = None) -> Any:
         index, dataset = possibly_batched_index, self._dataset
         data: Any
-        if self._guarded is not None:
+        if self._tolerant is not None:
             bad = [] if bad is None else bad
             if self._auto_collation:
-                data = self._guarded.samples(index, None, bad, whole=self._whole)
+                data = self._tolerant.samples(index, None, bad, whole=self._batched_get)
             else:
-                data = self._guarded.sample(index, None, bad)
+                data = self._tolerant.sample(index, None, bad)
         elif not self._auto_collation:
             try:
                 data = dataset[index]
             except Exception as error:
-                add_note(error, sample_place(index))
+                add_note(error, describe_sample(index))
                 raise
         elif hasattr(dataset, "__getitems__") and dataset.__getitems__:  # torch's rule: one that is None is none
             try:
                 data = dataset.__getitems__(index)
             except Exception as error:
-                add_note(error, batch_place(index))
+                add_note(error, describe_batch(index))
                 raise
         else:
             places = iter(index)
@@ -218,7 +220,7 @@ class _MapFetcher:
         try:
             return self._collate(data)
         except Exception as error:
-            add_note(error, collation_place(index, batched=self._auto_collation))
+            add_note(error, describe_collation(index, batched=self._auto_collation))
             raise
 
 
@@ -226,9 +228,9 @@ def _place(index: Any, places: Iterator[Any]) -> str:
     """The sample that was asked for last. What is left of a list's iterator tells; other kinds may not say."""
     try:
         item = len(index) - operator.length_hint(places, len(index)) - 1
-        return sample_place(index[item], item) if item >= 0 else batch_place(index)
+        return describe_sample(index[item], item) if item >= 0 else describe_batch(index)
     except Exception:
-        return batch_place(index)
+        return describe_batch(index)
 
 
 class _StreamFetcher:
@@ -238,7 +240,7 @@ class _StreamFetcher:
         auto_collation: bool,
         collate: Callable[[Any], Any],
         drop_last: bool,
-        guard: Guard | None,
+        handler: SampleErrorHandler | None,
         worker: int,
         read: int,
         decode: Callable[[Any], Any] | None,
@@ -249,19 +251,19 @@ class _StreamFetcher:
         self.ended = False
         self._auto_collation = auto_collation
         self._drop_last = drop_last
-        self._guard = guard
+        self._handler = handler
         self._worker = worker
         self._read = read
         self._decode = decode
-        self._progress = StreamGuard()
+        self._progress = StreamErrors()
 
     def fetch(self, possibly_batched_index: Any, bad: list[BadSample] | None = None) -> Any:
         if self.ended:
             raise StopIteration
         first = self._read
         data: Any
-        if self._guard is not None:
-            samples = self._guarded(self._guard, possibly_batched_index, [] if bad is None else bad)
+        if self._handler is not None:
+            samples = self._tolerant(self._handler, possibly_batched_index, [] if bad is None else bad)
             data = samples if self._auto_collation else samples[0]
         elif self._auto_collation:
             data = self._batch(possibly_batched_index)
@@ -271,7 +273,7 @@ class _StreamFetcher:
             except StopIteration:
                 raise
             except Exception as error:
-                add_note(error, stream_place(first, self._worker))
+                add_note(error, describe_stream_sample(first, self._worker))
                 raise
             self._read += 1
             if self._decode is not None:
@@ -279,7 +281,7 @@ class _StreamFetcher:
         try:
             return self.collate_fn(data)
         except Exception as error:
-            add_note(error, stream_collation_place(first, self._read, self._worker))
+            add_note(error, describe_stream_collation(first, self._read, self._worker))
             raise
 
     def _decoded(self, decode: Callable[[Any], Any], sample: Any) -> Any:
@@ -287,7 +289,7 @@ class _StreamFetcher:
         try:
             return decode(sample)
         except Exception as error:
-            add_note(error, stream_place(self._read - 1, self._worker))
+            add_note(error, describe_stream_sample(self._read - 1, self._worker))
             if not isinstance(error, StopIteration):  # that would pass for the stream's end
                 raise
             raise RuntimeError("decode raised StopIteration") from error
@@ -304,7 +306,7 @@ class _StreamFetcher:
             self.ended = True
         except Exception as error:
             self._read += len(data)
-            add_note(error, stream_place(self._read, self._worker))
+            add_note(error, describe_stream_sample(self._read, self._worker))
             raise
         self._read += len(data)
         if not data or (self._drop_last and len(data) < len(places)):
@@ -320,7 +322,7 @@ class _StreamFetcher:
                 self.ended = True
                 break
             except Exception as error:
-                add_note(error, stream_place(self._read, self._worker))
+                add_note(error, describe_stream_sample(self._read, self._worker))
                 raise
             self._read += 1
             data.append(self._decoded(decode, sample))
@@ -328,7 +330,7 @@ class _StreamFetcher:
             raise StopIteration
         return data
 
-    def _guarded(self, guard: Guard, places: Any, bad: list[BadSample]) -> list[Any]:
+    def _tolerant(self, handler: SampleErrorHandler, places: Any, bad: list[BadSample]) -> list[Any]:
         """A sample that raises takes a place in its batch, as a map dataset's does: the batch is short by it, and those
         after it are what they would be anyway.
         """
@@ -342,15 +344,15 @@ class _StreamFetcher:
             except Exception as error:
                 place = self._read
                 if self._progress.failed(error, place):
-                    add_note(error, stream_place(place, self._worker))
+                    add_note(error, describe_stream_sample(place, self._worker))
                     raise
                 self._read += 1
-                sample = self._lost(guard, place, error, bad)
+                sample = self._on_sample_error(handler, place, error, bad)
             else:
                 self._read += 1
                 if self._decode is not None:
-                    sample = self._guarded_decoded(guard, self._decode, sample, bad)
-            if sample is not LOST:
+                    sample = self._tolerant_decode(handler, self._decode, sample, bad)
+            if sample is not DROPPED:
                 data.append(sample)
         else:
             if not data:
@@ -369,13 +371,17 @@ class _StreamFetcher:
             raise NoSamples
         raise StopIteration
 
-    def _guarded_decoded(self, guard: Guard, decode: Callable[[Any], Any], sample: Any, bad: list[BadSample]) -> Any:
+    def _tolerant_decode(
+        self, handler: SampleErrorHandler, decode: Callable[[Any], Any], sample: Any, bad: list[BadSample]
+    ) -> Any:
         try:
             return decode(sample)
         except Exception as error:
-            return self._lost(guard, self._read - 1, error, bad, read=True)
+            return self._on_sample_error(handler, self._read - 1, error, bad, read=True)
 
-    def _lost(self, guard: Guard, place: int, error: Exception, bad: list[BadSample], *, read: bool = False) -> Any:
+    def _on_sample_error(
+        self, handler: SampleErrorHandler, place: int, error: Exception, bad: list[BadSample], *, read: bool = False
+    ) -> Any:
         """`read`: it had its number in the stream already."""
         if isinstance(self.dataset_iter, SeededIterator):
             if read:
@@ -383,7 +389,7 @@ class _StreamFetcher:
             else:
                 self.dataset_iter.lose()
         try:
-            return guard.lost(None, place, error, bad)
+            return handler.handle(None, place, error, bad)
         except Exception as raised:
-            add_note(raised, stream_place(place, self._worker))
+            add_note(raised, describe_stream_sample(place, self._worker))
             raise

@@ -17,11 +17,11 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
-from asyncloader.workers.fetch.error_notes import add_note, sample_place
-from asyncloader.workers.fetch.sample_errors import LOST, BadSample, Guard, NoSamples
+from asyncloader.workers.fetch.error_notes import add_note, describe_sample
+from asyncloader.workers.fetch.sample_errors import DROPPED, BadSample, NoSamples, SampleErrorHandler
 from asyncloader.workers.fetch.seeding import SampleSeeder
 
-__all__ = ["GuardedMap", "fetches_single"]
+__all__ = ["TolerantMap", "fetches_single"]
 
 
 def fetches_single(dataset: Any) -> bool:
@@ -40,19 +40,21 @@ def fetches_single(dataset: Any) -> bool:
     return own is not None and own is not Dataset.__getitem__
 
 
-class GuardedMap:
+class TolerantMap:
     """Samples of a blocking map dataset.
 
     Args:
         dataset: the dataset.
-        guard: what becomes of samples that raise.
+        handler: what becomes of samples that raise.
         seeder: of the epoch; None in torch mode.
         replicas: difference of the positions of neighbouring samples.
     """
 
-    def __init__(self, dataset: Any, guard: Guard, seeder: SampleSeeder | None = None, replicas: int = 1) -> None:
+    def __init__(
+        self, dataset: Any, handler: SampleErrorHandler, seeder: SampleSeeder | None = None, replicas: int = 1
+    ) -> None:
         self._dataset = dataset
-        self._guard = guard
+        self._handler = handler
         self._seeder = seeder
         self._replicas = replicas
         self._single = fetches_single(dataset)
@@ -66,8 +68,8 @@ class GuardedMap:
         try:
             return self._make(index, position)
         except Exception as error:
-            sample = self._lost(index, position, None, error, bad)
-        if sample is LOST:
+            sample = self._on_sample_error(index, position, None, error, bad)
+        if sample is DROPPED:
             raise NoSamples
         return sample
 
@@ -104,15 +106,15 @@ class GuardedMap:
         position, item = first, -1
         for item, one in enumerate(index):
             if failure is not None:
-                sample = self._lost(one, position, item, failure, bad)
+                sample = self._on_sample_error(one, position, item, failure, bad)
             else:
                 try:
                     if seeder is not None and position is not None:
                         seeder.sample(position)
                     sample = dataset[one]
                 except Exception as error:
-                    sample = self._lost(one, position, item, error, bad)
-            if sample is not LOST:
+                    sample = self._on_sample_error(one, position, item, error, bad)
+            if sample is not DROPPED:
                 kept.append(sample)
             if position is not None:
                 position += self._replicas
@@ -125,12 +127,14 @@ class GuardedMap:
             self._seeder.sample(position)
         return self._dataset[index]
 
-    def _lost(self, index: Any, position: int | None, item: int | None, error: Exception, bad: list[BadSample]) -> Any:
+    def _on_sample_error(
+        self, index: Any, position: int | None, item: int | None, error: Exception, bad: list[BadSample]
+    ) -> Any:
         make = (lambda another: self._make(another, position)) if self._single else None
         if self._seeder is not None and position is not None:
             self._seeder.sample(position)
         try:
-            return self._guard.lost(index, position, error, bad, make)
+            return self._handler.handle(index, position, error, bad, make)
         except Exception as raised:
-            add_note(raised, sample_place(index, item, position))
+            add_note(raised, describe_sample(index, item, position))
             raise

@@ -19,9 +19,9 @@ from functools import partial
 from typing import Any
 
 from asyncloader.workers.fetch.batching import Batching
-from asyncloader.workers.fetch.error_notes import add_note, batch_place, sample_place
+from asyncloader.workers.fetch.error_notes import add_note, describe_batch, describe_sample
 from asyncloader.workers.fetch.guarded_fetch import fetches_single
-from asyncloader.workers.fetch.sample_errors import LOST, BadSample, Guard, NoSamples
+from asyncloader.workers.fetch.sample_errors import DROPPED, BadSample, NoSamples, SampleErrorHandler
 from asyncloader.workers.fetch.seeded_fetch import fetches_batches
 from asyncloader.workers.fetch.threads import JobThreads
 
@@ -42,7 +42,7 @@ class ThreadMapFetcher:
         self._how = how
         self._threads = threads
         self._decode = None if how.decoder is None else how.decoder.function
-        self._whole = how.auto_collation and fetches_batches(dataset)
+        self._batched_get = how.auto_collation and fetches_batches(dataset)
         self._single = fetches_single(dataset)
 
     async def fetch(self, index: Any, bad: list[BadSample] | None = None) -> Any:
@@ -72,7 +72,7 @@ class ThreadMapFetcher:
             places = list(index)
             if isinstance(index, Iterator):
                 index = places  # that was all that it gave
-            samples = await self._at_once(index, first, places) if self._whole else None
+            samples = await self._fetch_batched(index, first, places) if self._batched_get else None
         if samples is None:
             samples = await self._one_by_one(places, first, [], bad)
         elif isinstance(samples, Exception):
@@ -80,12 +80,12 @@ class ThreadMapFetcher:
                 samples = await self._one_by_one(places, first, [] if self._single else [samples], bad)
             finally:
                 del index  # an error refers to this frame
-        kept = [sample for sample in samples if sample is not LOST]
+        kept = [sample for sample in samples if sample is not DROPPED]
         if not kept and samples:
             raise NoSamples
         return kept if self._how.auto_collation else kept[0]
 
-    async def _at_once(self, index: Any, first: int | None, places: list[Any]) -> Any:
+    async def _fetch_batched(self, index: Any, first: int | None, places: list[Any]) -> Any:
         """What `__getitems__` gives, decoded; or its error, if a guard deals with that."""
         batch = _Batch(self._threads, 1)
         job = partial(self._make_batch, index, first)
@@ -106,10 +106,10 @@ class ThreadMapFetcher:
                 self._note(error, places, decoding.failed, first)
                 raise
         except Exception as error:
-            if self._how.guard is not None:
+            if self._how.handler is not None:
                 return error
             if batch.failed == 0:
-                add_note(error, batch_place(index))
+                add_note(error, describe_batch(index))
             raise
 
     def _make_batch(self, index: Any, first: int | None) -> Any:
@@ -125,25 +125,25 @@ class ThreadMapFetcher:
         self, places: list[Any], first: int | None, failure: list[Exception], bad: list[BadSample] | None
     ) -> list[Any]:
         """`failure` holds what all of them raised, if they cannot be told apart."""
-        guard, threads = self._how.guard, None if self._how.decoder is None else self._how.decoder.threads
+        handler, threads = self._how.handler, None if self._how.decoder is None else self._how.decoder.threads
         found: list[list[BadSample]] = [[] for _ in places]
         batch = _Batch(self._threads, len(places))
         jobs: list[Callable[[], None]] = []
         for item, index in enumerate(places):
             position = self._how.position(first, item)
-            lost: Callable[[Exception], Any] | None = None
-            if guard is not None:
-                lost = partial(self._lost, guard, index, position, item, found[item])
-            if failure and lost is not None:
-                make: Callable[[], Any] = partial(lost, failure[0])
+            handle: Callable[[Exception], Any] | None = None
+            if handler is not None:
+                handle = partial(self._on_sample_error, handler, index, position, item, found[item])
+            if failure and handle is not None:
+                make: Callable[[], Any] = partial(handle, failure[0])
             else:
                 make = partial(self._make, index, position, decode=threads is None)
             decode = None if threads is None or self._decode is None or failure else (threads, self._decode)
-            jobs.append(partial(batch.run, item, make, lost, decode))
+            jobs.append(partial(batch.run, item, make, handle, decode))
         try:
             return await batch.results(jobs)
         except Exception as error:
-            if guard is None:
+            if handler is None:
                 self._note(error, places, batch.failed, first)
             raise
         finally:
@@ -156,20 +156,26 @@ class ThreadMapFetcher:
         sample = self._dataset[index]
         return self._decode(sample) if decode and self._decode is not None else sample
 
-    def _lost(
-        self, guard: Guard, index: Any, position: int | None, item: int, bad: list[BadSample], error: Exception
+    def _on_sample_error(
+        self,
+        handler: SampleErrorHandler,
+        index: Any,
+        position: int | None,
+        item: int,
+        bad: list[BadSample],
+        error: Exception,
     ) -> Any:
         self._how.seed_sample(position)  # for what `on_error` draws
         make = (lambda another: self._make(another, position)) if self._single else None
         try:
-            return guard.lost(index, position, error, bad, make)
+            return handler.handle(index, position, error, bad, make)
         except Exception as raised:
-            add_note(raised, sample_place(index, item if self._how.auto_collation else None, position))
+            add_note(raised, describe_sample(index, item if self._how.auto_collation else None, position))
             raise
 
     def _note(self, error: BaseException, places: list[Any], item: int, first: int | None) -> None:
         if item >= 0:
-            place = sample_place(
+            place = describe_sample(
                 places[item] if item < len(places) else None,
                 item if self._how.auto_collation else None,
                 self._how.position(first, item),
@@ -216,20 +222,20 @@ class _Batch:
         self,
         item: int,
         make: Callable[[], Any],
-        lost: Callable[[Exception], Any] | None = None,
+        handle: Callable[[Exception], Any] | None = None,
         decode: tuple[JobThreads, Callable[[Any], Any]] | None = None,
     ) -> None:
         """A job, in a thread: make the item; then decode it, in a thread of another kind."""
         if self._over:
             return
-        self._carry_out(item, self._context.copy(), make, lost, decode)
+        self._carry_out(item, self._context.copy(), make, handle, decode)
 
     def _carry_out(
         self,
         item: int,
         context: Context,
         make: Callable[[], Any],
-        lost: Callable[[Exception], Any] | None,
+        handle: Callable[[Exception], Any] | None,
         decode: tuple[JobThreads, Callable[[Any], Any]] | None = None,
     ) -> None:
         if self._over:
@@ -238,19 +244,19 @@ class _Batch:
             try:
                 made = context.run(make)
             except Exception as error:
-                if lost is None:
+                if handle is None:
                     raise
-                made = context.run(lost, error)
+                made = context.run(handle, error)
                 decode = None  # a substitute comes decoded
         except BaseException as error:
-            self._threads.tell(self._failed, item, error)
+            self._threads.notify(self._failed, item, error)
             del error
             return
         if decode is None:
-            self._threads.tell(self._made, item, made)
+            self._threads.notify(self._made, item, made)
         else:
             threads, function = decode
-            threads.put(partial(self._carry_out, item, context, partial(function, made), lost))
+            threads.put(partial(self._carry_out, item, context, partial(function, made), handle))
 
     def _made(self, item: int, sample: Any) -> None:
         if self._over or self._done is None:

@@ -23,9 +23,9 @@ from asyncloader.workers.fetch.context import DatasetContext
 from asyncloader.workers.fetch.dataset_state import Bookmark, Cursor
 from asyncloader.workers.fetch.decoding import DecodedMap, Decoder
 from asyncloader.workers.fetch.factory import is_concurrent, make_async_fetcher, make_blocking_fetcher
-from asyncloader.workers.fetch.sample_errors import BadSample, Guard, NoSamples
+from asyncloader.workers.fetch.sample_errors import BadSample, NoSamples, SampleErrorHandler
 from asyncloader.workers.fetch.seeded_fetch import SeededAsyncIterator, SeededIterator, SeededMapFetcher
-from asyncloader.workers.fetch.seeding import GlobalWatch, SampleSeeder, global_generators_kept
+from asyncloader.workers.fetch.seeding import GlobalDrawCheck, SampleSeeder, global_generators_kept
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.fetch.stream_async import LaneFetcher
 from asyncloader.workers.fetch.threads import JobThreads
@@ -75,8 +75,8 @@ class Reader:
         self._fetcher: Any = None
         self._stream: SeededIterator | SeededAsyncIterator | LaneFetcher | None = None
         self._start: EpochStart | None = None
-        self._watch = GlobalWatch() if in_worker and self.asynchronous and setup.seeded is not None else None
-        self._turn = asyncio.Lock()
+        self._watch = GlobalDrawCheck() if in_worker and self.asynchronous and setup.seeded is not None else None
+        self._lock = asyncio.Lock()
         self._ready = False  # the asynchronous dataset has begun
         self._failure: StateError | None = None
         self._stream_index = None if setup.batch_size is None else range(setup.batch_size)
@@ -125,7 +125,7 @@ class Reader:
         self._bookmark = Bookmark(self.dataset, self._every)
         seeder = self._seeder(start.epoch, concurrent=self.asynchronous)
         set_epoch = getattr(self.dataset, "set_epoch", None)
-        if start.told and callable(set_epoch):  # this copy has not heard what the consumer's was told
+        if start.epoch_set and callable(set_epoch):  # this copy has not heard what the consumer's was told
             set_epoch(start.epoch)
         if seeder is not None and setup.iterable:
             seeder.batch(-1)  # for what `__iter__` draws
@@ -166,10 +166,10 @@ class Reader:
 
     def _make_fetcher(self, start: EpochStart, seeder: SampleSeeder | None) -> Any:
         setup, seeded, epoch = self._setup, self._setup.seeded, start.epoch
-        guard = None
+        handler = None
         if setup.policy is not None:
             awaited = self.asynchronous and self._threads is None
-            guard = Guard(setup.policy, self._worker_id, epoch, asynchronous=awaited)
+            handler = SampleErrorHandler(setup.policy, self._worker_id, epoch, asynchronous=awaited)
         read = 0
         if start.cursor is not None:  # in torch mode samples are not counted, but each has a place in its batch
             read = start.cursor.samples or start.cursor.batches * (setup.batch_size or 1)
@@ -189,7 +189,7 @@ class Reader:
                     self._collate,
                     setup.drop_last,
                     seeding,
-                    guard,
+                    handler,
                     self._decoder,
                     self._worker_id,
                 ),
@@ -204,7 +204,7 @@ class Reader:
             if setup.decode is not None:
                 dataset = DecodedMap(dataset, setup.decode, one_by_one=True, seeder=seeder, replicas=seeded.replicas)
             return SeededMapFetcher(
-                dataset, setup.auto_collation, self._collate, seeder, seeded.replicas, seeded.seed_collate, guard
+                dataset, setup.auto_collation, self._collate, seeder, seeded.replicas, seeded.seed_collate, handler
             )
         return make_blocking_fetcher(
             self.dataset,
@@ -212,7 +212,7 @@ class Reader:
             auto_collation=setup.auto_collation,
             collate=self._collate,
             drop_last=setup.drop_last,
-            guard=guard,
+            handler=handler,
             worker=self._worker_id,
             read=read,
             decode=setup.decode,
@@ -261,18 +261,18 @@ class Reader:
         """`fetch` for an asynchronous dataset. StopAsyncIteration at its end."""
         if not self._setup.iterable:
             if not self._ready:
-                async with self._turn:
+                async with self._lock:
                     await self._ensure_begun()
             return await self._fetcher.fetch(index, bad)
         # Held over both: a task that came when the beginning was over must not overtake those that waited for it.
-        async with self._turn:
+        async with self._lock:
             await self._ensure_begun()
             return await self._fetcher.fetch(self._stream_index, bad)
 
     async def samples(self, index: Any, bad: list[BadSample] | None = None) -> Any:
         """What `collated` makes the batch of: for who collates at another time. Of an `asynchronous` map dataset."""
         if not self._ready:
-            async with self._turn:
+            async with self._lock:
                 await self._ensure_begun()
         return await self._fetcher.samples(index, bad)
 

@@ -1,9 +1,9 @@
 """Samples that raise, and what becomes of them: left out, replaced, or substituted by others.
 
 Data path: worker: fetch -> [bad_samples] -> collate. Only where `on_error` is not "raise"; otherwise no fetcher has a
-`Guard`.
+`SampleErrorHandler`.
 
-A fetcher tells its guard of each sample that raised, and gets a substitute, or `LOST`. What happened is recorded in a
+A fetcher tells its guard of each sample that raised, and gets a substitute, or `DROPPED`. What happened is recorded in a
 list that the caller of `fetch` gave: batches that are fetched concurrently have lists of their own, and the records are
 there whichever way the fetch ends. Errors of collation belong to no sample, and are not for the guard.
 """
@@ -22,26 +22,26 @@ from asyncloader.workers.fetch.seeding import derive
 
 __all__ = [
     "ATTEMPTS",
+    "DROPPED",
     "ERROR_CHARACTERS",
-    "LOST",
     "TRACEBACK_CHARACTERS",
     "BadSample",
     "ErrorPolicy",
-    "Guard",
     "NoSamples",
-    "StreamGuard",
-    "places_lost",
+    "SampleErrorHandler",
+    "StreamErrors",
+    "dropped_count",
     "substitute_index",
 ]
 
 ATTEMPTS = 16
 """Substitutes that are tried for one sample."""
-ROW = 1000
+MAX_CONSECUTIVE = 1000
 """Failures of a stream one after the other, after which it is given up."""
 ERROR_CHARACTERS = 1000
 TRACEBACK_CHARACTERS = 16_000
 
-LOST: Any = object()
+DROPPED: Any = object()
 """In place of a sample that is left out."""
 
 
@@ -72,7 +72,7 @@ class BadSample(NamedTuple):
     substitute: Any
 
 
-def places_lost(records: Sequence[BadSample]) -> int:
+def dropped_count(records: Sequence[BadSample]) -> int:
     """How many samples fewer a batch has for these records of it."""
     skipped = [record.position for record in records if record.action == "skipped"]
     if None in skipped:
@@ -115,7 +115,7 @@ def substitute_index(seed: int, epoch: int, position: int, attempt: int, length:
     return derive(seed, "refill", epoch, position, attempt) % length
 
 
-class Guard:
+class SampleErrorHandler:
     """Applies a policy in one worker and epoch.
 
     Args:
@@ -134,9 +134,9 @@ class Guard:
         self._seed, self._epoch, self._length = policy.seed or 0, epoch, policy.length or 0
         self._refills = policy.refill and self._ask is None and self._length > 0
         if not asynchronous and inspect.iscoroutinefunction(self._ask):
-            raise _not_awaited()
+            raise _coroutine_error()
 
-    def lost(
+    def handle(
         self,
         index: Any,
         position: int | None,
@@ -154,7 +154,7 @@ class Guard:
             make: makes the sample of another index in this place; None where that cannot be.
 
         Returns:
-            What takes its place, or `LOST`.
+            What takes its place, or `DROPPED`.
 
         Raises:
             Exception: what the `on_error` function raised, with `error` as its cause.
@@ -165,9 +165,9 @@ class Guard:
                 if inspect.isawaitable(sample):
                     if inspect.iscoroutine(sample):
                         sample.close()
-                    raise _not_awaited()
+                    raise _coroutine_error()
             except Exception as raised:
-                _caused(raised, error)
+                _set_cause(raised, error)
                 raise
             bad.append(self._record(index, position, error, "replaced"))
             return sample
@@ -182,9 +182,9 @@ class Guard:
             bad += [self._record(index, position, error, "refilled", substitute), *failed]
             return sample
         bad += [self._record(index, position, error, "skipped"), *failed]
-        return LOST
+        return DROPPED
 
-    async def lost_async(
+    async def handle_async(
         self,
         index: Any,
         position: int | None,
@@ -192,14 +192,14 @@ class Guard:
         bad: list[BadSample],
         make: Callable[[Any], Awaitable[Any]] | None = None,
     ) -> Any:
-        """`lost`, where `make` and the `on_error` function are awaited."""
+        """`handle`, where `make` and the `on_error` function are awaited."""
         if self._ask is not None:
             try:
                 sample = self._ask(index, error)
                 if inspect.isawaitable(sample):
                     sample = await sample
             except Exception as raised:
-                _caused(raised, error)
+                _set_cause(raised, error)
                 raise
             bad.append(self._record(index, position, error, "replaced"))
             return sample
@@ -214,7 +214,7 @@ class Guard:
             bad += [self._record(index, position, error, "refilled", substitute), *failed]
             return sample
         bad += [self._record(index, position, error, "skipped"), *failed]
-        return LOST
+        return DROPPED
 
     def _substitutes(self, position: int | None, possible: bool) -> list[int]:
         if not self._refills or not possible or position is None:
@@ -228,7 +228,7 @@ class Guard:
         return BadSample(index, position, self.worker, os.getpid(), text, trace, action, substitute)
 
 
-class StreamGuard:
+class StreamErrors:
     """Sees to it that a stream which raises makes progress, and that its end is one.
 
     A generator is over once it has raised. So when an exception has come out of a generator, and the next thing is the
@@ -237,28 +237,28 @@ class StreamGuard:
     """
 
     def __init__(self) -> None:
-        self._row = 0
+        self._consecutive = 0
         self._next = -1  # place after the last failure
-        self._dead: Exception | None = None
+        self._generator_error: Exception | None = None
 
     def failed(self, error: Exception, place: int) -> bool:
         """The sample at `place` raised. Whether that is enough: raise the error then."""
-        self._row = self._row + 1 if place == self._next else 1
+        self._consecutive = self._consecutive + 1 if place == self._next else 1
         self._next = place + 1
-        self._dead = error if _left_a_generator(error) else None
-        if self._row < ROW:
+        self._generator_error = error if _left_a_generator(error) else None
+        if self._consecutive < MAX_CONSECUTIVE:
             return False
         add_note(
             error,
-            f"The stream has raised {self._row} times in a row, and on_error gives it up. If its iterator cannot go "
+            f"The stream has raised {self._consecutive} times in a row, and on_error gives it up. If its iterator cannot go "
             "on after an exception, it should raise StopIteration.",
         )
-        self._row = 0
+        self._consecutive = 0
         return True
 
     def ended(self, place: int) -> Exception | None:
         """The end came where the sample at `place` should be: the exception to be raised if it is none."""
-        dead, self._dead = self._dead, None
+        dead, self._generator_error = self._generator_error, None
         if dead is None or place != self._next:
             return None
         add_note(
@@ -297,12 +297,12 @@ def _texts(error: Exception) -> tuple[str, str]:
     return text[:ERROR_CHARACTERS], trace[-TRACEBACK_CHARACTERS:]
 
 
-def _caused(raised: Exception, error: Exception) -> None:
+def _set_cause(raised: Exception, error: Exception) -> None:
     if raised is not error and raised.__cause__ is None:
         raised.__cause__ = error
 
 
-def _not_awaited() -> TypeError:
+def _coroutine_error() -> TypeError:
     return TypeError(
         "on_error gives a coroutine, but the dataset is not asynchronous, so nobody awaits it: give a plain function, "
         "or a dataset with `async def __getitem__`"

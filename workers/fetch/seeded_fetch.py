@@ -17,9 +17,9 @@ from typing import Any
 
 from torch.utils.data import StackDataset, Subset
 
-from asyncloader.workers.fetch.error_notes import add_note, batch_place, collation_place, sample_place
-from asyncloader.workers.fetch.guarded_fetch import GuardedMap
-from asyncloader.workers.fetch.sample_errors import BadSample, Guard
+from asyncloader.workers.fetch.error_notes import add_note, describe_batch, describe_collation, describe_sample
+from asyncloader.workers.fetch.guarded_fetch import TolerantMap
+from asyncloader.workers.fetch.sample_errors import BadSample, SampleErrorHandler
 from asyncloader.workers.fetch.seeding import SampleSeeder
 
 __all__ = ["SeededAsyncIterator", "SeededIterator", "SeededMapFetcher", "fetches_batches"]
@@ -45,7 +45,7 @@ class SeededMapFetcher:
         seeder: of the epoch.
         replicas: difference of the positions of neighbouring samples.
         seed_collate: whether `collate` may draw random numbers.
-        guard: what becomes of samples that raise; None: they fail their batch.
+        handler: what becomes of samples that raise; None: they fail their batch.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class SeededMapFetcher:
         seeder: SampleSeeder,
         replicas: int,
         seed_collate: bool,
-        guard: Guard | None = None,
+        handler: SampleErrorHandler | None = None,
     ) -> None:
         self._dataset = dataset
         self._auto_collation = auto_collation
@@ -64,8 +64,8 @@ class SeededMapFetcher:
         self._seeder = seeder
         self._replicas = replicas
         self._seed_collate = seed_collate
-        self._whole = auto_collation and fetches_batches(dataset)
-        self._guarded = None if guard is None else GuardedMap(dataset, guard, seeder, replicas)
+        self._batched_get = auto_collation and fetches_batches(dataset)
+        self._tolerant = None if handler is None else TolerantMap(dataset, handler, seeder, replicas)
 
     def fetch(self, possibly_batched_index: Any, bad: list[BadSample] | None = None) -> Any:
         """The batch. `bad` gets records of samples that raised.
@@ -75,25 +75,25 @@ class SeededMapFetcher:
         """
         first, index = possibly_batched_index
         data: Any
-        if self._guarded is not None:
+        if self._tolerant is not None:
             bad = [] if bad is None else bad
             if self._auto_collation:
-                data = self._guarded.samples(index, first, bad, whole=self._whole)
+                data = self._tolerant.samples(index, first, bad, whole=self._batched_get)
             else:
-                data = self._guarded.sample(index, first, bad)
+                data = self._tolerant.sample(index, first, bad)
         elif not self._auto_collation:
             self._seeder.sample(first)
             try:
                 data = self._dataset[index]
             except Exception as error:
-                add_note(error, sample_place(index, None, first))
+                add_note(error, describe_sample(index, None, first))
                 raise
-        elif self._whole:
+        elif self._batched_get:
             self._seeder.batch(first)
             try:
                 data = self._dataset.__getitems__(index)
             except Exception as error:
-                add_note(error, batch_place(index))
+                add_note(error, describe_batch(index))
                 raise
         else:
             data = self._samples(first, index)
@@ -102,7 +102,7 @@ class SeededMapFetcher:
         try:
             return self._collate(data)
         except Exception as error:
-            add_note(error, collation_place(index, batched=self._auto_collation))
+            add_note(error, describe_collation(index, batched=self._auto_collation))
             raise
 
     def _samples(self, first: int, index: Any) -> list[Any]:
@@ -114,7 +114,7 @@ class SeededMapFetcher:
             try:
                 data.append(dataset[one])
             except Exception as error:
-                add_note(error, sample_place(one, len(data), position))
+                add_note(error, describe_sample(one, len(data), position))
                 raise
             position += self._replicas
         return data

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["GlobalWatch", "SampleRng", "SampleSeeder", "derive", "global_generators_kept", "sample_rng"]
+__all__ = ["GlobalDrawCheck", "SampleRng", "SampleSeeder", "derive", "global_generators_kept", "sample_rng"]
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -171,7 +171,7 @@ def global_generators_kept() -> Generator[None]:
         _present.set(outer)
 
 
-class GlobalWatch:
+class GlobalDrawCheck:
     """Warns once when code that runs concurrently draws from the process-global generators, which cannot be exact."""
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ class EpochStart(NamedTuple):
     Attributes:
         shared_seed: the seed that all workers and ranks share, for torch's datapipes; None for other datasets.
         epoch: its number.
-        told: whether the consumer's copy of the dataset was told it: always in seeded mode, else if the user did.
+        epoch_set: whether the consumer's copy of the dataset was told it: always in seeded mode, else if the user did.
         cursor: where its copy of the dataset stood; None for the beginning.
         skip: batches to be read and dropped after that.
         made: batches that were made until then, where `skip` counts those that raised, too: they raise again, and are
@@ -42,7 +42,7 @@ class EpochStart(NamedTuple):
 
     shared_seed: int | None = None
     epoch: int = 0
-    told: bool = False
+    epoch_set: bool = False
     cursor: Cursor | None = None
     skip: int = 0
     made: int | None = None
@@ -72,7 +72,7 @@ class WorkerSetup(NamedTuple):
     """The pool's number for the epoch in which the worker begins; more than 0 for a replacement in a later one."""
     memory_limit: int | None = None
     """Bytes of private memory that a worker may grow by before it is replaced."""
-    handover: bytes = b""
+    rng_state: bytes = b""
     """The random numbers' state of the worker that this one replaces, if that could still give it."""
     replays: bool = False
     """A stream without a state may be read again from its beginning."""

@@ -25,19 +25,19 @@ from typing import Any, NamedTuple, Protocol
 
 from asyncloader.workers.fetch.batching import Batching
 from asyncloader.workers.fetch.decoding import Decoder
-from asyncloader.workers.fetch.error_notes import add_note, stream_collation_place, stream_place
-from asyncloader.workers.fetch.sample_errors import LOST, BadSample, Guard, NoSamples, StreamGuard
+from asyncloader.workers.fetch.error_notes import add_note, describe_stream_collation, describe_stream_sample
+from asyncloader.workers.fetch.sample_errors import DROPPED, BadSample, NoSamples, SampleErrorHandler, StreamErrors
 from asyncloader.workers.fetch.seeded_fetch import SeededAsyncIterator
 
 __all__ = [
     "AsyncStreamFetcher",
     "LaneFetcher",
     "LaneLike",
-    "TurnFetcher",
+    "SerializedFetcher",
 ]
 
 
-class TurnFetcher(ABC):
+class SerializedFetcher(ABC):
     """Reads batches from a stream. Tasks of one worker read it one after the other, in their order.
 
     Args:
@@ -54,7 +54,7 @@ class TurnFetcher(ABC):
         self._how = how
         self.samples = read
         """Samples that were read from the stream."""
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def fetch(self, index: Sequence[Any] | None, bad: list[BadSample] | None = None) -> Any:
         """The next batch. `bad` gets records of samples that raised.
@@ -63,7 +63,7 @@ class TurnFetcher(ABC):
             StopAsyncIteration: the stream is over.
             NoSamples: the guard left all samples of the batch out.
         """
-        async with self._turn:
+        async with self._lock:
             if self.ended:
                 raise StopAsyncIteration
             first, size = self.samples, 1
@@ -77,7 +77,7 @@ class TurnFetcher(ABC):
                     return self.collate_fn(data)
                 return self._how.seeding.collated(self.collate_fn, self._seeds_drawn(), data)
             except Exception as error:
-                add_note(error, stream_collation_place(first, self.samples, self._how.worker))
+                add_note(error, describe_stream_collation(first, self.samples, self._how.worker))
                 raise
 
     @abstractmethod
@@ -89,7 +89,7 @@ class TurnFetcher(ABC):
         return self.samples
 
 
-class _Read(NamedTuple):
+class _ReadSample(NamedTuple):
     """A sample that was read, and is not decoded yet: a future of the decoded one where a thread is at it."""
 
     place: int
@@ -97,12 +97,12 @@ class _Read(NamedTuple):
     context: Context
 
 
-class AsyncStreamFetcher(TurnFetcher):
-    """Reads an asynchronous iterable dataset, which `stream` is the iterator of. The arguments are `TurnFetcher`'s."""
+class AsyncStreamFetcher(SerializedFetcher):
+    """Reads an asynchronous iterable dataset, which `stream` is the iterator of. The arguments are `SerializedFetcher`'s."""
 
     def __init__(self, stream: AsyncIterator[Any], how: Batching, read: int) -> None:
         super().__init__(stream, how, read)
-        self._progress = StreamGuard()
+        self._progress = StreamErrors()
 
     def _seeds_drawn(self) -> int:
         return int(getattr(self.dataset_iter, "samples", 0))
@@ -120,12 +120,12 @@ class AsyncStreamFetcher(TurnFetcher):
                     break
                 except Exception as error:
                     place = self.samples
-                    if self._how.guard is None or self._progress.failed(error, place):
-                        add_note(error, stream_place(place, self._how.worker))
+                    if self._how.handler is None or self._progress.failed(error, place):
+                        add_note(error, describe_stream_sample(place, self._how.worker))
                         raise
                     self.samples += 1
-                    sample = await self._lost(self._how.guard, place, error, bad, read=False)
-                    if sample is not LOST:
+                    sample = await self._on_sample_error(self._how.handler, place, error, bad, read=False)
+                    if sample is not DROPPED:
                         data.append(sample)
                 else:
                     self.samples += 1
@@ -139,30 +139,30 @@ class AsyncStreamFetcher(TurnFetcher):
                 finally:
                     del dead  # it refers to this frame
             if self.ended and len(data) < size and self._how.drop_last:
-                _give_up(data)
+                _cancel_decoding(data)
                 data = []
             elif self._how.decoder is not None:
                 data = await self._decoded(self._how.decoder, data, bad)
         except BaseException:
-            _give_up(data)
+            _cancel_decoding(data)
             raise
-        bad[before:] = sorted(bad[before:], key=_by_place)
+        bad[before:] = sorted(bad[before:], key=_by_position)
         if data or not size:
             return data
         if len(bad) > before or not self.ended:
             raise NoSamples
         raise StopAsyncIteration
 
-    def _begin_decoding(self, decoder: Decoder, sample: Any) -> _Read:
+    def _begin_decoding(self, decoder: Decoder, sample: Any) -> _ReadSample:
         context = copy_context()  # with the sample's random numbers: the next one gets others
         if decoder.threads is not None:
             sample = decoder.threads.call(decoder.function, sample, context)
-        return _Read(self.samples - 1, sample, context)
+        return _ReadSample(self.samples - 1, sample, context)
 
     async def _decoded(self, decoder: Decoder, data: list[Any], bad: list[BadSample]) -> list[Any]:
         kept: list[Any] = []
         for item in data:
-            if not isinstance(item, _Read):
+            if not isinstance(item, _ReadSample):
                 kept.append(item)  # what `on_error` gave for a sample that could not be read
                 continue
             try:
@@ -171,15 +171,17 @@ class AsyncStreamFetcher(TurnFetcher):
                 else:
                     sample = await decoder.decode(item.sample, item.context)
             except Exception as error:
-                if self._how.guard is None:
-                    add_note(error, stream_place(item.place, self._how.worker))
+                if self._how.handler is None:
+                    add_note(error, describe_stream_sample(item.place, self._how.worker))
                     raise
-                sample = await self._lost(self._how.guard, item.place, error, bad, read=True)
-            if sample is not LOST:
+                sample = await self._on_sample_error(self._how.handler, item.place, error, bad, read=True)
+            if sample is not DROPPED:
                 kept.append(sample)
         return kept
 
-    async def _lost(self, guard: Guard, place: int, error: Exception, bad: list[BadSample], *, read: bool) -> Any:
+    async def _on_sample_error(
+        self, handler: SampleErrorHandler, place: int, error: Exception, bad: list[BadSample], *, read: bool
+    ) -> Any:
         """`read`: it had its number in the stream already."""
         if isinstance(self.dataset_iter, SeededAsyncIterator):
             if read:
@@ -187,26 +189,26 @@ class AsyncStreamFetcher(TurnFetcher):
             else:
                 self.dataset_iter.lose()
         try:
-            return await guard.lost_async(None, place, error, bad)
+            return await handler.handle_async(None, place, error, bad)
         except Exception as raised:
-            add_note(raised, stream_place(place, self._how.worker))
+            add_note(raised, describe_stream_sample(place, self._how.worker))
             raise
 
 
-def _give_up(data: list[Any]) -> None:
+def _cancel_decoding(data: list[Any]) -> None:
     """What is being decoded will not be used: what has not begun need not."""
     for item in data:
-        if isinstance(item, _Read) and isinstance(item.sample, asyncio.Future):
-            item.sample.add_done_callback(_heard)
+        if isinstance(item, _ReadSample) and isinstance(item.sample, asyncio.Future):
+            item.sample.add_done_callback(_retrieve_error)
             item.sample.cancel()
 
 
-def _heard(future: asyncio.Future[Any]) -> None:
+def _retrieve_error(future: asyncio.Future[Any]) -> None:
     if not future.cancelled():
         future.exception()
 
 
-def _by_place(record: BadSample) -> int:
+def _by_position(record: BadSample) -> int:
     return -1 if record.position is None else record.position
 
 
@@ -235,8 +237,8 @@ class LaneLike(Protocol):
         ...
 
 
-class LaneFetcher(TurnFetcher):
-    """Reads batches from a lane, which stands for `dataset_iter`. The arguments are `TurnFetcher`'s."""
+class LaneFetcher(SerializedFetcher):
+    """Reads batches from a lane, which stands for `dataset_iter`. The arguments are `SerializedFetcher`'s."""
 
     dataset_iter: LaneLike
 
@@ -299,12 +301,12 @@ class LaneFetcher(TurnFetcher):
         if place is None:
             place, self.samples = self.samples, self.samples + 1
         try:
-            if self._how.guard is None:
+            if self._how.handler is None:
                 raise error
             self._how.seed_sample(place)
-            sample = await self._how.guard.lost_async(None, place, error, bad)
+            sample = await self._how.handler.handle_async(None, place, error, bad)
         except Exception as raised:
-            add_note(raised, stream_place(place, self._how.worker))
+            add_note(raised, describe_stream_sample(place, self._how.worker))
             raise
-        if sample is not LOST:
+        if sample is not DROPPED:
             data.append(sample)

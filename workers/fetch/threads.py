@@ -27,7 +27,7 @@ _Job = Callable[[], None]
 class JobThreads:
     """At most `threads` threads, started as they are needed; they end with `close`, or when nobody has this object.
 
-    Used in one loop's thread, but for `put` and `tell`, which any may call.
+    Used in one loop's thread, but for `put` and `notify`, which any may call.
 
     Args:
         threads: how many, at least 1.
@@ -40,7 +40,7 @@ class JobThreads:
         self._started = 0
         self._closed = False
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._told: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._notices: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._woken = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()  # for starting threads: jobs may be put from several
@@ -83,19 +83,19 @@ class JobThreads:
             while (job := self._jobs.get_nowait()) is not None:
                 job()
 
-    def tell(self, function: Callable[..., None], *args: Any) -> None:
+    def notify(self, function: Callable[..., None], *args: Any) -> None:
         """Have the loop call `function`. From a thread; a loop that is closed is told nothing."""
-        # Appended first, and looked at after the flag was cleared (`_hear`): what comes between is not missed.
-        self._told.append((function, args))
+        # Appended first, and looked at after the flag was cleared (`_drain_notices`): what comes between is not missed.
+        self._notices.append((function, args))
         loop = self._loop
         if not self._woken and loop is not None:
             self._woken = True
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._hear)
+                loop.call_soon_threadsafe(self._drain_notices)
 
-    def _hear(self) -> None:
+    def _drain_notices(self) -> None:
         self._woken = False
-        told = self._told
+        told = self._notices
         while told:
             function, args = told.popleft()
             function(*args)
@@ -118,10 +118,10 @@ class JobThreads:
             try:
                 result = inner.run(function, argument)
             except BaseException as error:
-                self.tell(_failed, future, error)
+                self.notify(_failed, future, error)
                 del error
             else:
-                self.tell(_done, future, result)
+                self.notify(_done, future, result)
 
         self.put(job)
         return future

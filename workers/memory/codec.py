@@ -32,11 +32,11 @@ from asyncloader.workers.memory.layout import align
 from asyncloader.workers.memory.leaves import (
     DTYPE_CODE,
     DTYPES,
+    LEAF_SPECS,
     NUMPY_BY_CODE,
-    PLACES,
     Dense,
     Leaf,
-    Place,
+    LeafSpec,
     Raw,
     Storage,
     Strided,
@@ -117,15 +117,15 @@ class Encoder:
 
     def _lay_out(self, structure: bytes) -> Encoded:
         offset = 0
-        places: list[tuple[int, Place]] = []
+        specs: list[tuple[int, LeafSpec]] = []
         writes: list[tuple[Callable[[mmap.mmap, int], None], int]] = []
         for shared in self._shared.values():
             shared.offset = offset
             writes.append((shared.write, offset))
             offset = align(offset + shared.nbytes)
         for leaf in self._leaves:
-            place = leaf.place(offset)
-            places.append((PLACES.index(type(place)), place))
+            spec = leaf.spec(offset)
+            specs.append((LEAF_SPECS.index(type(spec)), spec))
             if leaf.write is not None:
                 writes.append((leaf.write, offset))
                 offset = align(offset + leaf.nbytes)
@@ -134,7 +134,7 @@ class Encoder:
             inside = offset
             writes.append((_raw_writer(memoryview(structure)), offset))
             offset = align(offset + len(structure))
-        table = (tuple((kind, tuple(place)) for kind, place in places), inside, len(structure))
+        table = (tuple((kind, tuple(spec)) for kind, spec in specs), inside, len(structure))
         head = pickle.dumps(table, protocol=5)
         template = len(head).to_bytes(4, "little") + head + (structure if inside < 0 else b"")
         return Encoded(template, offset, writes, len(structure))
@@ -162,10 +162,10 @@ class Encoder:
         code, stride, shape = DTYPE_CODE[tensor.dtype], tensor.stride(), tuple(tensor.shape)
         start = int(tensor.storage_offset()) * tensor.element_size()
 
-        def place(_: int) -> Place:
-            return shared.place(start, code, shape, stride, tensor)
+        def spec(_: int) -> LeafSpec:
+            return shared.spec(start, code, shape, stride, tensor)
 
-        return _leaf, (self.placeholder(Leaf(0, place, None)),)
+        return _leaf, (self.placeholder(Leaf(0, spec, None)),)
 
     def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
         if storage.device.type != "cpu":
@@ -212,9 +212,9 @@ class _SharedStorage:
         reach = sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         self.include(first, first + (reach + 1) * item)
 
-    def place(
+    def spec(
         self, start: int, code: int, shape: tuple[int, ...], stride: tuple[int, ...], tensor: torch.Tensor
-    ) -> Place:
+    ) -> LeafSpec:
         if tensor.numel() == 0:
             return Strided(-1, 0, code, shape, stride, 0)
         if self.count == 1 and tensor.is_contiguous():
@@ -267,26 +267,26 @@ class Template:
         ValueError: these bytes are no template.
     """
 
-    __slots__ = ("_extent", "_inside", "_places", "_simple", "_size", "_structure")
+    __slots__ = ("_extent", "_inside", "_simple", "_size", "_specs", "_structure")
 
     def __init__(self, template: bytes) -> None:
         size = int.from_bytes(template[:4], "little")
         try:
             if len(template) < 4 + size:
                 raise ValueError(f"{len(template)} bytes with a table of {size}")
-            places, inside, length = pickle.loads(template[4 : 4 + size])
-            self._places: tuple[Place, ...] = tuple(PLACES[kind](*values) for kind, values in places)
+            specs, inside, length = pickle.loads(template[4 : 4 + size])
+            self._specs: tuple[LeafSpec, ...] = tuple(LEAF_SPECS[kind](*values) for kind, values in specs)
             self._inside, self._size = int(inside), int(length)
-            self._extent = extent((*self._places, Raw(max(0, self._inside), self._size if self._inside >= 0 else 0)))
+            self._extent = extent((*self._specs, Raw(max(0, self._inside), self._size if self._inside >= 0 else 0)))
         except Exception as error:
             raise ValueError(f"a worker's answer is broken: its template cannot be read ({error})") from error
         self._structure = template[4 + size :]
         self._simple = tuple(
             (NUMPY_BY_CODE[p.dtype], p.shape, p.offset)
-            for p in self._places
+            for p in self._specs
             if type(p) is Dense and NUMPY_BY_CODE[p.dtype] is not None and p.numel
         )
-        if len(self._simple) != len(self._places):
+        if len(self._simple) != len(self._specs):
             self._simple = ()
 
     def build(self, anchor: Memory | None) -> Any:
@@ -309,31 +309,31 @@ class Template:
             leaves: list[Any] = [from_numpy(ndarray(s, d, anchor, o)) for d, s, o in self._simple]  # type: ignore[arg-type]
         else:
             storages: dict[int, torch.UntypedStorage] = {}
-            leaves = [_build_leaf(place, anchor, storages) for place in self._places]
+            leaves = [_build_leaf(spec, anchor, storages) for spec in self._specs]
         return pickle.loads(structure, buffers=leaves)
 
 
-def _build_leaf(place: Place, anchor: Memory | None, storages: dict[int, torch.UntypedStorage]) -> Any:
-    if isinstance(place, Dense):
-        dtype = DTYPES[place.dtype]
-        if not place.numel:
-            return torch.empty(place.shape, dtype=dtype)
+def _build_leaf(spec: LeafSpec, anchor: Memory | None, storages: dict[int, torch.UntypedStorage]) -> Any:
+    if isinstance(spec, Dense):
+        dtype = DTYPES[spec.dtype]
+        if not spec.numel:
+            return torch.empty(spec.shape, dtype=dtype)
         assert anchor is not None
-        return torch.frombuffer(anchor, dtype=dtype, count=place.numel, offset=place.offset).view(place.shape)
-    if isinstance(place, Strided):
-        dtype = DTYPES[place.dtype]
-        if place.offset < 0:
-            return torch.empty_strided(place.shape, place.stride, dtype=dtype)
-        storage = _build_storage(place, anchor, storages)
-        return torch.empty(0, dtype=dtype).set_(storage, place.first, place.shape, place.stride)
-    if isinstance(place, Storage):
-        whole = _build_storage(place, anchor, storages)
+        return torch.frombuffer(anchor, dtype=dtype, count=spec.numel, offset=spec.offset).view(spec.shape)
+    if isinstance(spec, Strided):
+        dtype = DTYPES[spec.dtype]
+        if spec.offset < 0:
+            return torch.empty_strided(spec.shape, spec.stride, dtype=dtype)
+        storage = _build_storage(spec, anchor, storages)
+        return torch.empty(0, dtype=dtype).set_(storage, spec.first, spec.shape, spec.stride)
+    if isinstance(spec, Storage):
+        whole = _build_storage(spec, anchor, storages)
         whole.__class__ = _PickledStorage
         return whole
-    if not place.nbytes:
+    if not spec.nbytes:
         return bytearray()
     assert anchor is not None
-    return _bytes(anchor, place.offset, place.nbytes)
+    return _bytes(anchor, spec.offset, spec.nbytes)
 
 
 def _bytes(anchor: Memory, offset: int, nbytes: int) -> memoryview:
@@ -352,14 +352,14 @@ class _PickledStorage(torch.UntypedStorage):
 
 
 def _build_storage(
-    place: Strided | Storage, anchor: Memory | None, storages: dict[int, torch.UntypedStorage]
+    spec: Strided | Storage, anchor: Memory | None, storages: dict[int, torch.UntypedStorage]
 ) -> torch.UntypedStorage:
     """One storage for all leaves that lie at the same offset; an empty one is nobody else's."""
-    if not place.nbytes:
+    if not spec.nbytes:
         return torch.UntypedStorage(0)
-    storage = storages.get(place.offset)
+    storage = storages.get(spec.offset)
     if storage is None:
-        storage = storages[place.offset] = _bytes_tensor(anchor, place.offset, place.nbytes).untyped_storage()
+        storage = storages[spec.offset] = _bytes_tensor(anchor, spec.offset, spec.nbytes).untyped_storage()
     return storage
 
 

@@ -84,7 +84,7 @@ class Collator:
             RuntimeError, TypeError: as torch's `default_collate` does, in its words. Samples of different shapes are
                 found when the batch is written.
         """
-        straight = bool(samples) and _shows_placeholders_to_nobody(samples[0])
+        straight = bool(samples) and _only_stores_values(samples[0])
         try:
             batch = torch_collate.collate(samples, collate_fn_map=self._map if straight else self._private)
             return self._encoder.encode(batch)
@@ -174,7 +174,7 @@ class Collator:
         return self._encoder.placeholder(dense_leaf(shape, dtype, nbytes, write))
 
 
-def _shows_placeholders_to_nobody(sample: Any) -> bool:
+def _only_stores_values(sample: Any) -> bool:
     """Whether the sample is made of containers that only store what they are given.
 
     A user's own mapping or sequence type may look at the values of the batch that torch puts into it; then the batch is
@@ -182,9 +182,9 @@ def _shows_placeholders_to_nobody(sample: Any) -> bool:
     """
     kind = type(sample)
     if kind in (dict, OrderedDict):
-        return all(map(_shows_placeholders_to_nobody, sample.values()))
+        return all(map(_only_stores_values, sample.values()))
     if kind in (list, tuple) or (kind.__bases__ == (tuple,) and hasattr(kind, "_fields")):  # a plain named tuple
-        return all(map(_shows_placeholders_to_nobody, sample))
+        return all(map(_only_stores_values, sample))
     if isinstance(sample, (str, bytes)):
         return True
     return not isinstance(sample, (Mapping, Sequence))

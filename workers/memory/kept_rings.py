@@ -14,13 +14,13 @@ from collections import deque
 from contextlib import suppress
 from typing import NamedTuple
 
-from asyncloader.workers.memory.ring_manager import RingKeeper
+from asyncloader.workers.memory.ring_manager import RingManager
 
-__all__ = ["KeptRings", "RingTerms"]
+__all__ = ["KeptRings", "RingOptions"]
 
 
-class RingTerms(NamedTuple):
-    """`RingKeeper`'s arguments: rings are kept for workers with the same ones."""
+class RingOptions(NamedTuple):
+    """`RingManager`'s arguments: rings are kept for workers with the same ones."""
 
     credits: int
     ring_bytes: int | None
@@ -37,21 +37,21 @@ class KeptRings:
     """
 
     def __init__(self) -> None:
-        self._left: deque[tuple[RingTerms, list[RingKeeper]]] = deque(maxlen=1)
+        self._left: deque[tuple[RingOptions, list[RingManager]]] = deque(maxlen=1)
         self._closed = False
         weakref.finalize(self, self._left.clear)  # at exit, too, while there are modules and drivers
 
-    def take(self, terms: RingTerms) -> list[RingKeeper] | None:
+    def take(self, options: RingOptions) -> list[RingManager] | None:
         """A keeper for each worker; None: there are none on these terms."""
         with suppress(IndexError):
-            of_terms, keepers = self._left.pop()
-            if of_terms == terms:
-                return keepers
+            kept_options, managers = self._left.pop()
+            if kept_options == options:
+                return managers
         return None
 
-    def leave(self, terms: RingTerms, keepers: list[RingKeeper]) -> None:
+    def leave(self, options: RingOptions, managers: list[RingManager]) -> None:
         """For the next workers."""
-        self._left.append((terms, keepers))
+        self._left.append((options, managers))
         if self._closed:  # looked at last: `close` clears what came before
             self._left.clear()
 

@@ -25,11 +25,11 @@ import torch
 __all__ = [
     "DTYPES",
     "DTYPE_CODE",
+    "LEAF_SPECS",
     "NUMPY_BY_CODE",
-    "PLACES",
     "Dense",
     "Leaf",
-    "Place",
+    "LeafSpec",
     "Raw",
     "Storage",
     "Strided",
@@ -125,13 +125,13 @@ class Storage(NamedTuple):
     nbytes: int
 
 
-Place: TypeAlias = Dense | Strided | Raw | Storage
-PLACES = (Dense, Strided, Raw, Storage)
+LeafSpec: TypeAlias = Dense | Strided | Raw | Storage
+LEAF_SPECS = (Dense, Strided, Raw, Storage)
 
 _MOST = 1 << 62  # elements or bytes; torch and numpy compute with signed 64-bit numbers
 
 
-def extent(places: tuple[Place, ...]) -> int:
+def extent(specs: tuple[LeafSpec, ...]) -> int:
     """Bytes that memory must have for all of these places to lie in it. Memory of so many can be built on unseen.
 
     numpy and torch check some of this themselves, each differently: a negative offset of `numpy.ndarray`, for one,
@@ -142,22 +142,22 @@ def extent(places: tuple[Place, ...]) -> int:
     """
     end = 0
     storages: dict[int, int] = {}
-    for place in places:
+    for spec in specs:
         try:
-            last = _dense_end(place) if isinstance(place, Dense) else _other_end(place)
+            last = _dense_end(spec) if isinstance(spec, Dense) else _other_end(spec)
         except TypeError:  # no numbers
             last = -1
         if not 0 <= last <= _MOST:
-            raise ValueError(f"no part of a batch can be {place!r:.200}")
-        if last and isinstance(place, Strided | Storage) and storages.setdefault(place.offset, last) != last:
-            raise ValueError(f"two parts of a batch share a storage and differ in its size, {place!r:.200}")
+            raise ValueError(f"no part of a batch can be {spec!r:.200}")
+        if last and isinstance(spec, Strided | Storage) and storages.setdefault(spec.offset, last) != last:
+            raise ValueError(f"two parts of a batch share a storage and differ in its size, {spec!r:.200}")
         end = max(end, last)
     return end
 
 
-def _dense_end(place: Dense) -> int:
+def _dense_end(spec: Dense) -> int:
     """The end of a dense tensor, 0 for an empty one, -1 for none at all."""
-    offset, numel, code, shape = place
+    offset, numel, code, shape = spec
     count = _product(shape)
     if count != numel or count < 0 or type(code) is not int or not 0 <= code < len(DTYPES):
         return -1
@@ -167,11 +167,11 @@ def _dense_end(place: Dense) -> int:
     return -1 if type(offset) is not int or offset < 0 or offset % item else offset + count * item
 
 
-def _other_end(place: Strided | Raw | Storage) -> int:
-    if not isinstance(place, Strided):
-        offset, nbytes = place
+def _other_end(spec: Strided | Raw | Storage) -> int:
+    if not isinstance(spec, Strided):
+        offset, nbytes = spec
         return -1 if not _are_sizes((offset, nbytes)) else offset + nbytes if nbytes else 0
-    offset, nbytes, code, shape, stride, first = place
+    offset, nbytes, code, shape, stride, first = spec
     count = _product(shape)
     if count < 0 or not _are_sizes((nbytes, code, first, *stride)) or code >= len(DTYPES) or len(shape) != len(stride):
         return -1
@@ -198,13 +198,13 @@ def _product(shape: tuple[int, ...]) -> int:
 class Leaf:
     """Bytes to be written to the slot. `write` gets the memory and the leaf's absolute offset in it."""
 
-    __slots__ = ("nbytes", "place", "write")
+    __slots__ = ("nbytes", "spec", "write")
 
     def __init__(
-        self, nbytes: int, place: Callable[[int], Place], write: Callable[[mmap.mmap, int], None] | None
+        self, nbytes: int, spec: Callable[[int], LeafSpec], write: Callable[[mmap.mmap, int], None] | None
     ) -> None:
         self.nbytes = nbytes
-        self.place = place
+        self.spec = spec
         self.write = write
 
 

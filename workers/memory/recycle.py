@@ -41,7 +41,7 @@ class Recycler:
         self._free: list[mmap.mmap] = []
         self._leases: dict[int, tuple[Lease, mmap.mmap]] = {}
         self._released: deque[Lease] = deque()
-        self._taken = 0
+        self._count = 0
 
     def take(self, nbytes: int) -> Anchor:
         """A piece of so many bytes, with whatever was in it before. It comes back when the anchor dies.
@@ -52,15 +52,15 @@ class Recycler:
         while self._released:
             self._free.append(self._leases.pop(self._released.popleft().slot)[1])
         wanted = align(nbytes, PAGE)
-        memory = next((piece for piece in self._free if len(piece) == wanted), None)
+        memory = next((block for block in self._free if len(block) == wanted), None)
         if memory is None:
             memory = _allocate(wanted)
         else:
             self._free.remove(memory)
         del self._free[:-_KEPT]
         anchor = make_anchor(memory, 0, nbytes)
-        self._taken += 1
-        self._leases[self._taken] = make_lease(anchor, self._released.append, self._taken, 0), memory
+        self._count += 1
+        self._leases[self._count] = make_lease(anchor, self._released.append, self._count, 0), memory
         return anchor
 
 
@@ -90,8 +90,8 @@ def recycling_collate() -> Callable[[Sequence[Any]], Any]:
             return torchs(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
         elem = batch[0]
         anchor = recycler.take(elem.numel() * elem.element_size() * len(batch))
-        place = torch.frombuffer(anchor, dtype=elem.dtype).view(len(batch), *elem.shape)
-        return torch.stack(list(batch), 0, out=place)
+        out = torch.frombuffer(anchor, dtype=elem.dtype).view(len(batch), *elem.shape)
+        return torch.stack(list(batch), 0, out=out)
 
     def collate(samples: Sequence[Any]) -> Any:
         functions: Any = torch_collate.default_collate_fn_map

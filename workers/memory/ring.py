@@ -161,7 +161,7 @@ class Ring:
     def lock_pages(
         self,
         lock: Callable[[int, int], Callable[[], None]],
-        place: Callable[[int, int], None] | None = None,
+        bind: Callable[[int, int], None] | None = None,
     ) -> None:
         """Have all of the ring's pages, and have them locked.
 
@@ -169,7 +169,7 @@ class Ring:
             lock: locks a range of addresses, given its first one and its length in bytes; returns what unlocks it.
                 That is called before the memory is unmapped, which is when the last view has gone. A ring of more than
                 `LOCK_BYTES` is locked in several ranges.
-            place: called first, with the ring's address and length: says where pages that are not there are to be;
+            bind: called first, with the ring's address and length: says where pages that are not there are to be;
                 default None: wherever the kernel likes.
 
         Raises:
@@ -177,8 +177,8 @@ class Ring:
             Exception: whatever `lock` raises.
         """
         address = ctypes.addressof(make_anchor(self._memory, 0, self.nbytes))
-        if place is not None:
-            place(address, self.nbytes)
+        if bind is not None:
+            bind(address, self.nbytes)
         segment.populate(self._memory, address)
         unlocks: list[Callable[[], None]] = []
         # In parts of whole slots: no batch is copied from two of them, and some kernels lock 2 GB at a time at most.

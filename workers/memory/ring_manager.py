@@ -31,7 +31,7 @@ from asyncloader.workers.memory.layout import (
 )
 from asyncloader.workers.memory.ring import Ring
 
-__all__ = ["CREDIT_BYTES", "RUN_AHEAD_BYTES", "RingKeeper"]
+__all__ = ["CREDIT_BYTES", "RUN_AHEAD_BYTES", "RingManager"]
 
 CREDIT_BYTES = 256 << 20
 """Memory a worker's ring may take for outstanding batches beyond the least credits, where the user set no `ring_bytes`:
@@ -41,7 +41,7 @@ RUN_AHEAD_BYTES = 64 << 20
 """Memory a worker's ring may take for batches that wait for an earlier one, where the user set no `ring_bytes`."""
 
 
-class RingKeeper:
+class RingManager:
     """The rings of one worker.
 
     Args:
@@ -207,20 +207,20 @@ class RingKeeper:
         self.ring = None
         self._grown = True
 
-    def hand_on(self) -> Self:
+    def successor(self) -> Self:
         """A keeper for another worker, which begins with what this one has learned, and with its ring if that is
         page-locked. This one has no ring any more.
 
         The worker must have ended, and in order: a process that one had forked before it was killed may still write.
         """
         self.void()
-        heir = copy.copy(self)
-        heir._held, heir._slotless = {}, set()
-        heir._inherited = self.ring is not None and self.ring.locked and not self._grown
-        if not heir._inherited:
-            heir.ring, heir._grown = None, True
+        successor = copy.copy(self)
+        successor._held, successor._slotless = {}, set()
+        successor._inherited = self.ring is not None and self.ring.locked and not self._grown
+        if not successor._inherited:
+            successor.ring, successor._grown = None, True
         self.ring = None
-        return heir
+        return successor
 
     def close(self) -> None:
         """Let go of the rings; what the consumer holds stays valid."""

@@ -213,12 +213,12 @@ async def test_cancelled_ask_leaves_nothing_in_the_loop() -> None:
     go_read, go_write = os.pipe()
     with worker(body) as one:
         before = open_fds()
-        question = asyncio.ensure_future(ask([one.target], SECONDS))
+        request = asyncio.ensure_future(ask([one.target], SECONDS))
         await asyncio.sleep(0)
         assert len(open_fds()) == len(before) + 1
-        question.cancel()
+        request.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await question
+            await request
         assert open_fds() == before
         os.write(go_write, b"!")
         (report,) = await ask([one.target], SECONDS)
@@ -235,14 +235,14 @@ async def test_reader_closed_meanwhile() -> None:
         waiting_in_python(ready)
 
     with worker(body) as one, worker(stuck_in_c) as two:
-        question = asyncio.ensure_future(ask([one.target, two.target], SECONDS))
+        request = asyncio.ensure_future(ask([one.target, two.target], SECONDS))
         await asyncio.sleep(0)
         number = one.reader.fileno()
         one.reader.close()
         with Path(os.devnull).open() as file:  # noqa: ASYNC230 - it takes the number
             assert file.fileno() == number
             one.process.kill()
-            reports = await question
+            reports = await request
             os.fstat(number)  # still open
         assert reports[0].text == "no stack: the process did not answer in time"
         assert "in stuck_in_c\n" in reports[1].text

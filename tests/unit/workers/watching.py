@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from asyncloader.workers.watchdog import Watch
+from asyncloader.workers.watchdog import TaskWatchdog
 from tests.unit.workers.clock import Clock
 
-__all__ = ["SECONDS", "Late", "nothing_sent", "watching"]
+__all__ = ["SECONDS", "Timeouts", "nothing_sent", "watching"]
 
 SECONDS = 5.0
 
 
-class Late(list[tuple[int, float]]):
+class Timeouts(list[tuple[int, float]]):
     """Who was too late, and after how many seconds."""
 
     def __call__(self, worker: int, seconds: float) -> None:
@@ -25,14 +25,14 @@ def nothing_sent(worker: int) -> None:
 
 def watching(
     clock: Clock,
-    late: Callable[[int, float], None],
+    on_timeout: Callable[[int, float], None],
     workers: int = 1,
     *,
     concurrent: bool = False,
     catch_up: Callable[[int], None] = nothing_sent,
-) -> Watch:
+) -> TaskWatchdog:
     """A watch over workers whose start-up is behind them."""
-    watch = Watch(clock, SECONDS, workers, concurrent=concurrent, catch_up=catch_up, late=late)
+    watchdog = TaskWatchdog(clock, SECONDS, workers, concurrent=concurrent, catch_up=catch_up, on_timeout=on_timeout)
     for worker in range(workers):
-        watch.started(worker)
-    return watch
+        watchdog.started(worker)
+    return watchdog

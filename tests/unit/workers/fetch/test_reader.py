@@ -326,7 +326,7 @@ def test_a_copy_hears_of_the_epoch_if_the_consumers_did(mode: str, dataset: Any)
     one = dataset()
     heard: list[int] = []
     one.set_epoch = heard.append
-    reader(one, EpochStart(epoch=4, told=True), seeded=MODES[mode])
+    reader(one, EpochStart(epoch=4, epoch_set=True), seeded=MODES[mode])
     assert heard == [4]
     reader(one, EpochStart(epoch=5), seeded=MODES[mode])
     assert heard == [4]

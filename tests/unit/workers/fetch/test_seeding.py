@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader.workers.fetch.seeding import (
-    GlobalWatch,
+    GlobalDrawCheck,
     SampleRng,
     SampleSeeder,
     derive,
@@ -341,7 +341,7 @@ def test_the_watch_warns_once_and_names_the_generator(kind: str) -> None:
     """A draw from a global generator is noticed at the next look; there is one warning, whatever follows."""
     draw, names = DRAWS[kind]
     np.random.standard_normal()
-    watch = GlobalWatch()
+    watch = GlobalDrawCheck()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         watch.look()
@@ -359,7 +359,7 @@ def test_the_watch_warns_once_and_names_the_generator(kind: str) -> None:
 
 def test_the_watch_may_be_told_to_forget() -> None:
     """Draws that were allowed are not complained of; own generators never are."""
-    watch = GlobalWatch()
+    watch = GlobalDrawCheck()
     globals_drawn()
     watch.rebase()
     SampleSeeder(1, 0, concurrent=True).sample(0)
