@@ -1,11 +1,11 @@
-"""From an index to samples: what kind of fetcher a dataset needs, and the blocking ones of torch mode.
+"""Chooses the fetcher for a kind of dataset, and holds the blocking fetchers of torch mode.
 
-Data path: scheduler -> worker: [fetch] -> collate -> codec -> ring.
+Data path: scheduler -> worker: [factory] -> collate -> codec -> ring.
 
-The blocking fetchers keep torch's rules to the letter: `__getitems__`, short last batches, `drop_last`, the end of an
-iterable dataset, the order in which the dataset is asked. They add to errors which sample was theirs, and, with a
-`SampleErrorHandler`, go on past samples that raise. Those of seeded mode are in `seeded_fetch.py`; those that have many samples in
-flight in `async_fetch.py` and, by threads, in `thread_fetch.py`.
+The blocking fetchers follow torch's rules exactly: `__getitems__`, short last batches, `drop_last`, the end of an
+iterable dataset, the order in which the dataset is called. In addition they note on errors which sample raised, and,
+with a `SampleErrorHandler`, go on after samples that raise. The blocking fetcher of seeded mode is in
+`seeded_fetch.py`; fetchers with many samples in flight are in `map_async.py`, `map_threads.py` and `stream_async.py`.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ __all__ = [
 
 
 class BlockingFetcher(Protocol):
-    """torch's protocol: an index (or a list of them) to a collated batch; StopIteration at a stream's end.
+    """torch's fetcher protocol: from an index (or a list of them) to a collated batch; StopIteration at a stream's end.
 
-    `bad` gets records of samples that raised; NoSamples if that leaves none. Both only with a guard.
+    `bad` gets records of samples that raised; NoSamples if none are left. Both only with an error handler.
     """
 
     def fetch(self, possibly_batched_index: Any, bad: list[BadSample] | None = None) -> Any:
@@ -61,7 +61,7 @@ class BlockingFetcher(Protocol):
 class AsyncFetcher(Protocol):
     """The same, awaited. The end of a stream is StopAsyncIteration.
 
-    Those of map datasets have it in two parts, `samples` and `collated`, for who collates at another time.
+    Fetchers of map datasets also have the two parts, `samples` and `collated`, for callers that collate later.
     """
 
     async def fetch(self, index: Any, bad: list[BadSample] | None = None) -> Any:
@@ -70,11 +70,11 @@ class AsyncFetcher(Protocol):
 
 
 def is_async_dataset(dataset: Any) -> bool:
-    """Whether samples must be awaited: the dataset's own methods, or those of what it is a view of.
+    """Whether samples must be awaited: by the dataset's own methods, or those of the datasets that it is a view of.
 
     A dataset with both `__aiter__` and `__iter__` is asynchronous: torch's IterableDataset demands an `__iter__`. So is
-    one with `__aenter__`, and one whose plain methods are annotated to return awaitables, or wrap coroutine functions
-    (`functools.wraps`): whether a plain method returns awaitables cannot be seen before it is called.
+    one with `__aenter__`. A plain method counts as asynchronous if it is annotated to return an awaitable or wraps a
+    coroutine function (`functools.wraps`); otherwise that cannot be known before it is called.
     """
     kind = type(dataset)
     if hasattr(kind, "__aiter__") or hasattr(kind, "__aenter__"):
@@ -92,7 +92,7 @@ def is_async_dataset(dataset: Any) -> bool:
     return False
 
 
-_AWAITABLES = ("Awaitable", "Coroutine")  # others' names may be those of a sample's type
+_AWAITABLES = ("Awaitable", "Coroutine")  # other names may be those of a sample's type
 
 
 def _is_awaited(method: Any) -> bool:
@@ -101,18 +101,18 @@ def _is_awaited(method: Any) -> bool:
     if inspect.iscoroutinefunction(inspect.unwrap(method)):
         return True
     returned = getattr(method, "__annotations__", {}).get("return")
-    # A text where annotations are postponed, else a type, or its generic alias.
+    # A string with postponed annotations, else a type or a generic alias.
     text = returned if isinstance(returned, str) else getattr(returned, "__name__", None) or repr(returned)
     return text.partition("[")[0].rpartition(".")[2] in _AWAITABLES
 
 
 def is_concurrent(dataset: Any, fetch_threads: int) -> bool:
-    """Whether a worker has several tasks in hand at a time: samples are awaited, or fetched by threads."""
+    """Whether a worker carries out several tasks at a time: samples are awaited, or fetched by threads."""
     return fetch_threads > 0 or is_async_dataset(dataset)
 
 
 def is_async_stream(dataset: Any) -> bool:
-    """Whether it is an asynchronous iterable that torch would take for a map dataset, not knowing `__aiter__`."""
+    """Whether it is an asynchronous iterable; torch, which does not know `__aiter__`, takes it for a map dataset."""
     kind = type(dataset)
     return hasattr(kind, "__aiter__") and not hasattr(kind, "__getitem__") and not isinstance(dataset, IterableDataset)
 
@@ -129,18 +129,18 @@ def make_blocking_fetcher(
     read: int = 0,
     decode: Callable[[Any], Any] | None = None,
 ) -> BlockingFetcher:
-    """The fetcher for this kind of dataset. An iterable dataset's `__iter__` is called here.
+    """Make the fetcher for a blocking dataset. An iterable dataset's `__iter__` is called here.
 
     Args:
         dataset: the dataset.
         iterable: read it with `next`.
-        auto_collation: an index is a list of them.
+        auto_collation: an index is a list of sample indices.
         collate: gets a list of samples, or one sample without automatic batching.
-        drop_last: leave out a stream's last batch if it is short.
-        handler: what becomes of samples that raise; None: they fail their batch.
+        drop_last: drop a stream's last batch if it is short.
+        handler: handles samples that raise; None: they fail their batch.
         worker: number of the worker, for the text of errors.
         read: samples that were read from the stream before, for the text of errors and for records.
-        decode: the user's, from a sample as it was read to a sample as it is collated.
+        decode: the user's function from a sample as read to a sample as collated.
     """
     if iterable:
         return _StreamFetcher(dataset, auto_collation, collate, drop_last, handler, worker, read, decode)
@@ -159,7 +159,7 @@ def make_async_fetcher(
     threads: JobThreads | None = None,
     leased: LaneLike | None = None,
 ) -> AsyncFetcher:
-    """The fetcher of an asynchronous dataset. An iterable dataset's `__aiter__` is called here.
+    """Make the fetcher for an asynchronous dataset. An iterable dataset's `__aiter__` is called here.
 
     Args:
         dataset: the dataset.
@@ -167,7 +167,7 @@ def make_async_fetcher(
         iterable: read it with `anext`.
         concurrency: samples that are awaited at a time at most.
         read: as in `make_blocking_fetcher`.
-        threads: fetch the samples of a blocking map dataset.
+        threads: if given, they fetch the samples of a blocking map dataset.
         leased: what the dataset gave for the worker if its parts are leased out; read instead of `dataset`.
     """
     if leased is not None:
@@ -195,7 +195,7 @@ class _MapFetcher:
         if self._tolerant is not None:
             bad = [] if bad is None else bad
             if self._auto_collation:
-                data = self._tolerant.samples(index, None, bad, whole=self._batched_get)
+                data = self._tolerant.samples(index, None, bad, batched=self._batched_get)
             else:
                 data = self._tolerant.sample(index, None, bad)
         elif not self._auto_collation:
@@ -204,18 +204,18 @@ class _MapFetcher:
             except Exception as error:
                 add_note(error, describe_sample(index))
                 raise
-        elif hasattr(dataset, "__getitems__") and dataset.__getitems__:  # torch's rule: one that is None is none
+        elif hasattr(dataset, "__getitems__") and dataset.__getitems__:  # as in torch, `__getitems__` may be None
             try:
                 data = dataset.__getitems__(index)
             except Exception as error:
                 add_note(error, describe_batch(index))
                 raise
         else:
-            places = iter(index)
+            indices = iter(index)
             try:
-                data = [dataset[one] for one in places]
+                data = [dataset[one] for one in indices]
             except Exception as error:
-                add_note(error, _place(index, places))
+                add_note(error, _describe_last(index, indices))
                 raise
         try:
             return self._collate(data)
@@ -224,10 +224,10 @@ class _MapFetcher:
             raise
 
 
-def _place(index: Any, places: Iterator[Any]) -> str:
-    """The sample that was asked for last. What is left of a list's iterator tells; other kinds may not say."""
+def _describe_last(index: Any, indices: Iterator[Any]) -> str:
+    """Describe the sample that was fetched last, from the length left in the iterator, which may be unknown."""
     try:
-        item = len(index) - operator.length_hint(places, len(index)) - 1
+        item = len(index) - operator.length_hint(indices, len(index)) - 1
         return describe_sample(index[item], item) if item >= 0 else describe_batch(index)
     except Exception:
         return describe_batch(index)
@@ -255,7 +255,7 @@ class _StreamFetcher:
         self._worker = worker
         self._read = read
         self._decode = decode
-        self._progress = StreamErrors()
+        self._stream_errors = StreamErrors()
 
     def fetch(self, possibly_batched_index: Any, bad: list[BadSample] | None = None) -> Any:
         if self.ended:
@@ -285,22 +285,22 @@ class _StreamFetcher:
             raise
 
     def _decoded(self, decode: Callable[[Any], Any], sample: Any) -> Any:
-        """The sample that was read last. An error leaves the stream behind it."""
+        """Decode the sample that was read last. After an error the stream goes on behind it."""
         try:
             return decode(sample)
         except Exception as error:
             add_note(error, describe_stream_sample(self._read - 1, self._worker))
-            if not isinstance(error, StopIteration):  # that would pass for the stream's end
+            if not isinstance(error, StopIteration):  # it would look like the end of the stream
                 raise
             raise RuntimeError("decode raised StopIteration") from error
 
-    def _batch(self, places: Any) -> list[Any]:
+    def _batch(self, index: Any) -> list[Any]:
         if self._decode is not None:
-            return self._decoded_batch(self._decode, places)
+            return self._decoded_batch(self._decode, index)
         iterator = self.dataset_iter
         data: list[Any] = []
         try:
-            for _ in places:
+            for _ in index:
                 data.append(next(iterator))  # noqa: PERF401 - a comprehension cannot end with a StopIteration
         except StopIteration:
             self.ended = True
@@ -309,13 +309,13 @@ class _StreamFetcher:
             add_note(error, describe_stream_sample(self._read, self._worker))
             raise
         self._read += len(data)
-        if not data or (self._drop_last and len(data) < len(places)):
+        if not data or (self._drop_last and len(data) < len(index)):
             raise StopIteration
         return data
 
-    def _decoded_batch(self, decode: Callable[[Any], Any], places: Any) -> list[Any]:
+    def _decoded_batch(self, decode: Callable[[Any], Any], index: Any) -> list[Any]:
         data: list[Any] = []
-        for _ in places:
+        for _ in index:
             try:
                 sample = next(self.dataset_iter)
             except StopIteration:
@@ -326,28 +326,28 @@ class _StreamFetcher:
                 raise
             self._read += 1
             data.append(self._decoded(decode, sample))
-        if not data or (self._drop_last and len(data) < len(places)):
+        if not data or (self._drop_last and len(data) < len(index)):
             raise StopIteration
         return data
 
-    def _tolerant(self, handler: SampleErrorHandler, places: Any, bad: list[BadSample]) -> list[Any]:
-        """A sample that raises takes a place in its batch, as a map dataset's does: the batch is short by it, and those
-        after it are what they would be anyway.
+    def _tolerant(self, handler: SampleErrorHandler, index: Any, bad: list[BadSample]) -> list[Any]:
+        """Return the samples of a batch. One that raises counts towards the batch size, as in a map dataset: its batch
+        is one sample short, and later batches are unaffected.
         """
         data: list[Any] = []
         before = len(bad)
-        for _ in places if self._auto_collation else range(1):
+        for _ in index if self._auto_collation else range(1):
             try:
                 sample = next(self.dataset_iter)
             except StopIteration:
                 break
             except Exception as error:
-                place = self._read
-                if self._progress.failed(error, place):
-                    add_note(error, describe_stream_sample(place, self._worker))
+                number = self._read
+                if self._stream_errors.failed(error, number):
+                    add_note(error, describe_stream_sample(number, self._worker))
                     raise
                 self._read += 1
-                sample = self._on_sample_error(handler, place, error, bad)
+                sample = self._on_sample_error(handler, number, error, bad)
             else:
                 self._read += 1
                 if self._decode is not None:
@@ -358,7 +358,7 @@ class _StreamFetcher:
             if not data:
                 raise NoSamples
             return data
-        dead = self._progress.ended(self._read)
+        dead = self._stream_errors.ended(self._read)
         self.ended = self._auto_collation or dead is not None
         if dead is not None:
             try:
@@ -380,16 +380,16 @@ class _StreamFetcher:
             return self._on_sample_error(handler, self._read - 1, error, bad, read=True)
 
     def _on_sample_error(
-        self, handler: SampleErrorHandler, place: int, error: Exception, bad: list[BadSample], *, read: bool = False
+        self, handler: SampleErrorHandler, number: int, error: Exception, bad: list[BadSample], *, read: bool = False
     ) -> Any:
-        """`read`: it had its number in the stream already."""
+        """`read`: the sample was read, so it has a number in the stream already."""
         if isinstance(self.dataset_iter, SeededIterator):
             if read:
                 self.dataset_iter.again()
             else:
                 self.dataset_iter.lose()
         try:
-            return handler.handle(None, place, error, bad)
+            return handler.handle(None, number, error, bad)
         except Exception as raised:
-            add_note(raised, describe_stream_sample(place, self._worker))
+            add_note(raised, describe_stream_sample(number, self._worker))
             raise

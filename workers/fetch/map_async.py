@@ -1,21 +1,16 @@
-"""Fetching from asynchronous map datasets: samples are awaited concurrently, and put back in the order of the indices.
+"""Fetches from asynchronous map datasets: awaits samples concurrently and returns them in the order of the indices.
 
-Data path: scheduler -> worker: [async_fetch] -> collate -> codec -> ring. The blocking fetchers are in `fetch.py` and
-`seeded_fetch.py`, streams in `async_stream.py`. How many are in flight, over all batches, is `limiter.py`'s.
+Data path: scheduler -> worker: [map_async] -> collate -> codec -> ring. Without workers it runs in the consumer's loop.
 
-Samples that raise, where they do not fail their batch, are dealt with as in `guarded_fetch.py`. Records are put in the
-order of the batch, whichever sample raised first.
+`AsyncMapFetcher` makes batches of awaited samples. Samples that raise are handled as in `guarded_fetch.py`; records of
+bad samples are in the order of the batch, whichever sample raised first.
 
-Samples in flight: coroutines of several batches, a bounded number of them at a time.
+`ConcurrencyLimiter` bounds the number of samples in flight over all batches. Samples of the oldest batch start first,
+so a slow sample takes up one unit of concurrency while others of its batch and of later batches start and finish. The
+task of a sample is created, in a context of its own, when it may start. There is no wrapper coroutine, task group or
+semaphore per sample: each of them would cost as much as the task itself.
 
-Data path: worker: async_fetch -> [flights] -> collate -> codec -> ring. Also without workers, on the consumer's loop.
-
-The bound is over all batches together, and the oldest batch's samples start first: a sample that takes long occupies
-one place, while those of its batch and of the next ones come and go. A sample's task is made when there is a place for
-it, in a context of its own; there is no wrapper around it, no group and no semaphore, each of which would cost as much
-as the task.
-
-Everything here runs in one loop's thread.
+Everything here runs in one event loop's thread.
 """
 
 from __future__ import annotations
@@ -54,22 +49,22 @@ class AsyncMapFetcher:
         self._limiter = ConcurrencyLimiter(concurrency)
         self._batched_get = how.auto_collation and fetches_batches(dataset)
         self._single = fetches_single(dataset)
-        # Its coroutine can be a sample's task as it is: none of its code runs before that task does.
+        # The coroutine can be the sample's task itself: none of the dataset's code runs before the task does.
         self._bare = how.decoder is None and inspect.iscoroutinefunction(getattr(type(dataset), "__getitem__", None))
 
     async def fetch(self, index: Any, bad: list[BadSample] | None = None) -> Any:
-        """The batch. `bad` gets records of samples that raised.
+        """Return the batch. `bad` gets records of samples that raised.
 
         Raises:
-            NoSamples: the guard left all of them out.
+            NoSamples: all of them were dropped.
         """
         return self.collated(index, await self.samples(index, bad))
 
     async def samples(self, index: Any, bad: list[BadSample] | None = None) -> Any:
-        """What `collated` makes the batch of. Several calls may be in progress at a time.
+        """Return what `collated` makes the batch of. Several calls may be in progress at a time.
 
         Raises:
-            NoSamples: the guard left all of them out.
+            NoSamples: all of them were dropped.
         """
         first: int | None = None
         if self._how.seeding is not None:
@@ -86,11 +81,11 @@ class AsyncMapFetcher:
         return sample
 
     def collated(self, index: Any, samples: Any) -> Any:
-        """The batch of what `samples` gave for this index."""
+        """Collate what `samples` returned for this index."""
         return self._how.collated(index, samples)
 
     async def _fetch_batched(self, first: int | None, index: Any) -> Any:
-        """What `__getitems__` gives."""
+        """Fetch the batch by the dataset's `__getitems__`."""
         (samples,) = await self._limiter.gather(
             lambda _, __: self._make_batch(index, first), 1, lambda _, error: add_note(error, describe_batch(index))
         )
@@ -106,7 +101,7 @@ class AsyncMapFetcher:
         finally:
             for sample in pending:
                 if inspect.iscoroutine(sample):
-                    sample.close()  # those that an error kept from being awaited; a no-op for the others
+                    sample.close()  # not awaited because of an error; a no-op for the others
 
     async def _make_batch(self, index: Any, first: int | None) -> Any:
         self._how.seed_batch(first)
@@ -122,15 +117,15 @@ class AsyncMapFetcher:
         return await self._how.decoder.decode(sample)
 
     async def _one_by_one(self, first: int | None, index: Any) -> list[Any]:
-        places = index if isinstance(index, (list, tuple)) else list(index)
+        indices = index if isinstance(index, (list, tuple)) else list(index)
         return await self._limiter.gather(
-            lambda item, context: self._start(places[item], self._how.position(first, item), context),
-            len(places),
-            lambda item, error: _note_item(error, places, item, self._how.position(first, item)),
+            lambda item, context: self._start(indices[item], self._how.position(first, item), context),
+            len(indices),
+            lambda item, error: _note_item(error, indices, item, self._how.position(first, item)),
         )
 
     def _start(self, index: Any, position: int | None, context: Context) -> Coroutine[Any, Any, Any]:
-        """The coroutine that makes a sample, and that will run in `context`."""
+        """Return the coroutine that makes a sample; it will run in `context`."""
         if not self._bare:
             return self._make(index, position)
         if self._how.seeding is not None:
@@ -139,13 +134,13 @@ class AsyncMapFetcher:
         return coroutine
 
     async def _make(self, index: Any, position: int | None) -> Any:
-        self._how.seed_sample(position)  # in this sample's own task, hence in a context of its own
+        self._how.seed_sample(position)  # runs in the sample's own task, and so in its own context
         sample = self._dataset[index]
         if inspect.isawaitable(sample):
             sample = await sample
         return sample if self._how.decoder is None else await self._how.decoder.decode(sample)
 
-    # ------------------------------------------------------------------------------------- past samples that raise
+    # ------------------------------------------------------------------------------------------- samples that raise
 
     async def _tolerant(self, handler: SampleErrorHandler, first: int | None, index: Any, bad: list[BadSample]) -> Any:
         if not self._how.auto_collation:
@@ -162,17 +157,17 @@ class AsyncMapFetcher:
             except Exception as error:
                 if not self._single:
                     failure = error
-        places = index if isinstance(index, (list, tuple)) else list(index)
-        found: list[list[BadSample]] = [[] for _ in places]
+        indices = index if isinstance(index, (list, tuple)) else list(index)
+        found: list[list[BadSample]] = [[] for _ in indices]
 
         def one(item: int, _: Context) -> Coroutine[Any, Any, Any]:
             position = self._how.position(first, item)
             if failure is not None:
-                return self._on_sample_error(handler, places[item], position, item, failure, found[item])
-            return self._tolerant_one(handler, places[item], position, item, found[item])
+                return self._on_sample_error(handler, indices[item], position, item, failure, found[item])
+            return self._tolerant_one(handler, indices[item], position, item, found[item])
 
         try:
-            samples = await self._limiter.gather(one, len(places))
+            samples = await self._limiter.gather(one, len(indices))
         finally:
             failure = None  # it refers to this frame
             for records in found:
@@ -199,7 +194,7 @@ class AsyncMapFetcher:
         error: Exception,
         bad: list[BadSample],
     ) -> Any:
-        self._how.seed_sample(position)  # for what `on_error` draws
+        self._how.seed_sample(position)  # for random numbers that `on_error` draws
         make = (lambda another: self._make(another, position)) if self._single else None
         try:
             return await handler.handle_async(index, position, error, bad, make)
@@ -211,22 +206,22 @@ class AsyncMapFetcher:
 def _note_item(error: BaseException, index: Any, item: int, position: int | None) -> None:
     try:
         add_note(error, describe_sample(index[item], item, position))
-    except Exception:  # an index that is no sequence
+    except Exception:  # the index is not a sequence
         add_note(error, f"while fetching item {item} of the batch")
 
 
 class ConcurrencyLimiter:
-    """Starts samples as there is room for them.
+    """Runs the samples of several batches, a bounded number at a time.
 
     Args:
-        room: samples in flight at a time, at least 1.
+        limit: samples in flight at a time, at least 1.
     """
 
-    __slots__ = ("_queue", "_room")
+    __slots__ = ("_free", "_queue")
 
-    def __init__(self, room: int) -> None:
-        self._room = room
-        self._queue: deque[_Batch] = deque()  # batches with samples that have not started
+    def __init__(self, limit: int) -> None:
+        self._free = limit
+        self._queue: deque[_Batch] = deque()  # batches whose samples have not all started
 
     async def gather(
         self,
@@ -234,16 +229,16 @@ class ConcurrencyLimiter:
         count: int,
         failed: Callable[[int, BaseException], None] | None = None,
     ) -> list[Any]:
-        """The results of ``start(0, context)`` to ``start(count - 1, context)``, in this order.
+        """Return the results of ``start(0, context)`` to ``start(count - 1, context)``, in this order.
 
         Args:
-            start: gives the coroutine of one sample, which then runs in `context`. Not called for samples that an
-                earlier failure, or cancellation, makes superfluous.
-            count: how many.
-            failed: told of the sample whose error is about to be raised.
+            start: returns the coroutine of one sample, which then runs in `context`. Not called for the remaining
+                samples after a failure or cancellation.
+            count: number of samples.
+            failed: called with the sample whose error is about to be raised, and the error.
 
         Raises:
-            Exception: the first sample's, by time, that raised. The others are cancelled, and have ended by then.
+            Exception: that of the sample that raised first. The other samples are cancelled, and have ended by then.
         """
         if not count:
             return []
@@ -254,7 +249,7 @@ class ConcurrencyLimiter:
             await batch.done
         except asyncio.CancelledError:
             batch.cancel()
-            while batch.running:  # their `finally` blocks belong to this call
+            while batch.running:  # this call also waits for their `finally` blocks
                 batch.done = batch.loop.create_future()
                 try:
                     await batch.done
@@ -274,16 +269,16 @@ class ConcurrencyLimiter:
             del error, batch  # they refer to this frame
 
     def _launch(self) -> None:
-        line = self._queue
-        while self._room and line:
-            batch = line[0]
-            self._room -= 1
+        queue = self._queue
+        while self._free and queue:
+            batch = queue[0]
+            self._free -= 1
             batch.launch()
             if len(batch.tasks) >= batch.count:
-                line.popleft()
+                queue.popleft()
 
     def _on_finished(self) -> None:
-        self._room += 1
+        self._free += 1
         if self._queue:
             self._launch()
 
@@ -306,16 +301,16 @@ class _Batch:
         self.loop = loop
         self.start = start
         self.count = count
-        self.context = copy_context()  # a task may be made when another batch's sample lands, in that one's context
+        self.context = copy_context()  # a task may be created in the callback of another batch, in that one's context
         self.tasks: list[asyncio.Task[Any]] = []
         self.running = 0
-        self.over = False  # no more results are wanted: one has failed, or the caller was cancelled
+        self.over = False  # a sample failed, or the caller was cancelled: results are not needed
         self.done: asyncio.Future[None] = loop.create_future()
         self.error: BaseException | None = None
         self.failed = -1
 
     def launch(self) -> None:
-        """Start the next sample. There is room for it."""
+        """Start the next sample. The caller has checked the limit."""
         context = self.context.copy()
         item = len(self.tasks)
         try:
@@ -333,7 +328,7 @@ class _Batch:
             if not self.over:
                 self.fail(task, RuntimeError("the sample's code cancelled itself, or let what it awaited be cancelled"))
         elif (error := task.exception()) is not None and not self.over:
-            if isinstance(error, StopAsyncIteration):  # it would pass for the end of all batches
+            if isinstance(error, StopAsyncIteration):  # it would look like the end of the epoch
                 wrapped = RuntimeError("the sample's code raised StopAsyncIteration")
                 wrapped.__cause__ = error
                 error = wrapped
@@ -347,7 +342,7 @@ class _Batch:
         self.cancel()
 
     def cancel(self) -> None:
-        """Start no more of its samples, and cancel those in flight."""
+        """Start no more samples of this batch, and cancel those in flight."""
         self.over, self.count = True, 0
         self.limiter._forget(self)
         for task in self.tasks:

@@ -1,13 +1,13 @@
-"""Fetchers of seeded mode: each sample is made under random numbers of its own.
+"""Fetches in seeded mode: each sample is made under random numbers of its own.
 
-Data path: scheduler -> worker: [seeded_fetch] -> collate -> codec -> ring. Asynchronous ones are in `async_fetch.py`.
+Data path: scheduler -> worker: [seeded_fetch] -> collate -> codec -> ring. Asynchronous fetchers are in `map_async.py`.
 
-A dataset's own `__getitems__`, and the user's `collate_fn`, make a batch at once: they are seeded once a batch, by the
+A dataset's own `__getitems__` and the user's `collate_fn` make a whole batch: they are seeded once per batch, by the
 position of its first sample. torch's `Subset` and `StackDataset` have a `__getitems__` that only passes indices on;
-they are read sample by sample, unless what they pass them to has one of its own.
+they are read sample by sample, unless the underlying dataset has a `__getitems__` of its own.
 
-A stream's samples are numbered as they come. One that raises has no number, and the next one, if there is one, gets it;
-where failures are skipped or replaced, each takes a number, so that the samples after it are what they would be anyway.
+The samples of a stream are numbered as they are read. A sample that raises has no number, and the next one, if any,
+gets it. Where failures are skipped or replaced, each failure takes a number, so later samples are not affected.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SeededMapFetcher:
         seeder: of the epoch.
         replicas: difference of the positions of neighbouring samples.
         seed_collate: whether `collate` may draw random numbers.
-        handler: what becomes of samples that raise; None: they fail their batch.
+        handler: handles samples that raise; None: they fail their batch.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class SeededMapFetcher:
         """The batch. `bad` gets records of samples that raised.
 
         Raises:
-            NoSamples: the guard left all of them out.
+            NoSamples: all of them were dropped.
         """
         first, index = possibly_batched_index
         data: Any
         if self._tolerant is not None:
             bad = [] if bad is None else bad
             if self._auto_collation:
-                data = self._tolerant.samples(index, first, bad, whole=self._batched_get)
+                data = self._tolerant.samples(index, first, bad, batched=self._batched_get)
             else:
                 data = self._tolerant.sample(index, first, bad)
         elif not self._auto_collation:
@@ -121,7 +121,7 @@ class SeededMapFetcher:
 
 
 class SeededIterator:
-    """A stream's iterator, whose samples are made under random numbers by their numbers in the stream.
+    """Wraps the iterator of a stream: seeds each sample by its number in the stream.
 
     Args:
         iterator: the dataset's.
@@ -144,14 +144,12 @@ class SeededIterator:
         return sample
 
     def lose(self) -> None:
-        """The sample that raised keeps its number. Code that makes a substitute runs from here on, under its random
-        numbers.
-        """
+        """Count the sample that raised, and seed the code that makes its substitute."""
         self._seeder.sample(self.samples)
         self.samples += 1
 
     def again(self) -> None:
-        """Code that makes a substitute for the sample that was read last runs from here on."""
+        """Seed the code that makes a substitute for the sample that was read last."""
         self._seeder.sample(self.samples - 1)
 
 
@@ -178,5 +176,5 @@ class SeededAsyncIterator:
         self.samples += 1
 
     def again(self, back: int) -> None:
-        """Code that makes a substitute for the sample read `back` samples ago runs from here on."""
+        """Seed the code that makes a substitute for the sample read `back` samples ago."""
         self._seeder.sample(self.samples - back)

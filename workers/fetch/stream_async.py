@@ -1,18 +1,17 @@
-"""Fetching from asynchronous streams: one sample after the other, as they come; only decoding is concurrent.
+"""Fetches batches from asynchronous streams: samples are read one after the other; only decoding is concurrent.
 
-Data path: scheduler -> worker: [async_stream] -> collate -> codec -> ring. Map datasets are `async_fetch.py`'s.
+Data path: scheduler -> worker: [stream_async] -> collate -> codec -> ring. Map datasets are fetched in `map_async.py`.
 
-Samples that raise, where they do not fail their batch, are dealt with as in `fetch.py`: each takes a place in its
-batch. With a `decode` that runs in threads, samples are decoded while the next ones are read, and a batch's samples
-beside one another; they keep their order. A sample that does not decode was read: the stream goes on behind it.
+Tasks of one worker read its stream one at a time, in their order, and each makes one batch (`SerializedFetcher`). Two
+kinds of streams are read so: asynchronous iterable datasets, and datasets whose shards the main process assigns to the
+workers.
 
-Fetching from a dataset whose parts the main process leases out. Data path: lane -> [lane_fetch] -> collate.
+Samples that raise fail their batch, or are handled by the `on_error` policy. In an iterable dataset a dropped sample
+leaves its batch one sample short, as in `factory.py`. In a dataset with assigned shards it leaves no gap: every batch
+is full but the last one of the epoch.
 
-Every batch is full but the last of the epoch: a sample that raises, where it does not fail its batch, leaves no gap.
-
-What the fetchers of asynchronous streams have in common: tasks take turns, and a turn makes one batch.
-
-Data path: scheduler -> worker: async_stream, lane_fetch -> [turn_fetch] -> collate -> codec -> ring.
+With a `decode` that runs in threads, samples are decoded while the next ones are read, and those of a batch
+concurrently; they keep their order. A sample whose decoding raises has been read: the stream goes on after it.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ __all__ = [
 
 
 class SerializedFetcher(ABC):
-    """Reads batches from a stream. Tasks of one worker read it one after the other, in their order.
+    """Reads batches from a stream. A lock has the tasks of one worker read it one at a time, in their order.
 
     Args:
-        stream: what is read; for a user's dataset its iterator.
+        stream: the stream; for an iterable dataset its iterator.
         how: how samples become batches.
         read: samples that were read from the stream before.
     """
@@ -61,7 +60,7 @@ class SerializedFetcher(ABC):
 
         Raises:
             StopAsyncIteration: the stream is over.
-            NoSamples: the guard left all samples of the batch out.
+            NoSamples: the guard dropped all samples of the batch.
         """
         async with self._lock:
             if self.ended:
@@ -82,23 +81,23 @@ class SerializedFetcher(ABC):
 
     @abstractmethod
     async def _batch(self, size: int, bad: list[BadSample]) -> list[Any]:
-        """The next samples, `size` at most, fewer only where the stream ends; sets `ended` then. Errors as `fetch`."""
+        """Return the next `size` samples; fewer, and sets `ended`, where the stream ends. Raises as `fetch` does."""
 
     def _seeds_drawn(self) -> int:
-        """The number of samples that had random numbers of their own so far: collation gets the next ones."""
+        """Number of sample seeds used so far; collation is seeded by the next one."""
         return self.samples
 
 
 class _ReadSample(NamedTuple):
-    """A sample that was read, and is not decoded yet: a future of the decoded one where a thread is at it."""
+    """A sample that was read and is not decoded yet; if a thread decodes it, the future of the result."""
 
-    place: int
+    number: int
     sample: Any
     context: Context
 
 
 class AsyncStreamFetcher(SerializedFetcher):
-    """Reads an asynchronous iterable dataset, which `stream` is the iterator of. The arguments are `SerializedFetcher`'s."""
+    """Reads an asynchronous iterable dataset; `stream` is its iterator. Arguments as for `SerializedFetcher`."""
 
     def __init__(self, stream: AsyncIterator[Any], how: Batching, read: int) -> None:
         super().__init__(stream, how, read)
@@ -108,8 +107,8 @@ class AsyncStreamFetcher(SerializedFetcher):
         return int(getattr(self.dataset_iter, "samples", 0))
 
     async def _batch(self, size: int, bad: list[BadSample]) -> list[Any]:
-        """As in `fetch.py`: a sample that raises takes a place in its batch, if there is a guard."""
-        data: list[Any] = []  # samples; with a decoder what is to be decoded
+        """As in `factory.py`: with an error handler, a sample that raises counts towards the size of its batch."""
+        data: list[Any] = []  # samples; with a decoder, those to be decoded
         before = len(bad)
         try:
             for _ in range(size):
@@ -119,12 +118,12 @@ class AsyncStreamFetcher(SerializedFetcher):
                     self.ended = True
                     break
                 except Exception as error:
-                    place = self.samples
-                    if self._how.handler is None or self._progress.failed(error, place):
-                        add_note(error, describe_stream_sample(place, self._how.worker))
+                    number = self.samples
+                    if self._how.handler is None or self._progress.failed(error, number):
+                        add_note(error, describe_stream_sample(number, self._how.worker))
                         raise
                     self.samples += 1
-                    sample = await self._on_sample_error(self._how.handler, place, error, bad, read=False)
+                    sample = await self._on_sample_error(self._how.handler, number, error, bad, read=False)
                     if sample is not DROPPED:
                         data.append(sample)
                 else:
@@ -154,7 +153,7 @@ class AsyncStreamFetcher(SerializedFetcher):
         raise StopAsyncIteration
 
     def _begin_decoding(self, decoder: Decoder, sample: Any) -> _ReadSample:
-        context = copy_context()  # with the sample's random numbers: the next one gets others
+        context = copy_context()  # holds this sample's random numbers; the next sample gets others
         if decoder.threads is not None:
             sample = decoder.threads.call(decoder.function, sample, context)
         return _ReadSample(self.samples - 1, sample, context)
@@ -163,7 +162,7 @@ class AsyncStreamFetcher(SerializedFetcher):
         kept: list[Any] = []
         for item in data:
             if not isinstance(item, _ReadSample):
-                kept.append(item)  # what `on_error` gave for a sample that could not be read
+                kept.append(item)  # the substitute from `on_error` for a sample that could not be read
                 continue
             try:
                 if decoder.threads is not None:
@@ -172,31 +171,31 @@ class AsyncStreamFetcher(SerializedFetcher):
                     sample = await decoder.decode(item.sample, item.context)
             except Exception as error:
                 if self._how.handler is None:
-                    add_note(error, describe_stream_sample(item.place, self._how.worker))
+                    add_note(error, describe_stream_sample(item.number, self._how.worker))
                     raise
-                sample = await self._on_sample_error(self._how.handler, item.place, error, bad, read=True)
+                sample = await self._on_sample_error(self._how.handler, item.number, error, bad, read=True)
             if sample is not DROPPED:
                 kept.append(sample)
         return kept
 
     async def _on_sample_error(
-        self, handler: SampleErrorHandler, place: int, error: Exception, bad: list[BadSample], *, read: bool
+        self, handler: SampleErrorHandler, number: int, error: Exception, bad: list[BadSample], *, read: bool
     ) -> Any:
         """`read`: it had its number in the stream already."""
         if isinstance(self.dataset_iter, SeededAsyncIterator):
             if read:
-                self.dataset_iter.again(self.samples - place)
+                self.dataset_iter.again(self.samples - number)
             else:
                 self.dataset_iter.lose()
         try:
-            return await handler.handle_async(None, place, error, bad)
+            return await handler.handle_async(None, number, error, bad)
         except Exception as raised:
-            add_note(raised, describe_stream_sample(place, self._how.worker))
+            add_note(raised, describe_stream_sample(number, self._how.worker))
             raise
 
 
 def _cancel_decoding(data: list[Any]) -> None:
-    """What is being decoded will not be used: what has not begun need not."""
+    """Cancel the decoding of samples that will not be used; decoding that has begun runs to its end."""
     for item in data:
         if isinstance(item, _ReadSample) and isinstance(item.sample, asyncio.Future):
             item.sample.add_done_callback(_retrieve_error)
@@ -245,7 +244,7 @@ class LaneFetcher(SerializedFetcher):
     async def _batch(self, size: int, bad: list[BadSample]) -> list[Any]:
         before = len(bad)
         self.dataset_iter.next_batch()
-        await self.dataset_iter.refill()  # an error is no sample's: there is no place behind it
+        await self.dataset_iter.refill()  # an error here belongs to no sample, so no sample is dropped for it
         data = await self._filled(size, bad)
         if len(data) < size and (not data or self._how.drop_last):
             if len(bad) > before:
@@ -267,7 +266,7 @@ class LaneFetcher(SerializedFetcher):
                     del bad[before:]
                 break
             except Exception as error:
-                await self._bad(error, data, bad)
+                await self._on_error(error, data, bad)
                 continue
             self.ended = len(samples) < wanted
             first, self.samples = self.samples, self.samples + len(samples)
@@ -280,33 +279,38 @@ class LaneFetcher(SerializedFetcher):
     async def _decode(
         self, decoder: Decoder, first: int, samples: list[Any], data: list[Any], bad: list[BadSample]
     ) -> None:
-        """All of them at a time, as far as there are threads; in order."""
+        """Decode the samples concurrently, as far as there are threads; append them in their order."""
         decoding: list[asyncio.Task[Any]] = []
-        for place, sample in enumerate(samples, first):
-            self._how.seed_sample(place)
+        for number, sample in enumerate(samples, first):
+            self._how.seed_sample(number)
             decoding.append(asyncio.ensure_future(decoder.decode(sample, copy_context())))
         try:
-            for place, task in enumerate(decoding, first):
+            for number, task in enumerate(decoding, first):
                 try:
                     data.append(await task)
                 except Exception as error:
-                    await self._bad(error, data, bad, place)
+                    await self._on_error(error, data, bad, number)
         finally:
             for task in decoding:
                 task.cancel()
             await asyncio.gather(*decoding, return_exceptions=True)
 
-    async def _bad(self, error: Exception, data: list[Any], bad: list[BadSample], place: int | None = None) -> None:
-        """A sample raised: fail with it, or leave it out, or take a substitute. `place`: of one that was read."""
-        if place is None:
-            place, self.samples = self.samples, self.samples + 1
+    async def _on_error(
+        self, error: Exception, data: list[Any], bad: list[BadSample], number: int | None = None
+    ) -> None:
+        """Handle a sample that raised: re-raise, drop it, or append a substitute.
+
+        `number`: the sample's number in the stream if it has been read, else None.
+        """
+        if number is None:
+            number, self.samples = self.samples, self.samples + 1
         try:
             if self._how.handler is None:
                 raise error
-            self._how.seed_sample(place)
-            sample = await self._how.handler.handle_async(None, place, error, bad)
+            self._how.seed_sample(number)
+            sample = await self._how.handler.handle_async(None, number, error, bad)
         except Exception as raised:
-            add_note(raised, describe_stream_sample(place, self._how.worker))
+            add_note(raised, describe_stream_sample(number, self._how.worker))
             raise
         if sample is not DROPPED:
             data.append(sample)

@@ -1,19 +1,19 @@
-"""A batch and its bytes: tensors out of band in shared memory, the shape of the rest as pickle.
+"""Encodes batches for shared memory: tensors as raw bytes in the slot, the structure around them as pickle.
 
 Data path: worker: collate -> [codec: encode] -> ring -> reorder -> [codec: decode] -> consumer.
 
 Encoding an object gives a *template* and *leaves*. Leaves are the bytes of tensors and arrays, wherever in the object
-they were found; each is written once, straight to its place in the slot. The template is pickle (protocol 5) in which
-every leaf is an out-of-band buffer, with a table that says where each leaf lies and what it is. Two batches of the same
-shapes have the same template, so a worker sends it once and then says "same".
+they are; each is written once, directly to its offset in the slot. The template is pickle (protocol 5) in which every
+leaf is an out-of-band buffer, with a table that says where each leaf is and what it is. Batches of the same shapes have
+the same template, so a worker sends it once and then only says "same".
 
-Decoding builds a tensor over each leaf and lets the unpickler put them in place: the `buffers` argument of
-`pickle.loads` takes any objects, and hands them to whatever the pickled buffer was an argument of, or in place of.
+Decoding builds a tensor over each leaf and has the unpickler insert them: the `buffers` argument of `pickle.loads`
+takes any objects, and passes each to whatever the pickled buffer was an argument of.
 
 What is not a plain dense CPU tensor (sparse, quantized, nested, subclasses, `requires_grad`) is pickled by its own
-rules; the storages that those rules meet become leaves too. Tensors that share a storage still share it afterwards.
+rules; the storages that those rules meet become leaves, too. Tensors that share a storage still share it afterwards.
 
-This is pickle between our own processes; nothing that came from elsewhere is ever decoded here.
+This is pickle between our own processes; nothing from elsewhere is ever decoded here.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from asyncloader.workers.memory.leaves import (
 from asyncloader.workers.memory.ring import Anchor
 
 Memory: TypeAlias = Anchor | np.ndarray[Any, np.dtype[np.uint8]]
-"""What leaves are built on: a slot's anchor, or a private copy of it."""
+"""The memory that leaves are built on: a slot's anchor, or a private copy of it."""
 
 __all__ = ["Encoded", "Encoder", "Template", "copy_out"]
 
 INLINE_PICKLE = 1 << 15
-"""Pickle up to this size goes over the socket with the descriptor; more goes through memory."""
+"""Pickle up to this size is sent over the socket; larger pickle goes through the slot."""
 
 
 class Encoded(NamedTuple):
-    """An object ready to be written: `nbytes` of memory are needed, then `write` fills them."""
+    """An encoded object: needs `nbytes` of memory, which `write` fills."""
 
     template: bytes
     nbytes: int
@@ -73,8 +73,8 @@ class Encoded(NamedTuple):
 class Encoder:
     """Encodes one object at a time; lives in a worker and is not thread-safe.
 
-    The collation of the default kind (`collate.py`) announces leaves with `placeholder` while it builds the batch;
-    anything else that `encode` meets is found by the pickler.
+    Default collation (`collate.py`) announces leaves with `placeholder` while it builds the batch; all other leaves are
+    found by the pickler.
     """
 
     def __init__(self) -> None:
@@ -88,13 +88,13 @@ class Encoder:
         }
 
     def placeholder(self, leaf: Leaf) -> pickle.PickleBuffer:
-        """What stands for the leaf in the object until it is decoded."""
+        """Return the object that stands for the leaf until it is decoded."""
         buffer = pickle.PickleBuffer(bytearray())
         self._announced[id(buffer)] = (leaf, buffer)
         return buffer
 
     def discard(self) -> None:
-        """Forget the leaves announced so far (the object will not be encoded)."""
+        """Forget the leaves announced so far, when the object will not be encoded."""
         self._announced.clear()
         self._shared.clear()
         self._leaves = []
@@ -103,7 +103,7 @@ class Encoder:
         """Pickle `value` around its leaves.
 
         Raises:
-            Exception: whatever pickling raises for an object that cannot be pickled.
+            Exception: whatever pickling raises.
         """
         self._leaves = []
         stream = io.BytesIO()
@@ -148,7 +148,7 @@ class Encoder:
         nbytes = view.nbytes
         self._leaves.append(Leaf(nbytes, lambda offset: Raw(offset, nbytes), _raw_writer(view) if nbytes else None))
 
-    # ------------------------------------------------------------------------------------ what the pickler meets
+    # ------------------------------------------------------------------------------------------ pickling of tensors
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if tensor.layout is not torch.strided and not tensor.requires_grad:
@@ -183,7 +183,7 @@ class Encoder:
 
 
 class _SharedStorage:
-    """One storage that tensors of a batch look into: the range of it that they see is copied once."""
+    """A storage that tensors of a batch view: the range that they cover is copied once."""
 
     __slots__ = ("count", "first", "last", "offset", "storage")
 
@@ -199,9 +199,9 @@ class _SharedStorage:
         return max(0, self.last - self.first)
 
     def include(self, first: int, last: int) -> None:
-        """This range of bytes is seen by one more object."""
+        """Extend the range by the bytes of one more object."""
         self.count += 1
-        self.first = min(self.first, first // 16 * 16)  # the widest element: leaves keep their alignment
+        self.first = min(self.first, first // 16 * 16)  # aligned to the widest element
         self.last = max(self.last, last)
 
     def include_tensor(self, tensor: torch.Tensor) -> None:
@@ -250,7 +250,7 @@ def _raw_writer(view: memoryview) -> Callable[[mmap.mmap, int], None]:
 
 
 def _leaf(value: Any) -> Any:
-    """Stands in pickle for "the decoded leaf itself"."""
+    """Identity: pickled as the function that turns a decoded leaf into itself."""
     return value
 
 
@@ -261,10 +261,10 @@ class Template:
     """The decoding side of a template; made once and used for every batch that says "same".
 
     The pickle in it is trusted, the numbers are not: a worker may die in the middle of a write, and user code in it may
-    write where it should not. Wherever the parts lie, nothing outside of the anchor is read.
+    write anywhere. Whatever the offsets are, nothing outside the anchor is read.
 
     Raises:
-        ValueError: these bytes are no template.
+        ValueError: these bytes are not a template.
     """
 
     __slots__ = ("_extent", "_inside", "_simple", "_size", "_specs", "_structure")
@@ -290,10 +290,10 @@ class Template:
             self._simple = ()
 
     def build(self, anchor: Memory | None) -> Any:
-        """The object, its leaves being views of the anchor's memory (None when there are no bytes).
+        """Return the object, with leaves that are views of the anchor's memory (None if there are no bytes).
 
         Raises:
-            ValueError: the parts of the batch do not lie within the anchor.
+            ValueError: a leaf is not within the anchor.
             Exception: whatever unpickling the user's objects raises.
         """
         structure = self._structure
@@ -304,7 +304,7 @@ class Template:
             assert anchor is not None
             structure = bytes(_bytes(anchor, self._inside, self._size))
         if self._simple:
-            # Nothing but dense tensors of common types: the loop that decides the loader's speed on small batches.
+            # Only dense tensors of common types: this loop determines the loader's speed on small batches.
             ndarray, from_numpy = np.ndarray, torch.from_numpy
             leaves: list[Any] = [from_numpy(ndarray(s, d, anchor, o)) for d, s, o in self._simple]  # type: ignore[arg-type]
         else:
@@ -341,9 +341,9 @@ def _bytes(anchor: Memory, offset: int, nbytes: int) -> memoryview:
 
 
 class _PickledStorage(torch.UntypedStorage):
-    """An untyped storage as torch's own unpickling would give it: one that can also be asked for its untyped self.
+    """An untyped storage that, like those from torch's own unpickling, has an `_untyped_storage`.
 
-    `torch._utils._rebuild_tensor_v3` (unsigned and float8 dtypes) does ask.
+    `torch._utils._rebuild_tensor_v3` (unsigned and float8 dtypes) uses it.
     """
 
     @property
@@ -354,7 +354,7 @@ class _PickledStorage(torch.UntypedStorage):
 def _build_storage(
     spec: Strided | Storage, anchor: Memory | None, storages: dict[int, torch.UntypedStorage]
 ) -> torch.UntypedStorage:
-    """One storage for all leaves that lie at the same offset; an empty one is nobody else's."""
+    """Return one storage for all leaves with the same offset; empty storages are not shared."""
     if not spec.nbytes:
         return torch.UntypedStorage(0)
     storage = storages.get(spec.offset)
@@ -371,11 +371,11 @@ def _bytes_tensor(anchor: Memory | None, offset: int, nbytes: int) -> torch.Tens
 
 
 def copy_out(template: Template, anchor: Anchor, nbytes: int) -> Any:
-    """The object in private memory of its own. The copy is one `memcpy` with the GIL released.
+    """Return the object in private memory. The copy is one `memcpy` with the GIL released.
 
-    Leaves of the result share one private allocation, which lives as long as any of them.
+    The leaves share one private allocation, which lives as long as any of them.
     """
     private = torch.empty(nbytes, dtype=torch.uint8).numpy()
-    # numpy's plain memcpy: torch's would start, or spin on, the trainer's OpenMP threads.
+    # numpy's plain memcpy: torch's copy would use the trainer's OpenMP threads.
     np.copyto(private, np.frombuffer(_bytes(anchor, 0, nbytes), np.uint8))
     return template.build(private)

@@ -344,17 +344,17 @@ def test_the_watch_warns_once_and_names_the_generator(kind: str) -> None:
     watch = GlobalDrawCheck()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        watch.look()
+        watch.check()
     draw()
     with pytest.warns(UserWarning, match=rf"generators \({names}\) in seeded mode.*sample_rng\(\)"):
-        watch.look()
+        watch.check()
     globals_drawn()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        watch.look()
+        watch.check()
         watch.rebase()
         globals_drawn()
-        watch.look()
+        watch.check()
 
 
 def test_the_watch_may_be_told_to_forget() -> None:
@@ -366,4 +366,4 @@ def test_the_watch_may_be_told_to_forget() -> None:
     own_drawn()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        watch.look()
+        watch.check()
