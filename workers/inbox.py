@@ -145,7 +145,7 @@ class Inbox:
                 watchdog.forget(worker)
             listener.on_exhausted(worker, seq, payload)
         elif kind == wire.NOTHING:
-            listener.on_nothing(worker, seq, busy, payload, bad)
+            listener.on_empty_batch(worker, seq, busy, payload, bad)
         else:
             listener.on_error(worker, seq, busy, pickle.loads(payload), bad)
 

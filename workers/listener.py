@@ -60,7 +60,7 @@ class Listener(ABC):
         """The worker's copy of an iterable dataset is exhausted; `cursor` is its final state."""
 
     @abstractmethod
-    def on_nothing(self, worker: int, seq: int, busy: float, cursor: bytes, bad: bytes) -> None:
+    def on_empty_batch(self, worker: int, seq: int, busy: float, cursor: bytes, bad: bytes) -> None:
         """A task was carried out, but all of its samples were dropped; `cursor` is the state after it."""
 
     @abstractmethod

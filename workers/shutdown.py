@@ -98,7 +98,7 @@ class Shutdown:
         return tuple(self._given_up)
 
     def hurry(self) -> None:
-        """Have the next step kill all living processes, again if necessary: an earlier kill may have been interrupted."""
+        """Have the next step kill all living processes, even killed ones: the kill may have been interrupted."""
         self._hurry = True
 
     def released(self, number: int) -> None:

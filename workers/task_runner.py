@@ -211,7 +211,7 @@ class TaskRunner:
             self.stopped = True
 
     @property
-    def outgrown(self) -> bool:
+    def over_memory_limit(self) -> bool:
         """Whether this worker exceeds its memory limit and should leave instead of carrying out the task just received.
         It leaves only on a task: after the epoch's end the main process would not take over its RNG state.
         """
@@ -220,7 +220,7 @@ class TaskRunner:
         if self._private_memory.growth() <= self._memory_limit:
             return False
         # If no other worker could continue its stream, this one must go on.
-        return self._setup.replays or (self._reader is not None and self._reader.can_go_on)
+        return self._setup.replays or (self._reader is not None and self._reader.can_resume)
 
     def retire(self) -> None:
         """Announce that this worker leaves. Call it with no task in progress, and take none afterwards."""

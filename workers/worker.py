@@ -114,7 +114,7 @@ def _serve_blocking(runner: TaskRunner) -> None:
         if kind != wire.TASK:
             runner.control(kind, body)
             continue
-        if runner.outgrown:
+        if runner.over_memory_limit:
             runner.retire()
             return
         runner.task(body)
@@ -182,7 +182,7 @@ class _AsyncTaskLoop:
     def _take(self, kind: int, body: bytes) -> None:
         if self._retiring and kind not in (wire.LEASE, wire.RESET, wire.STOP):
             return  # the replacement gets this task
-        if kind == wire.TASK and self._runner.outgrown:
+        if kind == wire.TASK and self._runner.over_memory_limit:
             self._retiring = True
             self._retire()
         elif kind == wire.TASK:

@@ -215,7 +215,7 @@ class Pipeline(Listener):
         self._handle(Completed(worker, seq, WorkerFailure(error, busy, bad)))
         self._made_batch(worker)
 
-    def on_nothing(self, worker: int, seq: int, busy: float, cursor: bytes, bad: bytes) -> None:
+    def on_empty_batch(self, worker: int, seq: int, busy: float, cursor: bytes, bad: bytes) -> None:
         """See `Listener`."""
         if self._places is not None:
             self._places.answered(worker, cursor)

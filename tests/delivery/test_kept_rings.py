@@ -153,7 +153,7 @@ def _is_right_in_child(machine: FakeMachine, loader: Any, expected: list[Any]) -
         return False
 
 
-# ------------------------------------------------------------------------------------------------- one keeper
+# ------------------------------------------------------------------------------------------------- one manager
 
 
 @pytest.mark.parametrize("delivered", [False, True])

@@ -1,8 +1,8 @@
 """The model test of the rule that keeps the rings from deadlock: credits, slots and copies.
 
-The real scheduler, ring keepers, rings and opener, between a worker and a consumer that are models: a worker is a queue
-of tasks, a consumer a set of batches that it holds for as long as it likes. Every batch is stamped with its own number,
-so a slot that is written while somebody looks into it is seen at once.
+The real scheduler, ring managers, rings and opener run between a model worker, which is a queue of tasks, and a model
+consumer, which is a set of batches that it holds arbitrarily long. Every batch is filled with its own number, so a slot
+that is overwritten while a view of it exists is detected at once.
 """
 
 from __future__ import annotations

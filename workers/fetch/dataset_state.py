@@ -98,7 +98,7 @@ class Bookmark:
         if cursor is not None and cursor.dataset is not None and not cursor.itself:
             self._dataset.load_state_dict(cursor.dataset)
 
-    def iterates(self, iterator: Any, cursor: Cursor | None) -> Any:
+    def restore_iterator(self, iterator: Any, cursor: Cursor | None) -> Any:
         """Restore the iterator that ``iter(dataset)`` returned. Returns the iterator to read from."""
         if cursor is not None and cursor.itself:
             self._dataset.load_state_dict(cursor.dataset)

@@ -139,7 +139,7 @@ class Reader:
     def _restore_stream(self, cursor: Cursor | None, seeder: SampleSeeder | None) -> None:
         """Restore the stream's new iterator, and have its samples seeded."""
         fetcher = self._fetcher
-        fetcher.dataset_iter = self._bookmark.iterates(fetcher.dataset_iter, cursor)
+        fetcher.dataset_iter = self._bookmark.restore_iterator(fetcher.dataset_iter, cursor)
         if cursor is not None and cursor.ended:
             fetcher.ended = True
         if isinstance(fetcher, LaneFetcher):
@@ -309,7 +309,7 @@ class Reader:
         self._ready = True
 
     @property
-    def can_go_on(self) -> bool:
+    def can_resume(self) -> bool:
         """Whether another reader can continue from here without reading a stream again from its beginning."""
         return not self._setup.iterable or self._bookmark.keeps_state
 

@@ -101,7 +101,7 @@ class AsyncStreamFetcher(SerializedFetcher):
 
     def __init__(self, stream: AsyncIterator[Any], how: Batching, read: int) -> None:
         super().__init__(stream, how, read)
-        self._progress = StreamErrors()
+        self._stream_errors = StreamErrors()
 
     def _seeds_drawn(self) -> int:
         return int(getattr(self.dataset_iter, "samples", 0))
@@ -119,7 +119,7 @@ class AsyncStreamFetcher(SerializedFetcher):
                     break
                 except Exception as error:
                     number = self.samples
-                    if self._how.handler is None or self._progress.failed(error, number):
+                    if self._how.handler is None or self._stream_errors.failed(error, number):
                         add_note(error, describe_stream_sample(number, self._how.worker))
                         raise
                     self.samples += 1
@@ -131,7 +131,7 @@ class AsyncStreamFetcher(SerializedFetcher):
                     data.append(
                         sample if self._how.decoder is None else self._begin_decoding(self._how.decoder, sample)
                     )
-            dead = self._progress.ended(self.samples) if self.ended else None
+            dead = self._stream_errors.ended(self.samples) if self.ended else None
             if dead is not None:
                 try:
                     raise dead

@@ -18,7 +18,7 @@ from asyncloader.workers.task_runner import restore_rng_state, save_rng_state
 
 @pytest.fixture(autouse=True)
 def generators_kept() -> Iterator[None]:
-    """These tests set the process's generators; nobody else shall notice."""
+    """These tests set the process's generators: restore them afterwards."""
     with global_generators_kept():
         yield
 
@@ -49,7 +49,7 @@ def test_the_numbers_go_on(before: int) -> None:
 
 
 def test_saving_draws_nothing() -> None:
-    """Who is asked for its state goes on as if it had not been."""
+    """Saving the state does not change what is drawn afterwards."""
     seed_worker(1234, 1)
     expected = [drawn(), drawn()]
     seed_worker(1234, 1)

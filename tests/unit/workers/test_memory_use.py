@@ -21,7 +21,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counted
 
 
 def touched(nbytes: int) -> mmap.mmap:
-    """Private memory fresh from the system. (What an allocator gives may be an old piece, which is no growth.)"""
+    """Return private memory fresh from the system. (An allocator may return an old block, which is no growth.)"""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     touch(memory)
     return memory

@@ -57,7 +57,7 @@ def test_deaf_is_terminated_and_stopped_is_killed_at_once() -> None:
 
 
 def test_stopped_later_is_killed_at_the_next_step() -> None:
-    """A process that is stopped after it was asked does not wait for its turn."""
+    """A process that is stopped after it was asked to end is killed without waiting."""
     machine = Shutdown(1, 0.0)
     machine.step(0.0, {0})
     assert machine.step(0.5, {0}, stopped={0}).kill == (0,)
@@ -65,7 +65,7 @@ def test_stopped_later_is_killed_at_the_next_step() -> None:
 
 
 def test_hurry_kills_all_again_but_gives_no_more_time() -> None:
-    """However often somebody is in a hurry, the deadline stays."""
+    """However often `hurry` is called, the deadline stays."""
     machine = Shutdown(1, 0.0)
     machine.step(0.0, {0})
     for number in range(100):

@@ -159,7 +159,7 @@ def _much(fd: int, lines: int) -> None:
 
 @pytest.mark.parametrize("lines", [1, 1000, 20_000])
 def test_everything_is_passed_on(lines: int) -> None:
-    """A task that turns out to be innocent has lost nothing of what it wrote, however much it was."""
+    """All output of a task that turns out to be innocent is passed on, however much it is."""
     fd = make_capture_file()
     ended = in_child(_much, fd, lines)
     assert ended.stderr.splitlines() == [b"line %06d" % number for number in range(lines)]
@@ -194,7 +194,7 @@ def _unwilling(fd: int) -> bool:
 
 
 def test_a_broken_stderr_object_spoils_no_task() -> None:
-    """Whatever a user put in the place of `sys.stderr`, the task runs and its words are passed on."""
+    """Whatever `sys.stderr` is, the task runs and its output is passed on."""
     fd = make_capture_file()
     ended = in_child(_unwilling, fd)
     assert ended.result is True
@@ -213,7 +213,7 @@ def test_the_last_lines_are_read() -> None:
 
 
 def test_silence_is_an_empty_text() -> None:
-    """A task that wrote nothing has no last words."""
+    """The tail of a task that wrote nothing is empty."""
     assert read_tail(make_capture_file()) == ""
 
 

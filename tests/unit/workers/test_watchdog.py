@@ -7,16 +7,16 @@ from tests.unit.workers.clock import Clock
 from tests.unit.workers.watching import SECONDS, Timeouts, nothing_sent, watching
 
 
-def test_nobody_is_watched_without_a_task(clock: Clock, on_timeout: Timeouts) -> None:
-    """Idle workers are never late, and cost no timer."""
+def test_without_a_task_there_is_no_timer(clock: Clock, on_timeout: Timeouts) -> None:
+    """Idle workers never time out, and need no timer."""
     watching(clock, on_timeout, workers=3)
     assert clock.timers == []
     clock.at(1000)
     assert on_timeout == []
 
 
-def test_a_worker_is_late_when_its_task_takes_too_long(clock: Clock, on_timeout: Timeouts) -> None:
-    """At the deadline, not before, and once; the seconds that it took are told."""
+def test_a_task_that_takes_too_long_times_out(clock: Clock, on_timeout: Timeouts) -> None:
+    """A timeout is reported at the deadline, once, with the seconds that the task took."""
     watchdog = watching(clock, on_timeout)
     clock.at(10)
     watchdog.assigned(0, 0)
@@ -29,8 +29,8 @@ def test_a_worker_is_late_when_its_task_takes_too_long(clock: Clock, on_timeout:
     assert clock.timers == []
 
 
-def test_an_answer_in_time_saves_it(clock: Clock, on_timeout: Timeouts) -> None:
-    """Answered tasks have no deadline, and no timer stays once nobody has a task."""
+def test_an_answer_in_time_removes_the_deadline(clock: Clock, on_timeout: Timeouts) -> None:
+    """Answered tasks have no deadline, and without tasks there is no timer."""
     watchdog = watching(clock, on_timeout)
     watchdog.assigned(0, 0)
     clock.at(4)
@@ -84,7 +84,7 @@ def test_a_task_after_a_pause_has_its_whole_time(clock: Clock, on_timeout: Timeo
 
 
 def test_each_worker_has_its_own_deadline(clock: Clock, on_timeout: Timeouts) -> None:
-    """One that is late does not take others with it, and the timer goes on for them."""
+    """A timeout of one worker does not affect others; the timer goes on for them."""
     watchdog = watching(clock, on_timeout, workers=3)
     for worker in range(3):
         clock.at(worker)
@@ -99,8 +99,8 @@ def test_each_worker_has_its_own_deadline(clock: Clock, on_timeout: Timeouts) ->
     assert on_timeout == [(0, 5.0), (2, 5.0)]
 
 
-def test_workers_that_are_late_together_are_told_together(clock: Clock, on_timeout: Timeouts) -> None:
-    """A loop that is a little late finds all that were due meanwhile, with the time that they had really taken."""
+def test_timeouts_at_one_time_are_reported_together(clock: Clock, on_timeout: Timeouts) -> None:
+    """A loop that is a little late reports all timeouts due by then, with the time that the tasks really took."""
     watchdog = watching(clock, on_timeout, workers=2)
     watchdog.assigned(0, 0)
     clock.at(0.5)
@@ -125,7 +125,7 @@ def test_start_up_has_a_minute(clock: Clock, on_timeout: Timeouts) -> None:
 
 
 def test_a_longer_time_holds_for_start_up_too(clock: Clock, on_timeout: Timeouts) -> None:
-    """Who gives a task ten minutes gives them to the start, too."""
+    """A time limit of ten minutes per task also holds for start-up."""
     watchdog = TaskWatchdog(clock, 600.0, 1, concurrent=False, catch_up=nothing_sent, on_timeout=on_timeout)
     watchdog.starts(0)
     watchdog.assigned(0, 0)
@@ -136,7 +136,7 @@ def test_a_longer_time_holds_for_start_up_too(clock: Clock, on_timeout: Timeouts
 
 
 def test_the_first_task_begins_with_the_end_of_start_up(clock: Clock, on_timeout: Timeouts) -> None:
-    """A task that waited for the start-up code has its whole time after it."""
+    """A task that waited for the start-up code has its full time after it."""
     watchdog = TaskWatchdog(clock, SECONDS, 1, concurrent=False, catch_up=nothing_sent, on_timeout=on_timeout)
     watchdog.starts(0)
     watchdog.assigned(0, 0)
@@ -149,7 +149,7 @@ def test_the_first_task_begins_with_the_end_of_start_up(clock: Clock, on_timeout
 
 
 def test_a_replacement_starts_anew(clock: Clock, on_timeout: Timeouts) -> None:
-    """In the place of a worker that is gone: its tasks are forgotten, and the new process has its minute."""
+    """The tasks of the worker that died are forgotten, and its replacement has a minute to start."""
     watchdog = watching(clock, on_timeout)
     watchdog.assigned(0, 0)
     watchdog.forget(0)
@@ -163,7 +163,7 @@ def test_a_replacement_starts_anew(clock: Clock, on_timeout: Timeouts) -> None:
     assert on_timeout == [(0, START_SECONDS)]
 
 
-def test_another_workers_start_up_hides_nobody(clock: Clock, on_timeout: Timeouts) -> None:
+def test_another_workers_start_up_delays_no_timeout(clock: Clock, on_timeout: Timeouts) -> None:
     """A deadline that comes before the one that the timer waits for counts."""
     watchdog = watching(clock, on_timeout, workers=2)
     watchdog.starts(1)
@@ -180,8 +180,8 @@ def test_another_workers_start_up_hides_nobody(clock: Clock, on_timeout: Timeout
 # ---------------------------------------------------------------------------------------------------- ends
 
 
-def test_who_was_told_has_no_tasks_any_more(clock: Clock, on_timeout: Timeouts) -> None:
-    """It is being killed: it is not told of a second time, also where it had several tasks."""
+def test_a_worker_times_out_once(clock: Clock, on_timeout: Timeouts) -> None:
+    """The worker is being killed: no second timeout is reported, even if it had several tasks."""
     watchdog = watching(clock, on_timeout)
     for seq in range(3):
         watchdog.assigned(0, seq)
@@ -200,8 +200,8 @@ def test_void_tasks_have_no_deadline(clock: Clock, on_timeout: Timeouts) -> None
     assert clock.timers == []
 
 
-def test_closed_watches_nobody(clock: Clock, on_timeout: Timeouts) -> None:
-    """Afterwards there is no timer, and nobody is late. Twice is as good as once."""
+def test_close_drops_all_deadlines(clock: Clock, on_timeout: Timeouts) -> None:
+    """After `close` there is no timer and no timeout; closing twice is fine."""
     watchdog = watching(clock, on_timeout, workers=2)
     watchdog.assigned(0, 0)
     watchdog.close()
@@ -212,7 +212,7 @@ def test_closed_watches_nobody(clock: Clock, on_timeout: Timeouts) -> None:
 
 
 def test_closing_while_it_tells(clock: Clock) -> None:
-    """Whoever hears that a worker is late may close the watch at once: nothing is armed again."""
+    """The `on_timeout` callback may close the watchdog: the timer is not set again."""
     told: list[int] = []
 
     def close(worker: int, _: float) -> None:
@@ -227,8 +227,8 @@ def test_closing_while_it_tells(clock: Clock) -> None:
     assert clock.timers == []
 
 
-def test_an_answer_that_nobody_waits_for_is_nothing(clock: Clock, on_timeout: Timeouts) -> None:
-    """A late answer of a task that was forgotten does no harm."""
+def test_an_answer_to_a_forgotten_task_is_ignored(clock: Clock, on_timeout: Timeouts) -> None:
+    """A late answer to a forgotten task is ignored."""
     watchdog = watching(clock, on_timeout)
     watchdog.assigned(0, 0)
     watchdog.forget(0)

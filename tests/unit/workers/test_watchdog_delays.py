@@ -11,8 +11,8 @@ from tests.unit.workers.watching import SECONDS, Timeouts, nothing_sent, watchin
 # ------------------------------------------------------------------------------------------- our own delay
 
 
-def test_what_was_sent_and_not_read_is_read_first(clock: Clock, on_timeout: Timeouts) -> None:
-    """A worker is judged by what it has sent, and nobody is asked to catch up before there is something to judge."""
+def test_unread_frames_are_read_before_a_timeout(clock: Clock, on_timeout: Timeouts) -> None:
+    """What a worker has sent is read before its deadline is checked, and only then."""
     asked: list[int] = []
 
     def catch_up(worker: int) -> None:
@@ -31,7 +31,7 @@ def test_what_was_sent_and_not_read_is_read_first(clock: Clock, on_timeout: Time
 
 
 def test_the_next_task_of_one_that_caught_up_has_its_whole_time(clock: Clock, on_timeout: Timeouts) -> None:
-    """An answer that is read so late counts from then on; what it did not answer is late later."""
+    """After an answer that is read late, the next task has its full time."""
     unread = [0]
 
     def catch_up(worker: int) -> None:
@@ -64,7 +64,7 @@ def test_catching_up_may_give_tasks(clock: Clock, on_timeout: Timeouts) -> None:
 
 
 def test_catching_up_may_find_its_end(clock: Clock, on_timeout: Timeouts) -> None:
-    """A worker that turns out to be gone, or a watch that is closed over it, tells of nobody."""
+    """If `catch_up` finds the worker gone or closes the watchdog, no timeout is reported."""
 
     def catch_up(worker: int) -> None:
         if worker == 0:
@@ -81,8 +81,8 @@ def test_catching_up_may_find_its_end(clock: Clock, on_timeout: Timeouts) -> Non
 
 
 @pytest.mark.parametrize("concurrent", [False, True])
-def test_a_loop_that_was_held_up_blames_nobody(clock: Clock, on_timeout: Timeouts, concurrent: bool) -> None:
-    """After a long call in its thread, or a suspended job, everybody has a new period; and no more than that."""
+def test_a_loop_that_was_held_up_restarts_all_deadlines(clock: Clock, on_timeout: Timeouts, concurrent: bool) -> None:
+    """After a long call in the loop's thread, or a suspended job, every worker has one new period."""
     watchdog = watching(clock, on_timeout, workers=2, concurrent=concurrent)
     watchdog.assigned(0, 0)
     watchdog.assigned(1, 1)
@@ -107,8 +107,8 @@ def test_a_start_up_that_was_held_up_has_another_minute(clock: Clock, on_timeout
     assert on_timeout == [(0, START_SECONDS)]
 
 
-def test_being_held_up_for_less_than_a_period_excuses_nobody(clock: Clock, on_timeout: Timeouts) -> None:
-    """Only a timer that is late by more than a second says something about the loop."""
+def test_a_short_delay_of_the_loop_extends_no_deadline(clock: Clock, on_timeout: Timeouts) -> None:
+    """The loop counts as held up only if the timer is late by more than a second."""
     watchdog = watching(clock, on_timeout)
     watchdog.assigned(0, 0)
     clock.jump(4)
@@ -120,7 +120,7 @@ def test_being_held_up_for_less_than_a_period_excuses_nobody(clock: Clock, on_ti
 
 
 def test_waiting_for_a_lease_does_not_count(clock: Clock, on_timeout: Timeouts) -> None:
-    """The answer may take as long as other workers or the consumer do; the task has its whole time after it."""
+    """The wait for an assignment does not count; the task has its full time after it."""
     watchdog = watching(clock, on_timeout)
     watchdog.assigned(0, 0)
     clock.at(4)
@@ -134,7 +134,7 @@ def test_waiting_for_a_lease_does_not_count(clock: Clock, on_timeout: Timeouts) 
     assert on_timeout == [(0, 5.0)]
 
 
-def test_an_answered_lease_hides_nobody(clock: Clock, on_timeout: Timeouts) -> None:
+def test_an_answered_lease_delays_no_other_timeout(clock: Clock, on_timeout: Timeouts) -> None:
     """An answer at once takes the time of a message; and one worker's waiting is not another's."""
     watchdog = watching(clock, on_timeout, workers=3)
     for worker in range(3):

@@ -1,4 +1,4 @@
-"""The watch on real event loops, whose timers have a resolution."""
+"""The task watchdog on real event loops, whose timers have a finite resolution."""
 
 from __future__ import annotations
 

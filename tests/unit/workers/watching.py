@@ -1,4 +1,4 @@
-"""A watch over workers, on a real event loop whose clock is set by hand: no time goes by."""
+"""A task watchdog on a real event loop whose clock is set by hand, so that tests take no time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SECONDS = 5.0
 
 
 class Timeouts(list[tuple[int, float]]):
-    """Who was too late, and after how many seconds."""
+    """Records the worker and the seconds of every reported timeout."""
 
     def __call__(self, worker: int, seconds: float) -> None:
         self.append((worker, seconds))
 
 
 def nothing_sent(worker: int) -> None:
-    """It has sent nothing that was not read."""
+    """The worker has sent nothing that was not read."""
 
 
 def watching(
@@ -31,7 +31,7 @@ def watching(
     concurrent: bool = False,
     catch_up: Callable[[int], None] = nothing_sent,
 ) -> TaskWatchdog:
-    """A watch over workers whose start-up is behind them."""
+    """Return a watchdog over workers that have started up."""
     watchdog = TaskWatchdog(clock, SECONDS, workers, concurrent=concurrent, catch_up=catch_up, on_timeout=on_timeout)
     for worker in range(workers):
         watchdog.started(worker)

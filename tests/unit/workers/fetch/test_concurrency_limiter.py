@@ -18,7 +18,7 @@ variable: ContextVar[int] = ContextVar("variable", default=-1)
 
 
 class Samples:
-    """Samples that end when they are reported to, and note who is up."""
+    """Fake samples: each runs until the test sets its future, and records that it started or was cancelled."""
 
     def __init__(self) -> None:
         self.running: dict[Any, asyncio.Future[Any]] = {}

@@ -1,4 +1,4 @@
-"""Records of samples that raised, and the policy: left out, replaced, or substituted by others."""
+"""Handling of samples that raise: dropped, replaced, or substituted by others; and the records of that."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_texts_are_bounded_and_always_there(error: Exception, text: str) -> None
 
 
 def test_the_end_of_a_long_traceback_is_kept() -> None:
-    """The innermost frame and the message are what tells."""
+    """The innermost frame and the message are kept."""
     bad: list[BadSample] = []
     handler(ErrorPolicy()).handle(0, None, raised(ValueError("y" * 50_000 + " last words")), bad)
     assert len(bad[0].traceback) == 16_000
@@ -221,7 +221,7 @@ def make(good: set[int], made: list[int]) -> Any:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 async def test_substitutes_are_tried_in_their_order(asynchronous: bool) -> None:
-    """The first that can be made takes the place. Those before it have records of their own."""
+    """The first substitute that can be made is used. Failed ones before it have records of their own."""
     order = [substitute_index(9, 2, 40, attempt, 50) for attempt in range(ATTEMPTS)]
     made: list[int] = []
     one = make({order[2]}, made)
@@ -246,7 +246,7 @@ async def test_substitutes_are_tried_in_their_order(asynchronous: bool) -> None:
 
 
 def test_places_are_counted_and_not_records() -> None:
-    """A place whose substitutes failed, too, is one that is lost; one that was refilled is none, whatever failed."""
+    """A position whose substitutes failed, too, counts once; a refilled one does not count, whatever failed."""
     bad: list[BadSample] = []
     one = handler(REFILL)
     one.handle(7, 40, raised(ValueError("bad")), bad, make(set(), []))
@@ -333,7 +333,7 @@ async def test_the_end_after_an_async_generators_exception_is_none() -> None:
 
 
 def test_an_iterator_may_end_after_an_exception() -> None:
-    """One that is no generator could have gone on; and one that went on has not lost anything."""
+    """An iterator other than a generator could have gone on; a stream that went on is not missing anything."""
     one = StreamErrors()
     one.failed(raised(ValueError("bad")), 1)
     assert one.ended(2) is None

@@ -34,7 +34,7 @@ positions = st.integers(-1, 1 << 62)
 
 @pytest.fixture(autouse=True)
 def generators_kept() -> Any:
-    """These tests seed the process's generators; nobody else shall notice."""
+    """These tests seed the process's generators: restore them afterwards."""
     with global_generators_kept():
         yield
 
@@ -99,7 +99,7 @@ def _key_random(seed: int, epoch: int, position: int) -> int:
 @settings(deadline=None)
 @given(seeds, st.integers(0, 1 << 40), positions)
 def test_a_samples_numbers_are_its_own(seed: int, epoch: int, position: int) -> None:
-    """The same again for the same place; others for neighbouring seeds, epochs, positions and streams, and for
+    """The same numbers for the same position; others for neighbouring seeds, epochs, positions and streams, and for
     batches and their collation.
     """
     here = of_sample(seed, epoch, position)

@@ -41,7 +41,7 @@ async def test_calls_run_in_at_most_so_many_threads() -> None:
 
 
 async def test_a_call_has_a_copy_of_the_context() -> None:
-    """It sees the caller's variables, and what it sets is seen by nobody."""
+    """It sees the caller's context variables; what it sets is not seen outside."""
     threads = JobThreads(1, "lane-b")
 
     def look(value: int) -> int:
@@ -75,7 +75,7 @@ async def test_errors_are_raised_where_it_is_awaited() -> None:
 
 
 async def test_a_cancelled_call_that_has_not_begun_never_does() -> None:
-    """Cancelling while the only thread is busy: the job is dropped when its turn comes."""
+    """Cancelling while the only thread is busy: the job is skipped when it is taken."""
     threads = JobThreads(1, "lane-d")
     go, ran = threading.Event(), list[int]()
     busy = threads.call(lambda _: go.wait(20), None)
@@ -146,7 +146,7 @@ def test_a_loop_that_is_gone_is_told_nothing() -> None:
 
 
 async def test_without_a_thread_to_be_had_jobs_run_where_they_are_put(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slower, but nobody waits for ever; later threads are tried again."""
+    """It is slower, but every job runs; starting threads is tried again later."""
     threads = JobThreads(2, "lane-i")
 
     def refused(thread: threading.Thread) -> None:

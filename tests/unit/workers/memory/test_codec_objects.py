@@ -224,6 +224,6 @@ def test_template_is_used_for_many_batches() -> None:
 
 
 def test_writing_twice_is_writing_once() -> None:
-    """An encoded batch may be written to more than one place."""
+    """An encoded batch may be written to more than one offset."""
     encoded = Encoder().encode(torch.arange(10))
     assert bytes(write(encoded)) == bytes(write(encoded))

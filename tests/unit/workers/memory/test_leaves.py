@@ -22,7 +22,7 @@ def test_a_view_of_memory_has_dtype_and_shape() -> None:
 
 
 def test_a_leaf_knows_its_place() -> None:
-    """A leaf's place is told once its offset is known."""
+    """A leaf's spec is made once its offset is known."""
     leaf = dense_leaf((2, 3), torch.int64, 48, lambda memory, offset: None)
     spec = leaf.spec(128)
     assert isinstance(spec, Dense)

@@ -189,7 +189,7 @@ def test_reset_done_returns_the_slots_of_older_epochs_only(manager: RingManager)
 
 
 def test_late_answer_after_reset_frees_nothing_twice(manager: RingManager) -> None:
-    """A slot that came back with the reset does not come back again with a late answer."""
+    """A slot that was freed by the reset is not freed again by a late answer."""
     ring = sent(manager)
     _, slot = manager.assign(0, 0)
     manager.reset_done(1)
@@ -198,7 +198,7 @@ def test_late_answer_after_reset_frees_nothing_twice(manager: RingManager) -> No
 
 
 def test_close_closes_the_descriptor() -> None:
-    """A ring that was never sent is let go of with its descriptor; views stay valid, and its size is still told."""
+    """`close` releases a ring that was never sent, and its descriptor; views stay valid, and its size is kept."""
     manager = RingManager(credits=1, ring_bytes=None)
     ring = manager.replacement()
     assert ring is not None
