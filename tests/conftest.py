@@ -99,15 +99,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("thorough") is None:
             groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept = {group[number] for group in groups.values() for number in covering([_row(item) for item in group])}
+    kept = {group[number] for group in groups.values() for number in covering(list(map(_row, group)))}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
 
-def _row(item: pytest.Item) -> tuple[int, ...]:
-    """The numbers of its values among those of each of its parameters, in an order that all its cases have."""
+def _row(item: pytest.Item) -> tuple[str, ...]:
+    """The name of its value for each of the test's parametrizations; () where there are none."""
     callspec: Any = getattr(item, "callspec", None)
-    return () if callspec is None else tuple(callspec.indices[name] for name in sorted(callspec.indices))
+    return () if callspec is None else tuple(map(str, callspec._idlist))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

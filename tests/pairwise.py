@@ -6,12 +6,12 @@ Most faults need one value or two together. ``pytest --all`` runs every combinat
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import combinations
 
 __all__ = ["covering"]
 
-Row = tuple[int, ...]
+Row = tuple[Hashable, ...]
 
 
 def covering(rows: Sequence[Row]) -> list[int]:
@@ -20,12 +20,12 @@ def covering(rows: Sequence[Row]) -> list[int]:
     Greedy, hence not the fewest possible: about the product of the two largest columns. The same rows always give the
     same choice, and every value of a single column is in it.
     """
-    if not rows or len(rows[0]) < 2:
+    if {len(row) for row in rows} <= {0, 1}:
         return list(range(len(rows)))
     pairs = [set(combinations(enumerate(row), 2)) for row in rows]
-    missing = set().union(*pairs)
+    missing: set[tuple[tuple[int, Hashable], ...]] = set().union(*pairs)
     chosen: list[int] = []
-    used: Counter[tuple[int, int]] = Counter()
+    used: Counter[tuple[int, Hashable]] = Counter()
     while missing:
         # Of equally good rows the one whose values were chosen least: the third column is spread, too.
         best = max(
