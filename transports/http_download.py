@@ -22,7 +22,7 @@ from asyncloader.transports.http_answers import (
     parse_content_range,
 )
 from asyncloader.transports.http_client import HttpClient
-from asyncloader.transports.retry import Broken
+from asyncloader.transports.retry import RequestFailed
 
 if TYPE_CHECKING:
     import aiohttp
@@ -50,8 +50,8 @@ class HttpDownload(Download[HttpClient, Version]):
         """Give the object's size and version; reads none of its bytes, or one."""
         return await self._run(self._measure)
 
-    def _trouble(self, error: BaseException) -> Broken | None:
-        return self._client.trouble(error, answering=self._response is not None)
+    def _classify_error(self, error: BaseException) -> RequestFailed | None:
+        return self._client.classify_error(error, answering=self._response is not None)
 
     def _drop(self) -> None:
         if self._response is not None:
@@ -104,7 +104,7 @@ class HttpDownload(Download[HttpClient, Version]):
             data = await (content.read(most) if most else content.readany())
             if not data:
                 if self._end is not None and self._position < self._end:
-                    raise Broken.short(self._position, self._end)
+                    raise RequestFailed.short(self._position, self._end)
                 if self._skip:
                     self._refuse_end(self._position - self._skip, self._response)
                 break
@@ -136,7 +136,7 @@ class HttpDownload(Download[HttpClient, Version]):
         if self._digest is not None and self._digest[0].digest() != self._digest[1]:
             name = self._digest[0].name
             self.version = None  # nothing of this is worth keeping
-            raise Broken.corrupt(name)
+            raise RequestFailed.corrupt(name)
         super()._finish()
 
     async def _request(self, scope: Scope, measure: str = "") -> aiohttp.ClientResponse:

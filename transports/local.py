@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Entry",
     "LocalTransport",
-    "Root",
+    "RootedFiles",
     "os_errors",
 ]
 
@@ -84,7 +84,7 @@ class LocalTransport(Transport):
     def __init__(self, root: str | os.PathLike[str], *, threads: int | None = None) -> None:
         self.root = os.path.abspath(os.fspath(root))  # noqa: PTH100 - Path.resolve would follow links, which is I/O
         self.threads = min(32, (os.cpu_count() or 1) + 4) if threads is None else threads
-        self._files = Root(self.root)
+        self._files = RootedFiles(self.root)
         self._pool = BlockingPool("local", self.threads)
 
     @classmethod
@@ -281,7 +281,7 @@ class Entry(NamedTuple):
     ancestors: frozenset[tuple[int, int]]
 
 
-class Root:
+class RootedFiles:
     """The files below one directory. Holds no descriptor and no state but names.
 
     Args:

@@ -16,7 +16,7 @@ from asyncloader.transports.base import ObjectInfo
 from asyncloader.transports.checks import check_prefix
 from asyncloader.transports.download import NetworkTransport, check_limits
 from asyncloader.transports.object_store_client import StoreClient, check_key
-from asyncloader.transports.object_store_config import Settings, parse_place
+from asyncloader.transports.object_store_config import Settings, parse_location
 from asyncloader.transports.object_store_download import StoreDownload, StoreVersion
 from asyncloader.transports.retry import RetryPolicy
 
@@ -81,10 +81,10 @@ class ObjectStoreTransport(NetworkTransport[StoreClient]):
         connect_s: float = 10.0,
         stalled_s: float = 30.0,
     ) -> None:
-        place = parse_place(root)
+        location = parse_location(root)
         check_limits(requests, connect_s=connect_s, stalled_s=stalled_s)
-        if region is not None and place.kind != "s3":
-            raise ValueError(f"region={region!r} does not fit {place.url}: only s3:// has regions")
+        if region is not None and location.kind != "s3":
+            raise ValueError(f"region={region!r} does not fit {location.url}: only s3:// has regions")
         if endpoint is not None and not endpoint.lower().startswith(("http://", "https://")):
             raise ValueError(f"endpoint must be an http or https URL, got {endpoint!r}")
         options: dict[str, Any] = {
@@ -100,7 +100,7 @@ class ObjectStoreTransport(NetworkTransport[StoreClient]):
             "stalled_s": stalled_s,
         }
         settings = Settings(**{name: options[name] for name in Settings.__slots__})
-        super().__init__(StoreClient(place, settings, options["retry"], requests), root, options)
+        super().__init__(StoreClient(location, settings, options["retry"], requests), root, options)
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> Self:

@@ -30,13 +30,13 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from asyncloader.transports.base import together
+from asyncloader.transports.base import gather_all
 from asyncloader.transports.checks import check_path
 from asyncloader.transports.client_owner import ClientOwner, Scope
 from asyncloader.transports.download import RetryingClient
 from asyncloader.transports.errors import AccessDenied, InvalidPath, ObjectNotFound, ReadFailed, TransportError
-from asyncloader.transports.object_store_config import Place, Settings, open_store
-from asyncloader.transports.retry import Attempts, Broken, RetryPolicy
+from asyncloader.transports.object_store_config import Location, Settings, open_store
+from asyncloader.transports.retry import Attempts, RequestFailed, RetryPolicy
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, ObjectMeta
@@ -48,9 +48,9 @@ __all__ = [
     "StoreClient",
     "StoreOwner",
     "check_key",
+    "classify_error",
     "note_use",
     "status_of",
-    "trouble_of",
 ]
 
 # How long the interpreter's end waits for obstore's threads to let go of Python. See `_settle`.
@@ -148,12 +148,12 @@ _PAGE = 1000  # names that a store gives at a time
 class StoreClient(RetryingClient[OpenStore]):
     """Requests below one root. The arguments are `ObjectStoreTransport`'s."""
 
-    def __init__(self, place: Place, settings: Settings, retry: RetryPolicy, requests: int) -> None:
+    def __init__(self, location: Location, settings: Settings, retry: RetryPolicy, requests: int) -> None:
         def open_one(retries: bool) -> Store:
-            return open_store(place, settings, retry if retries else None)
+            return open_store(location, settings, retry if retries else None)
 
-        super().__init__(StoreOwner(f"the transport of {place.url}", requests, open_one), retry)
-        self.place = place
+        super().__init__(StoreOwner(f"the transport of {location.url}", requests, open_one), retry)
+        self.location = location
         # obstore keeps the two limits itself. This one ends the wait if its threads should not be there to do it.
         self._head_s = settings.connect_s + 2 * settings.stalled_s
 
@@ -206,13 +206,13 @@ class StoreClient(RetryingClient[OpenStore]):
 
     def where(self, path: str | None) -> str:  # noqa: ARG002 - the root says enough: texts name the path, too
         """Give the root's URL, for an object as well. As `RetryingClient.where`."""
-        return self.place.url
+        return self.location.url
 
     # --- failures
 
-    def trouble(self, error: BaseException, path: str | None) -> Broken | None:
-        """As `trouble_of`."""
-        return trouble_of(error, path, self.place.url, self._retry.statuses)
+    def classify_error(self, error: BaseException, path: str | None) -> RequestFailed | None:
+        """As `classify_error`."""
+        return classify_error(error, path, self.location.url, self._retry.statuses)
 
     async def _until_done(self, path: str | None, step: Callable[[Scope], Awaitable[_R]]) -> _R:
         loop = asyncio.get_running_loop()
@@ -223,12 +223,12 @@ class StoreClient(RetryingClient[OpenStore]):
                 async with self.owner.scope() as scope:
                     return await step(scope)
             except BaseException as error:
-                broken = self.trouble(error, path)
-                if broken is None:
+                failed = self.classify_error(error, path)
+                if failed is None:
                     raise
                 # obstore has tried the pages of a listing again for as long as the budget is.
                 attempts = attempts or self.attempts(began, share=1.0 if path is None else 0.5)
-                delay = self.judge(path, broken, attempts, loop.time())
+                delay = self.judge(path, failed, attempts, loop.time())
             await self.owner.sleep(delay)
 
     # --- listings
@@ -259,7 +259,7 @@ class StoreClient(RetryingClient[OpenStore]):
         """Ask about every name, some at a time; in order."""
         answers: list[_R] = []
         for start in range(0, len(names), 64):
-            answers += await together(ask(name) for name in names[start : start + 64])
+            answers += await gather_all(ask(name) for name in names[start : start + 64])
         return answers
 
 
@@ -279,8 +279,8 @@ def check_key(path: str) -> None:
 def _may_be_folder(name: str, names: list[str]) -> bool:
     """Whether an empty object looks like a folder: something lies below its name, or the name has no suffix."""
     below = name + "/"
-    place = bisect_left(names, below)
-    if place < len(names) and names[place].startswith(below):
+    location = bisect_left(names, below)
+    if location < len(names) and names[location].startswith(below):
         return True
     return "." not in name.rpartition("/")[2]
 
@@ -293,7 +293,7 @@ _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,60})</Code>")
 
 # Of the failures without a status, those that will be the same again. First the connections: a certificate, a name
 # that nobody has, an address that is none.
-_HOPELESS = (
+_FATAL_TEXTS = (
     "invalid peer certificate",
     "certificate verify failed",
     "Name or service not known",
@@ -310,7 +310,7 @@ _HOPELESS = (
     "InvalidContentLength",
 )
 
-_NEVER_HEALS = frozenset({"NotSupportedError", "NotImplementedError", "UnknownConfigurationKeyError"})
+_FATAL_CLASSES = frozenset({"NotSupportedError", "NotImplementedError", "UnknownConfigurationKeyError"})
 
 # Where a machine of a cloud gets its role's keys; elsewhere nothing answers there.
 _METADATA = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
@@ -333,7 +333,9 @@ def status_of(error: BaseException) -> int | None:
     return int(match[1]) if match else None
 
 
-def trouble_of(error: BaseException, path: str | None, where: str, statuses: frozenset[int]) -> Broken | None:
+def classify_error(
+    error: BaseException, path: str | None, where: str, statuses: frozenset[int]
+) -> RequestFailed | None:
     """Say what `error` means; None when it is none of the store's.
 
     Args:
@@ -342,12 +344,12 @@ def trouble_of(error: BaseException, path: str | None, where: str, statuses: fro
         where: the root's URL.
         statuses: the statuses that heal.
     """
-    if isinstance(error, Broken):
+    if isinstance(error, RequestFailed):
         return error
     if isinstance(error, TransportError) or not isinstance(error, Exception):
         return None
     if isinstance(error, TimeoutError):
-        return Broken("no answer", "no answer came in time", cause=error)
+        return RequestFailed("no answer", "no answer came in time", cause=error)
     name = type(error).__name__
     theirs = type(error).__module__.startswith("obstore")
     if not theirs and not isinstance(error, FileNotFoundError | ValueError):
@@ -378,8 +380,10 @@ def trouble_of(error: BaseException, path: str | None, where: str, statuses: fro
         )
         return _final(f"status {status or 403}", words, denied, error)
     if status is not None:
-        heals = status in statuses
-        return Broken(f"status {status}", words, heals=heals, cause=error, final=_failed(subject, where, words, path))
+        retryable = status in statuses
+        return RequestFailed(
+            f"status {status}", words, retryable=retryable, cause=error, final=_failed(subject, where, words, path)
+        )
     if "BareRedirect" in whole:
         words += "; pass region= the bucket's region"
         return _final("redirect", words, _failed(subject, where, words, path), error)
@@ -390,12 +394,12 @@ def trouble_of(error: BaseException, path: str | None, where: str, statuses: fro
     if any(each in whole for each in _METADATA):
         text += "; no credentials were found, so the cloud's metadata service was asked for them: set them in the "
         text += "environment, pass credentials=, or pass skip_signature=True if the bucket is public"
-    heals = name not in _NEVER_HEALS and not any(each in whole for each in _HOPELESS)
-    return Broken(kind, text, heals=heals, cause=error, final=_failed(subject, where, text, path))
+    retryable = name not in _FATAL_CLASSES and not any(each in whole for each in _FATAL_TEXTS)
+    return RequestFailed(kind, text, retryable=retryable, cause=error, final=_failed(subject, where, text, path))
 
 
-def _final(kind: str, text: str, final: TransportError, error: Exception) -> Broken:
-    return Broken(kind, text, heals=False, cause=error, final=final)
+def _final(kind: str, text: str, final: TransportError, error: Exception) -> RequestFailed:
+    return RequestFailed(kind, text, retryable=False, cause=error, final=final)
 
 
 def _failed(subject: str, where: str, words: str, path: str | None) -> ReadFailed:

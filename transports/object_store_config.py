@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     Store = AzureStore | GCSStore | S3Store
 
-__all__ = ["Place", "Profile", "Settings", "open_store", "parse_place", "retry_config"]
+__all__ = ["Location", "Profile", "Settings", "open_store", "parse_location", "retry_config"]
 
 _KINDS = {"s3": "s3", "s3a": "s3", "gs": "gs", **dict.fromkeys(("az", "azure", "abfs", "abfss", "adl"), "az")}
 _URL = re.compile(r"([A-Za-z0-9]+)://([^/]*)/?(.*)", re.DOTALL)
@@ -56,7 +56,7 @@ _INDIRECT = ("sso_session", "sso_start_url", "role_arn", "credential_process", "
 _FOR_EVER = timedelta(days=30)
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """The root of a transport.
 
     Attributes:
@@ -139,7 +139,7 @@ class Profile(NamedTuple):
         return cls(name, keys, others, indirect, bool(both))
 
 
-def parse_place(url: str) -> Place:
+def parse_location(url: str) -> Location:
     """Read a URL: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``.
 
     Also ``s3a://``, and for Azure ``azure://``, ``adl://``, ``abfs://`` and ``abfss://``, where the last two may
@@ -176,7 +176,7 @@ def parse_place(url: str) -> Place:
             raise InvalidPath(f"the prefix of {url!r} is not canonical: {error}", path=prefix) from None
     server = f"@{account}.{domain}" if account else ""
     shown = f"{scheme}://{host}{server}{'/' + prefix if prefix else ''}"
-    return Place(kind, host, prefix, account, domain in _FABRIC, shown)
+    return Location(kind, host, prefix, account, domain in _FABRIC, shown)
 
 
 def retry_config(policy: RetryPolicy | None) -> RetryConfig:
@@ -196,11 +196,11 @@ def retry_config(policy: RetryPolicy | None) -> RetryConfig:
     }
 
 
-def open_store(place: Place, settings: Settings, retry: RetryPolicy | None) -> Store:
+def open_store(location: Location, settings: Settings, retry: RetryPolicy | None) -> Store:
     """Make obstore's client. Reads the environment and credential files, and sends nothing.
 
     Args:
-        place: the root.
+        location: the root.
         settings: the options.
         retry: for the retries that obstore makes by itself; None: none.
 
@@ -215,17 +215,17 @@ def open_store(place: Place, settings: Settings, retry: RetryPolicy | None) -> S
             "s3, gs and az need obstore, which is not installed; install it by: pip install 'asyncloader[s3]'"
         ) from error
     config: dict[str, Any] = {}
-    if place.kind == "s3":
+    if location.kind == "s3":
         config.update(_from_profile(settings, os.environ))
     if settings.endpoint is not None:
-        config[_ENDPOINT[place.kind]] = settings.endpoint
+        config[_ENDPOINT[location.kind]] = settings.endpoint
     if settings.region is not None:
         config["region"] = settings.region
     if settings.skip_signature:
         config["skip_signature"] = True
-    if place.account is not None:
-        config["account_name"] = place.account
-    if place.fabric:
+    if location.account is not None:
+        config["account_name"] = location.account
+    if location.fabric:
         config["use_fabric_endpoint"] = True
     config.update(settings.config)
     client: ClientConfig = {
@@ -234,26 +234,26 @@ def open_store(place: Place, settings: Settings, retry: RetryPolicy | None) -> S
         "timeout": _FOR_EVER,
         "user_agent": "asyncloader",
     }
-    endpoints = [config.get(_ENDPOINT[place.kind]), *map(os.environ.get, _ENDPOINT_VARIABLES[place.kind])]
+    endpoints = [config.get(_ENDPOINT[location.kind]), *map(os.environ.get, _ENDPOINT_VARIABLES[location.kind])]
     endpoint = next((each for each in endpoints if each), "")
     if str(endpoint).lower().startswith("http://"):
         client["allow_http"] = True  # whoever writes http:// means it
     given: dict[str, Any] = {
-        "prefix": place.prefix or None,
+        "prefix": location.prefix or None,
         "config": config,
         "client_options": {**client, **settings.client},
         "retry_config": retry_config(retry),
         "credential_provider": settings.credentials,
     }
     try:
-        if place.kind == "s3":
-            return stores.S3Store(place.bucket, **given)
-        if place.kind == "gs":
-            return stores.GCSStore(place.bucket, **given)
-        return stores.AzureStore(place.bucket, **given)
+        if location.kind == "s3":
+            return stores.S3Store(location.bucket, **given)
+        if location.kind == "gs":
+            return stores.GCSStore(location.bucket, **given)
+        return stores.AzureStore(location.bucket, **given)
     except (BaseError, ValueError, TypeError, OSError) as error:
         raise TransportError(
-            f"{place.url} cannot be opened: {str(error).partition('Debug source')[0].strip()}"
+            f"{location.url} cannot be opened: {str(error).partition('Debug source')[0].strip()}"
         ) from error
 
 

@@ -17,7 +17,7 @@ from asyncloader.transports.client_owner import Scope
 from asyncloader.transports.download import CHANGED, Download
 from asyncloader.transports.errors import ReadFailed
 from asyncloader.transports.object_store_client import StoreClient, status_of
-from asyncloader.transports.retry import Broken
+from asyncloader.transports.retry import RequestFailed
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, ObjectMeta
@@ -62,11 +62,11 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
         self._body: AsyncIterator[bytes] | None = None
         self._spare = b""  # arrived, and too much for the part that was asked for
 
-    def _trouble(self, error: BaseException) -> Broken | None:
-        broken = self._client.trouble(error, self._path)
-        if broken is not None and broken.kind == "status 412":
-            return Broken(broken.kind, broken.text, heals=False, cause=error, final=self._changed())
-        return broken
+    def _classify_error(self, error: BaseException) -> RequestFailed | None:
+        failed = self._client.classify_error(error, self._path)
+        if failed is not None and failed.kind == "status 412":
+            return RequestFailed(failed.kind, failed.text, retryable=False, cause=error, final=self._changed())
+        return failed
 
     def _drop(self) -> None:
         self._body = None
@@ -88,7 +88,7 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
             return
         data = (await result.bytes_async()).to_bytes()
         if self._position + len(data) != self._end:
-            raise Broken.short(self._position + len(data), self._end)
+            raise RequestFailed.short(self._position + len(data), self._end)
         self._position = self._end
         self._parts.append(data)
         self._finish()
@@ -108,7 +108,7 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
             try:
                 data = await anext(self._body)
             except StopAsyncIteration:
-                raise Broken.short(self._position, self._end or 0) from None
+                raise RequestFailed.short(self._position, self._end or 0) from None
         if most and len(data) > most:
             data, self._spare = data[:most], data[most:]
         self._position += len(data)
@@ -160,7 +160,7 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
             check_start(self._path, size, self._start)
             self._end = size
         if given != (self._position, self._end):
-            raise Broken("wrong range", f"bytes {self._position:,} to {self._end:,} were asked for, not {given}")
+            raise RequestFailed("wrong range", f"bytes {self._position:,} to {self._end:,} were asked for, not {given}")
         return self._position < self._end
 
     async def _accept_nothing(self, scope: Scope, error: Exception) -> None:
@@ -172,7 +172,9 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
         meta = await self._client.head(scope, self._path)
         check_start(self._path, meta["size"], self._start)
         if meta["size"] > self._start:
-            raise Broken("status 416", f"bytes from {self._start:,} on were asked for, and it has {meta['size']:,}")
+            raise RequestFailed(
+                "status 416", f"bytes from {self._start:,} on were asked for, and it has {meta['size']:,}"
+            )
         self._finish()  # the stream begins where the object ends
 
     def _changed(self) -> ReadFailed:

@@ -1,4 +1,4 @@
-"""From what a user writes to the shards that are meant. Data path: [URLs, patterns, folders -> shards] -> catalogue.
+"""From what a user writes to the shards that are meant. Data path: [URLs, patterns, folders -> shards] -> catalog.
 
     https://host/shard-{000..127}.tar      a brace pattern (`braces`)
     s3://bucket/train/                     all shards below a prefix, ascending; or an MDS data set, by its index.json
@@ -142,7 +142,7 @@ async def _with_directories(urls: Sequence[str], stores: Stores) -> list[str]:
         return list(urls)
 
     def find() -> set[str]:
-        paths = {url: "/" + stores.place(url).path for url in doubtful}
+        paths = {url: "/" + stores.locate(url).path for url in doubtful}
         return {url for url, path in paths.items() if os.path.isdir(path)}  # noqa: PTH112 - a string, in a thread
 
     directories = await asyncio.to_thread(find)

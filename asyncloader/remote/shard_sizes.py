@@ -1,6 +1,6 @@
 """What a store and an index say of shards: sizes, sample counts, places to cut. Asked for only when it is needed.
 
-Data path: shards -> [measure] -> catalogue: pieces, len.
+Data path: shards -> [measure] -> catalog: ranges, len.
 
 Many shards are asked about at the same time, a bounded number of them. What is known already is not asked again.
 """
@@ -24,7 +24,7 @@ __all__ = ["REQUESTS", "bytes_per_sample", "with_counts", "with_edges", "with_si
 REQUESTS = 64
 """Shards that are asked about at the same time."""
 
-PIECES_EACH = 8
+EDGES_PER_RANGE = 8
 """Places to cut that are kept of an MDS shard, for each part that is wanted: enough to cut evenly."""
 
 PROBE_BYTES = 1 << 20
@@ -60,14 +60,14 @@ async def with_counts(shards: Sequence[Shard], stores: Stores) -> list[Shard]:
 async def with_edges(
     shards: Sequence[Shard], stores: Stores, parts: int, *, leave: tuple[type[Exception], ...] = ()
 ) -> list[Shard]:
-    """Give the shards with what `catalogue.cut` needs to make `parts` pieces: sizes, and places to cut.
+    """Give the shards with what `catalog.cut` needs to make `parts` ranges: sizes, and places to cut.
 
     Asks nothing if there are that many shards. One whose size the store does not say stays without, and whole.
 
     Args:
         shards: the shards.
         stores: where their URLs lead.
-        parts: pieces that are wanted.
+        parts: ranges that are wanted.
         leave: a shard that raises one of these stays as it is, and is cut nowhere: who reads it will say so.
 
     Raises:
@@ -145,7 +145,7 @@ async def _with_offsets(shard: Shard, stores: Stores, parts: int) -> Shard:
     except RangeOutOfBounds as error:
         raise ShardError("the shard is truncated: its header does not fit in it", url=shard.url, offset=0) from error
     offsets = await asyncio.to_thread(shard.mds.offsets, header, url=shard.url)
-    places = min(shard.mds.samples, PIECES_EACH * parts)
+    places = min(shard.mds.samples, EDGES_PER_RANGE * parts)
     edges = [int(offsets[shard.mds.samples * place // places]) for place in range(places + 1)] if places else []
     return shard._replace(edges=tuple(edges) or None)
 

@@ -1,6 +1,6 @@
-"""A lane's shuffle buffer: blocks of samples, each in an order of its own. Pure.
+"""A worker stream's shuffle buffer: blocks of samples, each in an order of its own. Pure.
 
-Data path: shards -> pieces -> [shuffle] -> batch.
+Data path: shards -> ranges -> [shuffle] -> batch.
 
 The stream is cut into blocks of `most` samples; each block comes out as a uniformly random permutation of itself. So a
 sample moves by less than `most` places, and any order of a block is as likely as any other (as far as 64-bit keys
@@ -68,9 +68,9 @@ class ShuffleBlocks(Generic[T]):
         """Give out that many, `left` at most."""
         order = self._order[self.given : self.given + number]
         self.given += number
-        return [self.block[place] for place in order]
+        return [self.block[index] for index in order]
 
-    def turn(self) -> bool:
+    def swap(self) -> bool:
         """The block was given out: go on with the one that filled. False if that is empty."""
         self.block, self.filling = self.filling, []
         self.given = 0
@@ -89,7 +89,7 @@ class ShuffleBlocks(Generic[T]):
 
     def rest(self) -> list[T]:
         """Everything that was not given out."""
-        return [*(self.block[place] for place in self._order[self.given :]), *self.filling]
+        return [*(self.block[index] for index in self._order[self.given :]), *self.filling]
 
     def _arrange(self) -> None:
         size = len(self.block)

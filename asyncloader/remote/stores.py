@@ -30,8 +30,8 @@ from asyncloader.transports.checks import check_path
 from asyncloader.transports.errors import InvalidPath
 
 __all__ = [
+    "Location",
     "LoopStores",
-    "Place",
     "Stores",
     "scheme_of",
     "unsigned",
@@ -54,7 +54,7 @@ _SAS = frozenset({"sv", "se", "sig"})
 _SAS_SIGNING = re.compile(r"s[veprsti]|srt|spr|sip|sdd|sk(oid|tid|[tesv])|s[au]oid|scid")
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where an object is: the URL of a transport's root, and the path below it."""
 
     root: str
@@ -143,13 +143,13 @@ class Stores:
         """
         if self._transport is not None:
             return self._transport, url.removeprefix("/")
-        place = self.place(url)
-        transport = self._open.get(place.root)
+        location = self.locate(url)
+        transport = self._open.get(location.root)
         if transport is None:
-            transport = self._open[place.root] = self._wrapped(place.root)
-        return transport, place.path
+            transport = self._open[location.root] = self._wrapped(location.root)
+        return transport, location.path
 
-    def place(self, url: str) -> Place:
+    def locate(self, url: str) -> Location:
         """Split `url` into the root of its transport and the path below it.
 
         Raises:
@@ -157,16 +157,16 @@ class Stores:
         """
         scheme = scheme_of(url)
         if scheme == "file":
-            return Place("/", self._local_path(url))
+            return Location("/", self._local_path(url))
         if scheme in _WEB:
-            return self._web_place(url)
+            return self._web_location(url)
         if scheme in _BUCKETS:
             # Keys are taken literally: they may hold "?", "#" and "%".
             bucket, _, key = url.partition("://")[2].partition("/")
-            return Place(f"{scheme}://{bucket}", key)
+            return Location(f"{scheme}://{bucket}", key)
         path = url.partition("?")[0].partition("#")[0]
         split = path.rfind("/") + 1
-        return Place(url[:split], url[split:])
+        return Location(url[:split], url[split:])
 
     async def aclose(self) -> None:
         """Close the transports that were opened here. A later `find` opens new ones."""
@@ -202,7 +202,7 @@ class Stores:
         whole = os.path.normpath(os.path.join(self._folder, path)).strip("/")  # noqa: PTH118 - strings in, strings out
         return whole + "/" if path.endswith("/") and whole else whole
 
-    def _web_place(self, url: str) -> Place:
+    def _web_location(self, url: str) -> Location:
         parts = urlsplit(url)
         folder, _, name = parts.path.rpartition("/")
         folder += "/"
@@ -213,12 +213,12 @@ class Stores:
         except InvalidPath:
             plain = False  # empty parts and dots: they are the server's business
         if plain:
-            return Place(urlunsplit((parts.scheme, parts.netloc, "", parts.query, "")), path)
+            return Location(urlunsplit((parts.scheme, parts.netloc, "", parts.query, "")), path)
         # A name that holds "/" itself: what is before the last one is the root's, and stays as it is written.
         cut = name.lower().rfind("%2f") + 3
         if 2 < cut < len(name):
             folder, name = folder + name[:cut], name[cut:]
-        return Place(urlunsplit((parts.scheme, parts.netloc, folder, parts.query, "")), _unquoted(name))
+        return Location(urlunsplit((parts.scheme, parts.netloc, folder, parts.query, "")), _unquoted(name))
 
 
 def _unquoted(text: str) -> str:
