@@ -335,10 +335,10 @@ class RequestFailed(Exception):
 
     @classmethod
     def short(cls, position: int, end: int) -> Self:
-        """The body ended before the length that its head had stated."""
+        """The body ended before the length stated in the response's head."""
         return cls("short body", f"the answer ended at byte {position:,} of {end:,}")
 
     @classmethod
     def corrupt(cls, algorithm: str) -> Self:
-        """The body's digest is not the one that its head had declared."""
+        """The body's digest differs from the one declared in the response's head."""
         return cls("wrong digest", f"the bytes do not have the {algorithm} digest that the server declared")

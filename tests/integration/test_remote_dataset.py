@@ -254,7 +254,7 @@ def test_a_plan_depends_on_nothing_that_was_done_before(
     ending: str, shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that has looked at a sample, or asked for a length, plans what the others do; many shards or few."""
-    monkeypatch.setattr("asyncloader.remote.dataset.MEASURED", 20)
+    monkeypatch.setattr("asyncloader.remote.dataset.MAX_SIZE_REQUESTS", 20)
     url = make_shards(tmp_path, (600 // shards,) * shards, ending=ending)
 
     async def look(dataset: Any) -> None:
