@@ -85,10 +85,10 @@ class TaskWatchdog:
         self._arm_by(now)
 
     def asked(self, worker: int) -> None:
-        """The worker asked for a lease."""
+        """The worker asked for an assignment of shards."""
         self._waiting[worker] = True
 
-    def leased(self, worker: int) -> None:
+    def assignment_sent(self, worker: int) -> None:
         """It got the answer."""
         self._waiting[worker] = False
         now = self._since[worker] = self._loop.time()

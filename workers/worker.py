@@ -180,7 +180,7 @@ class _AsyncTaskLoop:
             self._end(None)
 
     def _take(self, kind: int, body: bytes) -> None:
-        if self._retiring and kind not in (wire.LEASE, wire.RESET, wire.STOP):
+        if self._retiring and kind not in (wire.ASSIGNMENT, wire.RESET, wire.STOP):
             return  # the replacement gets this task
         if kind == wire.TASK and self._runner.over_memory_limit:
             self._retiring = True

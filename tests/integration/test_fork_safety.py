@@ -35,7 +35,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("how", PROGRAMS)
 def test_programs(kind: str, how: str) -> None:
-    """After `subprocess.run` in the loop, however it forks, the program has inherited nothing; the epoch is complete."""
+    """However `subprocess.run` forks in the loop, the program inherits nothing, and the epoch is complete."""
 
     def run(_: Here) -> None:
         done = subprocess.run(

@@ -37,7 +37,7 @@ class EpochStart(NamedTuple):
         skip: batches to read and discard after that.
         made: batches made until then, if some of the `skip` batches raised: they raise and are discarded again. None:
             none raised.
-        stream_key: selects the order of the worker's stream, where the main process assigns shards to the workers.
+        stream_key: seed of the worker's shuffle buffer, where the main process assigns shards.
     """
 
     shared_seed: int | None = None

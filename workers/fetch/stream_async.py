@@ -30,9 +30,9 @@ from asyncloader.workers.fetch.seeded_fetch import SeededAsyncIterator
 
 __all__ = [
     "AsyncStreamFetcher",
-    "LaneFetcher",
-    "LaneLike",
     "SerializedFetcher",
+    "WorkerStreamFetcher",
+    "WorkerStreamLike",
 ]
 
 
@@ -211,8 +211,8 @@ def _by_position(record: BadSample) -> int:
     return -1 if record.position is None else record.position
 
 
-class LaneLike(Protocol):
-    """What is asked of a lane: see `asyncloader.remote.worker_stream.Lane`."""
+class WorkerStreamLike(Protocol):
+    """The interface of `asyncloader.remote.worker_stream.WorkerStream`."""
 
     def next_batch(self) -> None:
         """The next batch begins."""
@@ -220,11 +220,11 @@ class LaneLike(Protocol):
 
     @property
     def gave_back(self) -> bool:
-        """The stream has ended, and what it gave and told of for the present batch is another lane's."""
+        """Whether the stream has ended and given back what was taken or reported for the current batch."""
         ...
 
     async def refill(self) -> None:
-        """Take again what was taken already where the lane goes on from a state."""
+        """After resuming: read the samples again that had been taken, but not returned."""
         ...
 
     async def take(self, size: int) -> list[Any]:
@@ -236,10 +236,10 @@ class LaneLike(Protocol):
         ...
 
 
-class LaneFetcher(SerializedFetcher):
-    """Reads batches from a lane, which stands for `dataset_iter`. The arguments are `SerializedFetcher`'s."""
+class WorkerStreamFetcher(SerializedFetcher):
+    """Reads batches from a worker stream, which stands for `dataset_iter`. The arguments are `SerializedFetcher`'s."""
 
-    dataset_iter: LaneLike
+    dataset_iter: WorkerStreamLike
 
     async def _batch(self, size: int, bad: list[BadSample]) -> list[Any]:
         before = len(bad)

@@ -127,7 +127,7 @@ def test_waiting_for_a_lease_does_not_count(clock: Clock, on_timeout: Timeouts) 
     watchdog.asked(0)
     clock.at(100)
     assert on_timeout == []
-    watchdog.leased(0)
+    watchdog.assignment_sent(0)
     clock.at(104.9)
     assert on_timeout == []
     clock.at(105)
@@ -140,12 +140,12 @@ def test_an_answered_lease_delays_no_other_timeout(clock: Clock, on_timeout: Tim
     for worker in range(3):
         watchdog.assigned(worker, worker)
     watchdog.asked(0)
-    watchdog.leased(0)
+    watchdog.assignment_sent(0)
     watchdog.asked(2)
     clock.at(5)
     assert on_timeout == [(0, 5.0), (1, 5.0)]
     clock.at(7)
-    watchdog.leased(2)
+    watchdog.assignment_sent(2)
     clock.at(12)
     assert on_timeout == [(0, 5.0), (1, 5.0), (2, 5.0)]
 
