@@ -215,7 +215,7 @@ class WorkerStreamLike(Protocol):
     """The interface of `asyncloader.remote.worker_stream.WorkerStream`."""
 
     def next_batch(self) -> None:
-        """The next batch begins."""
+        """Begin the next batch."""
         ...
 
     @property
@@ -228,7 +228,7 @@ class WorkerStreamLike(Protocol):
         ...
 
     async def take(self, size: int) -> list[Any]:
-        """Its samples, fewer only where the epoch ends."""
+        """Return the next samples; fewer than `size` only at the end of the epoch."""
         ...
 
     async def aclose(self) -> None:
@@ -237,7 +237,7 @@ class WorkerStreamLike(Protocol):
 
 
 class WorkerStreamFetcher(SerializedFetcher):
-    """Reads batches from a worker stream, which stands for `dataset_iter`. The arguments are `SerializedFetcher`'s."""
+    """Reads batches from a worker stream. Arguments as for `SerializedFetcher`."""
 
     dataset_iter: WorkerStreamLike
 
@@ -261,7 +261,7 @@ class WorkerStreamFetcher(SerializedFetcher):
                 samples = await self.dataset_iter.take(wanted)
             except StopAsyncIteration:
                 self.ended = True
-                if self.dataset_iter.gave_back:  # with what was bad: who gets it is told of that, too
+                if self.dataset_iter.gave_back:  # the worker that gets these samples reports their errors, too
                     data.clear()
                     del bad[before:]
                 break
