@@ -36,7 +36,7 @@ __all__ = ["Bridge", "join_all", "loop_factory"]
 
 T = TypeVar("T")
 
-SETTLE_SECONDS = 10.0
+RELEASE_SECONDS = 10.0
 """How long the end of dropped iterators is waited for at most: more than workers and datasets are given."""
 
 # Loop threads of this process that have not ended.
@@ -65,9 +65,9 @@ class Bridge:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
-        self._leaving: deque[object] = deque()  # an entry for each user that has left, and is not released yet
+        self._releasing: deque[object] = deque()  # an entry for each user that has left, and is not released yet
         self._thread: threading.Thread | None = None
-        self._newest: threading.Thread | None = None  # the same, and kept when that is to end
+        self._last_thread: threading.Thread | None = None  # the same, and kept when that is to end
         self._loop: asyncio.AbstractEventLoop | None = None
         self._over = threading.Event()  # the loop's thread is to end
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
@@ -75,7 +75,7 @@ class Bridge:
         self._owner = os.getpid()
 
     @property
-    def inside(self) -> bool:
+    def in_loop_thread(self) -> bool:
         """Whether this is the loop's own thread, which must not wait for itself."""
         return self._thread is threading.current_thread()
 
@@ -107,7 +107,7 @@ class Bridge:
             raise
         self._owner = os.getpid()
         self._loop, self._thread, self._over = loop, thread, over
-        self._newest = thread
+        self._last_thread = thread
 
     def release(self) -> None:
         """End the thread if nobody else needs it; waits for it, except in its own thread."""
@@ -126,46 +126,46 @@ class Bridge:
         if thread is not threading.current_thread():
             thread.join()
 
-    def leave(self, ending: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+    def release_soon(self, ending: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         """`release` for finalizers, once the loop has run ``ending(*args)``. Does not wait; any thread."""
         loop = self._loop
         if loop is None or os.getpid() != self._owner:
             return
-        self._leaving.append(ending)
+        self._releasing.append(ending)
         try:
-            loop.call_soon_threadsafe(self._leave, ending, args)
+            loop.call_soon_threadsafe(self._start_ending, ending, args)
         except RuntimeError:  # the loop is closed: nothing of it runs any more
-            self._leaving.pop()
+            self._releasing.pop()
 
-    def _leave(self, ending: Callable[..., Coroutine[Any, Any, None]], args: tuple[Any, ...]) -> None:
+    def _start_ending(self, ending: Callable[..., Coroutine[Any, Any, None]], args: tuple[Any, ...]) -> None:
         task = asyncio.get_running_loop().create_task(ending(*args))
-        task.add_done_callback(self._left)
+        task.add_done_callback(self._on_ended)
 
-    def _left(self, task: asyncio.Task[None]) -> None:
+    def _on_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             asyncio.get_running_loop().call_exception_handler(
                 {"message": "the end of an iterator that was dropped failed", "exception": error}
             )
-        self._leaving.popleft()
+        self._releasing.popleft()
         self.release()
 
-    def settle(self, seconds: float = SETTLE_SECONDS) -> None:
+    def wait_for_releases(self, seconds: float = RELEASE_SECONDS) -> None:
         """Wait until all who left are gone, and the thread with them; some seconds at most. Returns at once if others
         use it still. Not for finalizers.
         """
-        thread = self._newest
+        thread = self._last_thread
         if thread is None or os.getpid() != self._owner or thread is threading.current_thread():
             return
-        if self._users <= len(self._leaving):
+        if self._users <= len(self._releasing):
             thread.join(seconds)
 
-    def call(self, function: Callable[..., object], *args: Any) -> None:
+    def call_soon(self, function: Callable[..., object], *args: Any) -> None:
         """Have the loop call `function`, after all that it was asked before. Does not wait.
 
         Raises:
             LoaderClosed: the loop is gone.
         """
-        loop = self._alive()
+        loop = self._live_loop()
         self._calls.append((function, args))
         if not self._woken:
             try:
@@ -195,7 +195,7 @@ class Bridge:
             LoaderClosed: the loop is gone.
             RuntimeError: called from the loop's own thread.
         """
-        if self.inside:
+        if self.in_loop_thread:
             coroutine.close()
             raise RuntimeError("a loader's own loop cannot wait for itself")
         # Not run_coroutine_threadsafe: its two futures refer to each other, and would keep the result, a batch
@@ -203,7 +203,7 @@ class Bridge:
         answers: queue.SimpleQueue[asyncio.Task[T]] = queue.SimpleQueue()
         launched: list[asyncio.Task[T]] = []
         try:
-            loop = self._alive()
+            loop = self._live_loop()
             loop.call_soon_threadsafe(_launch, loop, coroutine, launched, answers)
         except BaseException:
             coroutine.close()
@@ -218,7 +218,7 @@ class Bridge:
         finally:
             del task, launched  # an error's traceback refers to this frame
 
-    def _alive(self) -> asyncio.AbstractEventLoop:
+    def _live_loop(self) -> asyncio.AbstractEventLoop:
         loop = self._loop
         if loop is None or os.getpid() != self._owner:
             where = (

@@ -326,8 +326,8 @@ class ShardError(LoaderError, ValueError):
         self.resume = resume
 
     def __str__(self) -> str:
-        place = "" if self.offset is None else f" at byte {self.offset:,}"
-        return f"{super().__str__()} ({self.url}{place})" if self.url else super().__str__()
+        location = "" if self.offset is None else f" at byte {self.offset:,}"
+        return f"{super().__str__()} ({self.url}{location})" if self.url else super().__str__()
 
 
 class UnsupportedPlatform(LoaderError, RuntimeError):

@@ -16,8 +16,8 @@ __all__ = [
     "ENDED",
     "NOTHING",
     "Action",
+    "AllDropped",
     "Assign",
-    "Broke",
     "Completed",
     "Deliver",
     "Delivered",
@@ -26,11 +26,11 @@ __all__ = [
     "Exhausted",
     "Fail",
     "Finish",
-    "LeftOut",
     "Notice",
     "Offered",
-    "Placed",
     "Poisoned",
+    "PoolFailed",
+    "PositionedIndex",
     "Pull",
     "Replace",
     "Replaced",
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-class Placed(NamedTuple):
+class PositionedIndex(NamedTuple):
     """An index, or a list of them, and the global position of its first sample: what a sampler gives in seeded mode."""
 
     position: int
@@ -51,7 +51,7 @@ class Placed(NamedTuple):
 
 def bare_index(index: Any) -> Any:
     """The index, or the list of them, without its position."""
-    return index.index if isinstance(index, Placed) else index
+    return index.index if isinstance(index, PositionedIndex) else index
 
 
 class Task(NamedTuple):
@@ -125,13 +125,13 @@ class Replaced(NamedTuple):
     worker: int
 
 
-class Broke(NamedTuple):
+class PoolFailed(NamedTuple):
     """The workers' side cannot go on: no descriptors left, a broken stream."""
 
     error: BaseException
 
 
-Event: TypeAlias = Started | Offered | SamplerEnded | Completed | Exhausted | Delivered | Died | Replaced | Broke
+Event: TypeAlias = Started | Offered | SamplerEnded | Completed | Exhausted | Delivered | Died | Replaced | PoolFailed
 
 
 # ------------------------------------------------------------------------------------------------ actions
@@ -215,7 +215,7 @@ class WorkerFailure:
         self.bad = bad
 
 
-class LeftOut(NamedTuple):
+class AllDropped(NamedTuple):
     """A task's outcome when all of its samples were left out: there is no batch."""
 
     busy: float

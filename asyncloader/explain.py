@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader.cpus import usable_cpus
-from asyncloader.delivery.transfer import current_mover
+from asyncloader.delivery.transfer import current_transfer
 from asyncloader.epoch.plan import start_method
 from asyncloader.options import LoaderSpec, is_iterable, max_restarts, most_credits
 from asyncloader.samplers.distributed import topology
@@ -149,9 +149,9 @@ def _device(spec: LoaderSpec[Any], statistics: Statistics) -> str:
         return f"{device}, copied when they are asked for"
     if device.type != "cuda":
         return f"{device}, {ahead}, by plain copies: rings are page-locked for CUDA alone"
-    mover = current_mover(spec)
-    if mover is not None and mover.accelerator.lock is None:
-        return f"{device}, {ahead}, by way of page-locked copies: {mover.accelerator.unlocked_because}"
+    transfer = current_transfer(spec)
+    if transfer is not None and transfer.accelerator.lock is None:
+        return f"{device}, {ahead}, by way of page-locked copies: {transfer.accelerator.unlocked_because}"
     if not statistics.locked_bytes:
         if statistics.staged > 1:
             return f"{device}, {ahead}, by way of page-locked copies: batches do not fit into rings of this ring_bytes"

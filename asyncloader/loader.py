@@ -17,18 +17,18 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from asyncloader.bridge import Bridge
 from asyncloader.clone import constructor_arguments
 from asyncloader.delivery.transfer import kept_rings_of
-from asyncloader.epoch.sync_inline import InlineIterator
+from asyncloader.epoch.sync_inline import SyncInlineIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
 from asyncloader.epoch.thread_workers import ThreadIterator, has_thread_workers, refusal
 from asyncloader.errors import LoaderClosed, StateError
 from asyncloader.explain import explain
 from asyncloader.options import LoaderSpec, async_index_source
-from asyncloader.replaced_loader import tell_if_replaced
+from asyncloader.overridable import OverridableProperty
+from asyncloader.replaced_loader import warn_if_replaced
 from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch.sample_errors import BadSample
-from asyncloader.yielding import Yielding
 
 __all__ = ["DataLoader"]
 
@@ -63,13 +63,13 @@ class DataLoader(LoaderSpec[T_co]):
         state = self._asyncloader_state
         if state.closed:
             raise LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
-        iterator: InlineIterator | WorkerIterator | ThreadIterator
+        iterator: SyncInlineIterator | WorkerIterator | ThreadIterator
         if self.num_workers:
             self.check_worker_number_rationality()
         if has_thread_workers(self):
             iterator = ThreadIterator(self)
         else:
-            kind = WorkerIterator if self.num_workers else InlineIterator
+            kind = WorkerIterator if self.num_workers else SyncInlineIterator
             with state.keeper.making_iterator():
                 iterator = kind(self, state.statistics, state.bridge, state.keeper)
             state.newest = weakref.ref(iterator)
@@ -89,7 +89,7 @@ class DataLoader(LoaderSpec[T_co]):
         self._iterator = None
         for iterator in list(state.iterators):
             iterator._shutdown_workers()
-        state.bridge.settle()  # those that were dropped a moment ago
+        state.bridge.wait_for_releases()  # those that were dropped a moment ago
         if rings := kept_rings_of(self):
             rings.close()
         state.keeper.retire_group()
@@ -146,14 +146,14 @@ class DataLoader(LoaderSpec[T_co]):
         else:
             state.bridge.run(_call(target, args, kwargs))
 
-    @Yielding
+    @OverridableProperty
     def errors(self) -> list[BadSample]:
         """The samples of the newest iterator that raised and were left out or replaced (`on_error`), with their
         tracebacks, in the order of their batches. A copy. Errors that were raised to the user are not in it.
         """
         return list(self._asyncloader_state.statistics.log.samples)
 
-    @Yielding
+    @OverridableProperty
     def padding(self) -> int:
         """Samples at the end of the newest iterator's last batch that only make the ranks' batches even; mostly 0."""
         return self._asyncloader_state.keeper.padding
@@ -199,7 +199,7 @@ class DataLoader(LoaderSpec[T_co]):
         if exiting() or "_asyncloader_state" in self.__dict__:  # the default: at exit this module's names may be gone
             return
         if self.__dict__.get("_asyncloader_maker") == os.getpid():  # else a copy, or what a forked child inherited
-            tell_if_replaced(self)
+            warn_if_replaced(self)
 
 
 async def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -215,8 +215,8 @@ class _FacadeState:
         self.bridge = Bridge()
         self.keeper = StateKeeper()
         self.closed = False
-        self.iterators: weakref.WeakSet[InlineIterator | WorkerIterator | ThreadIterator] = weakref.WeakSet()
-        self.newest: weakref.ref[InlineIterator | WorkerIterator] | None = None
+        self.iterators: weakref.WeakSet[SyncInlineIterator | WorkerIterator | ThreadIterator] = weakref.WeakSet()
+        self.newest: weakref.ref[SyncInlineIterator | WorkerIterator] | None = None
 
-    def iterator(self) -> InlineIterator | WorkerIterator | None:
+    def iterator(self) -> SyncInlineIterator | WorkerIterator | None:
         return None if self.newest is None else self.newest()

@@ -20,12 +20,12 @@ from torch.utils.data import BatchSampler
 
 from asyncloader.errors import NeverIteratedWarning
 
-__all__ = ["tell_if_replaced"]
+__all__ = ["warn_if_replaced"]
 
 _Torchs: Any = torch.utils.data.DataLoader
 
 
-def tell_if_replaced(loader: Any) -> None:
+def warn_if_replaced(loader: Any) -> None:
     """Let a stock loader that has this loader's batch sampler say so when it is iterated; now, if it has been.
 
     O(1) where nobody else has the batch sampler, else one pass over the objects that the collector knows.

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 
-from asyncloader.counters import KEYS, TOTALS
+from asyncloader.counters import COUNTERS, KEYS
 from asyncloader.errors import TooManyBadSamples
 from asyncloader.workers.fetch.sample_errors import BadSample
 
@@ -79,7 +79,7 @@ class Statistics:
 
     def begin(self) -> float:
         """An iterator starts now; returns the time, for `first_batch`."""
-        self._told = TOTALS.sums.copy()
+        self._told = COUNTERS.sums.copy()
         self._mark = perf_counter()
         return self._mark
 
@@ -104,7 +104,7 @@ class Statistics:
 
     def count_here(self) -> None:
         """Without workers: the transports of this process did something since this was called last, or `begin` was."""
-        if counts := TOTALS.changes(self._told):
+        if counts := COUNTERS.changes(self._told):
             self.count(counts)
 
     def batch(self, samples: int, nbytes: int, pickled: int, waited: float, busy: float, workers: int) -> None:

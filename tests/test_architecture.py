@@ -34,7 +34,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 # Who may import whom: a room (a package, or a module that lies beside the packages) imports from its own line and from
 # those above it. What a function imports late, when it runs, is not counted.
 FLOORS = [
-    "errors counters cpus yielding workers.ipc",
+    "errors counters cpus overridable workers.ipc",
     "events bridge formats transports workers.memory replaced_loader",
     "workers.fetch",
     "samplers shared statistics workers",

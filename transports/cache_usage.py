@@ -26,7 +26,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
-from asyncloader.counters import TOTALS
+from asyncloader.counters import COUNTERS
 from asyncloader.transports.cache_layout import (
     Stored,
     charge,
@@ -75,22 +75,22 @@ class CacheCounts:
     def hit(self) -> None:
         """A read is given from the cache."""
         self.hits += 1
-        TOTALS.add("cache_hits")
+        COUNTERS.add("cache_hits")
 
     def save(self, nbytes: int) -> None:
         """So many bytes were."""
         self.bytes_saved += nbytes
-        TOTALS.add("cache_bytes", nbytes)
+        COUNTERS.add("cache_bytes", nbytes)
 
     def miss(self) -> None:
         """A read is asked of the store."""
         self.misses += 1
-        TOTALS.add("cache_misses")
+        COUNTERS.add("cache_misses")
 
     def evict(self) -> None:
         """A file was deleted."""
         self.evictions += 1
-        TOTALS.add("cache_evictions")
+        COUNTERS.add("cache_evictions")
 
     def snapshot(self) -> dict[str, int]:
         """Give a copy as plain types: ``hits``, ``misses``, ``bytes_saved``, ``evictions``."""

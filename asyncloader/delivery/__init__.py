@@ -9,7 +9,7 @@ Data path: reorder -> delivery -> [device] -> consumer. In the order of a batch:
     locking        rings are page-locked when their first batch comes
     stage          a batch is opened, and copied from its slot
     release        its slot is kept until the copy is done
-    mover          what happens to it on the device, and how the consumer gets it
+    transfer          what happens to it on the device, and how the consumer gets it
     ranges         tensors that lie side by side are copied together
     tensors        the tensors of a batch, wherever in it they are
     static         tensors that stay where they are, for CUDA graphs

@@ -1,6 +1,6 @@
 """What the loader asks of a device, and which class does it for which device.
 
-Data path: delivery -> stage -> mover -> [accelerator] -> consumer.
+Data path: delivery -> stage -> transfer -> [accelerator] -> consumer.
 
 CUDA copies straight from page-locked rings, in a stream of its own. Other accelerators get plain copies, finished
 before the batch is delivered; so do devices that torch will know in future. The CPU needs none of it.
@@ -55,7 +55,7 @@ class Accelerator(ABC):
         `copied` has come. So the next batch is copied meanwhile.
         """
 
-    def follow(self) -> None:  # noqa: B027 - without side streams there is nothing that could
+    def sync_side_streams(self) -> None:  # noqa: B027 - without side streams there is nothing that could
         """Both streams wait for what the current stream of this thread has been given so far."""
 
     @abstractmethod
@@ -73,7 +73,7 @@ class Accelerator(ABC):
         """The end of what this thread's present stream was given so far; None: it is done already."""
 
     @abstractmethod
-    def hand_over(self, tensors: Sequence[torch.Tensor], event: DoneEvent | None) -> None:
+    def sync_current_stream(self, tensors: Sequence[torch.Tensor], event: DoneEvent | None) -> None:
         """In the consumer's thread: its current stream waits for the event; the tensors' memory is not used again
         before what that stream does with them is done.
         """
@@ -109,5 +109,5 @@ class PlainAccelerator(Accelerator):
             torch.accelerator.synchronize(self.device)
         return None
 
-    def hand_over(self, tensors: Sequence[torch.Tensor], event: DoneEvent | None) -> None:
+    def sync_current_stream(self, tensors: Sequence[torch.Tensor], event: DoneEvent | None) -> None:
         """Nothing to wait for."""

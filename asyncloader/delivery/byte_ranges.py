@@ -1,6 +1,6 @@
 """The tensors of a batch as ranges of bytes, each of which is copied once.
 
-Data path: delivery -> stage -> mover -> [ranges] -> cuda.
+Data path: delivery -> stage -> transfer -> [ranges] -> cuda.
 
 A copy costs some microseconds whatever its size, and a batch may have hundreds of tensors. They lie side by side in its
 slot, so small neighbours are copied together, and views of the copy take their places. A large tensor has a copy of its
@@ -26,7 +26,7 @@ _ALIGNMENT = 16  # bytes: the widest element
 _MOST_GAPS = 2  # times a tensor's own bytes: more of memory that is not the batch's is not worth copying
 
 
-class _Place(NamedTuple):
+class _ByteRange(NamedTuple):
     """Where a tensor lies: bytes `start` to `end` of `memory`, which are those of whatever else lies there, too."""
 
     base: int
@@ -46,18 +46,18 @@ def copy_ranges(
         slot: the bytes that the batch lies in; None where that is no memory of its own.
         copy: gives the copy of a tensor.
     """
-    places = sorted((_place(tensor, slot) for tensor in tensors if _is_plain(tensor)), key=lambda each: each[:3])
+    ranges = sorted((_byte_range(tensor, slot) for tensor in tensors if _is_plain(tensor)), key=lambda each: each[:3])
     copies: dict[int, torch.Tensor] = {}
     first = 0
-    while first < len(places):
-        base, start, end, tensor, memory = places[first]
+    while first < len(ranges):
+        base, start, end, tensor, memory = ranges[first]
         last = first + 1
-        while last < len(places) and places[last].base == base:
-            joined = max(end, places[last].end)
-            if places[last].start >= end and (memory is not slot or slot is None or joined - start > JOINED_BYTES):
+        while last < len(ranges) and ranges[last].base == base:
+            joined = max(end, ranges[last].end)
+            if ranges[last].start >= end and (memory is not slot or slot is None or joined - start > JOINED_BYTES):
                 break
             end, last = joined, last + 1
-        group = places[first:last]
+        group = ranges[first:last]
         if len(group) == 1 and _dense_bytes(tensor) == end - start:
             copies[id(tensor)] = copy(tensor)
         elif memory is None:
@@ -65,8 +65,8 @@ def copy_ranges(
         else:
             start -= start % _ALIGNMENT
             there = copy(memory[start:end])
-            for place in group:
-                copies[id(place.tensor)] = _view(there, place.start - start, place.tensor)
+            for part in group:
+                copies[id(part.tensor)] = _view(there, part.start - start, part.tensor)
         first = last
     return copies
 
@@ -81,20 +81,20 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _place(tensor: torch.Tensor, slot: torch.Tensor | None) -> _Place:
+def _byte_range(tensor: torch.Tensor, slot: torch.Tensor | None) -> _ByteRange:
     address, item = tensor.data_ptr(), tensor.element_size()
     reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     nbytes = (reach + 1) * item
     if slot is not None:
         start = address - slot.data_ptr()
         if start in range(slot.numel() - nbytes + 1) and start % item == 0:
-            return _Place(slot.data_ptr(), start, start + nbytes, tensor, slot)
+            return _ByteRange(slot.data_ptr(), start, start + nbytes, tensor, slot)
     if nbytes > _MOST_GAPS * _dense_bytes(tensor):
-        return _Place(-address, 0, nbytes, tensor, None)
+        return _ByteRange(-address, 0, nbytes, tensor, None)
     storage = tensor.untyped_storage()
     memory = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
     start = address - storage.data_ptr()
-    return _Place(storage.data_ptr(), start, start + nbytes, tensor, memory)
+    return _ByteRange(storage.data_ptr(), start, start + nbytes, tensor, memory)
 
 
 def _dense_bytes(tensor: torch.Tensor) -> int:

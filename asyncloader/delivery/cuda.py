@@ -16,7 +16,7 @@ go on reading the old pages.
 
 CUDA: copies in a side stream, from page-locked memory, ahead of the consumer.
 
-Data path: delivery -> stage -> mover -> [cuda] -> consumer.
+Data path: delivery -> stage -> transfer -> [cuda] -> consumer.
 
 The consumer's stream waits for the copies on the device, not the consumer for them in its thread. `record_stream` tells
 torch's allocator that the consumer's stream uses memory that belongs to a side stream; without it the memory of a
@@ -272,7 +272,7 @@ class CudaAccelerator(Accelerator):
         with torch.cuda.stream(stream):
             yield
 
-    def follow(self) -> None:
+    def sync_side_streams(self) -> None:
         """A transform may use tensors that the consumer's stream still computes."""
         with self._here():
             event = self.event()
@@ -291,7 +291,7 @@ class CudaAccelerator(Accelerator):
         """See `_Event`."""
         return _Event(torch.cuda.current_stream(self.device), self._kept.events, self._here)
 
-    def hand_over(self, tensors: Sequence[torch.Tensor], event: DoneEvent | None) -> None:
+    def sync_current_stream(self, tensors: Sequence[torch.Tensor], event: DoneEvent | None) -> None:
         """See `Accelerator`. The consumer's stream is the current one of its thread."""
         with self._here():
             _use(torch.cuda.current_stream(self.device), tensors, event)

@@ -41,7 +41,7 @@ from asyncloader.delivery.cuda import LockingUnsupported
 from asyncloader.delivery.numa import prefer_node, stay_near
 from asyncloader.delivery.opener import Opener
 from asyncloader.delivery.stage import Stage
-from asyncloader.delivery.transfer import Mover, Ready
+from asyncloader.delivery.transfer import DeviceTransfer, Ready
 from asyncloader.events import Action
 from asyncloader.statistics import Statistics
 from asyncloader.workers.ipc import wire
@@ -72,19 +72,24 @@ class DeviceStage(Stage):
 
     Args:
         opener: opens the answers; used by this stage's thread alone.
-        mover: of the device.
+        transfer: of the device.
         statistics: where is counted what was not copied straight from a ring.
         forward: as `Stage`'s.
         ahead: batches that may be on the device, or on their way, and not taken by the consumer.
     """
 
     def __init__(
-        self, opener: Opener, mover: Mover, statistics: Statistics, forward: Callable[[Action], None], ahead: int
+        self,
+        opener: Opener,
+        transfer: DeviceTransfer,
+        statistics: Statistics,
+        forward: Callable[[Action], None],
+        ahead: int,
     ) -> None:
-        super().__init__("asyncloader-device", forward, ahead, partial(stay_near, mover.accelerator.node))
+        super().__init__("asyncloader-device", forward, ahead, partial(stay_near, transfer.accelerator.node))
         self._opener = opener
-        self._mover = mover
-        self._locker = RingLocker(mover.accelerator, statistics)
+        self._transfer = transfer
+        self._locker = RingLocker(transfer.accelerator, statistics)
         self._statistics = statistics
         self._releaser = Releaser()
 
@@ -102,7 +107,7 @@ class DeviceStage(Stage):
         if not locked and answer.result.nbytes:
             self._statistics.staged += 1
         slot = torch.frombuffer(source, dtype=torch.uint8) if locked else None
-        ready = self._mover.move(batch, locked=locked, slot=slot)
+        ready = self._transfer.start(batch, locked=locked, slot=slot)
         del slot  # it keeps the source
         if ready.copied is not None:
             self._releaser.hold(ready.copied, batch if source is None else source)
@@ -112,7 +117,7 @@ class DeviceStage(Stage):
     def take(self, outcome: OnDevice) -> Any:
         """The batch, for the consumer, in its thread."""
         try:
-            return self._mover.take(outcome.ready)
+            return self._transfer.take(outcome.ready)
         finally:
             self.taken()
 

@@ -59,14 +59,14 @@ class Opener:
         try:
             return self.build(answer)
         finally:
-            self.let_go(answer, [] if answer.fd is None else [answer.fd])
+            self.release(answer, [] if answer.fd is None else [answer.fd])
 
     def forget(self, answer: Answer) -> None:
         """`build` was interrupted, and nobody has got the batch: it may be called again."""
         if answer.ring is not None:
             answer.ring.take_back(answer.result.slot)
 
-    def let_go(self, answer: Answer, descriptors: list[int]) -> None:
+    def release(self, answer: Answer, descriptors: list[int]) -> None:
         """The batch is built: what it does not hold comes back now. `descriptors`: the answer's, to be closed once."""
         if answer.ring is not None:
             answer.ring.reclaim()
@@ -75,7 +75,7 @@ class Opener:
             list(map(os.close, map(descriptors.pop, repeat(0, len(descriptors)))))
 
     def build(self, answer: Answer) -> tuple[Any, Anchor | None]:
-        """As `open_held`, and `let_go` is left to the caller."""
+        """As `open_held`, and `release` is left to the caller."""
         result, template, ring, fd = answer[:4]
         if result.pickled > _PICKLE_WARNING_BYTES and not self._warned:
             self._warned = True

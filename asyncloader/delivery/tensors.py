@@ -1,6 +1,6 @@
 """The tensors of a batch, in whatever containers and objects they are. Pure.
 
-Data path: delivery -> stage -> mover -> [tensors] -> consumer.
+Data path: delivery -> stage -> transfer -> [tensors] -> consumer.
 
 Containers are those that torch's own `pin_memory` and `default_collate` know (mappings, sequences, named tuples), and
 dataclasses; they come back as what they were. An object that has a method `to`, as most batch classes do, is moved by
@@ -12,7 +12,7 @@ was.
 
 Tensors that stay where they are: each batch is copied into those that were made for the first one of its shapes.
 
-Data path: delivery -> stage -> mover -> [static] -> consumer.
+Data path: delivery -> stage -> transfer -> [static] -> consumer.
 
 A CUDA graph reads from the addresses that it was captured with. The copy is one within the device, in the consumer's
 own stream, behind whatever that stream still does with the batch before: no step sees a batch change under it.
@@ -201,7 +201,7 @@ def _mapping(value: Mapping[Any, Any], deeper: Callable[[Any], Any]) -> Any:
 def _sequence(value: Sequence[Any], deeper: Callable[[Any], Any]) -> Any:
     old = list(value)
     items = [deeper(item) for item in old]
-    changed = [place for place, item in enumerate(items) if item is not old[place]]
+    changed = [index for index, item in enumerate(items) if item is not old[index]]
     if not changed:
         return value
     make = getattr(value, "_make", None)
@@ -209,8 +209,8 @@ def _sequence(value: Sequence[Any], deeper: Callable[[Any], Any]) -> Any:
         return make(items)
     if isinstance(value, MutableSequence):
         clone = copy.copy(value)
-        for place in changed:
-            clone[place] = items[place]
+        for index in changed:
+            clone[index] = items[index]
         return clone
     try:
         return type(value)(items)  # type: ignore[call-arg]

@@ -1,6 +1,6 @@
 """What becomes of a batch between its slot and the consumer's stream.
 
-Data path: delivery -> stage -> [mover] -> consumer.
+Data path: delivery -> stage -> [transfer] -> consumer.
 
 `move` is called ahead of the consumer, by one thread: copies in one side stream, then the user's `device_transform` in
 another. Each has an event of its own: memory is free again when it was copied, however long the transform takes.
@@ -29,11 +29,11 @@ from asyncloader.workers.memory.kept_rings import KeptRings
 __all__ = [
     "DEFAULT_PREFETCH_DEVICE",
     "DeviceLike",
-    "Mover",
+    "DeviceTransfer",
     "Ready",
-    "current_mover",
+    "current_transfer",
     "kept_rings_of",
-    "mover_of",
+    "transfer_of",
 ]
 
 _Copy: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -55,7 +55,7 @@ class Ready(NamedTuple):
     copied: DoneEvent | None
 
 
-class Mover:
+class DeviceTransfer:
     """Moves batches to one device.
 
     Args:
@@ -68,9 +68,9 @@ class Mover:
         self.accelerator = accelerator
         self._transform = transform
         self._static = StaticTensors() if static else None
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
-    def move(self, batch: Any, *, locked: bool, slot: torch.Tensor | None = None) -> Ready:
+    def start(self, batch: Any, *, locked: bool, slot: torch.Tensor | None = None) -> Ready:
         """Begin to copy a batch. Its memory must stay as it is until `Ready.copied`.
 
         Args:
@@ -84,19 +84,19 @@ class Mover:
         accelerator = self.accelerator
         # Two iterators of a loader have a stage each; and a batch that takes the place of a lost one is moved by the
         # consumer's own thread.
-        with self._turn, accelerator.work():
+        with self._lock, accelerator.work():
             with self._ended_by_error():
                 moved = self._copied(batch, accelerator.copy if locked else self._copy_pinned, slot)
                 copied = accelerator.event()
-            there = self._there(moved)
+            on_device = self._on_device_tensors(moved)
             if self._transform is None:
-                return Ready(moved, there, copied, copied)
+                return Ready(moved, on_device, copied, copied)
             # What is left of the CPU's memory in the batch may be read by the transform's stream, too.
-            only_copies = only_tensors(moved, self._is_there)
-            with accelerator.compute(self._parts(there), copied), self._ended_by_error():
+            only_copies = only_tensors(moved, self._is_on_device)
+            with accelerator.compute(self._parts(on_device), copied), self._ended_by_error():
                 moved = _called(self._transform, moved)
                 done = accelerator.event()
-            return Ready(moved, self._there(moved), done, copied if only_copies else done)
+            return Ready(moved, self._on_device_tensors(moved), done, copied if only_copies else done)
 
     @contextmanager
     def _ended_by_error(self) -> Generator[None]:
@@ -122,18 +122,18 @@ class Mover:
     def _copy_pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.accelerator.copy(self.accelerator.pin(tensor))
 
-    def _there(self, batch: Any) -> list[torch.Tensor]:
-        return [tensor for tensor in tensors_of(batch) if self._is_there(tensor)]
+    def _on_device_tensors(self, batch: Any) -> list[torch.Tensor]:
+        return [tensor for tensor in tensors_of(batch) if self._is_on_device(tensor)]
 
     def _parts(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [part for tensor in tensors for part in dense_parts(tensor) if self._is_there(part)]
+        return [part for tensor in tensors for part in dense_parts(tensor) if self._is_on_device(part)]
 
-    def _is_there(self, tensor: torch.Tensor) -> bool:
+    def _is_on_device(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self.accelerator.device.type
 
     def take(self, ready: Ready) -> Any:
         """The batch, for the current stream of this thread."""
-        self.accelerator.hand_over(self._parts(ready.tensors), ready.event)
+        self.accelerator.sync_current_stream(self._parts(ready.tensors), ready.event)
         return ready.batch if self._static is None else self._static.fill(ready.batch, ready.tensors)
 
 
@@ -169,7 +169,7 @@ class _Loader(Protocol):
     def _asyncloader_options(self) -> _Options: ...
 
 
-def mover_of(loader: _Loader) -> Mover | None:
+def transfer_of(loader: _Loader) -> DeviceTransfer | None:
     """What moves this loader's batches; None where nothing is to be done to them. All epochs of a loader share one: its
     static tensors keep their addresses. Called at the beginning of each epoch, by the thread that iterates: what its
     stream was given before is done before the epoch's copies and transforms.
@@ -181,11 +181,11 @@ def mover_of(loader: _Loader) -> Mover | None:
         return None
     kept = _kept_of(loader)
     if not kept.opened:
-        kept.mover = _make_mover(loader)
+        kept.transfer = _make_transfer(loader)
         kept.opened = True
-    if kept.mover is not None:
-        kept.mover.accelerator.follow()
-    return kept.mover
+    if kept.transfer is not None:
+        kept.transfer.accelerator.sync_side_streams()
+    return kept.transfer
 
 
 def kept_rings_of(loader: _Loader) -> KeptRings | None:
@@ -195,13 +195,13 @@ def kept_rings_of(loader: _Loader) -> KeptRings | None:
     return None if loader._asyncloader_options.device is None else _kept_of(loader).rings
 
 
-def current_mover(loader: _Loader) -> Mover | None:
+def current_transfer(loader: _Loader) -> DeviceTransfer | None:
     """What moved this loader's batches last; None: nothing did."""
     kept: _Kept | None = loader.__dict__.get(_KEPT)
-    return None if kept is None else kept.mover
+    return None if kept is None else kept.transfer
 
 
-_KEPT = "_asyncloader_mover"
+_KEPT = "_asyncloader_transfer"
 
 
 def _kept_of(loader: _Loader) -> _Kept:
@@ -213,16 +213,16 @@ def _kept_of(loader: _Loader) -> _Kept:
 
 
 class _Kept:
-    """A loader's mover, and its rings. Copies of the loader, also those that are pickled, and the loader in a forked
+    """A loader's transfer, and its rings. Copies of the loader, also those that are pickled, and the loader in a forked
     child, have their own.
     """
 
     def __init__(self, loader: _Loader | None = None) -> None:
         self._loader = None if loader is None else weakref.ref(loader)
         self._owner = os.getpid()
-        self.mover: Mover | None = None
+        self.transfer: DeviceTransfer | None = None
         self.opened = False
-        """Whether it is known that there is a mover, or is none."""
+        """Whether it is known that there is a transfer, or is none."""
         self.rings = KeptRings()
 
     def serves(self, loader: _Loader) -> bool:
@@ -232,7 +232,7 @@ class _Kept:
         return _Kept, ()
 
 
-def _make_mover(loader: _Loader) -> Mover | None:
+def _make_transfer(loader: _Loader) -> DeviceTransfer | None:
     options = loader._asyncloader_options
     device = torch.device(options.device)  # type: ignore[arg-type]
     accelerator = open_accelerator(device)
@@ -240,4 +240,4 @@ def _make_mover(loader: _Loader) -> Mover | None:
         if options.device_transform is None and not options.static_buffers:
             return None
         accelerator = PlainAccelerator(device)
-    return Mover(accelerator, options.device_transform, static=options.static_buffers)
+    return DeviceTransfer(accelerator, options.device_transform, static=options.static_buffers)

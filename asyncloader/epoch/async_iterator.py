@@ -29,12 +29,12 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
-from asyncloader.delivery.transfer import mover_of
+from asyncloader.delivery.transfer import transfer_of
 from asyncloader.epoch.consumer import NO_BATCH, Consumer, discard
 from asyncloader.epoch.pipeline import Pipeline
 from asyncloader.epoch.plan import (
-    Draws,
     EpochPlan,
+    TorchIterator,
     make_pool,
     quarantine,
     shared_seed,
@@ -42,7 +42,7 @@ from asyncloader.epoch.plan import (
     warn_over_length,
     worker_setup,
 )
-from asyncloader.epoch.respawn import Replacer, Request, weakly
+from asyncloader.epoch.respawn import Request, WorkerRespawner, weakly
 from asyncloader.epoch.shard_assignment import open_leases
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManyBadSamples
 from asyncloader.events import Action, Deliver, Fail, Finish
@@ -52,13 +52,13 @@ from asyncloader.statistics import BadSampleLog, Statistics
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.pool import WorkerPool
 
-__all__ = ["AsyncLoaderIterator", "LoaderShelf"]
+__all__ = ["AsyncLoaderIterator", "PoolCache"]
 
 
-class LoaderShelf(Protocol):
+class PoolCache(Protocol):
     """What an iterator asks of its loader: an epoch, and where it gets its workers from and leaves them."""
 
-    def begin(self) -> tuple[Progress, Draws, EpochPlan]:
+    def begin_epoch(self) -> tuple[Progress, TorchIterator, EpochPlan]:
         """A new epoch: its position, torch's random draws for it, and the options that shape it."""
         ...
 
@@ -71,11 +71,11 @@ class LoaderShelf(Protocol):
         """Idle workers to be used again; None: start new ones."""
         ...
 
-    def note(self, pool: WorkerPool) -> None:
+    def register(self, pool: WorkerPool) -> None:
         """New workers were started."""
         ...
 
-    def leave(self, pool: WorkerPool) -> bool:
+    def put_back(self, pool: WorkerPool) -> bool:
         """Offer the workers for the next iterator; False: stop them."""
         ...
 
@@ -130,9 +130,9 @@ class AsyncLoaderIterator:
     iterator, or `aclose`, frees the workers.
     """
 
-    def __init__(self, spec: LoaderSpec[Any], statistics: Statistics, shelf: LoaderShelf) -> None:
+    def __init__(self, spec: LoaderSpec[Any], statistics: Statistics, pool_cache: PoolCache) -> None:
         self._spec = spec
-        self._shelf = shelf
+        self._pool_cache = pool_cache
         self._statistics = statistics
         self._begin()
         self._timeout = min(spec.timeout, threading.TIMEOUT_MAX)  # infinity is no number of ticks
@@ -152,22 +152,25 @@ class AsyncLoaderIterator:
 
     def _begin(self) -> None:
         """Draw the epoch's random numbers, and what the sampler gives first. No worker starts yet."""
-        self._progress, self._draws, self._plan = self._shelf.begin()
+        self._progress, self._torch_iter, self._plan = self._pool_cache.begin_epoch()
         self._starts: Sequence[EpochStart]
         self._base_seed, self._starts = self._progress.starts(
-            self._plan.workers, int(self._draws._base_seed), shared_seed(self._draws), anew=not self._shelf.idle
+            self._plan.workers,
+            int(self._torch_iter._base_seed),
+            shared_seed(self._torch_iter),
+            anew=not self._pool_cache.idle,
         )
-        self._draws._base_seed = self._base_seed  # of later epochs, too, if the workers are persistent
+        self._torch_iter._base_seed = self._base_seed  # of later epochs, too, if the workers are persistent
         # Kept beyond the start: workers that die are replaced.
-        self._setup = worker_setup(self._spec, self._plan.workers, self._draws, self._base_seed, self._starts)
+        self._setup = worker_setup(self._spec, self._plan.workers, self._torch_iter, self._base_seed, self._starts)
         self._statistics.log = BadSampleLog(self._spec._asyncloader_options.max_bad_samples)
         self._consumer = Consumer(
             self._plan,
-            self._draws,
+            self._torch_iter,
             self._statistics,
             self._progress,
-            quarantine(self._spec, self._draws),
-            mover_of(self._spec),
+            quarantine(self._spec, self._torch_iter),
+            transfer_of(self._spec),
             self._spec._asyncloader_options.prefetch_device,
         )
 
@@ -175,7 +178,7 @@ class AsyncLoaderIterator:
         return self
 
     def __len__(self) -> int:
-        return len(self._draws)
+        return len(self._torch_iter)
 
     def __repr__(self) -> str:
         state = "over" if self._ended is not None else "running" if self._pipeline else "new"
@@ -207,20 +210,20 @@ class AsyncLoaderIterator:
         if self._closed:  # `close` does not wait for this
             return
         if leases is not None:
-            self._setup = self._setup._replace(starts=self._starts, dataset=self._draws._dataset)
-        pool = self._shelf.take()
+            self._setup = self._setup._replace(starts=self._starts, dataset=self._torch_iter._dataset)
+        pool = self._pool_cache.take()
         if pool is None:
             make = self._pool_maker()
             # A fork must happen in the thread that the user's code runs in; the other methods need not block the loop.
             pool = make() if start_method(spec) == "fork" else await asyncio.to_thread(make)
-            self._shelf.note(pool)
+            self._pool_cache.register(pool)
             if self._closed:
                 pool.stop_soon()
                 return
         self.pool = pool
         put_from_thread = partial(_put_from_thread, asyncio.get_running_loop(), self._queue)
-        replacer = Replacer(pool, weakly(self._setup_for), None)
-        self._pipeline = self._consumer.pipeline(pool, self._queue.put, put_from_thread, replacer)
+        respawner = WorkerRespawner(pool, weakly(self._setup_for), None)
+        self._pipeline = self._consumer.pipeline(pool, self._queue.put, put_from_thread, respawner)
         self._pipeline.start(self._consumer.offers, self._starts)
 
     def _pool_maker(self) -> Callable[[], WorkerPool]:
@@ -238,7 +241,7 @@ class AsyncLoaderIterator:
         items = self._queue.items
         try:
             while True:  # once, unless several tasks share this iterator, or all samples of a batch are left out
-                self._consumer.hear()
+                self._consumer.drain_notices()
                 copying = self._copying
                 if copying is not None:
                     copied, copy = copying
@@ -289,8 +292,8 @@ class AsyncLoaderIterator:
         if batch is NO_BATCH:
             return batch
         self._yielded += 1
-        self._draws._num_yielded = self._yielded
-        warn_over_length(self._draws)
+        self._torch_iter._num_yielded = self._yielded
+        warn_over_length(self._torch_iter)
         return batch
 
     async def _wait(self) -> None:
@@ -320,7 +323,7 @@ class AsyncLoaderIterator:
             self._ended = ""
             self._progress.finish()
             await self.aclose()
-            self._consumer.hear()
+            self._consumer.drain_notices()
             return StopAsyncIteration()
         assert isinstance(item, Fail)
         self._ended = ""  # raised once; a caller that goes on regardless must come to an end
@@ -337,7 +340,7 @@ class AsyncLoaderIterator:
             if self._ended is None:
                 self._ended = "this iterator was closed"
             await self._consumer.end_stage()
-        pool, reader = self._let_go()
+        pool, reader = self._detach()
         try:
             if reader is not None:
                 await asyncio.wait([reader])  # it was cancelled; that is not the caller's cancellation
@@ -351,11 +354,11 @@ class AsyncLoaderIterator:
 
     def close(self) -> None:
         """`aclose` for code that is not async: blocks until the workers are gone. In the loop's thread, or after it."""
-        pool, _ = self._let_go()
+        pool, _ = self._detach()
         if pool is not None:
             pool.stop()
 
-    def _let_go(self) -> tuple[WorkerPool | None, asyncio.Task[None] | None]:
+    def _detach(self) -> tuple[WorkerPool | None, asyncio.Task[None] | None]:
         """Stop the pipeline; return the pool if it is to be stopped, and the task that must still be awaited."""
         if self._closed:
             return None, None
@@ -364,12 +367,12 @@ class AsyncLoaderIterator:
             self._ended = "this iterator was closed"
         pipeline, self._pipeline = self._pipeline, None
         self._consumer.close()
-        return _release(pipeline, self._queue, self._shelf, self.pool)
+        return _release(pipeline, self._queue, self._pool_cache, self.pool)
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         if exiting() or getattr(self, "_closed", True) or os.getpid() != self._owner:
             return
-        loop, parts = self._loop, (self._pipeline, self._consumer, self._queue, self._shelf, self.pool)
+        loop, parts = self._loop, (self._pipeline, self._consumer, self._queue, self._pool_cache, self.pool)
         if loop is None or loop.is_closed() or threading.get_ident() == self._thread:
             _abandon(*parts)
         else:  # collected in another thread: the loop's own must let go of the readers
@@ -378,22 +381,22 @@ class AsyncLoaderIterator:
 
 
 def _release(
-    pipeline: Pipeline | None, queue: ReadyQueue, shelf: LoaderShelf, pool: WorkerPool | None
+    pipeline: Pipeline | None, queue: ReadyQueue, pool_cache: PoolCache, pool: WorkerPool | None
 ) -> tuple[WorkerPool | None, asyncio.Task[None] | None]:
     """End an iterator's parts but for the consumer. In the loop's thread."""
     reader = pipeline.close() if pipeline is not None else None
     queue.close()
-    if pool is None or shelf.leave(pool):
+    if pool is None or pool_cache.put_back(pool):
         return None, reader
     return pool, reader
 
 
 def _abandon(
-    pipeline: Pipeline | None, consumer: Consumer, queue: ReadyQueue, shelf: LoaderShelf, pool: WorkerPool | None
+    pipeline: Pipeline | None, consumer: Consumer, queue: ReadyQueue, pool_cache: PoolCache, pool: WorkerPool | None
 ) -> None:
     """End the parts of an iterator that nobody refers to any more. Waits for nothing."""
     consumer.close_soon()
-    pool, _ = _release(pipeline, queue, shelf, pool)
+    pool, _ = _release(pipeline, queue, pool_cache, pool)
     if pool is not None:
         pool.stop_soon()
 

@@ -19,12 +19,12 @@ from typing import Any, Final
 from asyncloader.delivery.device_stage import DeviceStage, OnDevice
 from asyncloader.delivery.opener import LARGE, Opener, raise_worker_error
 from asyncloader.delivery.stage import Pinned, PinStage, torch_pin
-from asyncloader.delivery.transfer import Mover
-from asyncloader.epoch.pipeline import Begun, Pipeline
-from asyncloader.epoch.plan import Draws, EpochPlan
+from asyncloader.delivery.transfer import DeviceTransfer
+from asyncloader.epoch.pipeline import Pipeline, WorkerBegun
+from asyncloader.epoch.plan import EpochPlan, TorchIterator
 from asyncloader.epoch.quarantine import Quarantine
-from asyncloader.epoch.respawn import Replacer
-from asyncloader.events import ENDED, NOTHING, Action, Deliver, LeftOut, Notice, Poisoned, WorkerFailure
+from asyncloader.epoch.respawn import WorkerRespawner
+from asyncloader.events import ENDED, NOTHING, Action, AllDropped, Deliver, Notice, Poisoned, WorkerFailure
 from asyncloader.ranks.agreement import AgreementStage
 from asyncloader.samplers.distributed import without_batch
 from asyncloader.state.progress import Progress
@@ -39,7 +39,7 @@ NO_BATCH: Final[Any] = object()
 
 
 # How far a delivery has come, in this order.
-_BEGUN, _OPENING, _OPENED, _LET_GO, _PULLED, _TOLD, _COUNTED, _DONE = range(8)
+_BEGUN, _OPENING, _OPENED, _RELEASED, _PULLED, _ADVANCED, _COUNTED, _DONE = range(8)
 
 
 class Delivery:
@@ -68,45 +68,45 @@ class Consumer:
 
     Args:
         plan: the options that shape the epoch.
-        draws: torch's iterator base, which has drawn this iterator's random numbers.
+        torch_iter: torch's iterator base, which has drawn this iterator's random numbers.
         statistics: the loader's counters.
         progress: the iterator's position.
         quarantine: deals with tasks that kill their workers.
-        mover: to the device where batches are delivered; None: that is the CPU.
+        transfer: to the device where batches are delivered; None: that is the CPU.
         ahead: batches that may be there before they are asked for.
     """
 
     def __init__(
         self,
         plan: EpochPlan,
-        draws: Draws,
+        torch_iter: TorchIterator,
         statistics: Statistics,
         progress: Progress,
         quarantine: Quarantine,
-        mover: Mover | None = None,
+        transfer: DeviceTransfer | None = None,
         ahead: int = 1,
     ) -> None:
         self._statistics = statistics
         self._plan = plan
         self._quarantine = quarantine
-        self._notices: deque[Notice | Begun | Mapping[str, float]] = deque()
+        self._notices: deque[Notice | WorkerBegun | Mapping[str, float]] = deque()
         self._progress = progress
         self._tasks = 0  # indices of a plain sampler that were given out
         self._taken = 0  # deliveries
         self._begun = statistics.begin()
-        # Nothing here keeps `draws`, which in the sync loader is the iterator itself: it must die when dropped.
+        # A weak reference: in the sync loader `torch_iter` is the iterator itself, which must die when it is dropped.
         self._workers = plan.workers
         self._source = plan.source
-        self._scheduler = plan.scheduler(progress.turn)
-        self._draws = weakref.ref(draws)
+        self._scheduler = plan.scheduler(progress.next_worker)
+        self._torch_iter = weakref.ref(torch_iter)
         # False when there is nothing to advance here: no sampler, or one that a task of the loop reads.
-        self._reads = draws.order is not None
+        self._reads = torch_iter.order is not None
         self._first = True
         self.delivery = Delivery()
         self._opener = Opener(statistics)
-        self._pins = draws._pin_memory
-        self._pin_device = draws._pin_memory_device
-        self._mover = mover
+        self._pins = torch_iter._pin_memory
+        self._pin_device = torch_iter._pin_memory_device
+        self._transfer = transfer
         self._ahead = ahead
         self._stage: PinStage | DeviceStage | None = None
         self._agreement = progress.agreement
@@ -129,10 +129,10 @@ class Consumer:
 
     def _pull(self, left: int) -> Any:
         """The sampler's next index, while `left` are outstanding. The same until `_tasks` is moved on."""
-        draws = self._draws()
-        assert draws is not None
+        torch_iter = self._torch_iter()
+        assert torch_iter is not None
         try:
-            step, offer = draws.pull(self._tasks)
+            step, offer = torch_iter.pull(self._tasks)
         except StopIteration:
             return NOTHING if left else ENDED  # as in torch it is asked again after the next batch
         self._progress.pulled(self._tasks, step)
@@ -143,15 +143,15 @@ class Consumer:
         pool: WorkerPool,
         put: Callable[[Action], None],
         put_from_thread: Callable[[Action], None],
-        replacer: Replacer,
+        respawner: WorkerRespawner,
     ) -> Pipeline:
         """The epoch's pipeline, which hands items to `put`; `put_from_thread` is used by the pinning stage's thread."""
         sink = put
         if self._agreement is not None:
             self._agreeing = AgreementStage(self._agreement, put_from_thread, discard)
             sink = put_from_thread = self._agreeing.put
-        if self._mover is not None:
-            self._stage = DeviceStage(self._opener, self._mover, self._statistics, put_from_thread, self._ahead)
+        if self._transfer is not None:
+            self._stage = DeviceStage(self._opener, self._transfer, self._statistics, put_from_thread, self._ahead)
             sink = self._stage.put
         elif self._pins:
             self._stage = PinStage(self._opener, torch_pin(self._pin_device), put_from_thread)
@@ -163,7 +163,7 @@ class Consumer:
             sink,
             indices,
             self._progress.ends,
-            replacer=replacer,
+            respawner=respawner,
             exact=self._plan.seeded,
             replays=self._plan.replays,
             leases=None if self._progress.leases is None else self._progress.leases.book,
@@ -217,7 +217,7 @@ class Consumer:
         self,
         item: Deliver,
         waited: float,
-        tell: Callable[[int, Any], None],
+        advance: Callable[[int, Any], None],
         opened: Callable[[], Any] | None = None,
     ) -> Any:
         """The batch for the user, or `NO_BATCH`.
@@ -230,7 +230,7 @@ class Consumer:
         Args:
             item: what the pipeline gave.
             waited: seconds that the user waited for it.
-            tell: tells the pipeline that it was taken, and what a plain sampler gave next.
+            advance: tells the pipeline that it was taken, and what a plain sampler gave next.
             opened: gives the batch if it was opened already.
 
         Raises:
@@ -241,12 +241,12 @@ class Consumer:
         delivery = self.delivery
         if delivery.item is not item:
             delivery.begin(item)
-        if delivery.reached < _TOLD:
+        if delivery.reached < _ADVANCED:
             self._open(delivery, item.outcome, opened)
             if delivery.reached < _PULLED:
                 self._advance(delivery)
-            tell(item.seq, delivery.offer)
-            delivery.reached = _TOLD
+            advance(item.seq, delivery.offer)
+            delivery.reached = _ADVANCED
         if delivery.error is None and delivery.reached < _DONE:
             self._count(delivery, item, item.outcome, waited)
         error = delivery.error
@@ -268,13 +268,13 @@ class Consumer:
                 self._opener.forget(outcome)
             discard(item)
         elif delivery.reached == _OPENED and isinstance(outcome, Answer):
-            self._let_go(delivery, outcome)
+            self._release(delivery, outcome)
         delivery.item, delivery.batch, delivery.error = None, None, None
 
-    def _let_go(self, delivery: Delivery, answer: Answer) -> None:
+    def _release(self, delivery: Delivery, answer: Answer) -> None:
         if delivery.descriptors is None:
             delivery.descriptors = [] if answer.fd is None else [answer.fd]
-        self._opener.let_go(answer, delivery.descriptors)
+        self._opener.release(answer, delivery.descriptors)
 
     def _open(self, delivery: Delivery, outcome: Any, opened: Callable[[], Any] | None) -> None:
         answer = outcome if opened is None and isinstance(outcome, Answer) else None
@@ -282,19 +282,19 @@ class Consumer:
             try:
                 if answer is None:
                     delivery.batch = self.open(outcome) if opened is None else opened()
-                    delivery.reached = _LET_GO
+                    delivery.reached = _RELEASED
                 else:
                     if delivery.reached == _OPENING:
                         self._opener.forget(answer)
                     delivery.reached = _OPENING
                     batch, held = self._opener.build(answer)
-                    delivery.batch, delivery.reached = batch, _OPENED if held is None else _LET_GO
+                    delivery.batch, delivery.reached = batch, _OPENED if held is None else _RELEASED
             except Exception as error:
                 delivery.error, delivery.reached = error, _OPENED
         if delivery.reached == _OPENED:
             if answer is not None:
-                self._let_go(delivery, answer)
-            delivery.reached = _LET_GO
+                self._release(delivery, answer)
+            delivery.reached = _RELEASED
 
     def _advance(self, delivery: Delivery) -> None:
         """Ask the sampler for the next index."""
@@ -346,7 +346,7 @@ class Consumer:
             # Moved: raised, it refers to frames that refer to the outcome.
             delivery.error, outcome.error = outcome.error, None
             return
-        if isinstance(outcome, LeftOut):
+        if isinstance(outcome, AllDropped):
             batch, records = None, pickle.loads(outcome.bad)
         else:
             assert isinstance(outcome, Poisoned)
@@ -356,30 +356,30 @@ class Consumer:
                 delivery.error = error
                 return
         failed = batch is None and self._plan.ranks > 1
-        if failed and isinstance(outcome, LeftOut):
+        if failed and isinstance(outcome, AllDropped):
             self._progress.failed(item.seq)
         else:
-            self._progress.delivered(item.seq, item.worker, outcome.cursor if isinstance(outcome, LeftOut) else b"")
+            self._progress.delivered(item.seq, item.worker, outcome.cursor if isinstance(outcome, AllDropped) else b"")
         if waited is not None:
             self._statistics.bad(records)
         if failed:
             delivery.error = without_batch(self._plan.ranks)
             return
         if batch is not None:
-            if self._mover is not None:
-                batch = self._mover.take(self._mover.move(batch, locked=False))
+            if self._transfer is not None:
+                batch = self._transfer.take(self._transfer.start(batch, locked=False))
             elif self._pins:
                 batch = torch_pin(self._pin_device)(batch)
             delivery.batch = batch
         delivery.reached = _DONE
 
-    def hear(self) -> None:
+    def drain_notices(self) -> None:
         """Take note of what happened beside the batches. Call it before taking one: a warning may be an error to the
         user, and no batch may be lost over that.
         """
         while self._notices:
             notice = self._notices.popleft()
-            if isinstance(notice, Begun):
+            if isinstance(notice, WorkerBegun):
                 self._progress.begun(notice.worker, notice.cursor)
                 continue
             if not isinstance(notice, Notice):

@@ -19,16 +19,16 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from asyncloader.epoch.respawn import Replacer, Request
-from asyncloader.epoch.resume_points import Places
+from asyncloader.epoch.respawn import Request, WorkerRespawner
+from asyncloader.epoch.resume_points import ResumePoints
 from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.errors import WorkerDied, shortened
 from asyncloader.events import (
     ENDED,
     NOTHING,
     Action,
+    AllDropped,
     Assign,
-    Broke,
     Completed,
     Deliver,
     Delivered,
@@ -37,9 +37,9 @@ from asyncloader.events import (
     Exhausted,
     Fail,
     Finish,
-    LeftOut,
     Notice,
     Offered,
+    PoolFailed,
     Pull,
     Replace,
     Replaced,
@@ -56,10 +56,10 @@ from asyncloader.workers.listener import Answer, Listener
 from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.process import WorkerProcess
 
-__all__ = ["Begun", "Pipeline", "report"]
+__all__ = ["Pipeline", "WorkerBegun", "report"]
 
 
-class Begun(NamedTuple):
+class WorkerBegun(NamedTuple):
     """A worker has begun the epoch, where the pickled cursor says."""
 
     worker: int
@@ -75,7 +75,7 @@ class Pipeline(Listener):
         sink: takes what is for the consumer; must not block.
         source: an async source of indices; None when the consumer hands them in, or the dataset is iterable.
         ends: filled with where each worker's copy of an iterable dataset stood at its end (a pickled cursor).
-        replacer: has processes made in the place of workers that died.
+        respawner: has processes made in the place of workers that died.
         exact: whether a replacement makes the same batches as the worker before (seeded mode); else there is a warning.
         replays: a stream without a state may be read again from its beginning.
         leases: leases out the dataset's parts; None: it has none.
@@ -90,7 +90,7 @@ class Pipeline(Listener):
         source: AsyncIterable[Any] | None = None,
         ends: dict[int, bytes] | None = None,
         *,
-        replacer: Replacer,
+        respawner: WorkerRespawner,
         exact: bool = False,
         replays: bool = False,
         leases: LeaseBook | None = None,
@@ -111,17 +111,17 @@ class Pipeline(Listener):
         self._source_error: Exception | None = None
         self._closed = False
         self._advanced: int | None = None  # the delivery that was taken last
-        self._replacer = replacer
+        self._respawner = respawner
         self._exact = exact
         self._replays = replays
         self._leases = leases
-        self._places: Places | None = None  # where the workers' datasets stand; None: not begun
+        self._resume_points: ResumePoints | None = None  # where the workers' datasets stand; None: not begun
         self._starts: Sequence[EpochStart] = ()
         self._handovers: dict[int, bytes | None] = {}  # what the workers that left did hand over; None: killed
         self._unbegun: set[int] = set()  # workers that have not begun the epoch
         self._begun = asyncio.Event()
         self._start_error = b""
-        self.notices: deque[Notice | Begun | Mapping[str, float]] = deque()
+        self.notices: deque[Notice | WorkerBegun | Mapping[str, float]] = deque()
         """For the consumer's thread: what happened beside the batches; counts of transports."""
 
     # ------------------------------------------------------------------------------- from the consumer's side
@@ -131,9 +131,9 @@ class Pipeline(Listener):
         if self._closed:
             return
         loop = asyncio.get_running_loop()
-        self._replacer.attach(self._on_made)
+        self._respawner.attach(self._on_made)
         self._starts = starts
-        self._places = Places(starts, iterable=self._scheduler.iterable, replays=self._replays)
+        self._resume_points = ResumePoints(starts, iterable=self._scheduler.iterable, replays=self._replays)
         self._scheduler.epoch = self._pool.attach(loop, self, starts)
         self._unbegun.update(range(len(starts)))
         if self._source is not None:
@@ -162,7 +162,7 @@ class Pipeline(Listener):
             return None
         self._closed = True
         self._begun.set()
-        self._replacer.close()
+        self._respawner.close()
         self._pool.detach()
         for held in self._scheduler.abandon():
             if isinstance(held.outcome, Answer):
@@ -192,7 +192,7 @@ class Pipeline(Listener):
             return  # a replacement: where it begins is behind answers that are not delivered yet
         self._unbegun.discard(worker)
         if cursor:
-            self.notices.append(Begun(worker, cursor))
+            self.notices.append(WorkerBegun(worker, cursor))
         self._start_error = self._start_error or error
         if error or not self._unbegun:
             self._begun.set()
@@ -202,24 +202,24 @@ class Pipeline(Listener):
         if self._scheduler.over:
             answer.discard()  # it was on its way when the epoch failed
             return
-        if self._places is not None:
-            self._places.answered(worker, answer.cursor)
+        if self._resume_points is not None:
+            self._resume_points.answered(worker, answer.cursor)
         self._adapt()
         self._handle(Completed(worker, answer.result.seq, answer))
         self._made_batch(worker)
 
     def on_error(self, worker: int, seq: int, busy: float, error: Any, bad: bytes) -> None:
         """See `Listener`."""
-        if self._places is not None:
-            self._places.failed(worker)
+        if self._resume_points is not None:
+            self._resume_points.failed(worker)
         self._handle(Completed(worker, seq, WorkerFailure(error, busy, bad)))
         self._made_batch(worker)
 
     def on_nothing(self, worker: int, seq: int, busy: float, cursor: bytes, bad: bytes) -> None:
         """See `Listener`."""
-        if self._places is not None:
-            self._places.answered(worker, cursor)
-        self._handle(Completed(worker, seq, LeftOut(busy, cursor, bad)))
+        if self._resume_points is not None:
+            self._resume_points.answered(worker, cursor)
+        self._handle(Completed(worker, seq, AllDropped(busy, cursor, bad)))
         self._made_batch(worker)
 
     def on_exhausted(self, worker: int, seq: int, cursor: bytes) -> None:
@@ -252,16 +252,16 @@ class Pipeline(Listener):
         self._begun.set()
         if self._leases is not None:
             self._leases.died(worker)
-        obstacle = "" if self._places is None else self._places.obstacle(worker)
+        obstacle = "" if self._resume_points is None else self._resume_points.obstacle(worker)
         self._handle(Died(worker, death, at_work, retired is not None, obstacle, outside))
 
     def on_failure(self, error: Exception) -> None:
         """See `Listener`."""
         self._begun.set()
-        self._handle(Broke(error))
+        self._handle(PoolFailed(error))
 
     def _replace(self, worker: int) -> None:
-        start = self._starts[worker] if self._places is None else self._places.start(worker)
+        start = self._starts[worker] if self._resume_points is None else self._resume_points.start(worker)
         handed = self._handovers.pop(worker, None)
         retired, handover, warning = handed is not None, handed or b"", ""
         if not self._exact and not handover:
@@ -271,7 +271,7 @@ class Pipeline(Listener):
                 "do not."
             )
         self.notices.append(Notice(retired, warning))
-        self._replacer.request(Request(worker, start, handover, self._pool.epoch))
+        self._respawner.request(Request(worker, start, handover, self._pool.epoch))
 
     def _on_made(self, made: WorkerProcess | Exception) -> None:
         """A replacement is there, or why there is none."""
@@ -280,12 +280,12 @@ class Pipeline(Listener):
                 raise made
             adopted = self._pool.adopt(made)
         except Exception as error:
-            self._handle(Broke(error))
+            self._handle(PoolFailed(error))
             return
         if adopted:
             self._handle(Replaced(made.worker_id))
         else:  # Ctrl-C between its making and its being noted had it made twice
-            self._replacer.discard_soon(made)
+            self._respawner.discard_soon(made)
 
     # ------------------------------------------------------------------------------------------- the shell
 

@@ -29,7 +29,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_in
 from asyncloader.delivery.transfer import kept_rings_of
 from asyncloader.epoch.quarantine import Quarantine
 from asyncloader.epoch.scheduler import Scheduler
-from asyncloader.events import Placed
+from asyncloader.events import PositionedIndex
 from asyncloader.options import LoaderSpec, async_index_source, is_iterable, max_restarts, most_credits
 from asyncloader.samplers.async_sampler import AsyncIndexSource
 from asyncloader.samplers.distributed import RankView, even_ranks, topology
@@ -45,8 +45,8 @@ from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
 from asyncloader.workers.pool import WorkerPool
 
 __all__ = [
-    "Draws",
     "EpochPlan",
+    "TorchIterator",
     "epoch_plan",
     "make_pool",
     "quarantine",
@@ -75,21 +75,21 @@ def start_method(spec: LoaderSpec[Any]) -> str:
 
 
 def worker_setup(
-    spec: LoaderSpec[Any], workers: int, draws: _BaseDataLoaderIter, base_seed: int, starts: Sequence[EpochStart]
+    spec: LoaderSpec[Any], workers: int, torch_iter: _BaseDataLoaderIter, base_seed: int, starts: Sequence[EpochStart]
 ) -> WorkerSetup:
     """What readers of the dataset need, from the options as they are now.
 
     Args:
         spec: the loader.
         workers: their number; 0 for the consumer's own process.
-        draws: torch's iterator base, which has drawn this iterator's random numbers.
+        torch_iter: torch's iterator base, which has drawn this iterator's random numbers.
         base_seed: the workers' seeds count from it.
         starts: one a worker.
     """
     init = spec.worker_init_fn
-    dataset = draws._dataset
+    dataset = torch_iter._dataset
     if isinstance(dataset, (IterDataPipe, MapDataPipe)):
-        init = functools.partial(_sharding_worker_init_fn, init, draws._world_size, draws._rank)
+        init = functools.partial(_sharding_worker_init_fn, init, torch_iter._world_size, torch_iter._rank)
     return WorkerSetup(
         dataset=dataset,
         iterable=is_iterable(spec),
@@ -103,7 +103,7 @@ def worker_setup(
         concurrency=spec._asyncloader_options.concurrency,
         starts=starts,
         snapshot_every=_snapshot_every(spec),
-        seeded=_seeded_setup(spec, workers, draws),
+        seeded=_seeded_setup(spec, workers, torch_iter),
         memory_limit=spec._asyncloader_options.worker_memory_limit,
         replays=_replays(spec),
         policy=_policy(spec),
@@ -113,9 +113,9 @@ def worker_setup(
     )
 
 
-def quarantine(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter) -> Quarantine:
+def quarantine(spec: LoaderSpec[Any], torch_iter: _BaseDataLoaderIter) -> Quarantine:
     """What deals with tasks that kill their workers."""
-    setup = _seeded_setup(spec, spec.num_workers, draws)
+    setup = _seeded_setup(spec, spec.num_workers, torch_iter)
     return Quarantine(
         spec._asyncloader_options.on_error,
         spec.collate_fn,
@@ -150,10 +150,10 @@ def _policy(spec: LoaderSpec[Any]) -> ErrorPolicy | None:
     return ErrorPolicy(ours.on_error, refill, length, ours.seed)
 
 
-def _seeded_setup(spec: LoaderSpec[Any], workers: int, draws: _BaseDataLoaderIter) -> SeededSetup | None:
+def _seeded_setup(spec: LoaderSpec[Any], workers: int, torch_iter: _BaseDataLoaderIter) -> SeededSetup | None:
     if spec._asyncloader_options.seed is None:
         return None
-    share = getattr(draws._index_sampler, "share", None)
+    share = getattr(torch_iter._index_sampler, "share", None)
     return SeededSetup(
         seed=spec._asyncloader_options.seed,
         replicas=1 if share is None or share.of_batches else share.replicas,
@@ -209,8 +209,8 @@ class EpochPlan(NamedTuple):
         """Indices that the scheduler may want before the first delivery."""
         return self.credits * self.workers + self.run_ahead
 
-    def scheduler(self, turn: int) -> Scheduler:
-        """A scheduler for one epoch, in which worker `turn` comes first."""
+    def scheduler(self, first_worker: int) -> Scheduler:
+        """A scheduler for one epoch, in which worker `first_worker` comes first."""
         return Scheduler(
             workers=self.workers,
             credits=self.credits,
@@ -220,7 +220,7 @@ class EpochPlan(NamedTuple):
             # of an iterable dataset's copies is.
             assignment="least_loaded" if self.free else "round_robin",
             run_ahead=self.run_ahead,
-            turn=turn,
+            first_worker=first_worker,
             max_restarts=self.max_restarts,
             concurrent=self.concurrent,
         )
@@ -262,7 +262,7 @@ def epoch_plan(spec: LoaderSpec[Any]) -> EpochPlan:
     )
 
 
-class Draws(_BaseDataLoaderIter):
+class TorchIterator(_BaseDataLoaderIter):
     """torch's iterator base for an iterator of ours.
 
     Args:
@@ -348,35 +348,35 @@ class Draws(_BaseDataLoaderIter):
         if self.order is not None and self._sampler_iter is self.order:
             return self.order.pull(task)
         index: Any = self._next_index()  # type: ignore[no-untyped-call]
-        if isinstance(self._index_sampler, RankView) and not isinstance(index, Placed):
+        if isinstance(self._index_sampler, RankView) and not isinstance(index, PositionedIndex):
             raise TypeError(
                 f"in seeded mode random numbers follow from positions, which {type(self._sampler_iter).__name__}, put "
                 "in the place of the iterator's _sampler_iter, does not give: advance that one, or leave out seed="
             )
         return None, index
 
-    def twin(self) -> Self:
+    def duplicate(self) -> Self:
         """The same draws, for another iterator."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
         return made
 
 
-def shared_seed(draws: _BaseDataLoaderIter) -> int | None:
+def shared_seed(torch_iter: _BaseDataLoaderIter) -> int | None:
     """The seed that all workers and ranks share, for torch's datapipes; None for other datasets."""
-    return None if draws._shared_seed is None else int(draws._shared_seed)
+    return None if torch_iter._shared_seed is None else int(torch_iter._shared_seed)
 
 
-def warn_over_length(draws: _BaseDataLoaderIter) -> None:
+def warn_over_length(torch_iter: _BaseDataLoaderIter) -> None:
     """torch's warning when an iterable dataset gives more than its length said. Call after counting a batch."""
-    reported = draws._IterableDataset_len_called
-    if draws._dataset_kind != DatasetKind.Iterable or reported is None or draws._num_yielded <= reported:
+    reported = torch_iter._IterableDataset_len_called
+    if torch_iter._dataset_kind != DatasetKind.Iterable or reported is None or torch_iter._num_yielded <= reported:
         return
     message = (
-        f"Length of IterableDataset {draws._dataset} was reported to be {reported}"
-        f"(when accessing len(dataloader)), but {draws._num_yielded} samples have been fetched. "
+        f"Length of IterableDataset {torch_iter._dataset} was reported to be {reported}"
+        f"(when accessing len(dataloader)), but {torch_iter._num_yielded} samples have been fetched. "
     )
-    if draws._num_workers > 0:
+    if torch_iter._num_workers > 0:
         message += (
             "For multiprocessing data-loading, this could be caused by not properly configuring the "
             "IterableDataset replica at each worker. Please see "

@@ -23,7 +23,7 @@ from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import BadSample
 from asyncloader.workers.memory.ring_manager import CREDIT_BYTES
 
-__all__ = ["ReadAhead"]
+__all__ = ["BatchPrefetcher"]
 
 
 class _Entry:
@@ -37,7 +37,7 @@ class _Entry:
         self.samples: asyncio.Future[Any] | None = None
 
 
-class ReadAhead:
+class BatchPrefetcher:
     """The batches in hand, in order.
 
     Args:
@@ -50,14 +50,14 @@ class ReadAhead:
         self._reader = reader
         self._context = context
         self.credits = credits
-        self._line: deque[_Entry] = deque()
-        self._turn: asyncio.Lock | None = None
+        self._entries: deque[_Entry] = deque()
+        self._index_lock: asyncio.Lock | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def room(self) -> int:
         """How many more indices are wanted."""
-        return self.credits - len(self._line)
+        return self.credits - len(self._entries)
 
     def start(self, index: Any) -> None:
         """Have the samples of this index fetched."""
@@ -70,28 +70,28 @@ class ReadAhead:
         entry = _Entry()
         self._add(entry, self._fetch_next(entry, next_index))
 
-    def fail(self, error: BaseException) -> None:
+    def add_error(self, error: BaseException) -> None:
         """There is an error in the next batch's place."""
         entry = _Entry()
         entry.samples = asyncio.get_running_loop().create_future()
         entry.samples.set_exception(error)
         entry.samples.exception()  # it may be that nobody gets there
-        self._line.append(entry)
+        self._entries.append(entry)
 
     def _add(self, entry: _Entry, coroutine: Any) -> None:
         self._loop = asyncio.get_running_loop()
         entry.samples = self._loop.create_task(coroutine)
         entry.samples.add_done_callback(_look)
-        self._line.append(entry)
+        self._entries.append(entry)
 
     async def _fetch(self, entry: _Entry) -> Any:
         await self._context.open()
         return await self._reader.samples(entry.index, entry.bad)
 
     async def _fetch_next(self, entry: _Entry, next_index: Callable[[], Awaitable[Any]]) -> Any:
-        if self._turn is None:
-            self._turn = asyncio.Lock()
-        async with self._turn:  # those who wait get it in their order
+        if self._index_lock is None:
+            self._index_lock = asyncio.Lock()
+        async with self._index_lock:  # those who wait get it in their order
             entry.index = await next_index()
         return await self._fetch(entry)
 
@@ -102,27 +102,27 @@ class ReadAhead:
             StopAsyncIteration: there is nothing in hand.
             Exception: the batch's.
         """
-        if not self._line:
+        if not self._entries:
             raise StopAsyncIteration
-        entry = self._line[0]
+        entry = self._entries[0]
         assert entry.samples is not None
         try:
             samples = await entry.samples
             return entry.index, self._reader.collated(entry.index, samples)
         finally:
             bad += entry.bad
-            if self._line and self._line[0] is entry:
-                self._line.popleft()
+            if self._entries and self._entries[0] is entry:
+                self._entries.popleft()
             entry.samples = None
 
-    def learn(self, nbytes: int) -> None:
+    def note_batch_size(self, nbytes: int) -> None:
         """A batch had so many bytes. As many of the largest are in hand as fit into `CREDIT_BYTES`; one at least."""
         if nbytes:
             self.credits = min(self.credits, max(1, CREDIT_BYTES // nbytes))
 
     def cancel(self) -> None:
         """Nobody will take what is in hand. In the loop's thread."""
-        for entry in self._line:
+        for entry in self._entries:
             if entry.samples is not None:
                 entry.samples.cancel()
 
@@ -141,8 +141,8 @@ class ReadAhead:
             What leaving raised.
         """
         self.cancel()
-        pending = [entry.samples for entry in self._line if entry.samples is not None]
-        self._line.clear()
+        pending = [entry.samples for entry in self._entries if entry.samples is not None]
+        self._entries.clear()
         if pending:
             await asyncio.wait(pending)
         self._reader.close()

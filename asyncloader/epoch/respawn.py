@@ -23,7 +23,7 @@ from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.process import WorkerProcess
 
-__all__ = ["Replacer", "Request", "weakly"]
+__all__ = ["Request", "WorkerRespawner", "weakly"]
 
 
 class Request(NamedTuple):
@@ -48,7 +48,7 @@ class Request(NamedTuple):
         return common._replace(starts=starts, attachment=self.attachment, handover=self.handover)
 
 
-class Replacer:
+class WorkerRespawner:
     """Makes replacements for one epoch.
 
     Args:

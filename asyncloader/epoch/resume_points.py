@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.setup import EpochStart
 
-__all__ = ["Places"]
+__all__ = ["ResumePoints"]
 
 
-class Places:
+class ResumePoints:
     """The copies' places in one epoch.
 
     Args:

@@ -76,7 +76,7 @@ class Scheduler:
         iterable: the workers iterate their own copies; there is no sampler.
         assignment: see the module's text.
         run_ahead: see the module's text; may be lowered, and raised again, at any time.
-        turn: the worker that gets the first task (round robin).
+        first_worker: the worker that gets the first task (round robin).
         epoch: goes into each task, so that answers of an abandoned epoch are told apart.
         max_restarts: how often each worker may be replaced.
         concurrent: workers have several tasks in hand at a time (asynchronous datasets).
@@ -91,7 +91,7 @@ class Scheduler:
         iterable: bool = False,
         assignment: Assignment = "round_robin",
         run_ahead: int = 0,
-        turn: int = 0,
+        first_worker: int = 0,
         epoch: int = 0,
         max_restarts: int = 0,
         concurrent: bool = False,
@@ -117,7 +117,7 @@ class Scheduler:
         self._reorder: ReorderBuffer[Deliver] = ReorderBuffer()
         self._send_seq = 0
         self._recovery = Recovery(workers, max_restarts, concurrent=concurrent)
-        self._turn = turn  # the worker whose turn it is
+        self._next_worker = first_worker  # the worker whose turn it is
         self._offers_ended = False
         self._over = False
 
@@ -233,8 +233,8 @@ class Scheduler:
             return min(candidates, key=self._unanswered.__getitem__, default=None)
         share = 0 if self.in_order else self.credits * self.workers // max(1, sum(self._active))
         for _ in range(self.workers):
-            worker = self._turn
-            self._turn = (worker + 1) % self.workers
+            worker = self._next_worker
+            self._next_worker = (worker + 1) % self.workers
             if self._active[worker] and (self.in_order or self._load[worker] < share):
                 return worker
         if self.iterable:

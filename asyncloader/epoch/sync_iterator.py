@@ -25,13 +25,13 @@ from typing import Any
 
 from asyncloader.bridge import Bridge, in_thread, run_in_thread
 from asyncloader.delivery.opener import raise_worker_error
-from asyncloader.delivery.transfer import mover_of
+from asyncloader.delivery.transfer import transfer_of
 from asyncloader.epoch.consumer import NO_BATCH, Consumer, discard
 from asyncloader.epoch.pipeline import Pipeline
 from asyncloader.epoch.plan import epoch_plan, make_pool, quarantine, shared_seed, worker_setup
-from asyncloader.epoch.respawn import Replacer, Request, weakly
+from asyncloader.epoch.respawn import Request, WorkerRespawner, weakly
 from asyncloader.epoch.shard_assignment import open_leases
-from asyncloader.epoch.sync_inline import CountedNext, end_at_exit
+from asyncloader.epoch.sync_inline import CountedNext, close_at_exit
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManyBadSamples
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.options import LoaderSpec
@@ -70,7 +70,7 @@ class WorkerIterator(CountedNext):
         self._taken: deque[Action | None] = deque()  # out of the queue, and not dealt with; one at most
         self._delivering: Consumer | None = None  # has begun to deliver that one
         self._acquire(loader)
-        end_at_exit(self)
+        close_at_exit(self)
         try:
             self._reset(loader, first_iter=True)
         except BaseException:
@@ -79,7 +79,7 @@ class WorkerIterator(CountedNext):
 
     def _acquire(self, loader: LoaderSpec[Any]) -> None:
         """Start workers and the loop's thread; `_shutdown_workers` gives both back."""
-        self._bridge.settle()  # no thread of an iterator that was dropped is in the way of the forks
+        self._bridge.wait_for_releases()  # no thread of an iterator that was dropped is in the way of the forks
         plan = self._plan = epoch_plan(loader)
         base_seed, starts = self._begin_workers(loader, anew=True)
         self._base_seed, self._acquired = base_seed, starts
@@ -164,13 +164,13 @@ class WorkerIterator(CountedNext):
             self._statistics,
             self._progress,
             quarantine(loader, self),
-            mover_of(loader),
+            transfer_of(loader),
             loader._asyncloader_options.prefetch_device,
         )
-        self._replacer = Replacer(self._pool, weakly(self._setup_for), partial(put, None))
-        self._pipeline = self._consumer.pipeline(self._pool, put, put, self._replacer)
-        self._tell = partial(self._bridge.call, self._pipeline.advance)
-        self._bridge.call(_start, self._pipeline, self._consumer.offers, starts, put)
+        self._respawner = WorkerRespawner(self._pool, weakly(self._setup_for), partial(put, None))
+        self._pipeline = self._consumer.pipeline(self._pool, put, put, self._respawner)
+        self._advance = partial(self._bridge.call_soon, self._pipeline.advance)
+        self._bridge.call_soon(_start, self._pipeline, self._consumer.offers, starts, put)
         if loader._asyncloader_awaits_workers:
             self._await_workers(self._pipeline, self._consumer)
 
@@ -180,7 +180,7 @@ class WorkerIterator(CountedNext):
             error = self._bridge.run(asyncio.wait_for(pipeline.begun(), self._timeout_or_none))
         except TimeoutError:
             raise self._timed_out() from None
-        consumer.hear()
+        consumer.drain_notices()
         if error:
             self._shutdown_workers()
             raise_worker_error(pickle.loads(error))
@@ -200,9 +200,9 @@ class WorkerIterator(CountedNext):
         if consumer is None:  # another thread has closed it this moment
             raise LoaderClosed(self._ended or "this iterator has ended")
         while True:
-            consumer.hear()
-            if self._replacer.requests:
-                self._replacer.work()
+            consumer.drain_notices()
+            if self._respawner.requests:
+                self._respawner.work()
             begin = perf_counter()
             taken = self._taken
             if not taken:
@@ -224,7 +224,7 @@ class WorkerIterator(CountedNext):
                     del item, error  # the traceback refers to this frame, which must not refer back to the error
             self._delivering, delivery = consumer, consumer.delivery
             try:
-                batch = consumer.deliver(item, perf_counter() - begin, self._tell)
+                batch = consumer.deliver(item, perf_counter() - begin, self._advance)
             except TooManyBadSamples as error:
                 self._fail(error)
                 raise
@@ -267,7 +267,7 @@ class WorkerIterator(CountedNext):
             else:
                 self._shutdown_workers()
             if consumer is not None:
-                consumer.hear()
+                consumer.drain_notices()
             return StopIteration()
         assert isinstance(item, Fail)
         self._fail(item.error)
@@ -294,11 +294,11 @@ class WorkerIterator(CountedNext):
         if os.getpid() != self._owner:
             return
         if self._shutdown:
-            if hasattr(self, "_pool") and not self._bridge.inside:
+            if hasattr(self, "_pool") and not self._bridge.in_loop_thread:
                 self._pool.stop()  # waits for another thread that is at it
             return
-        if self._bridge.inside:  # which cannot wait for itself
-            self._leave_soon()
+        if self._bridge.in_loop_thread:  # which cannot wait for itself
+            self._close_soon()
             return
         self._shutdown = True
         if self._ended is None:
@@ -310,18 +310,18 @@ class WorkerIterator(CountedNext):
             self._pool.stop()
             self._queue.put(Fail(LoaderClosed(self._ended or "this iterator has ended")))  # a thread may wait there
 
-    def _leave_soon(self) -> None:
+    def _close_soon(self) -> None:
         if self._shutdown or os.getpid() != self._owner:
             return
         self._shutdown = True
         if self._ended is None:
             self._ended = "this iterator was shut down"
-        self._bridge.leave(_leave, self._pipeline, self._consumer, self._queue, self._pool)
+        self._bridge.release_soon(_close_dropped, self._pipeline, self._consumer, self._queue, self._pool)
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         if not exiting() and not getattr(self, "_shutdown", True):
-            self._leave_soon()
-            if not self._bridge.inside:
+            self._close_soon()
+            if not self._bridge.in_loop_thread:
                 self._pool.hang_up()  # as torch's iterator: the workers are gone with it, though not yet the threads
 
 
@@ -340,7 +340,7 @@ async def _close(pipeline: Pipeline) -> None:
             await reader
 
 
-async def _leave(
+async def _close_dropped(
     pipeline: Pipeline | None, consumer: Consumer | None, ready: queue.SimpleQueue[Action | None], pool: WorkerPool
 ) -> None:
     """The end of an iterator that was dropped."""

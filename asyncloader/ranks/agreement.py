@@ -33,7 +33,7 @@ from time import monotonic
 from typing import Any
 
 from asyncloader.errors import LoaderClosed, LoaderError, RanksDisagree
-from asyncloader.events import Action, Deliver, Fail, Finish, LeftOut, WorkerFailure
+from asyncloader.events import Action, AllDropped, Deliver, Fail, Finish, WorkerFailure
 from asyncloader.ranks.process_group import RankGroup
 
 __all__ = [
@@ -344,7 +344,7 @@ class AgreementStage:
     def _agreed(self, item: Action) -> list[Action]:
         """What is to be forwarded for this item."""
         try:
-            if isinstance(item, Deliver) and isinstance(item.outcome, LeftOut):
+            if isinstance(item, Deliver) and isinstance(item.outcome, AllDropped):
                 return [item]  # no batch: nothing to agree on
             if isinstance(item, Deliver) and not isinstance(item.outcome, WorkerFailure):
                 if self._agreement.batch():

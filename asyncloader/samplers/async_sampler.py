@@ -98,19 +98,19 @@ class AsyncIndexSource:
                 group.append(item)
                 if len(group) < cutter.stride:
                     continue
-                placed, group = cutter.cut(group), []
+                item, group = cutter.cut(group), []
                 step += 1
                 if position.log is not None and not position.log.note(step, sampler, items):
                     position.log = None
-                if placed is None or step <= position.first_step or step - 1 in position.skipped:
+                if item is None or step <= position.first_step or step - 1 in position.skipped:
                     continue
                 position.pulled(task, step - 1)
                 task += 1
-                yield placed if self.seeded else placed.index
-            placed = cutter.cut(group)
-            if placed is not None and step >= position.first_step and step not in position.skipped:
+                yield item if self.seeded else item.index
+            item = cutter.cut(group)
+            if item is not None and step >= position.first_step and step not in position.skipped:
                 position.pulled(task, step)
-                yield placed if self.seeded else placed.index
+                yield item if self.seeded else item.index
         finally:
             # Closed with this generator, rather than whenever the loop finds it abandoned.
             if isinstance(items, AsyncGenerator):

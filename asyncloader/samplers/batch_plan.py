@@ -60,13 +60,13 @@ class Limits:
         With padding, costs must not increase.
         """
         size = len(costs)
-        places = np.arange(size)
-        ends = places + (size if self.max_batch_size is None else min(size, self.max_batch_size))
+        starts = np.arange(size)
+        ends = starts + (size if self.max_batch_size is None else min(size, self.max_batch_size))
         if self.max_tokens is None:
             return ends
         most = min(self.max_tokens, 1 << 62)  # sums stay within 63 bits
         if self.padding:
-            fitting = places + most // costs
+            fitting = starts + most // costs
         else:
             sums = np.cumsum(costs)
             fitting = np.searchsorted(sums, sums - costs + most, "right")

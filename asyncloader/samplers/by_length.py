@@ -77,8 +77,8 @@ class _LengthBatchSampler(Sampler[list[int]]):
 
     def _from(self, plan: BatchPlan, window: int, skipped: int) -> Iterator[list[int]]:
         for number in range(window, plan.windows):
-            for place, batch in enumerate(plan.batches(number)):
-                if number > window or place >= skipped:
+            for offset, batch in enumerate(plan.batches(number)):
+                if number > window or offset >= skipped:
                     yield (batch if self._kept is None else self._kept[batch]).tolist()
 
     def _plan(self) -> BatchPlan:

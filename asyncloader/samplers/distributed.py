@@ -32,7 +32,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from asyncloader.errors import RanksDisagree
-from asyncloader.events import Placed
+from asyncloader.events import PositionedIndex
 from asyncloader.samplers.generators import samplers_within
 from asyncloader.samplers.seeded import SeededSampler
 
@@ -46,8 +46,8 @@ __all__ = [
     "Tail",
     "Topology",
     "even_ranks",
-    "place",
     "plain_sampler",
+    "positioned",
     "rank_view",
     "replicas",
     "tail_of",
@@ -158,7 +158,7 @@ class Cutter:
         self.padding: tuple[int, int] | None = None
         """Number of the step that has samples of this rank for evenness only, at its end, and how many."""
 
-    def cut(self, group: list[Any]) -> Placed | None:
+    def cut(self, group: list[Any]) -> PositionedIndex | None:
         """This rank's part of the next `stride` items; of fewer: what is left at the end.
 
         Raises:
@@ -168,7 +168,7 @@ class Cutter:
         if len(group) == self.stride:
             self._step += 1
             mine = rank * self._each
-            return place(self._share, first + mine, group[mine : mine + self._each])
+            return positioned(self._share, first + mine, group[mine : mine + self._each])
         each, self.dropped, self.repeated = tail_of(len(group), self._share)
         if not each:
             return None
@@ -177,18 +177,18 @@ class Cutter:
         if filling:
             self.padding = self._step, filling
         filled = list(itertools.islice(itertools.cycle(group), len(group) + self.repeated))
-        return place(self._share, first + mine, filled[mine : mine + each])
+        return positioned(self._share, first + mine, filled[mine : mine + each])
 
 
-def place(share: Share, first: int, items: list[Any]) -> Placed:
+def positioned(share: Share, first: int, items: list[Any]) -> PositionedIndex:
     """A rank's items of one step, of which the first is number `first` of the sampler's."""
     if share.of_batches:
-        return Placed((first * share.replicas + share.replica) * BATCH_STRIDE, items[0])
-    return Placed(first * share.replicas + share.replica, items if share.batch_size is not None else items[0])
+        return PositionedIndex((first * share.replicas + share.replica) * BATCH_STRIDE, items[0])
+    return PositionedIndex(first * share.replicas + share.replica, items if share.batch_size is not None else items[0])
 
 
 class RankView:
-    """The index stream of one rank: iterated, it gives a `Placed` a step.
+    """The index stream of one rank: iterated, it gives a `PositionedIndex` a step.
 
     Args:
         sampler: of indices or of batches; iterated once an epoch. Sized if ``len()`` is to work.
@@ -212,10 +212,10 @@ class RankView:
             return Tail(0, self.cutter.dropped, self.cutter.repeated)
         return tail_of(len(self.sampler) % self.cutter.stride, self.share)
 
-    def __iter__(self) -> Iterator[Placed]:
+    def __iter__(self) -> Iterator[PositionedIndex]:
         return self.iter_from(0)
 
-    def iter_from(self, step: int, items: Iterator[Any] | None = None) -> Iterator[Placed]:
+    def iter_from(self, step: int, items: Iterator[Any] | None = None) -> Iterator[PositionedIndex]:
         """The steps from number `step` on.
 
         Args:
@@ -228,11 +228,13 @@ class RankView:
             return self._computed(cutter, self.sampler, step)
         return self._cut(cutter, step, items)
 
-    def _computed(self, cutter: Cutter, sampler: SeededSampler, step: int) -> Iterator[Placed]:
+    def _computed(self, cutter: Cutter, sampler: SeededSampler, step: int) -> Iterator[PositionedIndex]:
         """Only this rank's indices. The epoch is that of now, not of the first step's."""
         return self._blocks(cutter, len(sampler), sampler.order(), step)
 
-    def _blocks(self, cutter: Cutter, size: int, order: Callable[[Indices], Indices], step: int) -> Iterator[Placed]:
+    def _blocks(
+        self, cutter: Cutter, size: int, order: Callable[[Indices], Indices], step: int
+    ) -> Iterator[PositionedIndex]:
         stride, each = cutter.stride, self.share.batch_size or 1
         rank = self.share.topology.rank
         full = size // stride
@@ -241,15 +243,15 @@ class RankView:
             steps = np.arange(first, min(first + steps_a_block, full), dtype=np.int64)
             positions = steps[:, None] * stride + np.arange(rank * each, (rank + 1) * each, dtype=np.int64)
             for begin, row in zip(positions[:, 0].tolist(), order(positions).tolist(), strict=True):
-                yield place(self.share, begin, row)
+                yield positioned(self.share, begin, row)
         if step <= full:
             last = Cutter(self.share, full)
-            placed = last.cut(order(np.arange(full * stride, size, dtype=np.int64)).tolist())
+            item = last.cut(order(np.arange(full * stride, size, dtype=np.int64)).tolist())
             cutter.dropped, cutter.repeated, cutter.padding = last.dropped, last.repeated, last.padding
-            if placed is not None:
-                yield placed
+            if item is not None:
+                yield item
 
-    def _cut(self, cutter: Cutter, step: int, items: Iterator[Any] | None) -> Iterator[Placed]:
+    def _cut(self, cutter: Cutter, step: int, items: Iterator[Any] | None) -> Iterator[PositionedIndex]:
         if items is None:
             skip = step * cutter.stride
             if isinstance(self.sampler, SeekableSampler):
@@ -258,9 +260,9 @@ class RankView:
                 items = itertools.islice(iter(self.sampler), skip, None)
         while True:
             group = list(itertools.islice(items, cutter.stride))
-            placed = cutter.cut(group)
-            if placed is not None:
-                yield placed
+            item = cutter.cut(group)
+            if item is not None:
+                yield item
             if len(group) < cutter.stride:
                 return
 

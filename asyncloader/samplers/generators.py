@@ -147,7 +147,7 @@ def generator_state(text: Any) -> torch.Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"this is no state of a torch.Generator: {error}") from error
     if len(state) == _GENERATOR_BYTES:
-        _, left, _, place = _GENERATOR_HEAD.unpack_from(state)
-        if left + place > _GENERATOR_BLOCK + 1:
-            raise ValueError(f"this is no state of a torch.Generator: {left} numbers left from place {place} on")
+        _, left, _, offset = _GENERATOR_HEAD.unpack_from(state)
+        if left + offset > _GENERATOR_BLOCK + 1:
+            raise ValueError(f"this is no state of a torch.Generator: {left} numbers left from offset {offset} on")
     return tensor

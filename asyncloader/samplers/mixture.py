@@ -153,9 +153,9 @@ class MixtureSampler(Sampler[int]):
             phase = self._phases[number]
             size = min(_BLOCK, starts[number + 1] - position)
             indices = np.empty(size, np.int64)
-            for source, before, places in phase.interleave.block(begun + position - phase.start, size):
+            for source, before, offsets in phase.interleave.block(begun + position - phase.start, size):
                 given = epoch * self._each_epoch[source] + phase.used[source] + before
-                indices[places] = self._offsets[source] + orders.take(source, given, len(places))
+                indices[offsets] = self._offsets[source] + orders.take(source, given, len(offsets))
             yield from indices.tolist()
             position += size
 
@@ -179,8 +179,8 @@ class _Orders:
         size = self._sizes[source]
         parts: list[npt.NDArray[np.int64]] = []
         while number:
-            passes, place = divmod(first, size)
-            part = np.arange(place, min(size, place + number))
+            passes, offset = divmod(first, size)
+            part = np.arange(offset, min(size, offset + number))
             parts.append(part if self._seed is None or size == 1 else self._shuffled(source, passes)(part))
             first += len(part)
             number -= len(part)

@@ -148,10 +148,10 @@ class Builder:
         """Write some str or bytes end to end; how many bytes each took."""
         lengths = np.fromiter(map(len, part), np.uint64, len(part))
         if int(lengths.sum()) > _JOINED:  # items so large that a copy of all of them would count
-            for place, item in enumerate(part):
+            for index, item in enumerate(part):
                 data = item if kind == BLOB else item.encode("utf-8", "surrogatepass")
                 self._sink.write(data)
-                lengths[place] = len(data)
+                lengths[index] = len(data)
             return lengths
         if kind == BLOB:
             self._sink.write(b"".join(part))
@@ -167,11 +167,11 @@ class Builder:
     def _records(self, items: Sequence[Any], is_tuple: bool, keys: Sequence[Any] | None) -> int:
         offsets = array.array("Q")
         rows = len(items) >= self._large
-        for place, item in enumerate(items):
+        for index, item in enumerate(items):
             try:
                 offsets.append(self._record(item, rows))
             except Exception as error:
-                error.add_note(f"while sharing item {place if keys is None else keys[place]!r}")
+                error.add_note(f"while sharing item {index if keys is None else keys[index]!r}")
                 raise
         code, table = self._table(np.frombuffer(offsets, np.uint64) if offsets else np.zeros(0, np.uint64))
         return self._header(Header(RECORDS, code, is_tuple, len(items), table))
@@ -231,8 +231,8 @@ class Builder:
             self._placeholders.clear()
         if not self._leaves:
             return self._sink.write(self._stream.getbuffer())
-        places = itertools.chain.from_iterable(self._leaves)
-        head = array.array("q", places).tobytes()
+        offsets = itertools.chain.from_iterable(self._leaves)
+        head = array.array("q", offsets).tobytes()
         return self._sink.write(
             b"".join((bytes([LEAVES]), len(self._leaves).to_bytes(4, "little"), head, self._stream.getbuffer()))
         )

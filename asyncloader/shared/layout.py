@@ -168,18 +168,18 @@ class ListNode:
 class DictNode:
     """A dict in a segment, in the order of its keys: `key(i)` and `value(i)` for 0 <= i < `count`, unchecked."""
 
-    __slots__ = ("_keys", "_order", "_places", "_shift", "_starts", "count", "key", "offset", "region", "value")
+    __slots__ = ("_by_key", "_keys", "_order", "_shift", "_starts", "count", "key", "offset", "region", "value")
 
     def __init__(self, region: Region, offset: int, header: Header) -> None:
         self.region = region
         self.offset = offset
         self.count = header.size
         self.value: Callable[[int], Any] = _open_list(region, header.b).item
-        self._places: dict[Any, int] | None = None
+        self._by_key: dict[Any, int] | None = None
         if header.kind == SMALL_DICT:
             keys: list[Any] = region.load(header.a)
             self.key: Callable[[int], Any] = keys.__getitem__
-            self._places = {key: place for place, key in enumerate(keys)}
+            self._by_key = {key: index for index, key in enumerate(keys)}
             return
         self.key = _open_list(region, header.a).item
         self._shift = 64 - header.bits
@@ -193,16 +193,16 @@ class DictNode:
         Raises:
             TypeError: it cannot be hashed.
         """
-        if self._places is not None:
-            return self._places.get(key, -1)
+        if self._by_key is not None:
+            return self._by_key.get(key, -1)
         try:
             bucket = bucket_of(stable_hash(key), self._shift)
         except UnstableKeyError:
             return -1  # such keys were refused when the dict was built
         for at in range(self._starts[bucket], self._starts[bucket + 1]):
-            place: int = self._order[at]
-            if self.key(place) == key:
-                return place
+            index: int = self._order[at]
+            if self.key(index) == key:
+                return index
         return -1
 
 

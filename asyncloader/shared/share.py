@@ -86,14 +86,14 @@ class SharedTensor(torch.Tensor):
 
 def share_array(value: np.ndarray[Any, Any]) -> SharedArray:
     """Copy an array without objects to a segment of its own."""
-    place = (value.dtype, value.shape, array_order(value))
-    return _open_array(_written(array_bytes(value) if value.nbytes else b"", f"share({value.dtype} array)"), place)
+    meta = (value.dtype, value.shape, array_order(value))
+    return _open_array(_written(array_bytes(value) if value.nbytes else b"", f"share({value.dtype} array)"), meta)
 
 
 def share_tensor(value: torch.Tensor) -> SharedTensor:
     """Copy a dense CPU tensor to a segment of its own."""
-    place = (DTYPE_CODE[value.dtype], tuple(value.shape))
-    return _open_tensor(_written(tensor_bytes(value) if value.numel() else b"", f"share({value.dtype} tensor)"), place)
+    meta = (DTYPE_CODE[value.dtype], tuple(value.shape))
+    return _open_tensor(_written(tensor_bytes(value) if value.numel() else b"", f"share({value.dtype} tensor)"), meta)
 
 
 def _written(data: Any, what: str) -> SharedSegment:
@@ -105,18 +105,18 @@ def _written(data: Any, what: str) -> SharedSegment:
         writer.close()
 
 
-def _open_array(segment: SharedSegment, place: Any) -> SharedArray:
-    array = rebuild_array(Region(segment.memory, (), _no_nodes), 0, *place).view(SharedArray)
-    array._shared = (segment, place)
+def _open_array(segment: SharedSegment, meta: Any) -> SharedArray:
+    array = rebuild_array(Region(segment.memory, (), _no_nodes), 0, *meta).view(SharedArray)
+    array._shared = (segment, meta)
     return array
 
 
-def _open_tensor(segment: SharedSegment, place: Any) -> SharedTensor:
-    code, shape = place
+def _open_tensor(segment: SharedSegment, meta: Any) -> SharedTensor:
+    code, shape = meta
     region = Region(segment.memory, (), _no_nodes)
     tensor = rebuild_tensor(region, 0, code, shape) if 0 not in shape else torch.empty(shape, dtype=DTYPES[code])
     shared = tensor.as_subclass(SharedTensor)
-    shared._shared = (segment, place)
+    shared._shared = (segment, meta)
     return shared
 
 
@@ -158,10 +158,10 @@ class SharedList(Sequence[T_co], Generic[T_co]):
         if isinstance(index, slice):
             return _list_view(self._node, self._range[index])
         try:
-            place = self._range[index]
+            meta = self._range[index]
         except (IndexError, TypeError) as error:
             raise type(error)(_index_text(index, len(self._range))) from None
-        return self._item(place)
+        return self._item(meta)
 
     def __iter__(self) -> Iterator[T_co]:
         return map(self._item, self._range)
@@ -239,10 +239,10 @@ class SharedDict(Mapping[K, V_co], Generic[K, V_co]):
         return self._node.count
 
     def __getitem__(self, key: K) -> V_co:
-        place = self._node.find(key)
-        if place < 0:
+        meta = self._node.find(key)
+        if meta < 0:
             raise KeyError(key)
-        value: V_co = self._node.value(place)
+        value: V_co = self._node.value(meta)
         return value
 
     def __iter__(self) -> Iterator[K]:
@@ -400,10 +400,10 @@ def _open(segment: SharedSegment, offset: int) -> Node:
     return open_node(Region(segment.memory, segment.externals, _wrap, segment), offset)
 
 
-def _open_list(segment: SharedSegment, offset: int, places: range) -> SharedList[Any]:
+def _open_list(segment: SharedSegment, offset: int, indices: range) -> SharedList[Any]:
     node = _open(segment, offset)
     assert isinstance(node, ListNode)
-    return _list_view(node, places)
+    return _list_view(node, indices)
 
 
 def _open_dict(segment: SharedSegment, offset: int) -> Any:
@@ -418,9 +418,9 @@ def _wrap(node: Node) -> SharedList[Any] | SharedDict[Any, Any]:
     return shared
 
 
-def _list_view(node: ListNode, places: range) -> SharedList[Any]:
+def _list_view(node: ListNode, indices: range) -> SharedList[Any]:
     shared: SharedList[Any] = object.__new__(SharedList)
-    shared._node, shared._range, shared._item = node, places, node.item
+    shared._node, shared._range, shared._item = node, indices, node.item
     return shared
 
 

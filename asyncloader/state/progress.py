@@ -92,7 +92,7 @@ class Progress:
         self._streams = streams
         self._cursors: list[bytes] = []
         self._given: list[int] = []
-        self._turn = 0
+        self._next_worker = 0
         self.agreement: Agreement | None = None
         """With the other ranks, on when the epoch ends; None where there is nothing to agree on."""
         self.leases: EpochLeases | None = None
@@ -156,9 +156,9 @@ class Progress:
         return None if workers is None else workers.get("leases")
 
     @property
-    def turn(self) -> int:
+    def next_worker(self) -> int:
         """The worker that made the next batch of an iterable dataset."""
-        return self._turn
+        return self._next_worker
 
     def stream(self, index_sampler: Any, made: Any, drawn: dict[str, str] | None = None) -> IndexStream:
         """The index stream from the delivered position on; `made` is the index sampler's iterator, just made, and
@@ -190,11 +190,11 @@ class Progress:
             shared_seed = shared_seed if self.seeds["shared"] is None else self.seeds["shared"]
         if self._expects["mode"] == "torch":
             self.seeds = {"rank": self._rank, "base": base_seed, "shared": shared_seed}
-        self._cursors, self._given, self._turn = [b""] * workers, [0] * workers, 0
+        self._cursors, self._given, self._next_worker = [b""] * workers, [0] * workers, 0
         saved = None if self._resumed is None else self._resumed["workers"]
         if saved is None:
-            places = [None] * workers if self.carried is None else self.carried["cursors"]
-            found = [None if place is None else Cursor(**place) for place in places]
+            saved_cursors = [None] * workers if self.carried is None else self.carried["cursors"]
+            found = [None if each is None else Cursor(**each) for each in saved_cursors]
             if anew and len(self._inherited) == workers:
                 found = [Cursor(*pickle.loads(data)) if data else None for data in self._inherited]
             starts = [
@@ -204,11 +204,11 @@ class Progress:
             if len(self._inherited) == workers:
                 self._cursors = self._inherited
             return base_seed, starts
-        self._given, self._turn = list(saved["given"]), saved["next"]
+        self._given, self._next_worker = list(saved["given"]), saved["next"]
         starts = []
-        for worker, (given, place) in enumerate(zip(saved["given"], saved["cursors"], strict=True)):
+        for worker, (given, saved_cursor) in enumerate(zip(saved["given"], saved["cursors"], strict=True)):
             # One that could not be taken tells nothing but that the stream must be read again.
-            cursor = None if place is None or place["problem"] else Cursor(**place)
+            cursor = None if saved_cursor is None or saved_cursor["problem"] else Cursor(**saved_cursor)
             if cursor is not None:
                 self._cursors[worker] = pickle.dumps(tuple(cursor), 5)
             starts.append(
@@ -274,10 +274,10 @@ class Progress:
     def _mark(self, task: int, worker: int, cursor: bytes) -> None:
         step, beyond = self._step, self._beyond
         previous: tuple[Any, ...] = step, tuple(beyond), worker
-        turn = self._turn
+        next_worker = self._next_worker
         if self._streams is not None:
-            previous += self._given[worker], self._cursors[worker], turn
-            turn = (worker + 1) % len(self._given)
+            previous += self._given[worker], self._cursors[worker], next_worker
+            next_worker = (worker + 1) % len(self._given)
         for failed in self._failed:
             step, beyond = self._past(step, beyond, failed)
         number = self._steps.get(task)
@@ -291,7 +291,7 @@ class Progress:
         # Nothing is called from here on, so that Ctrl-C does not come in between.
         self._previous = previous
         self._step, self._beyond = step, beyond
-        self._touched, self._failed, self._turn = True, [], turn
+        self._touched, self._failed, self._next_worker = True, [], next_worker
         self.padding = 0 if padding is None else padding[1]
         if self._streams is not None:
             self._given[worker] += 1
@@ -336,16 +336,16 @@ class Progress:
         if not self._previous:
             return self.state()
         now = self._step, self._beyond, self._finished
-        step, beyond, worker, *place = self._previous
-        given, cursors, turn = list(self._given), list(self._cursors), self._turn
+        step, beyond, worker, *stream = self._previous
+        given, cursors, next_worker = list(self._given), list(self._cursors), self._next_worker
         try:
             self._step, self._beyond, self._finished = step, set(beyond), False
-            if place:
-                self._given[worker], self._cursors[worker], self._turn = place
+            if stream:
+                self._given[worker], self._cursors[worker], self._next_worker = stream
             return self.state()
         finally:
             self._step, self._beyond, self._finished = now
-            self._given, self._cursors, self._turn = given, cursors, turn
+            self._given, self._cursors, self._next_worker = given, cursors, next_worker
 
     def state(self, *, finished: bool = False) -> dict[str, Any]:
         """A fresh dictionary; see `state_layout.py`. `finished`: the epoch is over here, though nobody was told so."""
@@ -399,7 +399,7 @@ class Progress:
         return {
             **streams,
             **({} if leases is None else {"leases": leases}),
-            "next": self._turn,
+            "next": self._next_worker,
             "given": list(self._given),
             "cursors": cursors,
         }

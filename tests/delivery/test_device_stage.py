@@ -11,7 +11,7 @@ import torch
 
 from asyncloader.delivery.device_stage import DeviceStage, OnDevice
 from asyncloader.delivery.opener import Opener
-from asyncloader.delivery.transfer import Mover
+from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.errors import PageLockError
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.statistics import Statistics
@@ -30,8 +30,8 @@ class World:
         self.device = self.machine.open()
         self.statistics = Statistics()
         self.out: queue.SimpleQueue[Action] = queue.SimpleQueue()
-        mover = Mover(self.device, transform, static=static)
-        self.stage = DeviceStage(Opener(self.statistics), mover, self.statistics, self.out.put, ahead)
+        transfer = DeviceTransfer(self.device, transform, static=static)
+        self.stage = DeviceStage(Opener(self.statistics), transfer, self.statistics, self.out.put, ahead)
 
     def put(self, *items: Action) -> None:
         for item in items:

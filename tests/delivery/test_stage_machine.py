@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncloader.delivery.device_stage import DeviceStage, OnDevice
 from asyncloader.delivery.opener import Opener
-from asyncloader.delivery.transfer import Mover
+from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.events import Action, Deliver
 from asyncloader.statistics import Statistics
 from tests.delivery.answers import batch_of, deliver, new_ring, overwrite_free_slots
@@ -46,8 +46,8 @@ class DeviceStageMachine(RuleBasedStateMachine):
     @initialize(ahead=st.integers(1, 4))
     def begin(self, ahead: int) -> None:
         self.ahead = ahead
-        mover = Mover(self.device, None, static=False)
-        self.stage = DeviceStage(Opener(self.statistics), mover, self.statistics, self.out.put, ahead)
+        transfer = DeviceTransfer(self.device, None, static=False)
+        self.stage = DeviceStage(Opener(self.statistics), transfer, self.statistics, self.out.put, ahead)
 
     # ----------------------------------------------------------------------------------------------- the model
 

@@ -61,7 +61,7 @@ class World:
     def __post_init__(self) -> None:
         self.ahead = self.scheduler.run_ahead  # the scheduler's own may be lowered meanwhile
         self.credits = self.scheduler.credits  # ditto
-        self.turn = self.scheduler._turn
+        self.turn = self.scheduler._next_worker
         self.queues = [deque() for _ in range(self.scheduler.workers)]
         self.made = [0] * self.scheduler.workers
 

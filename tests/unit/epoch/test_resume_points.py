@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncloader.epoch.resume_points import Places
+from asyncloader.epoch.resume_points import ResumePoints
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.setup import EpochStart
 
@@ -23,11 +23,11 @@ def pickled(place: Cursor) -> bytes:
     return pickle.dumps(tuple(place), 5)
 
 
-def places(*starts: EpochStart, iterable: bool = True, replays: bool = False) -> Places:
-    return Places(starts or (BEGIN,), iterable=iterable, replays=replays)
+def places(*starts: EpochStart, iterable: bool = True, replays: bool = False) -> ResumePoints:
+    return ResumePoints(starts or (BEGIN,), iterable=iterable, replays=replays)
 
 
-def answer(where: Places, *cursors: bytes, worker: int = 0) -> None:
+def answer(where: ResumePoints, *cursors: bytes, worker: int = 0) -> None:
     for each in cursors:
         where.answered(worker, each)
 

@@ -17,8 +17,8 @@ from asyncloader.events import (
     Fail,
     Finish,
     Offered,
-    Placed,
     Poisoned,
+    PositionedIndex,
     Pull,
     Replace,
     Replaced,
@@ -210,7 +210,7 @@ def test_a_quarantine_says_why_we_killed_its_workers() -> None:
     assert text.endswith("a stack")
 
 
-@pytest.mark.parametrize("index", [[3, 4], Placed(40, [3, 4])], ids=["plain", "placed"])
+@pytest.mark.parametrize("index", [[3, 4], PositionedIndex(40, [3, 4])], ids=["plain", "placed"])
 def test_a_poisoned_task_beyond_the_restarts_ends_the_epoch(index: Any) -> None:
     """The error is the quarantine's, which says more than the last death; its indices are the dataset's."""
     s = started(workers=1, max_restarts=2)
@@ -223,7 +223,7 @@ def test_a_poisoned_task_beyond_the_restarts_ends_the_epoch(index: Any) -> None:
     assert "The epoch ends with it. Worker 0 had been replaced 2 times" in str(error)
 
 
-@pytest.mark.parametrize("index", [[3, 4], Placed(40, [3, 4])], ids=["plain", "placed"])
+@pytest.mark.parametrize("index", [[3, 4], PositionedIndex(40, [3, 4])], ids=["plain", "placed"])
 def test_beyond_the_restarts_a_death_from_outside_names_the_indices(index: Any) -> None:
     """It is no quarantine, however often one task was struck: but what the worker was at is told."""
     s = started(workers=1, max_restarts=3)

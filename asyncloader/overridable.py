@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Yielding"]
+__all__ = ["OverridableProperty"]
 
 T = TypeVar("T")
 
 
-class Yielding(Generic[T]):
+class OverridableProperty(Generic[T]):
     """A property that gives way: an instance that assigns to its name keeps its own value, as subclasses of torch's
     loader do with any name. Nothing of ours reads a loader through one.
     """
