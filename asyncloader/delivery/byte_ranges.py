@@ -1,13 +1,13 @@
-"""The tensors of a batch as ranges of bytes, each of which is copied once.
+"""Copies the tensors of a batch as few ranges of bytes.
 
-Data path: delivery -> stage -> transfer -> [ranges] -> cuda.
+Data path: device_stage -> transfer -> [byte_ranges] -> accelerator.
 
-A copy costs some microseconds whatever its size, and a batch may have hundreds of tensors. They lie side by side in its
-slot, so small neighbours are copied together, and views of the copy take their places. A large tensor has a copy of its
-own: who keeps only a batch's labels should not keep the memory of its images.
+A copy costs some microseconds whatever its size, and a batch may have hundreds of tensors. They are neighbours in their
+slot, so small ones are copied together and replaced by views of the copy. A large tensor is copied by itself: keeping
+only a batch's labels must not keep the memory of its images.
 
-A tensor with gaps, or one that is expanded, is copied as the range of bytes in which it lies, and viewed there.
-torch would make a dense copy of it in ordinary memory first, and wait for the device to read that.
+A tensor with gaps between its elements, or an expanded one, is copied as the byte range that contains it, and viewed
+there. torch would first make a dense copy in ordinary memory, and wait for the device to read that.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 __all__ = ["JOINED_BYTES", "copy_ranges"]
 
 JOINED_BYTES = 1 << 20
-"""The most that is copied together, and so the most that a small tensor keeps of its batch's memory."""
+"""The most bytes that are copied together, and so the most that a small tensor keeps of its batch's memory."""
 
 _ALIGNMENT = 16  # bytes: the widest element
-_MOST_GAPS = 2  # times a tensor's own bytes: more of memory that is not the batch's is not worth copying
+_MOST_GAPS = 2  # a range of more than this many times the tensor's own bytes is not copied whole
 
 
 class _ByteRange(NamedTuple):
-    """Where a tensor lies: bytes `start` to `end` of `memory`, which are those of whatever else lies there, too."""
+    """A tensor's bytes: `start` to `end` of `memory`, which other tensors may share. `base` identifies the memory."""
 
     base: int
     start: int
@@ -39,12 +39,12 @@ class _ByteRange(NamedTuple):
 def copy_ranges(
     tensors: Sequence[torch.Tensor], slot: torch.Tensor | None, copy: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[int, torch.Tensor]:
-    """The tensors' copies, by the tensors' identity. Those that are not dense or strided CPU tensors have none here.
+    """Copy the tensors. Returns the copies by ``id(tensor)``; other than plain strided CPU tensors are left out.
 
     Args:
-        tensors: of one batch.
-        slot: the bytes that the batch lies in; None where that is no memory of its own.
-        copy: gives the copy of a tensor.
+        tensors: the tensors of one batch.
+        slot: the bytes that contain the batch; None if there is no such range.
+        copy: copies one tensor.
     """
     ranges = sorted((_byte_range(tensor, slot) for tensor in tensors if _is_plain(tensor)), key=lambda each: each[:3])
     copies: dict[int, torch.Tensor] = {}

@@ -1,11 +1,13 @@
-"""Loading without workers, for AsyncDataLoader with ``num_workers=0``.
+"""Iterates an AsyncDataLoader without workers (``num_workers=0``).
 
-Data path: sampler -> [inline: fetch -> collate] -> consumer.
+Data path: sampler -> [async_inline: fetch -> collate] -> the user.
 
-A blocking dataset is read in one executor thread (always the same, so that thread-bound handles and the global random
-generators see one caller), an async one on the running loop. Of async map datasets, and with `fetch_threads`, samples
-are read ahead (`read_ahead.py`). Nothing else is: the sampler, and a blocking dataset, are advanced by `__anext__`
-alone, so random numbers are drawn in torch's order.
+A blocking dataset is read in one executor thread, always the same one, so that thread-bound handles and the global
+generators see a single caller. An async dataset is read on the running loop. For async map datasets, and with
+`fetch_threads`, samples are prefetched (`prefetch.py`). The sampler and a blocking dataset are advanced only by
+`__anext__`, so that random numbers are drawn in torch's order.
+
+The helpers above the class also serve `sync_inline.py`.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ __all__ = [
 
 
 def make_inline_reader(spec: LoaderSpec[Any], torch_iter: _BaseDataLoaderIter, progress: Progress) -> Reader:
-    """The dataset's reader in this process, at the iterator's position."""
+    """Make the dataset's reader for this process, at the iterator's position."""
     dataset: Any = torch_iter._dataset
     collate = spec.collate_fn
     if collate is default_collate:
@@ -77,7 +79,7 @@ def make_inline_reader(spec: LoaderSpec[Any], torch_iter: _BaseDataLoaderIter, p
 
 
 def make_prefetcher(spec: LoaderSpec[Any], reader: Reader, context: DatasetContext) -> BatchPrefetcher | None:
-    """What reads ahead in this process; None for blocking datasets and streams."""
+    """Make the prefetcher; None for blocking datasets and streams."""
     if not reader.asynchronous or is_iterable(spec):
         return None
     return BatchPrefetcher(
@@ -90,21 +92,21 @@ def make_prefetcher(spec: LoaderSpec[Any], reader: Reader, context: DatasetConte
 
 
 def warn_of_exit(error: BaseException | None) -> None:
-    """Tell what a dataset's `__aexit__` raised, if it did: the batches were delivered."""
+    """Warn of an error of the dataset's `__aexit__`. All batches were delivered, so it is not raised."""
     if error is not None:
         warnings.warn(f"the dataset's __aexit__ raised {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
 
 
 def count_samples(spec: LoaderSpec[Any], index: Any, bad: Sequence[BadSample]) -> int:
-    """How many samples a batch of this index has (an iterable dataset's last one may have fewer)."""
+    """Number of samples in a batch of this index (an iterable dataset's last batch may have fewer)."""
     if spec._asyncloader_options.seed is not None and not is_iterable(spec):
-        index = index[1]  # it comes with its position
+        index = index[1]  # seeded mode: (position, index)
     count = len(index) if spec._auto_collation and hasattr(index, "__len__") else 1
     return count - places_lost(bad) if bad else count
 
 
 def batch_nbytes(batch: Any) -> int:
-    """Bytes of the tensors of a batch, as far as plain containers show them."""
+    """Bytes of the tensors in a batch, in plain containers only."""
     if isinstance(batch, torch.Tensor):
         return batch.numel() * batch.element_size()
     if isinstance(batch, dict):
@@ -132,23 +134,24 @@ class AsyncInlineIterator:
         self._indices: AsyncIterator[Any] | None = None
         self._transfer = transfer_of(spec)
         self._pin = torch_pin(self._torch_iter._pin_memory_device) if self._torch_iter._pin_memory else None
-        # The dataset's code, and pinning, find the device that is current here. Else nothing is asked of any device.
+        # The dataset's code, and pinning, must see this thread's current device. If nothing uses a device, none is
+        # touched.
         uses_device = self._pin is not None or torch.cuda.is_initialized()
         initializer = use_current_device() if uses_device else None
         self._executor = ThreadPoolExecutor(1, "asyncloader-fetch", initializer)
         self._owner = os.getpid()
         self._lock = asyncio.Lock()  # several tasks may share this iterator; each gets batches of its own
         self._pending: asyncio.Future[tuple[Any, int, bytes]] | None = None
-        self._ended: str | None = None  # as in async_iterator.py
+        self._ended: str | None = None  # why there are no more batches, as in async_iterator.py
         self._begun = statistics.begin()
         statistics.log = BadSampleLog(spec._asyncloader_options.max_bad_samples)
 
     def _begin(self, progress: Progress) -> None:
         self._progress = progress
         self._agreement = progress.agreement
-        self._agreeing = False  # waiting for the other ranks
+        self._agreeing = False  # while waiting for the other ranks
         self._tasks = 0
-        self._given = 0  # indices that were given to what reads ahead
+        self._given = 0  # indices that were passed to the prefetcher
         self._fresh = True
         self._bad: list[BadSample] = []  # of the batch that is being fetched
         self._reader = make_inline_reader(self._spec, self._torch_iter, progress)
@@ -188,7 +191,7 @@ class AsyncInlineIterator:
             if self._prefetcher is not None:
                 self._fill_prefetcher(self._prefetcher)
             pending = self._pending = asyncio.ensure_future(self._next())
-        # Shielded: if the caller is cancelled, the batch stays pending and the next call gives it.
+        # Shielded: if the caller is cancelled, the batch stays pending and the next call returns it.
         try:
             batch, samples, cursor = await asyncio.shield(pending)
         except asyncio.CancelledError:
@@ -207,7 +210,7 @@ class AsyncInlineIterator:
             self._record()
             raise
         finally:
-            del pending  # an error that it raised refers to this frame, which must not refer back to the error
+            del pending  # its error refers to this frame, which must not refer back to the error
         self._pending = None
         self._progress.delivered(self._tasks, 0, cursor)
         self._tasks += 1
@@ -240,7 +243,7 @@ class AsyncInlineIterator:
             raise
 
     async def _next(self) -> tuple[Any, int, bytes]:
-        """A batch, its samples, and where the dataset stands after it."""
+        """A batch, its number of samples, and the dataset's cursor after it."""
         try:
             return await self._agreed_next()
         except StopAsyncIteration:
@@ -248,7 +251,7 @@ class AsyncInlineIterator:
                 await in_daemon(self._agreement.end)
             await self._close_reader()
             raise
-        except asyncio.CancelledError:  # by `aclose`, which tells the other ranks
+        except asyncio.CancelledError:  # by `aclose`, which notifies the other ranks
             raise
         except BaseException:
             if self._agreement is not None:
@@ -286,7 +289,7 @@ class AsyncInlineIterator:
             self._agreeing = False
 
     def _fill_prefetcher(self, prefetcher: BatchPrefetcher) -> None:
-        """Give out as many indices as there is room for."""
+        """Start as many batches as there is room for."""
         while prefetcher.room > 0:
             if self._torch_iter.order is None:
                 prefetcher.start_next(self._next_index)
@@ -296,7 +299,7 @@ class AsyncInlineIterator:
                 step, index = self._torch_iter.pull()
             except StopIteration:
                 return
-            except Exception as error:  # its turn is after the batches that were asked for before
+            except Exception as error:  # raised after the batches that were started before
                 prefetcher.add_error(error)
                 return
             self._progress.pulled(task, step)
@@ -309,7 +312,7 @@ class AsyncInlineIterator:
         return await self._reader.fetch_async(index, self._bad)
 
     async def _close_reader(self) -> None:
-        """Nothing more is read."""
+        """Stop reading and leave the dataset's context."""
         if self._prefetcher is not None:
             warn_of_exit(await self._prefetcher.aclose())
         else:
@@ -324,7 +327,7 @@ class AsyncInlineIterator:
             return self._reader.fetch(index, self._bad)
         except StopIteration:
             raise StopAsyncIteration from None  # a future cannot carry StopIteration
-        except StopAsyncIteration as error:  # no end of a blocking dataset
+        except StopAsyncIteration as error:  # not how a blocking dataset ends
             raise RuntimeError("the dataset's code raised StopAsyncIteration") from error
 
     async def _next_index(self) -> Any:
@@ -336,7 +339,7 @@ class AsyncInlineIterator:
             step, index = self._torch_iter.pull()
         except StopIteration:
             raise StopAsyncIteration from None
-        if self._torch_iter.order is None:  # an iterable dataset's indices say no more than how many samples
+        if self._torch_iter.order is None:  # an iterable dataset's index only says how many samples
             return index
         self._progress.pulled(self._tasks, step)
         return index
@@ -354,7 +357,7 @@ class AsyncInlineIterator:
         self._reader.close()
 
     async def aclose(self) -> None:
-        """Let a fetch in progress end, and stop. Idempotent."""
+        """Let the current fetch end, then stop. Idempotent."""
         pending, self._pending = self._pending, None
         if self._ended is None:
             self._end("this iterator was closed")

@@ -1,6 +1,6 @@
-"""Where a loader's iterators meet a dataset that is leased out: an epoch's leases, opened before its workers start.
+"""Plans which shards each worker reads in an epoch, before its workers start, and keeps the assignments.
 
-Data path: options -> [leased_epoch: plan, book] -> pipeline. For every other dataset there is nothing to open.
+Data path: options -> [shard_assignment] -> pipeline. Only for datasets whose shards are assigned to workers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
-"""One epoch of a DataLoader without workers: what `iter()` gives then.
+"""Iterates a DataLoader without workers; also holds what both sync iterators share.
 
 Data path: sampler -> [sync_inline: fetch -> collate] -> the user.
 
-A blocking dataset is read in the caller's thread, by `next()` alone, as torch does; async datasets and samplers on the
-bridge's loop, while the caller waits. There samples of async map datasets, and with `fetch_threads`, are read ahead
-while it does not (`read_ahead.py`); the sampler is advanced, and batches are collated, in `next()` alone.
+A blocking dataset is read in the caller's thread, only inside `next()`, as torch does. Async datasets and samplers are
+read on the bridge's loop while the caller waits. There the samples of async map datasets, and with `fetch_threads`, are
+prefetched while the caller does other work (`prefetch.py`); the sampler is advanced and batches are collated only
+inside `next()`.
+
+`CountedNext` is the base of both sync iterators; `close_at_exit` ends iterators that are still alive when the process
+exits.
 """
 
 from __future__ import annotations
@@ -46,11 +50,11 @@ from asyncloader.workers.pool import install_exit_hook
 __all__ = ["CountedNext", "SyncInlineIterator", "close_at_exit"]
 
 _EXIT_SECONDS = 6.0
-"""How long a process that ends waits for its iterators, all together: a little more than workers are given."""
+"""How long an exiting process waits for all its iterators together: a little longer than workers are given."""
 
 
 class CountedNext(TorchIterator):
-    """torch's `__next__`, with the profiler's range only while a profiler looks (it costs 10 microseconds)."""
+    """torch's `__next__`, but the profiler range (10 microseconds) is only entered while a profiler is active."""
 
     def __next__(self) -> Any:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
@@ -65,7 +69,7 @@ class CountedNext(TorchIterator):
 
 
 class SyncInlineIterator(CountedNext):
-    """Without workers: torch's fetcher in the caller's thread; async datasets and samplers on the bridge's loop."""
+    """Iterates without workers: in the caller's thread, or on the bridge's loop if dataset or sampler is async."""
 
     queue_depth = 0
 
@@ -93,14 +97,14 @@ class SyncInlineIterator(CountedNext):
         self._pin = torch_pin(self._pin_memory_device) if self._pin_memory else None
         self._begun = self._statistics.begin()
         self._statistics.log = BadSampleLog(loader._asyncloader_options.max_bad_samples)
-        self._over = False  # too many samples were bad
+        self._over = False  # more samples raised than allowed
         self._closed = False
 
     def _begin(self, progress: Progress) -> None:
         self._progress = progress
         self._agreement = progress.agreement
         self._tasks = 0
-        self._given = 0  # indices that were given to what reads ahead
+        self._given = 0  # indices that were passed to the prefetcher
         self._fresh = True
         self._reader = make_inline_reader(self._spec, self, progress)
         if not self._reader.asynchronous:
@@ -201,8 +205,8 @@ class SyncInlineIterator(CountedNext):
             return index, self._reader.fetch(index, bad)
 
     def _more(self, prefetcher: BatchPrefetcher) -> list[Any]:
-        """Indices to be given out, from a plain sampler, which is advanced here, in the caller's thread. An exception
-        in place of the last: what the sampler raised.
+        """Indices for the prefetcher, from a plain sampler, which is advanced here in the caller's thread. If the
+        sampler raised, the last item is a `_SamplerFailure`.
         """
         more: list[Any] = []
         while self.order is not None and len(more) < prefetcher.room:
@@ -232,7 +236,7 @@ class SyncInlineIterator(CountedNext):
 
     def _next_index_plain(self) -> Any:
         step, index = self.pull()
-        if self.order is None:  # an iterable dataset's indices say no more than how many samples
+        if self.order is None:  # an iterable dataset's index only says how many samples
             return index
         self._progress.pulled(self._tasks, step)
         return index
@@ -250,8 +254,8 @@ class SyncInlineIterator(CountedNext):
     def _release(self) -> None:
         bridge, self._bridge = self._bridge, None
         if bridge is None or os.getpid() != self._owner:
-            return  # nothing of it runs in a forked child
-        if bridge.in_loop_thread:  # which cannot wait for itself
+            return  # in a forked child nothing of it runs
+        if bridge.in_loop_thread:  # the loop's own thread cannot wait for the loop
             bridge.release_soon(_close_reader_and_warn, self._prefetcher, self._reader, self._context)
             return
         try:
@@ -284,7 +288,7 @@ class SyncInlineIterator(CountedNext):
 async def _close_reader(
     prefetcher: BatchPrefetcher | None, reader: Reader, context: DatasetContext
 ) -> BaseException | None:
-    """Nothing more is read. Returns what leaving the dataset's context raised."""
+    """Stop reading. Returns the error that leaving the dataset's context raised, if any."""
     if prefetcher is not None:
         return await prefetcher.aclose()
     await reader.aclose()
@@ -296,33 +300,33 @@ async def _close_reader_and_warn(prefetcher: BatchPrefetcher | None, reader: Rea
 
 
 class _SamplerFailure:
-    """In place of an index: what the sampler raised."""
+    """Stands for an index: the sampler raised this error instead."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
 class ClosesAtExit(Protocol):
-    """An iterator that has something to be ended."""
+    """An iterator that must be closed before the process exits."""
 
     def _close_soon(self) -> None:
-        """Ask for its end, and wait for nothing, as finalizers must."""
+        """Begin to close, without waiting, as in a finalizer."""
 
 
-# Those that live. At exit they are ended, and all loop threads with them, also those of iterators that were dropped a
-# moment ago: once the interpreter is finalizing no daemon thread runs, and finalizers do nothing at all.
+# Live iterators. At exit they are closed, and all loop threads end, including those of iterators that were dropped just
+# before: once the interpreter is finalizing, no daemon thread runs and our finalizers do nothing.
 _live: weakref.WeakSet[ClosesAtExit] = weakref.WeakSet()
 
 
 def close_at_exit(iterator: ClosesAtExit) -> None:
-    """Have this iterator ended when the process ends, if it still lives."""
+    """Close this iterator when the process exits, if it is still alive."""
     _install_exit_hook()
     _live.add(iterator)
 
 
 @functools.cache
 def _install_exit_hook() -> None:
-    install_exit_hook()  # first, hence called after ours: pools are stopped when nobody listens to them any more
+    install_exit_hook()  # registered first, so called last: pools stop after their iterators
     atexit.register(_close_all)
 
 
