@@ -1,7 +1,7 @@
-"""AsyncDataLoader: the asynchronous loader's public face.
+"""AsyncDataLoader: the asynchronous loader, for ``async for``.
 
-Data path: options -> [async_loader] -> async_iterator (read that one next: it wires the stages), or inline without
-workers.
+Data path: options -> [async_loader] -> epoch/async_iterator.py (read that next: it wires the stages), or
+epoch/async_inline.py without workers.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class AsyncDataLoader(Generic[T_co]):
 
     Args:
         ring_bytes: upper bound of each worker's ring in bytes; default None: it follows the batches seen.
-        concurrency: samples that a worker awaits at a time when the dataset's methods are ``async``; default 256.
+        concurrency: samples that a worker awaits at a time, for datasets with ``async`` methods; default 256.
         fetch_threads, decode, decode_threads: see `LoaderSpec`.
         seed, rank, world_size, on_uneven, resume, snapshot_every_n_steps, run_ahead: see `LoaderSpec`.
         worker_timeout, max_worker_restarts, on_error, bad_samples, max_bad_samples, worker_memory_limit: ditto.
@@ -82,8 +82,8 @@ class AsyncDataLoader(Generic[T_co]):
     ``num_workers=0`` a blocking dataset is read in one thread of its own, an async one on the running loop.
 
     Several iterators may run at a time. With ``persistent_workers=True`` the workers outlive an iterator and serve the
-    next one, also under another event loop; `aclose` (or ``async with``) ends them. An epoch begins with its first
-    batch: an iterator that is dropped before it starts nothing, where torch's would have fetched a few batches.
+    next one, also under another event loop; `aclose` (or ``async with``) ends them. Workers start with the first batch:
+    an iterator that is dropped before that starts nothing, while torch's would have fetched a few batches.
 
     Raises:
         ValueError, TypeError: options out of range, in torch's words.
@@ -176,21 +176,21 @@ class AsyncDataLoader(Generic[T_co]):
         self._begin()
 
     def _begin(self) -> None:
-        """What a loader has beyond its options; copies and pickles of it begin anew."""
+        """Set up the loader's state besides its options; copies and pickles begin with a fresh one."""
         self._statistics = Statistics()
         self._keeper = StateKeeper()
-        # Weak: an iterator that is dropped must die, and free its workers, at once.
+        # Weak: an iterator that is dropped must be freed at once, and its workers with it.
         self._iterators: weakref.WeakSet[AsyncLoaderIterator | AsyncInlineIterator] = weakref.WeakSet()
         self._pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
-        self._outdated: weakref.WeakSet[WorkerPool] = weakref.WeakSet()  # not to be used for another epoch
+        self._outdated: weakref.WeakSet[WorkerPool] = weakref.WeakSet()  # pools that must not be used for another epoch
         self._newest: weakref.ref[AsyncLoaderIterator | AsyncInlineIterator] | None = None
-        self._kept: tuple[TorchIterator, EpochPlan] | None = None  # of the persistent workers
+        self._kept: tuple[TorchIterator, EpochPlan] | None = None  # what the persistent workers were started with
         self._idle_pool: WorkerPool | None = None
         self._claim: weakref.ref[_LoaderPoolCache] | None = None
         self._closed = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # What `_begin` makes stays here; a subclass's attributes go along. An option that is set on a copy is its own.
+        # Without what `_begin` makes; a subclass's attributes are included. The spec is copied: its options can be set.
         state = {name: value for name, value in self.__dict__.items() if name not in _RUNNING}
         return state | {"_spec": copy.copy(self._spec)}
 
@@ -211,7 +211,7 @@ class AsyncDataLoader(Generic[T_co]):
             return
         try:
             setattr(self._spec, name, value)
-        except ValueError as error:  # one that torch does not let anybody set
+        except ValueError as error:  # torch forbids setting this attribute
             raise ValueError(str(error).replace(type(self._spec).__name__, type(self).__name__)) from None
 
     def __len__(self) -> int:
@@ -244,12 +244,12 @@ class AsyncDataLoader(Generic[T_co]):
         return iterator
 
     def _begin_torch_iter(self, progress: Progress, pool_cache: _LoaderPoolCache) -> tuple[TorchIterator, EpochPlan]:
-        """torch's random draws for an iterator: the same numbers from the same generators, in the same order.
+        """Make torch's iterator base for an iterator: it draws the same numbers from the same generators as in torch.
 
-        Persistent workers keep their base seed and their options, as in torch: only the sampler is begun anew.
+        Persistent workers keep their base seed and their options, as in torch; only the sampler begins again.
         """
         if self._idle_pool is not None and self._idle_pool.broken:
-            # New workers get a seed of their own, or they would draw again what those before drew.
+            # New workers get a new seed, or they would draw the same numbers as their predecessors.
             pool, self._idle_pool = self._idle_pool, None
             pool.stop_soon()
         if self._kept is not None and self._idle_pool is not None and self._claimant in (None, pool_cache):
@@ -262,12 +262,12 @@ class AsyncDataLoader(Generic[T_co]):
         plan = epoch_plan(self._spec)
         progress.base_seed_drawn()
         torch_iter._begin_order(self._spec, progress, first_iter=True)
-        torch_iter._shared_seed = shared_seed  # torch draws another one here, too, but its workers have got the first
+        torch_iter._shared_seed = shared_seed  # torch, too, draws another one here, and its workers have the first
         return torch_iter, plan
 
     @property
     def _claimant(self) -> _LoaderPoolCache | None:
-        """Of the iterator that has begun with the idle workers' draws, and not taken the workers yet."""
+        """The pool cache of an iterator that begins an epoch of the idle workers and has not taken them yet."""
         return None if self._claim is None else self._claim()
 
     async def __aenter__(self) -> Self:
@@ -288,7 +288,7 @@ class AsyncDataLoader(Generic[T_co]):
         for iterator in list(self._iterators):
             await iterator.aclose()
         self._idle_pool = None
-        # Also those of iterators that were dropped a moment ago, which are ending in threads of their own.
+        # Also those of iterators that were just dropped, which are ending in threads of their own.
         for pool in list(self._pools):
             await asyncio.shield(asyncio.to_thread(pool.stop))
         if rings := kept_rings_of(self._spec):
@@ -318,7 +318,7 @@ class AsyncDataLoader(Generic[T_co]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `DataLoader.load_state_dict`."""
         self._keeper.load(self._spec, state_dict)
-        # The workers' copies of the dataset have gone on: those of running iterators may not be used again, either.
+        # The workers' copies of the dataset have advanced: pools of running iterators must not be reused, either.
         self._outdated.update(self._pools)
         pool, self._idle_pool = self._idle_pool, None
         if pool is not None:
@@ -369,7 +369,7 @@ class AsyncDataLoader(Generic[T_co]):
 
 
 class _LoaderPoolCache:
-    """What an iterator asks of its loader: an epoch, and the persistent workers between two iterators."""
+    """Begins an iterator's epoch, and passes persistent workers from one iterator to the next; see `PoolCache`."""
 
     _epoch: tuple[TorchIterator, EpochPlan]
 
@@ -387,7 +387,7 @@ class _LoaderPoolCache:
 
     def take(self) -> WorkerPool | None:
         if self._epoch is not self._loader._kept:
-            return None  # the idle workers have another iterator's seed
+            return None  # the idle workers have the seed of another iterator
         self._loader._claim = None
         pool, self._loader._idle_pool = self._loader._idle_pool, None
         if pool is not None and pool.broken:

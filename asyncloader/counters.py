@@ -1,7 +1,7 @@
-"""What the transports of this process did besides reading: tried again, gave from a cache. Pure.
+"""Counts what this process's transports did besides reading, such as retries and cache hits. Pure.
 
-Data path: transport -> [totals] -> worker's answer -> statistics. A worker tells the main process what was added since
-it reported last; `Counters.changes` is that.
+Data path: transport -> [counters] -> worker's answer -> statistics. With each answer a worker reports what was added
+since its last report: `Counters.changes`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ KEYS: tuple[str, ...] = (
     "cache_bytes",
     "cache_evictions",
 )
-"""What is counted, in the order in which `stats()` has it, behind ``store/``."""
+"""The counters' names, in the order of `stats()`, where they have the prefix ``store/``."""
 
 
 class Counters:
-    """Sums by name. They only grow. A sum of which two threads add at the same time may miss one of them."""
+    """Sums by name, which only grow. If two threads add to a sum at the same time, one addition may be lost."""
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = dict.fromkeys(KEYS, 0.0)
 
     def add(self, name: str, number: float = 1) -> None:
-        """Count."""
+        """Add `number` to a sum."""
         self.sums[name] += number
 
     def changes(self, reported: dict[str, float]) -> Mapping[str, float]:
-        """What was added since `reported`, which is brought up to date."""
+        """What was added since `reported`, which is updated to the current sums."""
         if reported == self.sums:
             return {}
         now = self.sums.copy()
@@ -44,4 +44,4 @@ class Counters:
 
 
 COUNTERS = Counters()
-"""Of this process. A forked child goes on counting from its parent's: who reports takes differences."""
+"""The counters of this process. A forked child continues from its parent's sums, so reports are differences."""

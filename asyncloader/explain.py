@@ -1,6 +1,6 @@
-"""The text of ``loader.explain()``: the effective configuration, and one sentence on what bounds the run.
+"""Writes the text of ``loader.explain()``: the effective configuration, and what bounds the run.
 
-Data path: beside the consumer. Pure, but for asking how many CPUs there are.
+Data path: beside the consumer. Pure, except that it counts the CPUs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _BUSY = 0.8
 
 
 def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: WorkerPool | None) -> str:
-    """Several lines of text for people."""
-    lines = [f"{name}: {_workers(spec)}", *_flights(spec, statistics)]
+    """Several lines of text for the user."""
+    lines = [f"{name}: {_workers(spec)}", *_concurrency(spec, statistics)]
     if spec.num_workers:
         lines.append(f"memory: {_rings(spec, pool)}")
         lines.append(f"collation: {_collation(spec)}")
@@ -65,7 +65,7 @@ def _credits(spec: LoaderSpec[Any]) -> int:
     )
 
 
-def _flights(spec: LoaderSpec[Any], statistics: Statistics) -> list[str]:
+def _concurrency(spec: LoaderSpec[Any], statistics: Statistics) -> list[str]:
     ours = spec._asyncloader_options
     lines = []
     if _concurrent(spec) and not is_iterable(spec):

@@ -167,7 +167,7 @@ def _waits(function: Function) -> Iterator[str]:
         if isinstance(node, ast.With):
             for item in node.items:
                 text = ast.unparse(item.context_expr)
-                if "lock" in text.lower() or text in {"self._making", "self._turn()"}:
+                if "lock" in text.lower() or text in {"self._making", "self._locked()"}:
                     yield f"{function.name}: with {text}"
         if isinstance(node, ast.Await):
             yield f"{function.name}: {ast.unparse(node)}"

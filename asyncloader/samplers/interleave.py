@@ -1,4 +1,4 @@
-"""An even interleaving of several sources in given proportions, computed at any place, with no random draws. Pure.
+"""Interleaves several sources evenly in given proportions, from any position on, without random numbers. Pure.
 
 Data path: [interleave] -> mixture sampler -> scheduler.
 
@@ -99,7 +99,8 @@ class Interleave:
         """The sources of items `first` to ``first + size``.
 
         Yields:
-            A source, how often it came before `first`, and its places in the block, ascending. Only sources that come.
+            A source, how often it came before `first`, and its offsets in the block, ascending. Only sources that
+            occur.
         """
         waiting = [(self._root, first, np.arange(size))]
         while waiting:

@@ -1,9 +1,9 @@
-"""Samplers with a small state: they go on where they were stopped, in the order that torch would have given.
+"""Provides torch's random and distributed samplers with a small state, from which they resume in the same order.
 
-Data path: [stateful_samplers] -> scheduler -> pool -> worker.
+Data path: [stateful] -> scheduler -> pool -> worker.
 
-Both mean what the classes of the same purpose in torchdata's `stateful_dataloader` mean, and give the same orders.
-Their states are plain (text, numbers, booleans): JSON can hold them, and `torch.load(weights_only=True)` reads them.
+Both have the meaning of the classes for the same purpose in torchdata's `stateful_dataloader`, and give the same
+orders. Their states are plain (text, numbers, booleans): JSON and ``torch.load(weights_only=True)`` accept them.
 """
 
 from __future__ import annotations

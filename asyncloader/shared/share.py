@@ -41,7 +41,7 @@ __all__ = [
 class SharedArray(np.ndarray[Any, Any]):
     """A read-only numpy array in shared memory, made by `share`. Views and results of it are plain arrays."""
 
-    _shared: tuple[SharedSegment, Any] | None  # the segment and the place in it; None for derived arrays
+    _shared: tuple[SharedSegment, Any] | None  # the segment, and dtype, shape and order; None for derived arrays
 
     def __array_finalize__(self, source: Any) -> None:
         self._shared = None
@@ -158,10 +158,10 @@ class SharedList(Sequence[T_co], Generic[T_co]):
         if isinstance(index, slice):
             return _list_view(self._node, self._range[index])
         try:
-            meta = self._range[index]
+            position = self._range[index]
         except (IndexError, TypeError) as error:
             raise type(error)(_index_text(index, len(self._range))) from None
-        return self._item(meta)
+        return self._item(position)
 
     def __iter__(self) -> Iterator[T_co]:
         return map(self._item, self._range)
@@ -239,10 +239,10 @@ class SharedDict(Mapping[K, V_co], Generic[K, V_co]):
         return self._node.count
 
     def __getitem__(self, key: K) -> V_co:
-        meta = self._node.find(key)
-        if meta < 0:
+        position = self._node.find(key)
+        if position < 0:
             raise KeyError(key)
-        value: V_co = self._node.value(meta)
+        value: V_co = self._node.value(position)
         return value
 
     def __iter__(self) -> Iterator[K]:

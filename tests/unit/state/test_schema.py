@@ -159,7 +159,7 @@ def test_newer_states_name_both_versions() -> None:
 @pytest.mark.parametrize("name", [name for name in state() if name != "version"])
 def test_a_truncated_state_names_what_is_missing(name: str) -> None:
     """Every key is needed."""
-    with pytest.raises(StateError, match=f"not whole: '{name}' missing"):
+    with pytest.raises(StateError, match=f"incomplete: '{name}' missing"):
         check_state(without(name))
 
 
@@ -167,7 +167,7 @@ def test_a_truncated_state_names_what_is_missing(name: str) -> None:
 def test_a_truncated_sampler_state(name: str) -> None:
     """Each of its parts is needed, too."""
     part = {key: value for key, value in state()["sampler"].items() if key != name}
-    with pytest.raises(StateError, match=f"'sampler' is not whole: '{name}' missing"):
+    with pytest.raises(StateError, match=f"'sampler' is incomplete: '{name}' missing"):
         check_state(state(sampler=part))
 
 
@@ -175,7 +175,7 @@ def test_a_truncated_sampler_state(name: str) -> None:
 def test_a_truncated_workers_part(name: str) -> None:
     """Each of its parts is needed, too."""
     part = {key: value for key, value in workers().items() if key != name}
-    with pytest.raises(StateError, match=f"'workers' is not whole: '{name}' missing"):
+    with pytest.raises(StateError, match=f"'workers' is incomplete: '{name}' missing"):
         check_state(state(workers=part))
 
 
@@ -183,7 +183,7 @@ def test_a_truncated_workers_part(name: str) -> None:
 def test_a_truncated_cursor(name: str) -> None:
     """Each of its parts is needed, too."""
     part = {key: value for key, value in cursor().items() if key != name}
-    with pytest.raises(StateError, match=f"a cursor of the state is not whole: '{name}' missing"):
+    with pytest.raises(StateError, match=f"a cursor of the state is incomplete: '{name}' missing"):
         check_state(state(workers=workers(cursors=[part, None])))
 
 
