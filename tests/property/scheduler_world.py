@@ -1,6 +1,6 @@
 """A simulated shell around the scheduler: sampler, workers and consumer, which move when a random choice says so.
 
-It holds, at every step, what must hold whatever happens: see the asserts. Workers that die are `healing_world.py`'s.
+It holds, at every step, what must hold whatever happens: see the asserts. Workers that die are `recovery_world.py`'s.
 """
 
 from __future__ import annotations

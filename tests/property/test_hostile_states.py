@@ -1,6 +1,6 @@
 """States from outside with anything in any field: refused with a `StateError`, or loaded and gone on from.
 
-Data path: none; state_layout -> checkpoint -> the next iterator. A state may come from a file that was cut, edited, or
+Data path: schema -> checkpoint -> the next iterator. A state may come from a file that was cut, edited, or
 written by another program: it holds whatever JSON, pickle or ``torch.load`` can give.
 """
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader.epoch.scheduler import Assignment, Scheduler
-from tests.property.healing_world import map_world
+from tests.property.recovery_world import map_world
 from tests.property.scheduler_world import World, assignments, check_each_once, check_end, randoms
 
 

@@ -234,7 +234,7 @@ def test_other_workers_are_free_meanwhile(death: Deaths) -> None:
 # -------------------------------------------------------------------------------------------- who waits
 
 
-def test_all_is_normal_until_a_death_and_again_after_the_healing(death: Deaths) -> None:
+def test_all_is_normal_until_a_death_and_again_after_the_recovery(death: Deaths) -> None:
     """The scheduler need not ask while nothing is out of the way."""
     recovery = blocking()
     assert not recovery.active

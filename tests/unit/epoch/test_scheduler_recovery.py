@@ -91,7 +91,7 @@ def test_new_tasks_for_a_worker_that_is_down_wait_behind_the_old_ones() -> None:
     assert s.handle(Replaced(0)) == [Assign(0, task(0), suspect=True), Assign(0, task(2))]
 
 
-def test_answers_after_a_healing_are_delivered_in_order() -> None:
+def test_answers_after_a_recovery_are_delivered_in_order() -> None:
     """What was held back for the lost task comes right after it."""
     s = started(offers=3)
     s.handle(Completed(1, 1, "B"))
@@ -195,7 +195,7 @@ def test_without_restarts_the_advice_names_the_option() -> None:
 
 
 def test_retirement_needs_no_restarts() -> None:
-    """A worker that leaves by itself is replaced where no death is healed, and its tasks are no suspects."""
+    """A worker that leaves by itself is replaced without restarts after deaths, and its tasks are no suspects."""
     s = started(offers=4, max_restarts=0)
     assert s.handle(death(0, retired=True)) == [Replace(0)]
     assert s.handle(Replaced(0)) == [Assign(0, task(0)), Assign(0, task(2))]

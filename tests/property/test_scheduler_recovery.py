@@ -14,7 +14,7 @@ from asyncloader.epoch.recovery import Recovery
 from asyncloader.epoch.scheduler import Assignment, Scheduler
 from asyncloader.errors import TaskQuarantined, WorkerDied
 from asyncloader.events import Action, Assign, Died, Fail, Finish, Poisoned
-from tests.property.healing_world import PLENTY, World, map_world
+from tests.property.recovery_world import PLENTY, World, map_world
 from tests.property.scheduler_world import assignments, randoms
 
 
