@@ -160,7 +160,7 @@ class AsyncLoaderIterator:
             self._plan.workers,
             int(self._torch_iter._base_seed),
             shared_seed(self._torch_iter),
-            anew=not self._pool_cache.idle,
+            new_workers=not self._pool_cache.idle,
         )
         self._torch_iter._base_seed = self._base_seed  # for later epochs, too, if the workers are persistent
         # Kept after the start, for replacements of workers that die.

@@ -264,9 +264,9 @@ class Pipeline(Listener):
         retired, handover, warning = handed is not None, handed or b"", ""
         if not self._exact and not handover:
             warning = (
-                f"DataLoader worker {worker} died and was replaced. Its random numbers begin anew: where they stood "
-                "was lost with it, so random augmentations differ from those of an undisturbed run. With seed= they "
-                "do not."
+                f"DataLoader worker {worker} died and was replaced. Its random numbers begin anew: the states of its "
+                "generators were lost with it, so random augmentations differ from those of an undisturbed run. With "
+                "seed= they do not."
             )
         self.notices.append(Notice(retired, warning))
         self._respawner.request(Request(worker, start, handover, self._pool.epoch))
@@ -285,7 +285,7 @@ class Pipeline(Listener):
         else:  # Ctrl-C right after it was made caused it to be made a second time
             self._respawner.discard_soon(made)
 
-    # ------------------------------------------------------------------------------------------- the shell
+    # ------------------------------------------------------------------------------------- running the scheduler
 
     def _handle(self, event: Event | None) -> None:
         """Pass an event to the scheduler. None: only pass on the indices that it has requested."""

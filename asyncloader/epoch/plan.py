@@ -142,12 +142,12 @@ def _replays(spec: LoaderSpec[Any]) -> bool:
 
 
 def _policy(spec: LoaderSpec[Any]) -> ErrorPolicy | None:
-    ours = spec._asyncloader_options
-    if ours.on_error == "raise":
+    options = spec._asyncloader_options
+    if options.on_error == "raise":
         return None
-    refill = ours.bad_samples == "refill"
+    refill = options.bad_samples == "refill"
     length = len(spec.dataset) if refill else None  # type: ignore[arg-type]
-    return ErrorPolicy(ours.on_error, refill, length, ours.seed)
+    return ErrorPolicy(options.on_error, refill, length, options.seed)
 
 
 def _seeded_setup(spec: LoaderSpec[Any], workers: int, torch_iter: _BaseDataLoaderIter) -> SeededSetup | None:

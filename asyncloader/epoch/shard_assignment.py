@@ -34,7 +34,7 @@ async def open_leases(
         The leases, None where the dataset is not leased out; the starts, with what belongs to that.
 
     Raises:
-        StateError: the epoch goes on from a state, and the shards are others.
+        StateError: the epoch resumes from a state with other shards.
         ValueError, TransportError, ShardError: there are no shards, or they cannot be listed.
     """
     dataset: Any = spec.dataset

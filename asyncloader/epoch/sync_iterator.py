@@ -83,7 +83,7 @@ class WorkerIterator(CountedNext):
         """Start workers and the loop's thread; `_shutdown_workers` ends both."""
         self._bridge.wait_for_releases()  # no thread of an iterator that was dropped is in the way of the forks
         plan = self._plan = epoch_plan(loader)
-        base_seed, starts = self._begin_workers(loader, anew=True)
+        base_seed, starts = self._begin_workers(loader, new_workers=True)
         self._base_seed, self._acquired = base_seed, starts
         self._setup = worker_setup(loader, plan.workers, self, base_seed, starts)
         # Forked here, in the caller's thread and before the loop's thread exists.
@@ -91,10 +91,10 @@ class WorkerIterator(CountedNext):
         self._bridge.acquire()
         self._shutdown = False
 
-    def _begin_workers(self, loader: LoaderSpec[Any], *, anew: bool = False) -> tuple[int, Sequence[EpochStart]]:
+    def _begin_workers(self, loader: LoaderSpec[Any], *, new_workers: bool = False) -> tuple[int, Sequence[EpochStart]]:
         """The base seed, and where each worker begins."""
         base_seed, starts = self._progress.starts(
-            self._plan.workers, int(self._base_seed), shared_seed(self), anew=anew
+            self._plan.workers, int(self._base_seed), shared_seed(self), new_workers=new_workers
         )
         if not is_leased(loader.dataset):
             return base_seed, starts

@@ -35,8 +35,8 @@ class StatefulRandomSampler(RandomSampler):
         data_source: the dataset; only its length is used, which is read when an epoch begins.
         replacement: draw every index independently. Default False: permutations, one after the other.
         num_samples: indices in an epoch; more than the dataset has are several permutations. Default: its length.
-        generator: used instead of one of its own, and then advanced by whoever else uses it: epochs that follow a
-            resumed one go on identically only if nobody does. Nothing is drawn from the global generator.
+        generator: used instead of one of its own, and then also advanced by its other users: epochs after a
+            resumed one are identical only if there are none. Nothing is drawn from the global generator.
 
     Raises:
         TypeError: `replacement` is not a boolean.

@@ -125,7 +125,7 @@ class Region:
         return self.view[offset : offset + count * struct.calcsize(code)].cast(code)  # type: ignore[call-overload, no-any-return]
 
     def load(self, offset: int) -> Any:
-        """The object of the record at `offset`, made anew."""
+        """Rebuild the object of the record at `offset`."""
         view = self.view
         tag = view[offset]
         if tag > LEAVES:

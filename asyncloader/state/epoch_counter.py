@@ -31,7 +31,7 @@ class EpochClock:
         self._count = 0
         self.restored = 0
         """How often a state was loaded. An iterator that began before that no longer advances the epoch."""
-        self.told = seeded
+        self.sets_dataset = seeded
         """Whether `set_epoch` is called on the dataset."""
 
     @property
@@ -54,10 +54,10 @@ class EpochClock:
             raise TypeError(f"an epoch should be an integer, but got epoch={epoch!r}")
         if epoch < 0:
             raise ValueError(f"an epoch should not be negative, but got epoch={epoch}")
-        for told in (*self._samplers, self._dataset):
-            if told is not None:
-                told.set_epoch(epoch)
-        self.told = True
+        for part in (*self._samplers, self._dataset):
+            if part is not None:
+                part.set_epoch(epoch)
+        self.sets_dataset = True
         self._count = epoch
 
     def restore(self, epoch: int, *, finished: bool) -> Callable[[], None]:
@@ -74,18 +74,18 @@ class EpochClock:
             self.set(epoch + finished)
         else:
             for sampler in self._samplers:
-                told = getattr(sampler, "epoch", None)
-                if isinstance(told, int) and told != epoch:
+                current = getattr(sampler, "epoch", None)
+                if isinstance(current, int) and current != epoch:
                     sampler.set_epoch(epoch)
-                    moved.append((sampler, told))
+                    moved.append((sampler, current))
 
         def take_back() -> None:
             self.restored -= 1
             if self._seeded:
                 self.set(before)
             self._count = count
-            for sampler, told in moved:
-                sampler.set_epoch(told)
+            for sampler, previous in moved:
+                sampler.set_epoch(previous)
 
         return take_back
 

@@ -178,10 +178,10 @@ class Progress:
         return self._stream
 
     def starts(
-        self, workers: int, base_seed: int, shared_seed: int | None, *, anew: bool = False
+        self, workers: int, base_seed: int, shared_seed: int | None, *, new_workers: bool = False
     ) -> tuple[int, list[EpochStart]]:
-        """The base seed, and where each worker begins the epoch. Without workers: ``workers=1``. `anew`: the workers
-        are new, though persistent, and begin where their predecessors ended.
+        """The base seed, and where each worker begins the epoch. Without workers: ``workers=1``. `new_workers`: the
+        workers are new, though persistent, and begin where their predecessors ended.
 
         Seeds from a loaded state replace the drawn ones, so that the workers draw the same numbers again.
         """
@@ -195,10 +195,11 @@ class Progress:
         if saved is None:
             saved_cursors = [None] * workers if self.carried is None else self.carried["cursors"]
             found = [None if each is None else Cursor(**each) for each in saved_cursors]
-            if anew and len(self._inherited) == workers:
+            if new_workers and len(self._inherited) == workers:
                 found = [Cursor(*pickle.loads(data)) if data else None for data in self._inherited]
             starts = [
-                EpochStart(shared_seed, self.epoch, self._clock.told, each and each.epoch_later()) for each in found
+                EpochStart(shared_seed, self.epoch, self._clock.sets_dataset, each and each.epoch_later())
+                for each in found
             ]
             self._cursors = [pickle.dumps(tuple(start.cursor), 5) if start.cursor else b"" for start in starts]
             if len(self._inherited) == workers:
@@ -215,7 +216,7 @@ class Progress:
                 EpochStart(
                     shared_seed,
                     self.epoch,
-                    self._clock.told,
+                    self._clock.sets_dataset,
                     cursor,
                     given - (cursor.batches if cursor else 0),
                 )
