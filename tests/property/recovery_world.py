@@ -1,7 +1,6 @@
-"""A simulated shell around the scheduler in which workers die, leave, and are replaced after a while.
+"""Simulates the pipeline around the scheduler, with workers that die, retire and are replaced after a while.
 
-It holds, at every step, what must hold whatever happens: see the asserts. `run` ends with the epoch, or fails where
-nothing can move any more.
+The asserts check invariants at every step. `run` ends with the epoch, or fails if nothing can move any more.
 """
 
 from __future__ import annotations

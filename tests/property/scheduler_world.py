@@ -1,6 +1,6 @@
-"""A simulated shell around the scheduler: sampler, workers and consumer, which move when a random choice says so.
+"""Simulates the pipeline around the scheduler: sampler, workers and consumer, which move at random.
 
-It holds, at every step, what must hold whatever happens: see the asserts. Workers that die are `recovery_world.py`'s.
+The asserts check invariants at every step. For workers that die see `recovery_world.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The scheduler in a simulated shell: random speeds, random ends, and what must hold whatever happens."""
+"""The scheduler in a simulated pipeline, with random speeds and random ends: invariants hold at every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Credits that are lowered when batches turn out to be large, and raised again: nothing is lost, or stands still."""
+"""Credits are lowered when batches turn out to be large, and raised again: nothing is lost, and nothing stalls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that die at random: nothing is lost, nothing comes twice, and the guilty alone are put in quarantine."""
+"""Workers die at random: no batch is lost or repeated, and only guilty tasks are quarantined."""
 
 from __future__ import annotations
 
