@@ -46,7 +46,7 @@ from asyncloader.events import (
     WorkerFailure,
     bare_index,
 )
-from asyncloader.remote.assignment import LeaseBook, Reply
+from asyncloader.remote.assignment import Reply, ShardAssigner
 from asyncloader.workers import stacks
 from asyncloader.workers.fetch.context import Unasked
 from asyncloader.workers.fetch.setup import EpochStart
@@ -76,7 +76,7 @@ class Pipeline(Listener):
         respawner: starts replacements for workers that died.
         exact: whether a replacement makes the same batches as its predecessor (seeded mode); if not, it warns.
         replays: whether a stream without a state may be read again from its beginning.
-        leases: assigns the dataset's shards to the workers; None for datasets without shards.
+        assigner: assigns shards to the workers; None if the dataset has no shards to assign.
         adapts: whether credits follow how many batches the rings have room for.
     """
 
@@ -91,7 +91,7 @@ class Pipeline(Listener):
         respawner: WorkerRespawner,
         exact: bool = False,
         replays: bool = False,
-        leases: LeaseBook | None = None,
+        assigner: ShardAssigner | None = None,
         adapts: bool = False,
     ) -> None:
         # A plain dictionary, without a reference to a sampler or dataset: those may refer to the loader and so to the
@@ -112,7 +112,7 @@ class Pipeline(Listener):
         self._respawner = respawner
         self._exact = exact
         self._replays = replays
-        self._leases = leases
+        self._assigner = assigner
         self._resume_points: ResumePoints | None = None  # None: not started
         self._starts: Sequence[EpochStart] = ()
         self._handovers: dict[int, bytes | None] = {}  # RNG states of workers that retired; None: the worker was killed
@@ -232,24 +232,26 @@ class Pipeline(Listener):
 
     def on_ask(self, worker: int, number: int, batch: int, left: Any) -> None:
         """See `Listener`."""
-        if self._leases is None:
-            raise ValueError(f"broken stream: worker {worker} asks for a lease, and the dataset is not leased out")
-        self._answer_lanes(self._leases.ask(worker, number, batch, left))
+        if self._assigner is None:
+            raise ValueError(f"broken stream: worker {worker} asks for shards, and the dataset has none to assign")
+        self._send_assignments(self._assigner.ask(worker, number, batch, left))
 
     def _made_batch(self, worker: int) -> None:
-        if self._leases is not None:
-            self._answer_lanes(self._leases.answered(worker))
+        if self._assigner is not None:
+            self._send_assignments(self._assigner.answered(worker))
 
-    def _answer_lanes(self, replies: Sequence[Reply]) -> None:
+    def _send_assignments(self, replies: Sequence[Reply]) -> None:
         for reply in replies:
-            self._pool.lease(reply.lane, self._pool.epoch, reply.number, (reply.lease, reply.over, reply.last))
+            self._pool.send_assignment(
+                reply.worker, self._pool.epoch, reply.number, (reply.assignment, reply.over, reply.last)
+            )
 
     def on_death(self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None, outside: bool) -> None:
         """See `Listener`."""
         self._handovers[worker] = retired
         self._begun.set()
-        if self._leases is not None:
-            self._leases.died(worker)
+        if self._assigner is not None:
+            self._assigner.died(worker)
         obstacle = "" if self._resume_points is None else self._resume_points.obstacle(worker)
         self._handle(Died(worker, death, at_work, retired is not None, obstacle, outside))
 
