@@ -1,4 +1,4 @@
-"""What is asked of CUDA, in which thread and in which stream, without a card."""
+"""Tests which CUDA calls are made, in which thread and stream, without a GPU."""
 
 from __future__ import annotations
 

@@ -109,9 +109,9 @@ class DeviceStageMachine(RuleBasedStateMachine):
         overwrite_free_slots(self.rings[which])
 
     @precondition(lambda self: self.held)
-    @rule(place=st.integers(0, 50))
-    def drop(self, place: int) -> None:
-        del self.held[place % len(self.held)]
+    @rule(index=st.integers(0, 50))
+    def drop(self, index: int) -> None:
+        del self.held[index % len(self.held)]
 
     # ------------------------------------------------------------------------------------------ what always holds
 

@@ -49,7 +49,7 @@ def test_it_is_raised_with_the_indices_and_the_deaths(index: Any) -> None:
 
 
 def test_the_position_is_no_part_of_the_indices() -> None:
-    """In seeded mode tasks carry their place; the error shows the dataset's indices alone."""
+    """In seeded mode tasks carry their position; the error shows the dataset's indices alone."""
     with pytest.raises(TaskQuarantined) as caught:
         settled(PositionedIndex(40, [3, 4]), "raise")
     assert caught.value.indices == [3, 4]
@@ -73,7 +73,7 @@ def test_skip_leaves_out_the_batch_and_records_each_sample() -> None:
 
 @pytest.mark.parametrize(("replicas", "positions"), [(1, [40, 41, 42]), (4, [40, 44, 48])])
 def test_records_have_the_samples_positions(replicas: int, positions: list[int]) -> None:
-    """In seeded mode each sample has its place in the global order, of which this rank has every so manieth."""
+    """In seeded mode each sample has its position in the global order, of which this rank has every so manieth."""
     _, records = settled(PositionedIndex(40, [3, 4, 5]), "skip", replicas=replicas)
     assert [record.position for record in records] == positions
     assert [record.index for record in records] == [3, 4, 5]

@@ -34,7 +34,7 @@ def concurrent(workers: int = 2, max_restarts: int = 3) -> Recovery:
 
 
 def replaced(recovery: Recovery, worker: int, lost: list[int]) -> list[int]:
-    """The worker's place is filled again, and `lost` waits for it. Returns what it is sent at once."""
+    """The worker is replaced, and `lost` waits for it. Returns what it is sent at once."""
     recovery.down(worker)
     for seq in lost:
         recovery.wait(worker, seq)

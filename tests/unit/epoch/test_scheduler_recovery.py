@@ -111,7 +111,7 @@ def test_suspects_of_a_concurrent_worker_come_one_at_a_time() -> None:
 
 
 def test_the_third_death_over_a_task_delivers_it_as_poisoned() -> None:
-    """In the batch's place, with all its deaths; the others are made by the replacement."""
+    """Instead of the batch, with all its deaths; the others are made by the replacement."""
     s = started(workers=1, offers=2)
     dies(s, 0, 17, 18)
     again = s.handle(death(0, 19))
@@ -243,7 +243,7 @@ def test_a_death_over_several_tasks_tells_how_many() -> None:
     assert "It was at 3 tasks, the first of them for indices 0. To have a worker" in str(failure(s.handle(death(0))))
 
 
-def test_a_stream_cannot_go_on_behind_a_poisoned_place() -> None:
+def test_a_stream_cannot_go_on_behind_a_poisoned_task() -> None:
     """With restarts left, too: what comes after it cannot be reached."""
     s = started(workers=1, iterable=True, max_restarts=9)
     dies(s, 0, 17, 18)

@@ -287,7 +287,7 @@ def test_seekable_samplers_produce_nothing_in_vain() -> None:
 
 
 def test_found_items_are_taken_as_they_come() -> None:
-    """Items from a place that was found already are cut from there, under the numbers of that place."""
+    """Items from a position that was found already are cut from there, with that position's numbers."""
     view = RankView([], share(2, 2, 1, "repeat"))
     assert [*view.iter_from(3, iter([12, 13, 14, 15, 16]))] == [
         PositionedIndex(14, [14, 15]),
