@@ -1,4 +1,4 @@
-"""Worker processes, and the memory that they share with the main process.
+"""Worker processes and the memory that they share with the main process.
 
 Data path: scheduler -> [pool -> worker -> ring] -> reorder.
 """

@@ -1,4 +1,4 @@
-"""The model test of the rule that keeps the rings from deadlock: credits, slots and copies.
+"""A model test of the rule that prevents deadlocks of the rings: credits, slots and copies.
 
 The real scheduler, ring managers, rings and opener run between a model worker, which is a queue of tasks, and a model
 consumer, which is a set of batches that it holds arbitrarily long. Every batch is filled with its own number, so a slot
