@@ -309,8 +309,8 @@ async def test_a_proxy_of_the_environment(store: HttpStore, monkeypatch: pytest.
     assert [asked.headers["Host"] for asked in store.asked][1] == "nowhere.invalid"
 
 
-async def test_a_proxy_in_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it answers instead of the way to an https server heals or not, as an answer of that server would."""
+async def test_a_failing_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its response to CONNECT is retryable or not, like a response of the server itself."""
     answers = [b"503 Service Unavailable\r\nRetry-After: 0", b"407 Proxy Authentication Required"]
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -329,7 +329,7 @@ async def test_a_proxy_in_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_the_system_looks_names_up(store: HttpStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where another resolver is installed, by which one could not say which failures heal."""
+    """Also if another resolver is installed, whose errors do not show which failures are retryable."""
     monkeypatch.setattr("aiohttp.connector.DefaultResolver", None)
     async with HttpTransport(store.url.replace("127.0.0.1", "localhost"), retry=SOON) as transport:
         assert await transport.read("a") == b"data"

@@ -56,8 +56,8 @@ def raw(answer: bytes) -> Fault:
 
 
 @pytest.mark.parametrize("code", [408, 429, 500, 502, 503, 504])
-async def test_a_status_that_heals_is_tried_again(store: HttpStore, code: int) -> None:
-    """Servers in trouble are asked until they answer, and the counts say what happened."""
+async def test_a_retryable_status_is_retried(store: HttpStore, code: int) -> None:
+    """Requests to failing servers are retried until they succeed, and the counts say what happened."""
     store.put("a", b"data")
     store.faults["a"] += [status(code), status(code, Retry_After="0"), status(code, Retry_After="soon")]
     async with opened(store) as transport:
@@ -70,7 +70,7 @@ async def test_a_status_that_heals_is_tried_again(store: HttpStore, code: int) -
     ("code", "kind"),
     [(400, ReadFailed), (401, AccessDenied), (403, AccessDenied), (404, ObjectNotFound), (410, ObjectNotFound)],
 )
-async def test_a_status_that_cannot_heal_fails_at_once(store: HttpStore, code: int, kind: type[Exception]) -> None:
+async def test_a_status_that_is_not_retryable_fails_at_once(store: HttpStore, code: int, kind: type[Exception]) -> None:
     """One request is made, and the error has the URL and the status."""
     store.put("dir/a b", b"data")
     store.faults["dir/a b"].append(status(code))
@@ -93,7 +93,7 @@ async def test_a_server_that_asks_for_too_much_time(store: HttpStore) -> None:
     assert len(store.asked) == 1
 
 
-async def test_the_budget_ends_a_hopeless_read(store: HttpStore) -> None:
+async def test_the_budget_ends_a_read_without_progress(store: HttpStore) -> None:
     """A server that never recovers is given up after the budget; the error says how often it was asked."""
     store.put("a", b"data")
     store.faults["a"].extend([status(503)] * 1000)

@@ -243,7 +243,7 @@ async def test_a_read_that_is_resumed_knows_its_version(store: HttpStore) -> Non
         assert (data, info.etag) == (CONTENT, store.objects["a"].etag)
 
 
-async def test_a_size_that_the_server_does_not_tell(store: HttpStore, tmp_path: Path) -> None:
+async def test_a_size_that_the_server_does_not_state(store: HttpStore, tmp_path: Path) -> None:
     """It is an error for who asks for it. Objects are read all the same, with a cache around them, too."""
 
     async def sizeless(store: HttpStore, request: web.Request) -> web.StreamResponse | None:

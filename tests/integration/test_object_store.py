@@ -48,7 +48,7 @@ async def store() -> AsyncIterator[BucketStore]:
         yield store
 
 
-# ---------------------------------------------------------------------------------------------- what heals
+# ------------------------------------------------------------------------------------------- what is retryable
 
 
 @pytest.mark.parametrize("code", [408, 429, 500, 503])
@@ -67,7 +67,7 @@ async def test_answers_that_say_not_now_are_asked_again(store: BucketStore, code
 
 
 async def test_a_connection_that_breaks_before_the_answer_is_made_again(store: BucketStore) -> None:
-    """A reset without a byte heals."""
+    """A reset before the first byte is retryable."""
     store.faults[A].append(broken(-1))
     async with store.transport() as transport:
         assert await transport.read_range("a", 1, 2) == CONTENT[1:3]
@@ -94,7 +94,7 @@ async def test_a_broken_download_goes_on_where_it_broke(store: BucketStore, way:
     assert second.headers["If-Match"] == store.objects[A].etag
 
 
-async def test_a_stream_that_breaks_behind_every_piece_arrives(store: BucketStore) -> None:
+async def test_a_stream_that_breaks_after_every_part_arrives(store: BucketStore) -> None:
     """What was gained counts as progress: many breaks outlive a budget that one outage would use up."""
     store.faults[A].extend([broken(200_000)] * 15)
     async with store.transport() as transport:
@@ -152,7 +152,7 @@ async def test_no_budget_means_one_request(store: BucketStore) -> None:
     assert len(store.asked) == 1
 
 
-# -------------------------------------------------------------------------------------- what does not heal
+# --------------------------------------------------------------------------------------- what is not retryable
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ async def test_large_objects_are_refused_by_their_head(store: BucketStore) -> No
 
 
 async def test_nobody_listens() -> None:
-    """A refused connection heals, so it is tried again for as long as the budget is; then the address is told."""
+    """A refused connection is retried until the budget is used up; then the error names the address."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]

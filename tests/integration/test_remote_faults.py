@@ -276,7 +276,7 @@ def _no_threes_of_seven(sample: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("steps", [2, 8, 22])
-def test_bad_rows_of_parquet_are_told_of_at_their_place(steps: int, tmp_path: Path) -> None:
+def test_bad_rows_of_parquet_are_reported_with_their_offset(steps: int, tmp_path: Path) -> None:
     """Before the rows behind them; a run that goes on in the middle tells of the same ones, each once."""
     values = [b"%d" % n for n in range(60)]
     values[10] = values[40] = b"\xff"

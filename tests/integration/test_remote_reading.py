@@ -158,7 +158,7 @@ async def test_an_mds_data_set(store: HttpStore, stores: Stores) -> None:
 
 @pytest.mark.parametrize("url", ["a.tar", "a.tar.gz", "a.jsonl", "a.tfrecord", "a.mds", "a.parquet"])
 async def test_broken_connections_lose_and_double_nothing(store: HttpStore, stores: Stores, url: str) -> None:
-    """Downloads go on where they broke; servers in trouble are asked again."""
+    """Broken downloads are resumed; requests to failing servers are retried."""
     store.put(url, MAKERS[url](range(3000)))
     store.faults[url].extend([status(503), broken(1000), broken(5000), broken(0)])
     found = await read_all(stores, shard_of(f"{store.url}/{url}", range(3000)))

@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
 # -------------------------------------------------------------------------------------------- what goes in comes out
 
 
-def test_what_is_put_is_held(folder: Path) -> None:
+def test_put_and_open(folder: Path) -> None:
     """An object comes back under its URL and ETag and no other, in whole and in parts."""
     store = opened(folder)
     put(store, "u", "1")
@@ -50,7 +50,7 @@ def test_the_newest_version(folder: Path) -> None:
         assert content(store.open_newest(hash_key("u"))) == str(number).encode()
 
 
-def test_looking_makes_nothing(folder: Path) -> None:
+def test_lookups_create_nothing(folder: Path) -> None:
     """A cache that was never written to does not exist; asking it is no error and makes no directory."""
     store = opened(folder)
     assert held(store, "u") is None
@@ -92,7 +92,7 @@ def test_only_this_user_may_look(folder: Path) -> None:
         assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
 
 
-def test_urls_are_not_told(folder: Path) -> None:
+def test_urls_are_not_stored(folder: Path) -> None:
     """A URL may hold a signature; it is nowhere in the directory, in no name and in no file."""
     put(opened(folder), "https://host/a?sig=SECRET")
     for file in folder.rglob("*"):
@@ -275,7 +275,7 @@ def test_a_deleted_file_is_read_to_its_end(folder: Path) -> None:
     assert content(entry) == DATA
 
 
-def test_a_renamed_file_is_not_believed(folder: Path) -> None:
+def test_a_renamed_file_is_not_used(folder: Path) -> None:
     """A file under another object's name is not given for that object."""
     store = opened(folder)
     put(store, "u", "1")
@@ -289,7 +289,7 @@ def test_a_renamed_file_is_not_believed(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------ what is not ours
 
 
-def test_a_directory_of_somebody_else(folder: Path) -> None:
+def test_a_foreign_directory(folder: Path) -> None:
     """A directory of the cache's name without its mark is left alone, with an error that says so."""
     root = folder / ROOT_NAME
     root.mkdir(parents=True)

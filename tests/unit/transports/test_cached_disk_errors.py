@@ -88,7 +88,7 @@ async def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     assert str(folder) in str(caught[0].message)
 
 
-async def test_a_directory_of_somebody_else(tmp_path: Path) -> None:
+async def test_a_foreign_directory(tmp_path: Path) -> None:
     """A directory of the cache's name without its mark is not used: a warning, and reads as before."""
     root = tmp_path / ROOT_NAME
     root.mkdir()
