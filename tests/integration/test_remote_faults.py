@@ -319,14 +319,14 @@ def _no_five(sample: dict[str, Any]) -> int:
     return number
 
 
-# ------------------------------------------------------------------------------------------- liars
+# ------------------------------------------------------------------------------------------- invalid requests
 
 ASKS: dict[str, tuple[int, int, Any]] = {
-    "a assignment far ahead": (77, 0, None),
-    "a batch that nobody will make": (1, 1 << 40, None),
-    "ranges that are none": (1, 0, [(1, 2, 3, 4, 5)]),
-    "numbers that are none": (1, 0, [("a", "b", "c", "d")]),
-    "a rest that is none": (1, 0, 5),
+    "an assignment far ahead": (77, 0, None),
+    "an impossible batch": (1, 1 << 40, None),
+    "ranges of the wrong length": (1, 0, [(1, 2, 3, 4, 5)]),
+    "ranges that are no numbers": (1, 0, [("a", "b", "c", "d")]),
+    "no list of ranges": (1, 0, 5),
 }
 
 
@@ -370,5 +370,5 @@ def test_a_worker_that_asks_for_what_cannot_be(how: str, tmp_path: Path) -> None
 
 def test_a_request_for_shards_where_none_are_assigned() -> None:
     """Workers of other datasets cannot request shards."""
-    _, error = until_error("sync", Liar("a request for a assignment, where nothing is assigned"), num_workers=1)
-    assert "asks for a assignment" in str(error)
+    _, error = until_error("sync", Liar("a request for shards, where none are assigned"), num_workers=1)
+    assert "asks for shards" in str(error)
