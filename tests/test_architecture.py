@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+from collections.abc import Iterable
 
 from docs.house import FLOOR, FOLDERS, MODULES, PICTURE, ROOT, draw, imports, parsed, room
 
@@ -67,7 +68,7 @@ PURE = {
 IMPURE_IMPORTS = {"asyncio", "multiprocessing", "select", "selectors", "socket", "subprocess", "threading"}
 
 
-def top_level_names(names: set[str]) -> set[str]:
+def top_level_names(names: Iterable[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.test_architecture import MODULES
+from docs.house import MODULES
 
 WAITS = {"join", "wait", "wait_for", "result", "acquire", "run", "get", "sleep", "settle", "select", "poll", "recv"}
 """Methods and functions that wait; `get` only of a queue."""
