@@ -40,7 +40,7 @@ from datetime import UTC
 from math import isfinite
 from typing import NamedTuple, Self
 
-from asyncloader.counters import TOTALS
+from asyncloader.counters import COUNTERS
 from asyncloader.transports.errors import TransportError
 
 __all__ = [
@@ -224,18 +224,18 @@ class RetryCounts:
         """Count a retry after `delay` seconds."""
         self.kinds[kind] += 1
         self.waited_s += delay
-        TOTALS.add("retries")
-        TOTALS.add("retry_wait_s", delay)
+        COUNTERS.add("retries")
+        COUNTERS.add("retry_wait_s", delay)
 
     def resume(self) -> None:
         """Count a download that continues."""
         self.resumed += 1
-        TOTALS.add("resumed")
+        COUNTERS.add("resumed")
 
     def give_up(self) -> None:
         """Count an operation that failed in the end."""
         self.given_up += 1
-        TOTALS.add("given_up")
+        COUNTERS.add("given_up")
 
     @property
     def total(self) -> int:
