@@ -19,8 +19,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, ShardError
-from asyncloader.formats.parquet import read_rows
-from asyncloader.formats.parquet_meta import TAIL_BYTES, Footer, footer_size, parse_footer
+from asyncloader.formats.parquet import TAIL_BYTES, Footer, footer_size, parse_footer, read_rows
 from asyncloader.transports import ObjectInfo, Transport, TransportClosed
 
 __all__ = ["Ranges", "read_footer", "read_parquet"]
