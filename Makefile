@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # switched off is setuptools' general advice about editable installs.
 INSTALL := PYTHONWARNINGS=ignore::UserWarning $(PIP) install --quiet -c constraints.txt --no-build-isolation
 
-.PHONY: help demo demo-remote test test-integrations test-clients chaos bench check format docs clean
+.PHONY: help demo demo-remote test test-all test-integrations test-clients chaos bench check format docs clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # two pips in one environment would trip over each other
 
@@ -33,8 +33,13 @@ demo: $(VENV)/.stamp-demo ## train a small network on handwritten digits, then c
 demo-remote: $(VENV)/.stamp-demo-remote ## train from a store that is far away, be killed half-way, and go on exactly
 	$(BIN)/python docs/examples/remote_digits.py $(ARGS)
 
-test: $(VENV)/.stamp-test ## run the whole suite
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test: $(VENV)/.stamp-test ## run the tests, each with every pair of its parameters' values
+	$(PYTEST) $(ARGS)
+
+test-all: $(VENV)/.stamp-test ## run the tests with all combinations of their parameters
+	$(PYTEST) --all $(ARGS)
 
 test-integrations: $(VENV)/.stamp-test-integrations ## run the tests with more frameworks that hold a loader (1 GB)
 	$(BIN)/python -m pytest -m clients tests/clients/frameworks $(ARGS)

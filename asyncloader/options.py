@@ -44,7 +44,7 @@ from asyncloader.samplers.async_sampler import AsyncIndexSource, as_async_source
 from asyncloader.samplers.distributed import OnUneven, rank_view, topology
 from asyncloader.samplers.generators import drawing_generator
 from asyncloader.samplers.seeded import SeededSampler
-from asyncloader.workers.fetch.assignment_client import is_leased
+from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.fetch.factory import is_async_stream, is_concurrent
 from asyncloader.workers.fetch.seeded_fetch import fetches_batches
@@ -370,7 +370,7 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
             TypeError: nobody knows how many.
         """
         ranks = topology(self).world_size
-        if ranks == 1 or not (is_iterable(self) and is_leased(self.dataset)):
+        if ranks == 1 or not (is_iterable(self) and assigns_shards(self.dataset)):
             return super().__len__()
         share = len(self.dataset) // ranks  # type: ignore[arg-type]
         size = self.batch_size or 1

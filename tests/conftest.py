@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 
+from tests.pairwise import covering
 from tests.processes import children_of
 
 try:
@@ -63,7 +64,8 @@ MALLOC_TRIM: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_tr
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Know the plugins' settings also where the plugins are not installed: pytest refuses those that nobody knows."""
+    """`--all`; and the plugins' settings also where the plugins are not installed: pytest refuses what is unknown."""
+    parser.addoption("--all", action="store_true", help="every combination of parameters, and tests marked thorough")
     settings = {
         "asyncio": ["mode", "debug", "default_fixture_loop_scope", "default_test_loop_scope"],
         "timeout": [""],
@@ -83,6 +85,29 @@ def pytest_asyncio_loop_factories(
     if uvloop is not None:
         factories["uvloop"] = uvloop.new_event_loop
     return factories
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without `--all`: no `thorough` tests, and of each test's combinations of parameters a pairwise covering few.
+
+    Not where tests are named one by one on the command line.
+    """
+    if config.getoption("--all") or any("::" in argument for argument in config.args):
+        return
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("thorough") is None:
+            groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {group[number] for group in groups.values() for number in covering(list(map(_row, group)))}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def _row(item: pytest.Item) -> tuple[str, ...]:
+    """The name of its value for each of the test's parametrizations; () where there are none."""
+    callspec: Any = getattr(item, "callspec", None)
+    return () if callspec is None else tuple(map(str, callspec._idlist))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -8,50 +8,12 @@ import subprocess
 import sys
 import textwrap
 import tomllib
-from functools import cache
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from docs.house import FLOOR, FOLDERS, MODULES, PICTURE, ROOT, draw, imports, parsed, room
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LINKS = {"workers", "transports"}
-
-
-def _folder(package: str) -> Path:
-    """Where the build takes a package from."""
-    mapped = PROJECT["tool"]["setuptools"]["package-dir"]
-    base = next(each for each in sorted(mapped, key=len, reverse=True) if f"{package}.".startswith(f"{each}."))
-    return ROOT / str(mapped[base]) / package.removeprefix(base).removeprefix(".").replace(".", "/")
-
-
-FOLDERS = {package: _folder(package) for package in PROJECT["tool"]["setuptools"]["packages"]}
-MODULES = {
-    package if path.stem == "__init__" else f"{package}.{path.stem}": path
-    for package, folder in FOLDERS.items()
-    for path in sorted(folder.glob("*.py"))
-}
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-
-# Who may import whom: a room (a package, or a module that lies beside the packages) imports from its own line and from
-# those above it. What a function imports late, when it runs, is not counted.
-FLOORS = [
-    "errors counters cpus yielding workers.ipc",
-    "events bridge formats transports workers.memory replaced_loader",
-    "workers.fetch",
-    "samplers shared statistics workers",
-    "delivery ranks remote",
-    "option_checks options",
-    "state clone",
-    "epoch",
-    "explain",
-    "loader async_loader",
-    "stateful_loader",
-    "integrations asyncloader",
-]
-FLOOR = {
-    "asyncloader" if room == "asyncloader" else f"asyncloader.{room}": floor
-    for floor, rooms in enumerate(FLOORS)
-    for room in rooms.split()
-}
 
 # Pure: decisions and arithmetic only. They can be tested by examples, and read without knowing any I/O.
 PURE = {
@@ -108,44 +70,6 @@ PURE = {
 IMPURE_IMPORTS = {"asyncio", "multiprocessing", "select", "selectors", "socket", "subprocess", "threading"}
 
 
-def room(module: str) -> str:
-    """The package that a module lies in; the module itself where that is the topmost one."""
-    package = module if module in FOLDERS else module.rpartition(".")[0]
-    return module if package == "asyncloader" else package
-
-
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-def imports(module: str, *, late: bool = False) -> set[str]:
-    """The full names that `module` imports when it is imported (`late`: also when its functions run)."""
-    path = MODULES[module]
-    package = module if path.stem == "__init__" else module.rpartition(".")[0]
-    found: set[str] = set()
-
-    def visit(node: ast.AST) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Import):
-                found.update(alias.name for alias in child.names)
-            elif isinstance(child, ast.ImportFrom):
-                base = child.module or ""
-                if child.level:
-                    above = package.split(".")[: len(package.split(".")) - child.level + 1]
-                    base = ".".join([*above, *filter(None, [child.module])])
-                found.add(base)
-                found.update({f"{base}.{alias.name}" for alias in child.names} & MODULES.keys())
-            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-                for branch in child.orelse:
-                    visit(branch)
-            elif late or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-                visit(child)
-
-    visit(parsed(path))
-    return found
-
-
 def top_level_names(names: set[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
@@ -173,6 +97,11 @@ def test_no_two_modules_import_each_other() -> None:
     while leaves := {module for module, names in below.items() if not names & below.keys()}:
         below = {module: names for module, names in below.items() if module not in leaves}
     assert not below
+
+
+def test_the_picture_of_the_house_is_of_this_house() -> None:
+    """After a change of rooms or imports: ``python docs/house.py``."""
+    assert PICTURE.read_text() == draw()
 
 
 def test_workers_and_transports_do_not_know_each_other() -> None:

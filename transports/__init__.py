@@ -1,12 +1,14 @@
-"""Remote bytes, and local ones, behind one interface. Data path: dataset -> [transports] -> sample.
+"""Transports: read objects from remote stores and local disks through one interface.
+
+Data path: dataset -> [transports] -> sample.
 
     from asyncloader.transports import open_transport
 
     async with open_transport("/data/digits") as transport:
         png = await transport.read("train/00001.png")
 
-`base.py` has the contract, `registry.py` how other packages add schemes. Transports import their own
-dependencies when they are first used, so importing this package is cheap.
+`base.py` has the contract; `registry.py` says how other packages add schemes. Transports import their own dependencies
+on first use, so importing this package is cheap.
 """
 
 from __future__ import annotations

@@ -1,36 +1,33 @@
-"""Where datasets meet the places that keep bytes. Data path: dataset -> [transport] -> sample.
+"""`Transport`: the interface through which datasets read bytes from a store.
+
+Data path: dataset -> [transport] -> sample.
 
 The contract, which every transport keeps and `tests/conformance/transport.py` checks:
 
-*Construction* does no I/O, starts no thread and binds no event loop, so a dataset may make or hold a
-transport anywhere. A transport pickles as its configuration; the copy is open and idle. That is how it
-travels to workers. A transport that has been used before a fork must work in the child as well, or raise
-there at once; it never hangs.
+*Construction* does no I/O, starts no thread and binds no event loop, so a dataset may make or hold a transport
+anywhere. A transport pickles as its configuration; the copy is open and idle. That is how it travels to workers. A
+transport that was used before a fork must either work in the child or raise there at once; it never hangs.
 
-*Calls* are made from coroutines of one event loop, any number at a time. None of them blocks that loop. The
-loop of the first call is the transport's loop until it is closed; a transport may be laxer, no caller may
-count on it.
+*Calls* are made from coroutines of one event loop, any number concurrently. None of them blocks that loop. The loop of
+the first call is the transport's loop until it is closed; a transport may allow more, but callers must not rely on it.
 
-*Paths* are relative to the root that the transport was opened at, canonical (`checks.check_path`), and never
-lead out of that root. An object is bytes; there are no directories, though ``/`` in paths looks like them.
+*Paths* are relative to the root that the transport was opened at, canonical (`checks.check_path`), and never lead out
+of that root. An object is bytes; there are no directories, though ``/`` in paths looks like them.
 
-*Bytes* come back as `bytes`: private, immutable, and of exactly the length that was asked for. Sizes are
-checked before memory is allocated, as far as the store says them.
+*Bytes* are returned as `bytes`: private, immutable, and of exactly the requested length. Sizes are checked before
+memory is allocated, as far as the store provides them.
 
-*Errors* are `TransportError`s (`errors.py`), each also the builtin error that a program would look for, with
-the path as an attribute and the original error as the cause. Arguments that no store could serve (a negative
-start) raise ValueError. Nothing is retried here unless the transport says so.
+*Errors* are `TransportError`s (`errors.py`). Each is also the builtin error that a program would look for, and has the
+path as an attribute and the original error as its cause. Arguments that are invalid for any store (a negative start)
+raise ValueError. Nothing is retried unless the transport says so.
 
-*Cancellation* is safe at every await: the call raises CancelledError, what it had opened is closed, and the
-transport is usable. A thread that was reading may end its read in the background; its bytes are dropped.
+*Cancellation* is safe at every await: the call raises CancelledError, what it had opened is closed, and the transport
+remains usable. A thread may finish its read in the background; its bytes are dropped.
 
-*Closing*: `aclose()`, or the end of ``async with``, closes everything the transport opened: threads, files,
-sockets. It waits for calls in progress, which end as usual or raise TransportClosed. Calls after it raise
-TransportClosed. It may be called twice, also concurrently, and also by a cancelled caller. Iterators of
-`stream` and `list` that are left before their end are closed by their user:
-``async with contextlib.aclosing(transport.stream(path)) as chunks``.
-
-Several calls at once, which succeed or fail as one. Data path: transport -> [together] -> calls of its own.
+*Closing*: `aclose()`, or the end of ``async with``, closes everything the transport opened: threads, files, sockets. It
+waits for calls in progress, which end as usual or raise TransportClosed. Later calls raise TransportClosed. It may be
+called repeatedly, concurrently, and by a cancelled caller. Iterators of `stream` and `list` that are left before their
+end must be closed by the caller: ``async with contextlib.aclosing(transport.stream(path)) as chunks``.
 """
 
 from __future__ import annotations
@@ -46,17 +43,17 @@ from asyncloader.transports.ranges import ByteRange, ReadPlan, plan_ranges
 __all__ = [
     "ObjectInfo",
     "Transport",
-    "together",
+    "gather_all",
 ]
 
 
 class ObjectInfo(NamedTuple):
-    """What a store says about an object without giving it.
+    """Metadata of an object.
 
     Attributes:
         size: bytes.
-        etag: an opaque text that stands for these very bytes: while it stays the same at a path, so do they.
-            None where the store gives nothing that proves as much.
+        etag: an opaque text that identifies these exact bytes: while it stays the same at a path, so do the bytes. None
+            if the store provides nothing that proves this.
     """
 
     size: int
@@ -64,16 +61,17 @@ class ObjectInfo(NamedTuple):
 
 
 class Transport(ABC):
-    """Reads the objects below one root. The module has the contract; the abstract methods are yours."""
+    """Reads the objects below one root. Subclasses implement the abstract methods; see the module for the contract."""
 
     range_gap: ClassVar[int] = 1 << 20
-    """Bytes between two ranges that `read_ranges` reads to save a request. Fits a store a round trip away."""
+    """`read_ranges` reads a gap of up to so many bytes to save a request. The default fits a store one round trip away.
+    """
 
     range_size: ClassVar[int] = 16 << 20
-    """Bytes after which `read_ranges` begins another request, so that requests overlap in time."""
+    """`read_ranges` joins ranges up to so many bytes per request, so that requests can run concurrently."""
 
     range_requests: ClassVar[int] = 16
-    """Requests that one call of `read_ranges` has in flight at most."""
+    """Maximum number of concurrent requests per call of `read_ranges`."""
 
     @classmethod
     @abstractmethod
@@ -108,17 +106,17 @@ class Transport(ABC):
         """
 
     async def read_ranges(self, path: str, ranges: Iterable[tuple[int, int]]) -> Sequence[bytes]:
-        """Read many ranges of one object: near ones in one request, requests concurrently.
+        """Read many ranges of one object: nearby ones in one request, requests concurrently.
 
-        The first request that fails cancels the others, and its error is raised. A transport that has a
-        cheaper way overrides this.
+        The first request that fails cancels the others, and its error is raised. Transports with a cheaper way override
+        this.
 
         Args:
             path: the object.
             ranges: ``(start, length)`` pairs, in bytes; any order, repeats and overlaps are fine.
 
         Returns:
-            The bytes of each range, in the order asked.
+            The bytes of each range, in the order of `ranges`.
 
         Raises:
             As `read_range`.
@@ -132,34 +130,34 @@ class Transport(ABC):
 
         if len(plan.blocks) <= 1:
             return plan.cut([await self.read_range(path, *block) for block in plan.blocks])
-        return plan.cut(await together(fetch(block) for block in plan.blocks))
+        return plan.cut(await gather_all(fetch(block) for block in plan.blocks))
 
     @abstractmethod
     def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
         """Read an object from byte `start` to its end in chunks, holding one chunk in memory at a time.
 
-        All chunks are of one version of the object: one that changes meanwhile gives the bytes of one version,
-        or an error. The bytes before `start` are not read if the store can do without.
+        All chunks are of one version of the object: if it changes meanwhile, the stream continues with the old version
+        or raises. The bytes before `start` are not read if the store supports that.
 
         Args:
             path: the object.
-            start: the first byte to give. At the object's end there is nothing to give, which is no error.
-            chunk_size: bytes of a chunk at most. Chunks may be shorter, and are never empty.
+            start: the first byte to return. At the object's end the stream is empty, which is no error.
+            chunk_size: maximum number of bytes per chunk. Chunks may be shorter, and are never empty.
 
         Raises:
             ValueError: `start` is negative, or `chunk_size` is below 1.
             RangeOutOfBounds: the object ends before `start`.
-            ObjectNotFound, AccessDenied, InvalidPath, ReadFailed, TransportClosed: see `errors`. All of them
-                are raised by the iteration, none by the call.
+            ObjectNotFound, AccessDenied, InvalidPath, ReadFailed, TransportClosed: see `errors`. All of them are raised
+                by the iteration, none by the call.
         """
 
     @abstractmethod
     def list(self, prefix: str = "") -> AsyncGenerator[str, None]:
-        """Give the paths of all objects that begin with `prefix`, ascending by code point.
+        """Return the paths of all objects that begin with `prefix`, ascending by code point.
 
-        `prefix` is the beginning of a string, not a directory: ``"train/0"`` matches ``"train/00/a.png"``.
-        The order is the same on every machine. No match gives nothing. Objects that come and go meanwhile may
-        be given or not.
+        `prefix` is the beginning of a string, not a directory: ``"train/0"`` matches ``"train/00/a.png"``. The order is
+        the same on every machine. No match gives an empty iteration. Objects that are created or deleted meanwhile may
+        be included or not.
 
         Raises:
             InvalidPath, AccessDenied, ReadFailed, TransportClosed: see `errors`; raised by the iteration.
@@ -168,17 +166,17 @@ class Transport(ABC):
 
     @abstractmethod
     async def size(self, path: str) -> int:
-        """Give an object's size in bytes.
+        """Return an object's size in bytes.
 
         Raises:
-            SizeUnknown: the store does not say it.
+            SizeUnknown: the store does not provide it.
             ObjectNotFound, AccessDenied, InvalidPath, ReadFailed, TransportClosed: see `errors`.
         """
 
     async def info(self, path: str) -> ObjectInfo:
-        """Give an object's size and, where the store knows one, its version.
+        """Return an object's size and, if the store provides one, its version.
 
-        The default asks for the size and knows no version. A transport whose store keeps versions overrides it.
+        The default asks for the size and knows no version. Transports whose stores have versions override it.
 
         Raises:
             As `size`.
@@ -186,10 +184,10 @@ class Transport(ABC):
         return ObjectInfo(await self.size(path), None)
 
     async def read_with_info(self, path: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
-        """Read a whole object, and say which version the bytes are.
+        """Read a whole object, and return which version the bytes are.
 
-        The default asks before and after the read, and names a version only if it is the same both times. A
-        transport that learns the version with the bytes overrides it, and saves the two requests.
+        The default asks before and after the read, and returns a version only if it is the same both times. Transports
+        that get the version together with the bytes override it and save these two requests.
 
         Args:
             path: the object.
@@ -216,18 +214,20 @@ class Transport(ABC):
         await self.aclose()
 
     def _plan(self, ranges: Iterable[tuple[int, int]]) -> ReadPlan:
-        """Plan `ranges` by this transport's own `range_gap` and `range_size`."""
+        """Plan `ranges` with this transport's `range_gap` and `range_size`."""
         return plan_ranges(ranges, max_gap=self.range_gap, max_size=self.range_size)
 
 
 _R = TypeVar("_R")
 
 
-async def together(calls: Iterable[Coroutine[Any, Any, _R]]) -> list[_R]:
-    """Await all at once, and give what they return, in order.
+async def gather_all(calls: Iterable[Coroutine[Any, Any, _R]]) -> list[_R]:
+    """Await all calls concurrently and return their results, in order.
+
+    If one fails, the others are cancelled and awaited, and its error is raised as it is.
 
     Raises:
-        The error of the first that fails, as it is. The others were cancelled by it, and have ended.
+        The error of the first call that fails.
     """
     try:
         async with asyncio.TaskGroup() as group:

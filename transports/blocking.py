@@ -1,7 +1,9 @@
-"""A few threads for calls that block. Data path: transport's coroutine -> [thread: system calls] -> bytes.
+"""A thread pool for the blocking calls of one transport.
 
-asyncio's own default executor is shared with everything else in the process and lives as long as the loop.
-This one belongs to one transport, is bounded, works on after a fork, and is joined by `aclose`.
+Data path: transport's coroutine -> [blocking: system calls in a thread] -> bytes.
+
+asyncio's default executor is shared with everything else in the process and lives as long as the loop. This pool
+belongs to one transport, is bounded, works after a fork, and is joined by `aclose`.
 """
 
 from __future__ import annotations
@@ -22,14 +24,13 @@ _R = TypeVar("_R")
 
 
 class BlockingPool(Executor):
-    """At most `threads` threads, started as they are needed; an Executor for `loop.run_in_executor`.
+    """At most `threads` threads, started on demand; an Executor for `loop.run_in_executor`.
 
-    Not for several event loops at once: starting the threads takes no lock, so none can be
-    inherited locked by a fork.
+    Not for several event loops at once: starting the threads takes no lock, so a fork cannot inherit a locked one.
 
     Args:
-        name: what the pool serves; begins the threads' names and names it in errors.
-        threads: upper bound of threads, at least 1.
+        name: the transport's name, for the threads' names and for errors.
+        threads: maximum number of threads, at least 1.
     """
 
     def __init__(self, name: str, threads: int) -> None:
@@ -39,8 +40,8 @@ class BlockingPool(Executor):
         self.threads = threads
         self._owner: ThreadPoolExecutor | None = None
         self._owner_pid = 0
-        # Executors whose threads stayed behind in a parent process. Never touched again, and kept, because
-        # dropping one runs its clean-up on locks that the parent's threads may have held at the fork.
+        # Executors whose threads exist only in a parent process. They are kept and never used again: collecting one
+        # would run its clean-up on locks that the parent's threads may have held at the fork.
         self._left_in_parent: list[ThreadPoolExecutor] = []
         self._closing: Future[None] | None = None
         self._closer: threading.Thread | None = None
@@ -55,23 +56,25 @@ class BlockingPool(Executor):
         return self._executor().submit(call, *args, **kwargs)
 
     async def run(self, call: Callable[[], _R]) -> _R:
-        """Give what `call` gives in a thread. A cancelled caller drops a call that no thread has begun."""
+        """Run `call` in a thread and return its result. If the caller is cancelled, a call that has not started is
+        dropped.
+        """
         return await asyncio.wrap_future(self.submit(call))
 
     async def acquire(self, call: Callable[[], _R], release: Callable[[_R], object]) -> _R:
-        """As `run`, for a result that has to be released: when the caller is cancelled, `release` gets it."""
+        """As `run`, for a result that must be released: if the caller is cancelled, `release` is called with it."""
         future = self.submit(call)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            # Runs at once if the thread has ended by now, else in the thread when it ends.
+            # Runs now if the call has finished, otherwise in the thread when it finishes.
             future.add_done_callback(lambda done: _release(done, release))
             raise
 
     async def finish(self, call: Callable[[], object]) -> None:
-        """Run a clean-up that must happen: a cancelled caller leaves it running, a closed pool runs it here.
+        """Run a cleanup that must happen. If the caller is cancelled it continues; if the pool is closed it runs here.
 
-        For calls that block for a moment at most, such as the close of a file.
+        For calls that block only for a moment, such as closing a file.
         """
         try:
             future = self.submit(call)
@@ -81,21 +84,21 @@ class BlockingPool(Executor):
         await asyncio.shield(asyncio.wrap_future(future))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Close from outside of a loop, as every Executor can; blocks if `wait`. Inside, use `aclose`."""
+        """Close from outside of a loop, like any Executor; blocks if `wait`. Inside a loop, use `aclose`."""
         done = self._close(cancel_futures)
         if wait:
             done.result()
 
     async def aclose(self) -> None:
-        """Refuse new calls, wait for those in the queue and in the threads, and join the threads."""
+        """Refuse new calls, wait for those that are queued or running, and join the threads."""
         await asyncio.shield(asyncio.wrap_future(self._close(cancel_futures=False)))
         if self._closer is not None:
-            self._closer.join()  # it is past its last statement
+            self._closer.join()  # it has run its last statement
 
     def _close(self, cancel_futures: bool) -> Future[None]:
-        """Begin to close; the future ends when all threads are joined."""
+        """Start to close; the future is done when all threads are joined."""
         if self._owner is None or self._owner_pid != os.getpid():
-            # Nothing was started, or all of it is in the parent process, a close in progress included.
+            # Nothing was started in this process; a close that is in progress belongs to the parent.
             self._closer = None
             self._closing = Future()
             self._closing.set_result(None)

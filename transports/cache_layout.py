@@ -1,14 +1,16 @@
-"""Names, footers and arithmetic of the local cache's files (pure). Data path: under `cache_store`.
+"""Names, footers and arithmetic of the local cache's files. Pure.
+
+Data path: cached -> cache_store -> [cache_layout].
 
     cache_dir/asyncloader-cache-1/
-        CACHEDIR.TAG            says whose directory this is, and tells backup programs to leave it out
+        CACHEDIR.TAG            identifies the directory, and tells backup programs to skip it
         usage                   bytes in use, as a sum of changes; see `cache_usage`
         lock                    held by the one process that evicts
         fills/U.V.CHARGE        an object that is being written; locked while its writer lives
         objects/UUU/U.V         an object: its bytes, then its footer. U and V are hashes of URL and ETag
 
-A file gets its name under ``objects`` when its last byte is written, and is never written again, but for the
-boot in its footer. The footer is the file's end, so a file that lost its end has none.
+A file gets its name under ``objects`` when its last byte is written. After that only the boot id in its footer is ever
+changed. The footer is at the end of the file, so a truncated file has none.
 """
 
 from __future__ import annotations
@@ -55,11 +57,11 @@ MARKER = (
 )
 
 MOST_ETAG = 1024
-"""Bytes of an ETag in UTF-8 at most; an object with a longer one is not cached."""
+"""Maximum bytes of an ETag in UTF-8; an object with a longer one is not cached."""
 
 BOOT_SIZE = 16
 SYNCED = b"\xff" * BOOT_SIZE
-"""In place of a boot: the file was on the disk before it got its name, so no loss of power can have torn it."""
+"""Instead of a boot id: the file was flushed to disk before it got its name, so a power loss cannot have torn it."""
 
 _MAGIC = b"ALcache1"
 _BODY = struct.Struct(">8sQQIH16s")  # magic, created, size, crc of the object, length of the etag, hash of the URL
@@ -68,7 +70,7 @@ _FIXED = _BODY.size + _END.size
 _CHANGE = struct.Struct(">q")
 
 TAIL_SIZE = MOST_ETAG + _FIXED
-"""Bytes from a file's end in which its whole footer lies."""
+"""The footer lies within so many bytes from the end of the file."""
 
 _BLOCK = 4096
 
@@ -77,40 +79,40 @@ _FILL_NAME = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{32}\.([0-9]{1,18})")
 
 
 def object_url(root: str, path: str) -> str:
-    """Give the full URL of the object at `path` below the URL `root`, a query of the root at its end."""
+    """Return the full URL of the object at `path` below the URL `root`; a query of the root is appended at the end."""
     base, mark, query = root.partition("?")
     return f"{base.rstrip('/')}/{path}{mark}{query}"
 
 
 def hash_key(text: str) -> str:
-    """Give the 32 hexadecimal digits that stand for a URL or an ETag in names: 128 bits of BLAKE2b."""
+    """Return 32 hexadecimal digits that represent a URL or an ETag in file names: 128 bits of BLAKE2b."""
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def entry_name(url_key: str, etag: str) -> str:
-    """Give the name of an object's file."""
+    """Return the file name of an object."""
     return f"{url_key}.{hash_key(etag)}"
 
 
 def entry_url_key(name: str) -> str | None:
-    """Give the hash of the URL in an object's file name; None for a name that is none of ours."""
+    """Return the hash of the URL in an object's file name; None for a name that the cache does not use."""
     match = _ENTRY_NAME.fullmatch(name)
     return match and match[1]
 
 
 def fill_name(url_key: str, etag: str, charged: int) -> str:
-    """Give the name of an object's file while it is written; all who write the same object use the same."""
+    """Return the file name of an object while it is written; all writers of the same object use the same name."""
     return f"{entry_name(url_key, etag)}.{charged}"
 
 
 def fill_charge(name: str) -> int | None:
-    """Give the bytes that the file of `fill_name` will take; None for a name that is none of ours."""
+    """Return the bytes that the file of `fill_name` will occupy; None for a name that the cache does not use."""
     match = _FILL_NAME.fullmatch(name)
     return match and int(match[1])
 
 
 def storable_etag(etag: str) -> bool:
-    """Whether an ETag fits into a footer: not too long, and text; a header may hold any bytes."""
+    """Return whether an ETag fits into a footer: not too long, and encodable (a header may hold any bytes)."""
     try:
         return len(etag.encode()) <= MOST_ETAG
     except UnicodeEncodeError:
@@ -118,20 +120,20 @@ def storable_etag(etag: str) -> bool:
 
 
 def charge(size: int) -> int:
-    """Give the bytes that a file of `size` bytes takes of the limit: whole blocks of 4 KiB, as on most disks."""
+    """Return how much a file of `size` bytes counts towards the limit: whole blocks of 4 KiB, as on most disks."""
     return -(-size // _BLOCK) * _BLOCK
 
 
 class Footer(NamedTuple):
-    """What follows an object's bytes in its file.
+    """The footer that follows an object's bytes in its file.
 
     Attributes:
         url_key: `hash_key` of the object's URL.
-        etag: the object's version, as its store names it.
+        etag: the object's version, as reported by its store.
         size: bytes of the object.
         crc: CRC-32 of these bytes.
         created: when the file was written, nanoseconds since the epoch.
-        boot: which start of the system wrote, or has since verified, the bytes; or `SYNCED`.
+        boot: the boot id of the system start that wrote, or has since verified, the bytes; or `SYNCED`.
     """
 
     url_key: str
@@ -142,16 +144,16 @@ class Footer(NamedTuple):
     boot: bytes
 
     def pack(self) -> bytes:
-        """Give the footer as bytes; the boot is the last `BOOT_SIZE` of them."""
+        """Return the footer as bytes; the boot id is the last `BOOT_SIZE` of them."""
         etag = self.etag.encode()
         body = _BODY.pack(_MAGIC, self.created, self.size, self.crc, len(etag), bytes.fromhex(self.url_key))
         return etag + body + _END.pack(zlib.crc32(etag + body), self.boot)
 
     @classmethod
     def parse(cls, tail: bytes, file_size: int) -> Footer | None:
-        """Read the footer of a file of `file_size` bytes from its last `TAIL_SIZE` bytes (or all, if fewer).
+        """Parse the footer of a file of `file_size` bytes from its last `TAIL_SIZE` bytes (or all, if fewer).
 
-        None when there is none, it is damaged, or the file's length is not the one that it tells.
+        Return None if there is none, it is damaged, or it does not match the file's length.
         """
         if len(tail) < _FIXED:
             return None
@@ -166,7 +168,9 @@ class Footer(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A file in the cache: `used` is the time of its last use in nanoseconds, `charged` its share of the limit."""
+    """A file in the cache: `used` is the time of its last use in nanoseconds, `charged` what it counts towards the
+    limit.
+    """
 
     used: int
     path: str
@@ -174,9 +178,9 @@ class Stored(NamedTuple):
 
 
 def choose_victims(files: Iterable[Stored], excess: int) -> Sequence[Stored]:
-    """Choose the files used longest ago, as many as give `excess` bytes, or all.
+    """Choose the least recently used files that free at least `excess` bytes, or all files.
 
-    Holds no more files at a time than it gives, and one: a cache may have millions.
+    Holds at most one more file in memory than it returns: a cache may have millions.
     """
     victims: list[tuple[int, str, int]] = []  # a heap, the most recently used on top
     total = 0
@@ -189,17 +193,17 @@ def choose_victims(files: Iterable[Stored], excess: int) -> Sequence[Stored]:
 
 
 def pack_change(change: int) -> bytes:
-    """Give a change of the bytes in use as a record, of 8 bytes."""
+    """Return a change of the bytes in use as a record of 8 bytes."""
     return _CHANGE.pack(change)
 
 
 def sum_changes(records: bytes) -> int | None:
-    """Add up records; None when they are cut."""
+    """Add up records; None if the last one is incomplete."""
     return None if len(records) % _CHANGE.size else sum(_changes(records))
 
 
 def sum_added(records: bytes) -> int:
-    """Add up the records that add something, but for one that is cut."""
+    """Add up the positive records; an incomplete last record is ignored."""
     return sum(change for change in _changes(records) if change > 0)
 
 

@@ -1,13 +1,14 @@
-"""The local cache's directory: what is in it, and how something gets there. Data path: thread -> [file] -> bytes.
+"""The objects in a local cache directory: opens, writes and verifies their files.
 
-Many processes use one directory without waiting for each other. Files are complete when they get their names,
-and are never changed; a file that is deleted while it is read is read to its end. A file that is not what its
-footer says, torn by a loss of power or cut by hand, is deleted and counts as never cached.
+Data path: cached -> a thread -> [cache_store: file] -> bytes.
 
-Everything here blocks, and is called in threads. Errors are the system's; what a read must do about them is
-decided in `cached`.
+Any number of processes use one directory without waiting for each other. A file is complete when it gets its name, and
+never changes after that; if it is deleted while it is read, the read continues. A file that does not match its footer,
+for example after a power loss, is deleted and counts as never cached. To find torn files without reading every file on
+each use, a footer names the system start (boot id) in which the bytes were written or last verified (`verify`).
 
-Whether a file of the local cache survived what happened to the system. Data path: under `cache_store`.
+Everything here blocks and is called in threads. Errors are the operating system's; `cached` decides what they mean for
+a read.
 """
 
 # Names are strings, as the kernel takes and gives them: a Path for each read would cost more than its open.
@@ -51,22 +52,22 @@ __all__ = [
     "verify",
 ]
 
-# A file's time of last use is renewed when it is older than this, or in the future.
+# A file's time of last use is updated when it is older than this, or in the future.
 _USE_AGE_NS = 60_000_000_000
 
-# What a cache consists of.
+# Everything that a cache directory consists of.
 _PARTS = frozenset({MARKER_NAME, "objects", "fills", "usage", "usage.new", "lock"})
 
 
 class EntryLost(Exception):
-    """A file of the cache cannot be read although it was opened. It is deleted; the store has the object."""
+    """A file of the cache was opened, but cannot be read. It has been deleted; the store still has the object."""
 
 
 class CacheEntry:
-    """An object in the cache, open. May be used by several threads, and is closed by one of them.
+    """An open object in the cache. May be used by several threads; one of them closes it.
 
     Attributes:
-        etag, size, created: as its `Footer` has them.
+        etag, size, created: as in its `Footer`.
     """
 
     def __init__(self, descriptor: int, path: str, footer: Footer) -> None:
@@ -75,13 +76,13 @@ class CacheEntry:
         self.created = footer.created
         self._path = path
         self._descriptor = descriptor
-        self._lock = threading.Lock()  # a descriptor must not be closed, and used for another file, under a read
+        self._lock = threading.Lock()  # a descriptor must not be closed, and reused for another file, during a read
 
     def read(self, start: int, length: int) -> bytes:
-        """Read exactly `length` bytes from `start` on.
+        """Read exactly `length` bytes starting at `start`.
 
         Raises:
-            EntryLost: the disk fails, or the file was cut.
+            EntryLost: the disk failed, or the file was truncated.
         """
         with self._lock:
             if self._descriptor < 0:
@@ -106,7 +107,7 @@ class CacheEntry:
         if len(data) == length:
             return data
         parts, total = [data], len(data)
-        while total < length:  # one system call gives 2 GiB at most
+        while total < length:  # one system call returns at most 2 GiB
             data = os.pread(self._descriptor, length - total, start + total)
             if not data:
                 raise OSError(errno.EIO, "it was cut while it was read")
@@ -116,7 +117,7 @@ class CacheEntry:
 
 
 class CacheFill:
-    """An object on its way into the cache. Ends with `commit` or `abort`; both may come from any thread."""
+    """An object that is being written to the cache. Ends with `commit` or `abort`, which any thread may call."""
 
     def __init__(self, descriptor: int, temporary: str, final: str, footer: Footer, usage: CacheUsage) -> None:
         self._descriptor = descriptor  # holds the lock on the file
@@ -129,7 +130,7 @@ class CacheFill:
         self._lock = threading.Lock()
 
     def write(self, data: bytes) -> None:
-        """Append bytes of the object; none are written after the end. OSError: the disk is full, or fails."""
+        """Append bytes of the object; does nothing after the end. OSError: the disk is full or failed."""
         with self._lock:
             if self._descriptor >= 0:
                 self._append(data)
@@ -137,7 +138,7 @@ class CacheFill:
                 self._written += len(data)
 
     def commit(self, last: bytes = b"") -> bool:
-        """Append the last bytes, and give the file its name, if these were all bytes of the object; else abort."""
+        """Append the last bytes and, if the object is complete, give the file its name; otherwise abort."""
         with self._lock:
             if self._descriptor < 0 or self._written + len(last) != self._footer.size:
                 self._end(keep=False)
@@ -150,10 +151,10 @@ class CacheFill:
                 try:
                     os.rename(self._temporary, self._final)
                 except FileNotFoundError:
-                    with suppress(FileExistsError):  # the shelf alone: without its marker the cache would be nobody's
+                    with suppress(FileExistsError):  # not makedirs: a new root would lack its marker
                         os.mkdir(os.path.dirname(self._final), 0o700)
                     os.rename(self._temporary, self._final)
-            except FileNotFoundError:  # somebody has deleted the cache
+            except FileNotFoundError:  # the cache was deleted
                 self._end(keep=False)
                 return False
             except BaseException:
@@ -163,13 +164,13 @@ class CacheFill:
             return True
 
     def abort(self) -> None:
-        """Delete the file; nothing if it has ended already."""
+        """Delete the file; does nothing after the end."""
         with self._lock:
             self._end(keep=False)
 
     def _append(self, *parts: bytes) -> None:
         written = os.writev(self._descriptor, parts)
-        if written < sum(map(len, parts)):  # the disk is full, as the next call will say; or more than 2 GiB
+        if written < sum(map(len, parts)):  # the disk is full, which the next call reports; or more than 2 GiB
             view = memoryview(b"".join(parts))[written:]
             while view:
                 view = view[os.write(self._descriptor, view) :]
@@ -189,11 +190,11 @@ class CacheFill:
 
 
 class CacheStore:
-    """The objects in a cache directory. Holds no descriptor; does nothing before the first call.
+    """The objects in a cache directory. Holds no descriptor, and does nothing before the first call.
 
     Args:
-        directory: absolute path; its own sub-directory and nothing else in it is used. Made if missing.
-        limit: bytes that the objects of all processes may take, None for no limit.
+        directory: absolute path; created if missing. Only the cache's own sub-directory in it is used.
+        limit: maximum bytes of all objects of all processes; None for no limit.
         counts: where evictions are counted.
     """
 
@@ -202,19 +203,19 @@ class CacheStore:
         self.usage = CacheUsage(os.path.join(directory, ROOT_NAME), limit, counts)
         self._root = os.path.join(directory, ROOT_NAME)
         self._trusted = False
-        self._started_in = 0  # the process that has begun to write
-        self._starting: dict[int, threading.Lock] = {}  # by process: a fork must not inherit one that is held
+        self._started_in = 0  # pid of the process that has called `_start`
+        self._starting: dict[int, threading.Lock] = {}  # by pid: a fork must not inherit a locked one
 
     def has(self, url_key: str) -> bool:
-        """Whether any version of an object is cached."""
+        """Return whether any version of an object is cached."""
         return bool(self._versions(url_key))
 
     def open(self, url_key: str, etag: str) -> CacheEntry | None:
         """Open one version of an object; None if it is not cached."""
         if not self._check_root():
             return None
-        entry = self._open(os.path.join(self._shelf(url_key), entry_name(url_key, etag)), url_key)
-        if entry is not None and entry.etag != etag:  # 128 bits of hash do not collide; a file can be renamed
+        entry = self._open(os.path.join(self._directory_of(url_key), entry_name(url_key, etag)), url_key)
+        if entry is not None and entry.etag != etag:  # not a hash collision: the file was renamed
             entry.close()
             return None
         return entry
@@ -231,9 +232,9 @@ class CacheStore:
         return newest
 
     def begin(self, url_key: str, etag: str, size: int) -> CacheFill | None:
-        """Begin to write an object. None if that is not to be: it is there, is being written, or has no room.
+        """Start to write an object. Return None if it is cached already, is being written, or does not fit.
 
-        Also None while somebody deletes the cache.
+        Also None while another program deletes the cache.
 
         Raises:
             OSError: the directory cannot be written to.
@@ -253,11 +254,11 @@ class CacheStore:
         if self.usage.limit is not None and charged > self.usage.limit:
             return None
         self._start()
-        final = os.path.join(self._shelf(url_key), entry_name(url_key, etag))
+        final = os.path.join(self._directory_of(url_key), entry_name(url_key, etag))
         temporary = os.path.join(self._root, "fills", fill_name(url_key, etag, charged))
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o600)
         try:
-            # The lock says that the writer lives. Whoever had it before may have renamed or deleted the file.
+            # The lock shows that the writer lives. Its previous holder may have renamed or deleted the file.
             if not try_lock(descriptor) or not same_file(descriptor, temporary):
                 os.close(descriptor)
                 return None
@@ -266,7 +267,7 @@ class CacheStore:
             raise
         fill = CacheFill(descriptor, temporary, final, footer, self.usage)
         try:
-            os.ftruncate(descriptor, 0)  # a dead writer's bytes
+            os.ftruncate(descriptor, 0)  # remove the bytes of a dead writer
             if self.usage.reserve(charged) and not os.path.exists(final):
                 return fill
         except BaseException:
@@ -276,7 +277,7 @@ class CacheStore:
         return None
 
     def put(self, url_key: str, etag: str, data: bytes) -> None:
-        """Write a whole object, unless `begin` says no. OSError: as there, and as `CacheFill.write`."""
+        """Write a whole object, unless `begin` returns None. OSError: as there, and as in `CacheFill.write`."""
         fill = self.begin(url_key, etag, len(data))
         if fill is None:
             return
@@ -287,21 +288,21 @@ class CacheStore:
 
     # --- the directory
 
-    def _shelf(self, url_key: str) -> str:
+    def _directory_of(self, url_key: str) -> str:
         return os.path.join(self._root, "objects", url_key[:3])
 
     def _versions(self, url_key: str) -> list[str]:
         if not self._check_root():
             return []
-        shelf = self._shelf(url_key)
+        directory = self._directory_of(url_key)
         try:
-            names = os.listdir(shelf)
+            names = os.listdir(directory)
         except FileNotFoundError:
             return []
-        return [os.path.join(shelf, name) for name in names if entry_url_key(name) == url_key]
+        return [os.path.join(directory, name) for name in names if entry_url_key(name) == url_key]
 
     def _check_root(self) -> bool:
-        """Whether there is a cache. OSError: what is there is not ours to use."""
+        """Return whether the cache exists. OSError: the path exists, but is not a cache of this user."""
         if self._trusted:
             return True
         user = os.geteuid()
@@ -315,15 +316,15 @@ class CacheStore:
             return False
         if not parts <= _PARTS:
             raise PermissionError(errno.EPERM, f"no cache of ours: {MARKER_NAME} is missing", self._root)
-        # Without its marker it is being deleted, or was as far as it was not in use. `_make` marks it again.
+        # Without its marker, the cache is being deleted or was partly deleted. `_make` marks it again.
         self._trusted = marked
         return marked
 
     def _start(self) -> None:
-        """Make the directory if it is missing, and clean up in it once a process."""
+        """Create the directory if it is missing, and clean it up once per process."""
         if self._has_started():
             return
-        # One thread at a time: who cleans up looks at the others' files, and locks them for that.
+        # One thread at a time: the clean-up takes the locks of other writers' files for a moment.
         with self._starting.setdefault(os.getpid(), threading.Lock()):
             if self._has_started():
                 return
@@ -341,7 +342,7 @@ class CacheStore:
         return self._started_in == os.getpid() and os.path.isdir(os.path.join(self._root, "fills"))
 
     def _make(self) -> None:
-        """Make the cache's own directory. It is there with its marker or not at all, whoever looks."""
+        """Create the cache's own directory. For other processes it appears together with its marker."""
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
         made = tempfile.mkdtemp(prefix=f"{ROOT_NAME}.", dir=self.directory)  # mode 0o700
         try:
@@ -352,7 +353,7 @@ class CacheStore:
             try:
                 if error.errno not in {errno.EEXIST, errno.ENOTEMPTY}:
                     raise
-                # Another process was faster, or it has lost its marker.
+                # Another process was faster, or the directory has lost its marker.
                 os.rename(os.path.join(made, MARKER_NAME), os.path.join(self._root, MARKER_NAME))
             finally:
                 shutil.rmtree(made, ignore_errors=True)
@@ -361,7 +362,7 @@ class CacheStore:
         try:
             descriptor = os.open(path, os.O_RDONLY | OPEN_FLAGS)
         except OSError as error:
-            if error.errno in {errno.ENOENT, errno.ELOOP}:  # not there, or a link, which is none of ours
+            if error.errno in {errno.ENOENT, errno.ELOOP}:  # missing, or a link, which the cache never creates
                 return None
             raise
         try:
@@ -370,8 +371,8 @@ class CacheStore:
             footer = Footer.parse(os.pread(descriptor, TAIL_SIZE, start), status.st_size)
             if footer is None or footer.url_key != url_key or not verify(descriptor, path, footer):
                 if same_file(descriptor, path):
-                    with suppress(OSError):  # a directory that cannot be written to
-                        # Its bytes stay in the account: several may find it at once, and each would give them back.
+                    with suppress(OSError):  # the directory is read-only
+                        # Its bytes stay in the usage file: several processes may find it, and each would subtract them.
                         os.unlink(path)
                 os.close(descriptor)
                 return None
@@ -393,10 +394,10 @@ _AT_ONCE = 1 << 20
 
 
 def verify(descriptor: int, path: str, footer: Footer) -> bool:
-    """Whether the bytes are those that were written.
+    """Return whether the bytes are those that were written.
 
-    A file that was written since the system started is what the page cache says. One from before is read once,
-    as its last blocks may have reached the disk and others not, and marked with this start.
+    A file that was written since the system started is trusted: it is read through the page cache. An older one is read
+    once, because some of its last blocks may not have reached the disk, and is then marked with this system start.
     """
     now = boot()
     if footer.boot in {SYNCED, now}:
@@ -410,7 +411,7 @@ def verify(descriptor: int, path: str, footer: Footer) -> bool:
         position += len(data)
     if crc != footer.crc:
         return False
-    with suppress(OSError):  # a directory that cannot be written to: verified at every use
+    with suppress(OSError):  # the directory is read-only: verified on every use
         writable = os.open(path, os.O_WRONLY | OPEN_FLAGS)
         try:
             if same_file(descriptor, path):
@@ -422,7 +423,7 @@ def verify(descriptor: int, path: str, footer: Footer) -> bool:
 
 @cache
 def boot() -> bytes:
-    """Give this start of the system, `SYNCED` where the system does not name it."""
+    """Return the id of this system start; `SYNCED` if the system does not provide one."""
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:  # noqa: PTH123
             return bytes.fromhex(file.read().strip().replace(b"-", b"").decode())

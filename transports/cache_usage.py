@@ -1,21 +1,23 @@
-"""How much the local cache holds, and what goes when that is too much. Data path: beside `cache_store`'s fills.
+"""Enforces the size limit of the local cache: keeps count of the bytes in use, and evicts the least recently used
+files.
 
-The limit is one for all processes that share the directory. They keep account in one file of changes: who
-begins to write an object appends its bytes, then adds up everything there; so of two who come at once, one
-sees both. Nobody waits for a lock.
+Data path: beside the fills of cache_store -> [cache_usage].
 
-Whoever finds the limit passed takes the lock of the directory if it is free, counts what is there, deletes
-the files used longest ago, and writes the account anew. If the lock is taken, somebody else is at it, and the
-object in hand is not cached.
+The limit applies to all processes that share the directory. They record changes in one append-only file: a process that
+starts to write an object appends the object's size, then adds up the whole file. Of two processes that do so at once,
+at least one sees both changes. Nobody waits for a lock.
 
-The account may be too high, until it is rewritten, and is never too low. What a killed process took stays in it, and
-so does what a file took that was found torn.
-Of what happens while it is rewritten, what is taken may count twice and what is given back may not count; so a
-file is made before its bytes are taken, its bytes are given back before it is deleted, and files that are being
-written are counted before those that are finished.
+A process that finds the limit exceeded tries to take the directory's lock. If it gets it, it counts the actual files,
+deletes the least recently used ones, and rewrites the usage file. If another process holds the lock, the object at hand
+is not cached.
+
+The recorded sum may be too high until the next rewrite, and is never too low. The bytes of killed processes and of torn
+files stay in it. Of changes that happen during a rewrite, additions may be counted twice and subtractions may be lost.
+Therefore a file is created before its bytes are added, its bytes are subtracted before it is deleted, and during a
+rewrite unfinished files are counted before finished ones.
 """
 
-# Everything here runs in threads. Names are strings, as in `confine`.
+# Everything here runs in threads. Names are strings, as in `local`.
 # ruff: noqa: PTH104, PTH108, PTH116, PTH118
 
 from __future__ import annotations
@@ -43,27 +45,27 @@ __all__ = ["OPEN_FLAGS", "CacheCounts", "CacheUsage", "same_file", "try_lock"]
 OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
 """For every open in the directory: links are never followed, so nothing outside of it is touched."""
 
-# A share of the limit that stays free after an eviction, so that the next object does not need another one.
+# An eviction frees 1/10 of the limit in addition, so that the next object does not need another eviction.
 _FREED = 10
 
-# An account begins with random bytes, by which it is told from those before it: inode numbers are used again.
+# A usage file begins with random bytes that identify it: inode numbers are reused.
 _NAME_SIZE = 8
 
-# How often an account may be rewritten while one change is appended. It never is; this ends the loop.
+# Bounds the retries if the usage file is rewritten while one change is appended.
 _REWRITES = 8
 
-# An account of so many bytes is rewritten when a process begins to use it; adding it up takes some milliseconds.
+# A longer usage file is rewritten when a process starts to use it; adding it up takes some milliseconds.
 _LONG_ACCOUNT = 1 << 20
 
 
 @dataclass(slots=True)
 class CacheCounts:
-    """What the cache did, for statistics. Counts of one transport in one process, from its making on.
+    """Cache statistics of one transport in one process, since its creation.
 
     Attributes:
-        hits: reads, range reads and streams that were given from the cache.
-        misses: those that were asked of the store although caching was on.
-        bytes_saved: bytes given from the cache.
+        hits: reads, range reads and streams served from the cache.
+        misses: those that went to the store although caching was on.
+        bytes_saved: bytes served from the cache.
         evictions: files deleted to keep `cache_bytes`.
     """
 
@@ -73,37 +75,37 @@ class CacheCounts:
     evictions: int = 0
 
     def hit(self) -> None:
-        """A read is given from the cache."""
+        """Count a read served from the cache."""
         self.hits += 1
         TOTALS.add("cache_hits")
 
     def save(self, nbytes: int) -> None:
-        """So many bytes were."""
+        """Count bytes served from the cache."""
         self.bytes_saved += nbytes
         TOTALS.add("cache_bytes", nbytes)
 
     def miss(self) -> None:
-        """A read is asked of the store."""
+        """Count a read that goes to the store."""
         self.misses += 1
         TOTALS.add("cache_misses")
 
     def evict(self) -> None:
-        """A file was deleted."""
+        """Count a deleted file."""
         self.evictions += 1
         TOTALS.add("cache_evictions")
 
     def snapshot(self) -> dict[str, int]:
-        """Give a copy as plain types: ``hits``, ``misses``, ``bytes_saved``, ``evictions``."""
+        """Return a copy as plain types: ``hits``, ``misses``, ``bytes_saved``, ``evictions``."""
         return asdict(self)
 
 
 class CacheUsage:
-    """The account and the limit of one cache directory.
+    """The recorded usage and the limit of one cache directory.
 
     Args:
         root: the cache's own directory.
         limit: bytes, None for no limit.
-        counts: where evictions are counted; only by the holder of the lock, so without a lock of its own.
+        counts: where evictions are counted; written only while the directory's lock is held.
     """
 
     def __init__(self, root: str, limit: int | None, counts: CacheCounts) -> None:
@@ -111,12 +113,12 @@ class CacheUsage:
         self._root = root
         self._counts = counts
         self._path = os.path.join(root, "usage")
-        # Name and length of the account as it was added up last, and the sum. Replaced as a whole, so that
+        # Identity and length of the usage file as it was last added up, and the sum. Replaced as a whole, so that
         # threads need no lock, which a fork could inherit locked.
         self._known = (b"", 0, 0)
 
     def start(self) -> None:
-        """Clean up after dead processes, and begin an account if there is none, or it has become long."""
+        """Clean up after dead processes; create the usage file if it is missing, rewrite it if it is long."""
         try:
             long = os.stat(self._path).st_size > _LONG_ACCOUNT
         except FileNotFoundError:
@@ -125,13 +127,13 @@ class CacheUsage:
             self._clean()
 
     def reserve(self, charged: int) -> bool:
-        """Take `charged` bytes of the limit for a file that is there under its name in ``fills``, empty yet.
+        """Reserve `charged` bytes of the limit for an empty file that exists under its name in ``fills``.
 
-        Evicts if need be. False when there is no room for it now; they are taken all the same, until `release`.
+        Evicts if necessary. Returns False if there is no room at the moment; the bytes stay reserved until `release`.
         """
         total = self._append(charged)
         if total is None:
-            # Lost or damaged. The file in ``fills`` is counted like any other.
+            # The usage file is lost or damaged. `_tidy` counts the new file in ``fills`` like any other.
             total = self._append() if self._tidy() else None
         if total is not None and (self.limit is None or total <= self.limit):
             return True
@@ -141,11 +143,11 @@ class CacheUsage:
         return total is not None and (self.limit is None or total <= self.limit)
 
     def release(self, charged: int) -> None:
-        """Give back what a file takes that is about to be deleted."""
+        """Give back the bytes of a file that is about to be deleted."""
         self._append(-charged)
 
     def _append(self, change: int = 0) -> int | None:
-        """Write a change down, and give the sum of the account; None when there is no account to read."""
+        """Record a change and return the new sum; None if there is no readable usage file."""
         for _ in range(_REWRITES):
             try:
                 descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | OPEN_FLAGS)
@@ -155,7 +157,7 @@ class CacheUsage:
                 if change:
                     os.write(descriptor, pack_change(change))
                 total = self._sum(descriptor)
-                # Else it was rewritten meanwhile, and the new account may lack the change or have it.
+                # Otherwise it was rewritten meanwhile, and the new file may or may not include the change.
                 if change < 0 or same_file(descriptor, self._path):
                     return total
             finally:
@@ -176,7 +178,7 @@ class CacheUsage:
         return total + added
 
     def _tidy(self) -> bool:
-        """Count what is there, evict what is too much, and write the account anew; False if another is at it."""
+        """Count the actual files, evict, and rewrite the usage file; False if another process is doing that."""
         with self._lock() as locked:
             if not locked:
                 return False
@@ -200,13 +202,13 @@ class CacheUsage:
             return 0
 
     def _rewrite(self, total: int, before: int) -> None:
-        """Begin a new account with `total`, and what was taken in the old one after its first `before` bytes."""
+        """Start a new usage file with `total`, plus the additions in the old one after its first `before` bytes."""
         new = f"{self._path}.new"
         old = None
         with suppress(FileNotFoundError):
             old = os.open(self._path, os.O_RDONLY | OPEN_FLAGS)
         try:
-            # Only the holder of the lock writes here, so what is there is left from a dead one.
+            # Only the holder of the lock writes this file, so an existing one was left by a dead process.
             descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | OPEN_FLAGS, 0o600)
             try:
                 os.write(descriptor, os.urandom(_NAME_SIZE) + pack_change(total))
@@ -228,7 +230,7 @@ class CacheUsage:
             os.close(descriptor)
 
     def _files(self) -> Iterator[Stored]:
-        """Give the objects' files. What has another name, or is no regular file, is not ours."""
+        """Return the objects' files. Other names, and anything but regular files, do not belong to the cache."""
         for shelf in _scan(os.path.join(self._root, "objects")):
             if not shelf.is_dir(follow_symlinks=False):
                 continue
@@ -246,14 +248,14 @@ class CacheUsage:
                 yield charged, file.path
 
     def _clean(self) -> None:
-        """Delete what dead writers left in ``fills``. Who began to write it took its bytes, or did not come to that."""
+        """Delete what dead writers left in ``fills``. Their bytes stay recorded until the next rewrite."""
         for _, path in self._fills():
             try:
                 descriptor = os.open(path, os.O_RDONLY | OPEN_FLAGS)
             except FileNotFoundError:
                 continue
             try:
-                # While the lock is ours nobody begins to write this file.
+                # While we hold the lock, no other process starts to write this file.
                 if try_lock(descriptor) and same_file(descriptor, path):
                     os.unlink(path)
             finally:
@@ -263,7 +265,7 @@ class CacheUsage:
 def try_lock(descriptor: int) -> bool:
     """Lock an open file for this descriptor; False if another descriptor has the lock.
 
-    The lock ends with the descriptor, also by its process's death; a forked child that inherited it holds it too.
+    The lock ends with the descriptor, also when its process dies; a forked child that inherited it holds it, too.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -273,7 +275,7 @@ def try_lock(descriptor: int) -> bool:
 
 
 def same_file(descriptor: int, path: str) -> bool:
-    """Whether `path` still names the file that is open."""
+    """Return whether `path` still names the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:

@@ -1,15 +1,15 @@
-"""Objects kept on a local disk, around another transport. Data path: store -> [cache directory] -> dataset.
+"""`CachedTransport`: keeps the objects of another transport on a local disk.
+
+Data path: store -> [cached: cache directory] -> dataset.
 
     transport = CachedTransport(open_transport(url), url, "/scratch/cache", cache_bytes=200 << 30)
 
-What it asks of the store: the version of an object that is in the cache, one small request each time; what is not
-there, as before. A read that misses is one request, as without a cache. `cache_layout` shows the directory.
+For an object that is cached, the store is asked only for its version: one small request per read. An object that is not
+cached is read in one request, as without a cache. `cache_layout` shows the directory.
 
-A stream's bytes on their way to a file of the cache as well. Data path: store -> [tee] -> dataset, and file.
-
-Chunks are written in a thread while the consumer works on them; at most `_BATCH` bytes wait besides what is being
-written, so a disk that is slower than the network slows the stream. Nothing that goes wrong here reaches the
-consumer: the copy is dropped, and the stream goes on.
+`Tee` copies a stream's chunks into the cache, in a thread, while the consumer works on them. At most `_BATCH` bytes
+wait besides those being written, so a disk that is slower than the network slows the stream. A disk error drops the
+copy; the stream continues.
 """
 
 from __future__ import annotations
@@ -38,41 +38,40 @@ __all__ = [
 
 _R = TypeVar("_R")
 
-# How long the end of a stream may wait to learn that the object is still the same. After it, it is not cached.
+# How long the end of a stream may wait for the store to confirm the object's version. After that it is not cached.
 _CONFIRM_S = 10.0
 
-# A shortage of the process, which passes; it says nothing about the directory.
+# Temporary shortages of the process, which say nothing about the directory.
 _PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.ENOMEM})
 
-# Directories of which this process has said that they cannot be used: it says so once.
+# Unusable directories that this process has warned about: it warns once.
 _warned: set[str] = set()
 
 
 class CachedTransport(Transport):
-    """Gives objects of `inner` from a directory, as long as the store says that they are unchanged.
+    """Serves objects of `inner` from a directory, as long as the store says that they are unchanged.
 
-    Whole objects are cached: those that `read` reads, and those that a `stream` gave from byte 0 to the end, in
-    passing. Reads, ranges and streams from any byte on are then given from the directory. What has no version
-    (`info(path).etag` is None), or no size that the store would tell, is read as without a cache.
+    Whole objects are cached: those that `read` reads, and those that a `stream` reads from byte 0 to the end.
+    Afterwards reads, ranges and streams from any byte are served from the directory. Objects without a version
+    (`info(path).etag` is None) or without a known size are not cached.
 
-    Any number of workers, processes and runs on a node share a directory, each with transports of its own. Which
-    objects stay is decided by their last use, known to the minute. A run that goes through more bytes than
-    `cache_bytes` again and again, in the same order, finds the least recently used ones gone just when it needs
-    them; give it room for all, or a shuffled order. Put the directory on a local disk.
+    Any number of workers, processes and runs on a node can share a directory, each with its own transports. Eviction is
+    by last use, known to the minute. A run that repeatedly reads more bytes than `cache_bytes` in the same order finds
+    each object evicted just before it is needed: allow for all objects, or shuffle. Put the directory on a local disk.
 
-    A disk that is full or fails, and a directory that cannot be written to, end the caching in this process, with
-    one RuntimeWarning. Reads go on; what is cached is still given as long as it can be read.
+    If the disk is full or fails, or the directory is not writable, caching stops in this process, with one
+    RuntimeWarning. Reads continue; cached objects are still served while they can be read.
 
     Args:
         inner: the transport to read from. It is closed with this one.
-        url: the root that `inner` was opened at; names the objects in the cache. A signature in it that is another
-            one each time hides what is cached: leave it out here.
-        cache_dir: where the cache's own sub-directory is made. Missing directories are made, for this user alone.
-        cache_bytes: what the cache may take on the disk, by all processes together, in whole blocks of 4 KiB.
-            None: no limit. Processes that give different limits each keep to their own.
-        revalidate: ask the store whether an object is still what is cached, each time. False trusts the version
-            that was cached last and asks nothing: right for data that is never changed in place.
-        threads: files that are read and written at the same time at most. Default as `LocalTransport`.
+        url: the root that `inner` was opened at; names the objects in the cache. Leave out a signature that differs
+            each time: it would hide what is cached.
+        cache_dir: where the cache's own sub-directory is created. Missing directories are created, for this user alone.
+        cache_bytes: maximum disk space of the cache, for all processes together, in whole blocks of 4 KiB. None: no
+            limit. Processes with different limits each enforce their own.
+        revalidate: ask the store on each read whether the cached object is current. False trusts the version that was
+            cached last: right for data that is never changed in place.
+        threads: maximum number of files read and written at the same time. Default as `LocalTransport`.
 
     Raises:
         ValueError: `cache_bytes` or `threads` is below 1.
@@ -99,7 +98,7 @@ class CachedTransport(Transport):
         self._counts = CacheCounts()
         self._pool = BlockingPool("cache", self.threads)
         self._store = CacheStore(self.cache_dir, cache_bytes, self._counts)
-        # A transport that knows no versions would be asked for them in vain.
+        # Without `info`, the transport knows no versions.
         self._serves = self._fills = type(inner).info is not Transport.info
 
     @classmethod
@@ -108,8 +107,8 @@ class CachedTransport(Transport):
 
         Args:
             url: as in `open_transport`.
-            options: `cache_dir`, `cache_bytes`, `revalidate`; others are the inner transport's. `threads` is this
-                one's.
+            options: `cache_dir`, `cache_bytes`, `revalidate` and `threads` are this transport's; all others are passed
+                to the inner transport.
         """
         from asyncloader.transports.registry import open_transport
 
@@ -127,7 +126,7 @@ class CachedTransport(Transport):
 
     @property
     def cache_counts(self) -> CacheCounts:
-        """What the cache did so far, for this transport in this process."""
+        """Cache statistics of this transport in this process."""
         return self._counts
 
     async def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
@@ -175,7 +174,7 @@ class CachedTransport(Transport):
         return hit
 
     async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
-        """Read an object in chunks; one that is read from byte 0 to its end is cached. As `Transport.stream`.
+        """Read an object in chunks; if it is read from byte 0 to its end, it is cached. As `Transport.stream`.
 
         A stream that is left early caches nothing.
         """
@@ -197,15 +196,15 @@ class CachedTransport(Transport):
                 yield chunk
 
     def list(self, prefix: str = "") -> AsyncGenerator[str, None]:
-        """List the store, whatever is cached. As `Transport.list`."""
+        """List the store; the cache is not used. As `Transport.list`."""
         return self.inner.list(prefix)
 
     async def size(self, path: str) -> int:
-        """Give an object's size; as `info`, from the cache only without `revalidate`. As `Transport.size`."""
+        """Return an object's size; from the cache only without `revalidate`. As `Transport.size`."""
         return (await self.info(path)).size if not self.revalidate else await self.inner.size(path)
 
     async def info(self, path: str) -> ObjectInfo:
-        """Give an object's size and version, from the cache only without `revalidate`. As `Transport.info`."""
+        """Return an object's size and version; from the cache only without `revalidate`. As `Transport.info`."""
         check_path(path)
         if not self.revalidate and self._serves:
             opener = partial(self._store.open_newest, self._key(path))
@@ -215,7 +214,7 @@ class CachedTransport(Transport):
         return await self.inner.info(path)
 
     async def aclose(self) -> None:
-        """Close the inner transport, wait for what is in progress, and join the threads. As `Transport.aclose`."""
+        """Close the inner transport, wait for calls in progress, and join the threads. As `Transport.aclose`."""
         try:
             await self.inner.aclose()
         finally:
@@ -236,7 +235,7 @@ class CachedTransport(Transport):
         return hit
 
     async def _hit(self, path: str, use: Callable[[CacheEntry], _R]) -> _R | None:
-        """Give what `use` gives, in a thread, for an object that is cached and valid; None if it is not."""
+        """Return the result of `use`, called in a thread, for an object that is cached and valid; None otherwise."""
         opener, _ = await self._find(path)
         hit = None if opener is None else await self._attempt(partial(_use_entry, opener, use))
         if self._serves and hit is None:
@@ -244,7 +243,7 @@ class CachedTransport(Transport):
         return hit
 
     async def _find(self, path: str) -> tuple[Callable[[], CacheEntry | None] | None, ObjectInfo | None]:
-        """Give what opens the object's valid version, if any is cached, and what the store said, if asked."""
+        """Return what opens the object's valid version, if cached, and what the store said, if asked."""
         if not self._serves:
             return None, None
         key = self._key(path)
@@ -256,7 +255,7 @@ class CachedTransport(Transport):
         return None if info is None or info.etag is None else partial(self._store.open, key, info.etag), info
 
     async def _ask(self, path: str) -> ObjectInfo | None:
-        """Ask what the object is now; None if the store can only give it."""
+        """Ask the store for the object's size and version; None if it does not know the size."""
         try:
             return await self.inner.info(path)
         except SizeUnknown:
@@ -281,7 +280,7 @@ class CachedTransport(Transport):
                 return
         finally:
             await self._pool.finish(entry.close)
-        # The disk failed in the middle. The store gives the rest, if it is still the rest of this object.
+        # The disk failed in the middle. The rest is read from the store, if the object is unchanged there.
         await self._require(path, entry.etag)
         async with aclosing(self.inner.stream(path, start=position, chunk_size=chunk_size)) as chunks:
             async for chunk in chunks:
@@ -311,7 +310,7 @@ class CachedTransport(Transport):
         if info.etag is not None and info.size:
             begin = partial(self._store.begin, self._key(path), info.etag, info.size)
             fill = await self._attempt(begin, CacheFill.abort, filling=True)
-        tee = Tee(fill, self._pool, partial(self._trouble, filling=True))
+        tee = Tee(fill, self._pool, partial(self._on_disk_error, filling=True))
         try:
             async with aclosing(self.inner.stream(path, chunk_size=chunk_size)) as chunks:
                 received = 0
@@ -321,7 +320,7 @@ class CachedTransport(Transport):
                     await tee.add(chunk)
                     after: bytes | None = None
                     if tee.open and received >= info.size:
-                        # Settled before the last chunk is given: its reader may know that it is the last, and stop.
+                        # Kept before the last chunk is returned: the reader may know that it is the last, and stop.
                         after = await anext(chunks, b"")
                         if not after and await self._still(path, info):
                             await tee.keep()
@@ -331,7 +330,7 @@ class CachedTransport(Transport):
             await tee.drop()
 
     async def _still(self, path: str, info: ObjectInfo) -> bool:
-        """Whether the object is the one that it was before the stream began."""
+        """Return whether the object is the same as before the stream began."""
         try:
             async with asyncio.timeout(_CONFIRM_S):
                 return await self.inner.info(path) == info
@@ -350,7 +349,7 @@ class CachedTransport(Transport):
     async def _attempt(
         self, call: Callable[[], _R], release: Callable[[Any], object] | None = None, *, filling: bool = False
     ) -> _R | None:
-        """Give what `call` gives in a thread, None if the disk fails. `release`: as `BlockingPool.acquire`."""
+        """Return the result of `call`, run in a thread; None if the disk fails. `release` as in `BlockingPool`."""
 
         def drop(result: _R) -> None:
             if release is not None and result is not None:
@@ -359,14 +358,14 @@ class CachedTransport(Transport):
         try:
             return await self._pool.acquire(call, drop)
         except EntryLost:
-            return None  # that file alone
+            return None  # only this file is affected
         except TransportError:
             raise
         except OSError as error:
-            self._trouble(error, filling=filling)
+            self._on_disk_error(error, filling=filling)
             return None
 
-    def _trouble(self, error: OSError, *, filling: bool) -> None:
+    def _on_disk_error(self, error: OSError, *, filling: bool) -> None:
         if error.errno in _PASSING:
             return
         self._fills = False
@@ -392,34 +391,34 @@ def _use_entry(opener: Callable[[], CacheEntry | None], use: Callable[[CacheEntr
         entry.close()
 
 
-# One trip to a thread for so many bytes: chunks from a network are often some KiB.
+# Bytes per call in a thread: chunks from a network are often only some KiB.
 _BATCH = 1 << 20
 
 
 class Tee:
-    """One object's copy. `drop` must follow whatever happens; it does nothing after a `keep`.
+    """Copies one object into the cache. `drop` must always be called in the end; it does nothing after `keep`.
 
     Args:
         fill: the file; None for no copy.
         pool: the threads that write.
-        trouble: is told the error when the disk fails; in the loop, once.
+        on_error: called in the loop with the disk's error, at most once.
     """
 
-    def __init__(self, fill: CacheFill | None, pool: BlockingPool, trouble: Callable[[OSError], None]) -> None:
+    def __init__(self, fill: CacheFill | None, pool: BlockingPool, on_error: Callable[[OSError], None]) -> None:
         self._fill = fill
         self._pool = pool
-        self._trouble = trouble
+        self._on_disk_error = on_error
         self._waiting: list[bytes] = []
         self._bytes = 0
         self._writing: asyncio.Future[None] | None = None
 
     @property
     def open(self) -> bool:
-        """Whether there is a copy that may be kept yet."""
+        """Whether there is a copy that can still be kept."""
         return self._fill is not None
 
     async def add(self, chunk: bytes) -> None:
-        """Take the next bytes. TransportClosed: the pool was closed."""
+        """Add the next bytes. TransportClosed: the pool was closed."""
         if self._fill is None:
             return
         self._waiting.append(chunk)
@@ -428,7 +427,7 @@ class Tee:
             await self._flush()
 
     async def keep(self) -> None:
-        """Write what is left, and make the file part of the cache."""
+        """Write the remaining bytes, and make the file part of the cache."""
         await self._written()
         if (fill := self._fill) is not None:
             try:
@@ -446,7 +445,7 @@ class Tee:
             if writing is not None:
                 await asyncio.wait([writing])
                 if not writing.cancelled():
-                    writing.exception()  # seen; the copy is gone anyway
+                    writing.exception()  # retrieved; the copy is deleted anyway
 
     async def _flush(self) -> None:
         await self._written()
@@ -458,7 +457,7 @@ class Tee:
         self._writing = asyncio.wrap_future(self._pool.submit(partial(self._fill.write, data)))
 
     async def _written(self) -> None:
-        """Wait for the write in progress. A cancelled caller leaves it running, and `drop` waits for it."""
+        """Wait for the write in progress. If the caller is cancelled, the write continues and `drop` waits for it."""
         if self._writing is None:
             return
         try:
@@ -473,4 +472,4 @@ class Tee:
     def _fail(self, error: OSError) -> None:
         self._waiting.clear()
         self._bytes = 0
-        self._trouble(error)
+        self._on_disk_error(error)

@@ -1,4 +1,7 @@
-"""The rules that every transport's arguments obey, in one place (pure). Data path: before each read."""
+"""Checks the arguments of all transports: paths, sizes, ranges. Pure.
+
+Data path: [checks] -> each read.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ __all__ = ["check_chunk_size", "check_path", "check_prefix", "check_range", "che
 def check_path(path: str) -> None:
     """Refuse a path that is not canonical, so that one object has one name in every transport.
 
-    A path is one or more parts joined by ``/``. No part is empty, ``.`` or ``..``; no character is NUL.
-    So it never begins or ends with ``/``, and it cannot climb out of the root.
+    A path is one or more parts joined by ``/``. No part is empty, ``.`` or ``..``; no character is NUL. So a path never
+    begins or ends with ``/``, and never leads out of the root.
 
     Raises:
-        InvalidPath: the path breaks these rules; the message says which part does.
+        InvalidPath: the path breaks these rules; the message names the part.
     """
     if not path:
         raise InvalidPath("the path is empty; give the path of an object below the transport's root", path=path)
@@ -24,11 +27,10 @@ def check_path(path: str) -> None:
 
 
 def check_prefix(prefix: str) -> None:
-    """Refuse a prefix that no path of `check_path` can begin with. Empty is allowed: it means everything.
+    """Refuse a prefix that no path of `check_path` can begin with. An empty prefix means everything.
 
     Raises:
-        InvalidPath: as `check_path`. The part after the last ``/`` is a beginning of a name, so it may be
-        anything.
+        InvalidPath: as `check_path`. The part after the last ``/`` is the beginning of a name, so it may be anything.
     """
     if prefix.startswith("/"):
         raise InvalidPath(f"prefix {prefix!r} is absolute; give one relative to the transport's root", path=prefix)
@@ -71,7 +73,7 @@ def check_size(path: str, size: int, max_bytes: int | None) -> None:
 
 
 def check_range(path: str, size: int, start: int, length: int) -> None:
-    """Refuse a byte range that an object of `size` bytes does not hold; each holds the empty ones.
+    """Refuse a byte range that is not within an object of `size` bytes. An empty range is always allowed.
 
     Raises:
         RangeOutOfBounds: it ends after the object does.
@@ -89,10 +91,10 @@ def check_range(path: str, size: int, start: int, length: int) -> None:
 
 
 def check_start(path: str, size: int | None, start: int) -> None:
-    """Refuse the first byte of a stream that an object of `size` bytes (None: not known yet) does not reach.
+    """Refuse the start of a stream that is after the end of an object of `size` bytes (None: not known yet).
 
     Raises:
-        RangeOutOfBounds: the object ends before `start`. One that ends there gives an empty stream.
+        RangeOutOfBounds: the object ends before `start`. If it ends there, the stream is empty.
         ValueError: `start` is negative.
     """
     if start < 0:

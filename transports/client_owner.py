@@ -1,11 +1,13 @@
-"""A network's client, owned by one loop and process. Data path: download -> [owner: client, slots, scopes] -> server.
+"""Owns a network client for one event loop and process, with its concurrency limit and time-outs.
 
-A client is opened by the first call and closed by `aclose`. Every wait of a call stands in a `Scope`, which is
-its time-out and the handle by which `aclose` ends it: the call then raises TransportClosed.
+Data path: download -> [client_owner: client, slots, scopes] -> server.
 
-*After a fork* the child leaves the parent's client alone. It must not even be collected there, because its end
-would reach what is the parent's as well. What the child does instead, open one of its own or raise, is said by
-`open_client`.
+A client is opened by the first call and closed by `aclose`. Every wait of a call is inside a `Scope`, which is its
+time-out, and by which `aclose` interrupts it: the call then raises TransportClosed.
+
+*After a fork* the child does not touch the parent's client. It must not even be garbage-collected there, because its
+finalizer would affect the parent's connections. `open_client` decides what the child does instead: open a client of its
+own, or raise.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ __all__ = ["ClientOwner", "Scope"]
 
 _C = TypeVar("_C")
 
-_RESOLUTION = 0.001  # seconds by which a timer of uvloop may fire too early
+_RESOLUTION = 0.001  # seconds; a timer of uvloop may fire this much too early
 
-# Seconds by which a timer is late when the process was stopped, or its loop blocked; and how long what came
-# meanwhile may then take to be read.
+# A timer that is this many seconds late shows that the process was stopped or its loop was blocked. Data that arrived
+# meanwhile then gets as many seconds to be read.
 _STOOD_STILL = 1.0
 
 
@@ -37,8 +39,8 @@ class ClientOwner(ABC, Generic[_C]):
     """The client of one transport, and its calls in progress.
 
     Args:
-        name: the transport for texts, without secrets.
-        requests: requests that are in progress at the same time at most, at least 1.
+        name: the transport's name for texts, without secrets.
+        requests: maximum number of concurrent requests, at least 1.
     """
 
     def __init__(self, name: str, requests: int) -> None:
@@ -48,42 +50,42 @@ class ClientOwner(ABC, Generic[_C]):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = 0
         self._scopes: set[Scope] = set()
-        self._timer: asyncio.TimerHandle | None = None  # one for all scopes: it looks at their deadlines when it fires
+        self._timer: asyncio.TimerHandle | None = None  # one for all scopes: checks their deadlines when it fires
         self._due = math.inf
-        self._excused = False  # the last look came late, and let everything wait a little longer
+        self._excused = False  # the last check was late, and extended all deadlines a little
         self._idle: asyncio.Future[None] | None = None
         self._closer: asyncio.Task[None] | None = None
         self.closed = False
         self.slots = asyncio.Semaphore(requests)
-        """One for each request that may be in progress; the loop's and process's own, from its first `use` on."""
+        """One slot per concurrent request. Renewed when `use` opens a client for another loop or process."""
 
     @abstractmethod
     def open_client(self) -> _C:
-        """Make a client for the running loop. Its class can be hashed by identity, and has weak references.
+        """Open a client for the running loop. Its class must be hashable by identity and support weak references.
 
         Raises:
-            TransportError: there can be none in this process.
+            TransportError: no client can be opened in this process.
         """
 
     @abstractmethod
     async def close_client(self, client: _C) -> None:
-        """Close a client of which nothing is in progress any more."""
+        """Close a client that has no requests in progress."""
 
     @staticmethod
     @abstractmethod
     def leave_to_parent(client: Any) -> object:
-        """In a forked child: keep an inherited client from closing anything, now and at the interpreter's end.
+        """In a forked child: prevent an inherited client from closing anything, now and when the interpreter exits.
 
         Returns:
-            What must never be collected in this process; None: nothing.
+            An object that must never be garbage-collected in this process; None: nothing.
         """
 
     def use(self) -> _C:
-        """Give this loop's and process's client.
+        """Return the client of this loop and process.
 
         Raises:
             TransportClosed: after `aclose`.
-            TransportError: the client belongs to another loop that is still open, or cannot be made.
+            TransportError: the client belongs to another loop that is still open, or cannot be opened.
         """
         if self.closed:
             raise self.closed_error()
@@ -94,20 +96,20 @@ class ClientOwner(ABC, Generic[_C]):
         return client
 
     def closed_error(self) -> TransportClosed:
-        """Make the error of a call that meets the end of the transport."""
+        """Make the error that calls raise after the transport was closed."""
         return TransportClosed(f"{self._name} is closed; open another transport")
 
     def scope(self) -> Scope:
-        """Give a context for the waits of one attempt, without a limit as yet."""
+        """Return a context for the waits of one attempt, initially without a time-out."""
         return Scope(self)
 
     async def sleep(self, seconds: float) -> None:
-        """Sleep. Raises TransportClosed when the transport is closed meanwhile."""
+        """Sleep. Raises TransportClosed if the transport is closed meanwhile."""
         async with self.scope():
             await asyncio.sleep(seconds)
 
     async def aclose(self) -> None:
-        """End the calls in progress, wait for their end, and close the client. As `Transport.aclose`."""
+        """Interrupt the calls in progress, wait for their end, and close the client. As `Transport.aclose`."""
         loop = asyncio.get_running_loop()
         foreign = self._loop is not loop or self._pid != os.getpid()
         if self._client is not None and foreign:
@@ -117,7 +119,7 @@ class ClientOwner(ABC, Generic[_C]):
             return
         for scope in self._scopes:
             scope.cut()
-        # Shared by all who close at once; a cancelled caller leaves it to the others.
+        # Shared by concurrent callers; if one is cancelled, the others continue.
         if self._closer is None or self._closer.cancelled():
             self._closer = loop.create_task(self._close(self._client), name="asyncloader-transport-close")
         await asyncio.shield(self._closer)
@@ -137,23 +139,23 @@ class ClientOwner(ABC, Generic[_C]):
                 self._idle.set_result(None)
 
     def watch(self, deadline: float) -> None:
-        """See to it that somebody looks at the scopes' deadlines at this time, or before."""
+        """Make sure that the scopes' deadlines are checked at this time, or earlier."""
         if deadline < self._due:
             self._disarm()
             self._due = deadline
             self._timer = asyncio.get_running_loop().call_at(deadline, self._look)
 
     def forked(self) -> None:
-        """In a forked child: the client is another process's. The pid alone does not always tell it.
+        """In a forked child: note that the client belongs to another process.
 
-        A child in a pid namespace of its own can have its parent's pid.
+        The pid alone is not enough: a child in a pid namespace of its own can have its parent's pid.
         """
         self._pid = 0
 
     def _look(self) -> None:
         now = asyncio.get_running_loop().time() + _RESOLUTION
-        # Nobody could read while the loop stood still: what lies in the sockets by now is no stall. Once in a row, or
-        # a loop that is blocked again and again would never see a time-out.
+        # While the loop was blocked nothing was read, so the servers may not have stalled. Not twice in a row, or
+        # a loop that is blocked again and again would never time out.
         self._excused = not self._excused and now - self._due > _STOOD_STILL
         self._disarm()
         if self._excused:
@@ -188,7 +190,7 @@ class ClientOwner(ABC, Generic[_C]):
     def _make(self, loop: asyncio.AbstractEventLoop) -> _C:
         self._refuse_foreign_loop()
         client = self.open_client()
-        # What the calls of a parent process, or of a loop that has ended, left here will never end.
+        # Entries of calls in a parent process, or in a loop that has ended, would never be removed.
         self._scopes = set()
         self._timer, self._due, self._excused = None, math.inf, False
         self._idle = self._closer = None
@@ -201,17 +203,17 @@ class ClientOwner(ABC, Generic[_C]):
 
 
 class Scope:
-    """The waits of one attempt: ``async with owner.scope() as scope``; `limit` sets when they time out.
+    """The waits of one attempt: ``async with owner.scope() as scope``; `limit` sets their time-out.
 
-    Leaves with TimeoutError when the time was up, and with TransportClosed when the transport was closed,
-    whatever error the closing caused inside.
+    Raises TimeoutError when the time is up, and TransportClosed when the transport is closed, whatever error the
+    closing caused inside.
     """
 
     __slots__ = ("_owner", "_timeout", "deadline")
 
     def __init__(self, owner: ClientOwner[Any]) -> None:
         self.deadline = math.inf
-        """By the loop's clock."""
+        """In the loop's time."""
         self._owner = owner
         self._timeout = asyncio.timeout(None)
 
@@ -234,7 +236,7 @@ class Scope:
             raise self._owner.closed_error() from None
 
     def limit(self, seconds: float | None) -> None:
-        """Time out in `seconds` from now, None for never. Costs no timer of its own: most waits end before."""
+        """Time out in `seconds` from now, None for never. Starts no timer of its own: most waits end before."""
         if seconds is None:
             self.deadline = math.inf
         else:
@@ -242,7 +244,7 @@ class Scope:
             self._owner.watch(self.deadline)
 
     def cut(self) -> None:
-        """End the waits now."""
+        """Interrupt the waits now."""
         if not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
@@ -250,12 +252,12 @@ class Scope:
 # ------------------------------------------------------------------------------------------------------- forks
 
 _owners: weakref.WeakSet[ClientOwner[Any]] = weakref.WeakSet()
-# Also those that their owners have no more: a loop ended, and nobody has collected what was its own.
+# Includes clients that their owners have replaced, because their loop ended, and that are not collected yet.
 _clients: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakKeyDictionary()
 _left_in_parent: list[object] = []
 
 
-@cache  # once a process, by the first client: an import registers nothing
+@cache  # once per process, by the first client: importing registers nothing
 def _watch_forks() -> None:
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_leave_all)

@@ -1,15 +1,13 @@
-"""The bytes of one object over as many requests as it takes. Data path: answers -> [download] -> transport's caller.
+"""Downloads an object over as many requests as it takes, and decides which failed requests are retried.
 
-A download that breaks goes on where it broke, as long as the store proves that the object is still the same one.
-Without a proof, a read whose bytes nobody has seen begins again, and a stream fails. An object that did change is
-an error.
+Data path: http, object_store -> [download] -> http_download, object_store_download -> server.
 
-`Download` has the positions, the slots and the retries. How an answer is asked for, read and understood is the
-matter of `HttpDownload` and of `StoreDownload`.
+`RetryingClient` decides whether a failed request is sent again. `Download` reads one object or range: it keeps the
+position, a request slot and the retries. How a request is sent and a response understood is up to its subclasses,
+`HttpDownload` and `StoreDownload`. `NetworkTransport` is the part of a transport that all networks share.
 
-What the transports that reach over a network share. Data path: dataset -> [transport] -> download -> server.
-
-What becomes of requests that fail, whatever sends them. Data path: failed request -> [client] -> retry or error.
+A download that breaks continues where it broke, if the store proves that the object is unchanged. Without such a proof,
+a read whose bytes were not returned yet starts again, and a stream fails. An object that did change is an error.
 """
 
 from __future__ import annotations
@@ -21,14 +19,14 @@ from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
-from asyncloader.transports.base import ObjectInfo, Transport, together
+from asyncloader.transports.base import ObjectInfo, Transport, gather_all
 from asyncloader.transports.checks import check_chunk_size, check_path, check_size, check_start
 from asyncloader.transports.errors import RangeOutOfBounds, ReadFailed
 from asyncloader.transports.retry import Attempts, RetryCounts, RetryPolicy
 
 if TYPE_CHECKING:
     from asyncloader.transports.client_owner import ClientOwner, Scope
-    from asyncloader.transports.retry import Broken, RetryCounts
+    from asyncloader.transports.retry import RequestFailed, RetryCounts
 
 __all__ = [
     "CHANGED",
@@ -44,11 +42,11 @@ _C = TypeVar("_C")
 
 
 class RetryingClient(ABC, Generic[_C]):
-    """Requests below one root. The network's own requests are a subclass's.
+    """Sends requests below one root and handles their failures. Subclasses add the requests themselves.
 
     Args:
         owner: has the connections.
-        retry: what is tried again and for how long.
+        retry: what is retried and for how long.
     """
 
     def __init__(self, owner: ClientOwner[_C], retry: RetryPolicy) -> None:
@@ -58,31 +56,31 @@ class RetryingClient(ABC, Generic[_C]):
 
     @abstractmethod
     def where(self, path: str | None) -> str:
-        """Give the URL of an object, or of what is nearest to it, for texts: without secrets. None: of the root."""
+        """Return the URL of an object, or the nearest one known, for texts: without secrets. None: of the root."""
 
     def attempts(self, began: float, *, share: float = 0.5) -> Attempts:
-        """Begin to keep account of an operation that has failed once; `share` as in `Attempts`."""
+        """Start to track an operation that has failed once; `share` as in `Attempts`."""
         return Attempts(self._retry, began, share=share)
 
-    def judge(self, path: str | None, broken: Broken, attempts: Attempts, now: float) -> float:
-        """Give the seconds to wait before the next attempt, and count it; raise the error if there is none."""
-        if not broken.heals:
-            raise broken.final or self.failure(path, broken) from broken.cause
-        verdict = attempts.failed(now, broken.retry_after)
+    def judge(self, path: str | None, failed: RequestFailed, attempts: Attempts, now: float) -> float:
+        """Return the seconds to wait before the next attempt, and count it; raise if there is none."""
+        if not failed.retryable:
+            raise failed.final or self.failure(path, failed) from failed.cause
+        verdict = attempts.failed(now, failed.retry_after)
         if verdict.delay is None:
             self.counts.give_up()
             times = "once" if attempts.failures == 1 else f"{attempts.failures} times"
-            raise self.failure(path, broken, f"tried {times}: {verdict.reason}") from broken.cause
-        self.counts.retry(broken.kind, verdict.delay)
+            raise self.failure(path, failed, f"tried {times}: {verdict.reason}") from failed.cause
+        self.counts.retry(failed.kind, verdict.delay)
         return verdict.delay
 
-    def failure(self, path: str | None, broken: Broken, note: str = "") -> ReadFailed:
+    def failure(self, path: str | None, failed: RequestFailed, note: str = "") -> ReadFailed:
         """Make the error of a request that failed for good; `path` None: of a listing."""
         subject = "the listing" if path is None else repr(path)
-        text = f"reading {subject} failed: {self.where(path)}: {broken.text}{'; ' + note if note else ''}"
+        text = f"reading {subject} failed: {self.where(path)}: {failed.text}{'; ' + note if note else ''}"
         error = ReadFailed(text, path=path)
-        if isinstance(broken.cause, OSError):
-            error.errno = broken.cause.errno
+        if isinstance(failed.cause, OSError):
+            error.errno = failed.cause.errno
         return error
 
 
@@ -92,21 +90,21 @@ CHANGED = (
     "the object changed while it was read; the bytes of two versions are never mixed. Read it again, and write "
     "objects under new names instead of replacing them"
 )
-"""What a subclass's error says about an object whose version is another one than before."""
+"""What a subclass's error says about an object whose version has changed."""
 
 # Bytes that count as progress, so that the budget of the retries starts again. See `Attempts.progressed`.
 _PROGRESS = 1 << 16
 
 
 class ObjectVersion(Protocol):
-    """By what one version of an object is told from another."""
+    """Identifies one version of an object."""
 
     @property
     def validator(self) -> str | None:
-        """What stands for these very bytes, None when nothing does."""
+        """An identifier of these exact bytes; None if there is none."""
 
     def differs(self, other: Self) -> bool:
-        """Whether the two are certainly not the same version."""
+        """Return whether the two are certainly not the same version."""
         ...
 
 
@@ -115,7 +113,8 @@ _V = TypeVar("_V", bound=ObjectVersion)
 
 
 class Download(ABC, Generic[_K, _V]):
-    """One object, or one range of it. `rest` gives it whole, `part` in pieces; `close` when it is left early.
+    """Reads one object, or one range of it: `rest` at once, `part` in chunks. If it is left early, `close` must be
+    called.
 
     Args:
         client: sends the requests.
@@ -125,11 +124,11 @@ class Download(ABC, Generic[_K, _V]):
         max_bytes: with `length` None, refuse an object that is larger.
 
     Attributes:
-        version: what the bytes given so far are of; None as long as nothing was answered.
+        version: the version of the bytes returned so far; None until the first response.
     """
 
     peer: ClassVar[str]
-    """What texts call the other side."""
+    """The name of the other side in texts."""
 
     def __init__(
         self, client: _K, path: str, start: int = 0, length: int | None = None, max_bytes: int | None = None
@@ -140,67 +139,67 @@ class Download(ABC, Generic[_K, _V]):
         self._start = start
         self._length = length
         self._max_bytes = max_bytes
-        self._position = start  # of the next byte that is given
+        self._position = start  # of the next byte to return
         self._end: int | None = None if length is None else start + length  # None: not known yet
-        self._mark = start  # where the retries' budget started
+        self._mark = start  # the position when the retry budget last started
         self._done = False
-        self._slots: asyncio.Semaphore | None = None  # while one of them is ours
+        self._slots: asyncio.Semaphore | None = None  # set while we hold a slot
         self._attempts: Attempts | None = None
         self._paused_at = 0.0
-        self._queued_s = 0.0  # waited for a slot since the last failure; no part of an outage
+        self._queued_s = 0.0  # time spent waiting for a slot since the last failure: not part of an outage
         self._parts: list[bytes] = []
 
     async def rest(self) -> bytes:
-        """Give all bytes."""
+        """Return all bytes."""
         await self._run(self._read_all)
         return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
 
     async def part(self, most: int) -> bytes:
-        """Give the next bytes, `most` at most; none at the end."""
+        """Return the next bytes, at most `most`; none at the end."""
         if self._attempts is not None:
-            # What the caller did meanwhile is no part of the outage.
+            # Time that the caller spent between two calls is not part of the outage.
             self._attempts.paused(asyncio.get_running_loop().time() - self._paused_at)
         data = await self._run(lambda scope: self._next(scope, most), keep=True)
         self._paused_at = asyncio.get_running_loop().time()
         return data
 
     def close(self) -> None:
-        """Drop the answer, and its connection unless it was read to its end; give the slot back."""
+        """Drop the response, and its connection unless it was read to its end; release the slot."""
         self._drop()
         if self._slots is not None:
             self._slots.release()
             self._slots = None
 
-    # --- what a subclass adds
+    # --- implemented by subclasses
 
     @abstractmethod
     async def _next(self, scope: Scope, most: int) -> bytes:
-        """Give the next bytes, `most` at most (0: as they come); none at the end. Calls `_finish` there."""
+        """Return the next bytes, at most `most` (0: as they arrive); none at the end. Calls `_finish` there."""
 
     @abstractmethod
-    def _trouble(self, error: BaseException) -> Broken | None:
-        """Say what an error means; None when it is not the store's. The answer has not been dropped yet."""
+    def _classify_error(self, error: BaseException) -> RequestFailed | None:
+        """Classify an error; None if it does not come from the store. Called before the response is dropped."""
 
     @abstractmethod
     def _drop(self) -> None:
-        """Let go of the answer, if there is one."""
+        """Drop the response, if there is one."""
 
     def _restart(self) -> None:
-        """Begin again, with whatever version the object has then."""
+        """Start again, with whatever version the object has now."""
         self._position = self._mark = self._start
         self._end = None if self._length is None else self._start + self._length
         self.version = None
         self._parts.clear()
 
     def _finish(self) -> None:
-        """Note that all bytes were given."""
+        """Note that all bytes were returned."""
         self._done = True
         self.close()
 
-    # --- what is the same for all
+    # --- common to all
 
     async def _run(self, step: Callable[[Scope], Awaitable[_R]], *, keep: bool = False) -> _R:
-        """Do `step` until it succeeds, or fails in a way that does not heal. `keep`: bytes given stay given."""
+        """Repeat `step` until it succeeds or fails for good. `keep`: the bytes so far were returned to the caller."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         self._queued_s = 0.0
@@ -210,17 +209,17 @@ class Download(ABC, Generic[_K, _V]):
                     return await step(scope)
             except BaseException as error:
                 try:
-                    broken = self._trouble(error)
+                    failed = self._classify_error(error)
                 finally:
                     self.close()
-                if broken is None:
+                if failed is None:
                     raise
                 proved = self.version is not None and self.version.validator is not None
                 if keep and self._position > self._start and not proved:
                     note = f"{self._position - self._start:,} bytes were given already"
                     if self.version is not None:
                         note += f", and the {self.peer} sends no strong ETag by which to go on safely"
-                    raise self._client.failure(self._path, broken, note) from broken.cause
+                    raise self._client.failure(self._path, failed, note) from failed.cause
                 if self._attempts is None:
                     self._attempts = self._client.attempts(began)
                 self._attempts.paused(self._queued_s)
@@ -228,7 +227,7 @@ class Download(ABC, Generic[_K, _V]):
                 if proved and self._position - self._mark >= _PROGRESS:
                     self._attempts.progressed(loop.time())
                     self._mark = self._position
-                delay = self._client.judge(self._path, broken, self._attempts, loop.time())
+                delay = self._client.judge(self._path, failed, self._attempts, loop.time())
             if not proved:
                 self._restart()
             elif self._position > self._start:
@@ -240,7 +239,9 @@ class Download(ABC, Generic[_K, _V]):
             self._parts.append(data)
 
     async def _take_slot(self) -> None:
-        """Wait until a request may be made; `close` gives the slot back. Within a scope: that has seen to the loop."""
+        """Wait until a request may be sent; `close` releases the slot. Called within a scope, which has checked the
+        loop.
+        """
         slots = self._client.owner.slots
         if slots.locked():
             loop = asyncio.get_running_loop()
@@ -264,7 +265,7 @@ class Download(ABC, Generic[_K, _V]):
 async def read_blocks(
     client: RetryingClient[Any], path: str, downloads: Sequence[Download[Any, Any]], requests: int
 ) -> list[bytes]:
-    """Read ranges of one object, `requests` of them at the same time at most; in order.
+    """Read ranges of one object, at most `requests` at the same time; in order.
 
     Raises:
         ReadFailed: the object changed between the requests.
@@ -278,7 +279,7 @@ async def read_blocks(
         async with slots:
             return await download.rest()
 
-    blocks = await together(fetch(download) for download in downloads)
+    blocks = await gather_all(fetch(download) for download in downloads)
     versions = [download.version for download in downloads if download.version is not None]
     if any(versions[0].differs(each) for each in versions):
         raise ReadFailed(
@@ -290,15 +291,15 @@ async def read_blocks(
 
 
 class NetworkTransport(Transport, Generic[_K]):
-    """A transport whose objects are read by downloads that are tried again; `retries` counts that.
+    """A transport that reads objects by downloads with retries, which `retries` counts.
 
     Args:
         client: sends the requests.
-        root: the URL as it was given, and the first argument of the subclass's constructor.
+        root: the URL as it was given; the first argument of the subclass's constructor.
         options: its other arguments, by name.
     """
 
-    # Refuses a path that cannot be an object's here, with InvalidPath.
+    # Raises InvalidPath for paths that cannot name an object here.
     _check = staticmethod(check_path)
 
     def __init__(self, client: _K, root: str, options: Mapping[str, Any]) -> None:
@@ -315,7 +316,7 @@ class NetworkTransport(Transport, Generic[_K]):
 
     @property
     def retries(self) -> RetryCounts:
-        """What was tried again so far, by this transport in this process."""
+        """Retry statistics of this transport in this process."""
         return self._client.counts
 
     async def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
@@ -343,7 +344,7 @@ class NetworkTransport(Transport, Generic[_K]):
         return await self._download(path, start, length).rest()
 
     async def read_ranges(self, path: str, ranges: Iterable[tuple[int, int]]) -> Sequence[bytes]:
-        """Read ranges, near ones in one request, all of one version of the object. As `Transport.read_ranges`.
+        """Read ranges, nearby ones in one request, all of one version of the object. As `Transport.read_ranges`.
 
         Raises:
             ReadFailed: also when the object changed between the requests.
@@ -371,7 +372,7 @@ class NetworkTransport(Transport, Generic[_K]):
             download.close()
 
     async def aclose(self) -> None:
-        """End calls in progress with TransportClosed, and close the connections. As `Transport.aclose`."""
+        """Interrupt calls in progress with TransportClosed, and close the connections. As `Transport.aclose`."""
         await self._client.owner.aclose()
 
     @abstractmethod
@@ -382,7 +383,7 @@ class NetworkTransport(Transport, Generic[_K]):
 
 
 def check_limits(requests: int, **seconds: float) -> None:
-    """Refuse what cannot be a limit of the requests in progress, or of a wait.
+    """Check the limits of concurrent requests and of waits.
 
     Raises:
         ValueError: `requests` is below 1, or one of the `seconds` is not above 0 and finite.

@@ -1,19 +1,19 @@
-"""Every error that a transport raises, by meaning. Off the data path: raised beside every read.
+"""The errors that transports raise.
 
     LoaderError                     root of the package (`asyncloader.errors`)
     +-- TransportError              root of this family
         +-- UnknownScheme           no transport serves this URL (also a ValueError)
         +-- InvalidPath             not a legal path, or it leads out of the root (also a ValueError)
-        +-- ObjectNotFound          nothing is stored under this path (also a FileNotFoundError)
-        +-- AccessDenied            it exists, and we may not read it (also a PermissionError)
+        +-- ObjectNotFound          there is no object at this path (also a FileNotFoundError)
+        +-- AccessDenied            no permission to read it (also a PermissionError)
         +-- ObjectTooLarge          larger than the caller's `max_bytes` (also a ValueError)
         +-- RangeOutOfBounds        the range ends after the object does (also a ValueError)
-        +-- ReadFailed              broken: the disk, server or network failed (also an OSError)
-        |   +-- SizeUnknown         it can be read; how large it is, the store does not say
-        +-- TransportClosed         closed: we ended it, by `aclose()` (also a RuntimeError)
+        +-- ReadFailed              the disk, server or network failed (also an OSError)
+        |   +-- SizeUnknown         it can be read, but the store does not provide its size
+        +-- TransportClosed         the transport was closed by `aclose()` (also a RuntimeError)
 
-Each error takes its message first and keeps what it is about as attributes. All of them pickle, and all can
-be made from a message alone, which is how an error that a worker process met is raised again by the consumer.
+Each error takes its message first and has the details as attributes. All of them pickle, and can be constructed from
+a message alone: so an error of a worker process can be raised again by the consumer.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ __all__ = [
 
 
 class TransportError(LoaderError):
-    """Root of the errors that transports raise.
+    """Base class of the errors that transports raise.
 
     Attributes:
-        path: the path that was asked for, None when the error is about no single path.
+        path: the requested path; None if the error concerns no single path.
     """
 
     def __init__(self, message: str, *, path: str | None = None) -> None:
@@ -58,7 +58,7 @@ class InvalidPath(TransportError, ValueError):
 
 
 class ObjectNotFound(TransportError, FileNotFoundError):
-    """Nothing that can be read is stored under this path. `errno` is ENOENT."""
+    """There is no readable object at this path. `errno` is ENOENT."""
 
     def __init__(self, message: str, *, path: str | None = None) -> None:
         super().__init__(message, path=path)
@@ -66,7 +66,7 @@ class ObjectNotFound(TransportError, FileNotFoundError):
 
 
 class AccessDenied(TransportError, PermissionError):
-    """The store has it and does not let us read it. `errno` is EACCES."""
+    """The store refuses to let us read the object. `errno` is EACCES."""
 
     def __init__(self, message: str, *, path: str | None = None) -> None:
         super().__init__(message, path=path)
@@ -74,10 +74,10 @@ class AccessDenied(TransportError, PermissionError):
 
 
 class ObjectTooLarge(TransportError, ValueError):
-    """The object is larger than the caller allowed; nothing was allocated for it.
+    """The object is larger than the caller allowed; no memory was allocated for it.
 
     Attributes:
-        size: bytes that the object has, as far as they were counted; None when unknown.
+        size: bytes that the object has, or that were counted; None if unknown.
         max_bytes: bytes that the caller allowed.
     """
 
@@ -90,10 +90,10 @@ class ObjectTooLarge(TransportError, ValueError):
 
 
 class RangeOutOfBounds(TransportError, ValueError):
-    """The byte range ends after the object does; a short answer is never given.
+    """The byte range ends after the object does; transports never return fewer bytes than requested.
 
     Attributes:
-        size: bytes that the object has, None when the store did not say.
+        size: bytes that the object has; None if the store did not say.
     """
 
     def __init__(self, message: str, *, path: str | None = None, size: int | None = None) -> None:
@@ -102,15 +102,15 @@ class RangeOutOfBounds(TransportError, ValueError):
 
 
 class ReadFailed(TransportError, OSError):
-    """The store broke while it was read. `__cause__` is the original error, `errno` its number if any."""
+    """Reading from the store failed. `__cause__` is the original error, `errno` its number if it has one."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # OSError's own forgets an `errno` that was set afterwards.
+        # OSError.__reduce__ loses an `errno` that was set after construction.
         return type(self), self.args, {**vars(self), "errno": self.errno}
 
 
 class SizeUnknown(ReadFailed):
-    """The store gives the object, and does not say how large it is when asked for that."""
+    """The store provides the object, but not its size."""
 
 
 class TransportClosed(TransportError, RuntimeError):

@@ -1,9 +1,9 @@
-"""Objects of a web server, ``http://`` and ``https://``. Data path: dataset -> [http] -> sample.
+"""`HttpTransport`: reads objects from a web server, ``http://`` and ``https://``.
 
-`HttpTransport` is the contract of `base.py`; below it lie, in this order: `http_download` (one object over as
-many requests as it takes), `http_client` (addresses, redirects), `http_session` (aiohttp's connections, by loop
-and process), and the pure `http_answers`, `http_trouble` and `retry`. What is the same for every network:
-`network`, `download`, `retrying_client`, `client_owner`.
+Data path: dataset -> [http] -> http_download -> http_client -> server.
+
+`http_download` reads one object over as many requests as it takes, `http_client` sends the requests, and `http_answers`
+interprets the responses. `download`, `client_owner` and `retry` are shared with the object stores.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ __all__ = ["HttpTransport"]
 
 
 class HttpTransport(NetworkTransport[HttpClient]):
-    """The objects below a URL. Failures that heal are retried (`retry`); `retries` counts them.
+    """The objects below a URL. Retryable failures are retried (see `retry`) and counted in `retries`.
 
-    Proxies come from the environment (``https_proxy``, ``no_proxy``). Redirects are followed, ten at most. A server
-    without byte ranges sends the bytes before a stream's `start` as well; they are passed over.
+    Proxies are taken from the environment (``https_proxy``, ``no_proxy``). Redirects are followed, ten at most. If a
+    server does not support byte ranges, the bytes before a stream's `start` are received and dropped.
 
     Args:
         root: ``https://host/directory``. A user and password in it are sent as basic authentication. A query
-            (``?sig=...``) is added to every object's URL. Neither is shown in texts. An escaped slash (``%2F``) at its
-            end is followed by the object's path as ``/`` is.
-        headers: sent to the root's own host with every request, for example
-            ``{"Authorization": "Bearer ..."}``; or a function that gives them, plain or async, and is asked
-            before every attempt, so that it can renew a token. It must pickle if the transport is to.
-        listing: path of an object with one path on each line, in UTF-8, which `list` reads: HTTP itself has
-            no listing. None: `list` raises.
-        retry: what is tried again and for how long. Default: `RetryPolicy()`.
-        requests: requests in progress at most, and so connections; an open stream is one. Default 256.
+            (``?sig=...``) is added to every object's URL. Neither is shown in texts. If it ends with an escaped slash
+            (``%2F``), the object's path follows it as it would follow ``/``.
+        headers: sent with every request to the root's own host, for example ``{"Authorization": "Bearer ..."}``; or a
+            function that returns them, plain or async, which is called before every attempt, so that it can renew a
+            token. It must be picklable if the transport is to be.
+        listing: path of a UTF-8 object with one path per line, which `list` reads: HTTP itself has no listing. None:
+            `list` raises.
+        retry: what is retried and for how long. Default: `RetryPolicy()`.
+        requests: maximum number of concurrent requests, and so of connections; an open stream is one. Default 256.
         connect_s: seconds for an address to accept a connection. Default 10.
-        first_byte_s: seconds for a request's answer to begin, the connection included. Default 60.
-        stalled_s: seconds without one more byte after which an answer counts as broken. Default 30.
-        encoded: take a body with a ``Content-Encoding`` as the object's bytes as they come, without decoding.
-            Default False: refuse it, because sizes and ranges would be those of other bytes.
-        verify: compare whole objects with the digest that the server declares (``Repr-Digest``,
-            ``x-goog-hash``, ``Content-MD5``), if it does. Default True.
+        first_byte_s: seconds until a request's response begins, including the connection. Default 60.
+        stalled_s: seconds without new bytes after which a response counts as broken. Default 30.
+        encoded: accept a body with a ``Content-Encoding`` as the object's bytes, without decoding it. Default False:
+            refuse it, because sizes and ranges would refer to other bytes.
+        verify: compare whole objects with the digest that the server declares (``Repr-Digest``, ``x-goog-hash``,
+            ``Content-MD5``), if any. Default True.
 
     Raises:
         ValueError: the URL is no http or https URL, or a number is out of bounds.
@@ -92,11 +92,11 @@ class HttpTransport(NetworkTransport[HttpClient]):
         return cls(url, **options)
 
     async def list(self, prefix: str = "") -> AsyncGenerator[str, None]:
-        """Give the paths of the `listing` object, sorted, each once. As `Transport.list`.
+        """Return the paths in the `listing` object, sorted, without duplicates. As `Transport.list`.
 
         Raises:
             TransportError: the transport was made without `listing`.
-            InvalidPath: the listing holds a line that is no path.
+            InvalidPath: a line of the listing is not a valid path.
         """
         check_prefix(prefix)
         self._client.owner.use()
@@ -117,14 +117,14 @@ class HttpTransport(NetworkTransport[HttpClient]):
             self._client.owner.use()
 
     async def size(self, path: str) -> int:
-        """Give an object's size, by HEAD, or by a GET of one byte where that fails. As `Transport.size`."""
+        """Return an object's size, by HEAD, or by a GET of one byte if HEAD fails. As `Transport.size`."""
         check_path(path)
         return (await HttpDownload(self._client, path).info()).size
 
     async def info(self, path: str) -> ObjectInfo:
-        """Give an object's size and version, with the request that `size` makes. As `Transport.info`.
+        """Return an object's size and version, with the same request as `size`. As `Transport.info`.
 
-        The version is a strong ETag, or where there is none a ``Last-Modified`` that is a minute old or more.
+        The version is a strong ETag, otherwise a ``Last-Modified`` date that is at least a minute old.
         """
         check_path(path)
         return await HttpDownload(self._client, path).info()
@@ -150,7 +150,7 @@ def _check_root(root: str) -> None:
     try:
         parts = urlsplit(root)
         host = parts.hostname
-        parts.port  # noqa: B018 - raises on a port that is none
+        parts.port  # noqa: B018 - raises for an invalid port
     except ValueError as error:
         raise ValueError(f"{safe_url(root)!r} is malformed: {error}") from None
     if parts.scheme.lower() not in {"http", "https"} or not host:

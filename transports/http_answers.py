@@ -1,7 +1,9 @@
-"""What the heads of HTTP answers mean (pure). Data path: http answer -> [meaning] -> error, or where bytes belong.
+"""Interprets the heads of HTTP responses: versions, ranges, digests and statuses. Pure.
 
-Nothing here raises on a hostile header: what cannot be understood counts as not said. Texts for users name
-URLs by `safe_url`, because userinfo and query strings carry passwords and signatures.
+Data path: http_client, http_download -> [http_answers].
+
+No hostile header causes an exception here: an invalid header counts as missing. Texts for users show URLs by
+`safe_url`, because userinfo and query strings contain passwords and signatures.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ _CONTENT_RANGE = re.compile(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,
 _REPR_DIGEST = re.compile(r"(sha-256|sha-512)=:([A-Za-z0-9+/=]+):")
 _GOOGLE_MD5 = re.compile(r"(?:^|[ ,])md5=([A-Za-z0-9+/=]+)")
 
-# RFC 9110 section 8.8.2.2: a date is a strong validator when the answer was made at least a second after it. A
-# minute, as in RFC 7232, leaves room for clocks that differ.
+# RFC 9110 section 8.8.2.2: a date is a strong validator if the response was made at least a second after it. A minute,
+# as in RFC 7232, allows for differing clocks.
 _SETTLED_S = 60.0
 
 
@@ -48,13 +50,13 @@ class ContentRange(NamedTuple):
 
 
 class Version(NamedTuple):
-    """By what one version of an object is told from another.
+    """Identifies one version of an object.
 
     Attributes:
-        etag: as sent, weak or strong; None when there is none.
+        etag: as sent, weak or strong; None if there is none.
         modified: the ``Last-Modified`` header as sent.
-        settled: whether `modified` is so long ago that a later change would have another date.
-        size: bytes of the whole object, None when not said.
+        settled: whether `modified` is old enough that any later change would have a different date.
+        size: bytes of the whole object, None if not stated.
     """
 
     etag: str | None
@@ -64,7 +66,7 @@ class Version(NamedTuple):
 
     @classmethod
     def of(cls, headers: Headers, size: int | None) -> Version:
-        """Read the version from an answer's headers."""
+        """Read the version from a response's headers."""
         etag = headers.get("ETag") or None
         modified = headers.get("Last-Modified") or None
         settled = False
@@ -74,13 +76,13 @@ class Version(NamedTuple):
 
     @property
     def validator(self) -> str | None:
-        """What to send as ``If-Range``, None when nothing proves byte-for-byte equality."""
+        """The value for ``If-Range``; None if nothing proves that the bytes are equal."""
         if self.etag is not None:
             return None if self.etag.startswith(("W/", "w/")) else self.etag
         return self.modified if self.settled else None
 
     def differs(self, other: Version) -> bool:
-        """Whether the two are certainly not the same version."""
+        """Return whether the two are certainly not the same version."""
         if None not in {self.size, other.size} and self.size != other.size:
             return True
         if self.etag is not None and other.etag is not None:
@@ -88,18 +90,18 @@ class Version(NamedTuple):
         return None not in {self.modified, other.modified} and self.modified != other.modified
 
     def proves(self, other: Version) -> bool:
-        """Whether the two are certainly the same version, byte for byte."""
+        """Return whether the two are certainly the same version, byte for byte."""
         return self.validator is not None and self.validator == other.validator and not self.differs(other)
 
 
 def content_length(headers: Headers) -> int | None:
-    """Give the ``Content-Length``, None when there is none or it is no number."""
+    """Return the ``Content-Length``; None if it is missing or not a number."""
     value = headers.get("Content-Length", "").strip()
     return int(value) if _NUMBER.fullmatch(value) else None
 
 
 def parse_content_range(value: str | None) -> ContentRange | None:
-    """Read a ``Content-Range``; None when there is none, it is no byte range, or it contradicts itself."""
+    """Parse a ``Content-Range``; None if it is missing, not a byte range, or contradicts itself."""
     match = _CONTENT_RANGE.fullmatch((value or "").strip())
     if match is None:
         return None
@@ -114,16 +116,16 @@ def parse_content_range(value: str | None) -> ContentRange | None:
 
 
 def foreign_encoding(headers: Headers) -> str | None:
-    """Give the ``Content-Encoding`` if the body is not the object as it is, else None."""
+    """Return the ``Content-Encoding`` if the body is not the object's own bytes, otherwise None."""
     value = headers.get("Content-Encoding", "").strip()
     return None if value.lower() in {"", "identity"} else value
 
 
 def declared_digest(headers: Headers) -> tuple[str, bytes] | None:
-    """Give the digest of the whole body that the server declares: hashlib's name and the value.
+    """Return the digest of the whole body that the server declares: hashlib's name and the value.
 
-    Of ``Repr-Digest`` (RFC 9530; sha-256, sha-512), ``x-goog-hash`` (md5) and ``Content-MD5``, the first. Google's is
-    of the bytes as they are stored: where it unpacks them on the way, nothing is declared for what arrives.
+    The first of ``Repr-Digest`` (RFC 9530; sha-256, sha-512), ``x-goog-hash`` (md5) and ``Content-MD5``. Google's
+    digest is of the stored bytes: if Google decompresses them for the response, it is ignored.
     """
     if match := _REPR_DIGEST.search(headers.get("Repr-Digest", "")):
         name = match[1].replace("-", "")
@@ -136,7 +138,7 @@ def declared_digest(headers: Headers) -> tuple[str, bytes] | None:
 
 
 def safe_url(url: str) -> str:
-    """Give the URL without what may be secret: userinfo, the values of its query, and the fragment."""
+    """Return the URL without what may be secret: userinfo, the values of its query, and the fragment."""
     try:
         parts = urlsplit(url)
         host = parts.netloc.rpartition("@")[2]
@@ -146,14 +148,14 @@ def safe_url(url: str) -> str:
 
 
 def status_error(status: int, reason: str | None, url: str, path: str, note: str = "") -> TransportError:
-    """Make the error for an answer that has no object in it.
+    """Make the error for a response that does not contain the object.
 
     Args:
         status: the HTTP status.
-        reason: the server's words for it.
-        url: what was asked, secrets included.
+        reason: the server's reason phrase.
+        url: the requested URL, including secrets.
         path: the object's path in its transport.
-        note: what else there is to say, a clause.
+        note: an additional clause.
     """
     answer = f"{safe_url(url)} answered {status}{' ' + reason[:80] if reason else ''}{'; ' + note if note else ''}"
     if status in {404, 410}:

@@ -1,15 +1,14 @@
-"""One server's requests: addresses, headers, redirects and retries. Data path: download -> [client] -> session.
+"""Sends requests to one web server: addresses, headers, redirects, connections, and the meaning of errors.
 
-Redirects are followed here, not by aiohttp: what authorises us goes to the root's own origin and to no other,
-and never from https to http.
+Data path: http_download -> [http_client: HttpClient, SessionOwner] -> aiohttp -> server.
 
-What aiohttp's errors mean, and which of them heal. Data path: aiohttp's error -> [trouble] -> retry or error.
+Redirects are followed here, not by aiohttp: credentials are sent to the root's own origin only, and a redirect from
+https to http is refused.
 
-aiohttp's session, owned by one loop and process. Data path: download -> [session: connections] -> server.
+`SessionOwner` owns aiohttp's session (see `client_owner`). After a fork the child opens a session of its own: the
+parent's sockets are shared with the child, and with epoll so is the set of descriptors that the parent's loop watches.
 
-What an owner does is in `client_owner`; here is what is aiohttp's. *After a fork* the child makes a session of
-its own: the sockets of the parent's are the parent's as well, and so, with epoll, is the set of what the
-parent's loop watches.
+`classify_error` translates aiohttp's errors and decides which of them are retryable.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from asyncloader.transports.client_owner import ClientOwner
 from asyncloader.transports.download import RetryingClient
 from asyncloader.transports.errors import ReadFailed, TransportError
 from asyncloader.transports.http_answers import safe_url, status_error
-from asyncloader.transports.retry import Broken, RetryPolicy, error_heals, parse_retry_after
+from asyncloader.transports.retry import RequestFailed, RetryPolicy, is_retryable, parse_retry_after
 
 if TYPE_CHECKING:
     import aiohttp
@@ -37,9 +36,9 @@ __all__ = [
     "HeaderSource",
     "HttpClient",
     "SessionOwner",
+    "classify_error",
     "escaped",
     "origin_of",
-    "trouble_of",
 ]
 
 _HEADERS = {"Accept-Encoding": "identity", "User-Agent": "asyncloader"}
@@ -49,8 +48,8 @@ class SessionOwner(ClientOwner["aiohttp.ClientSession"]):
     """The connections of one transport, and its calls in progress.
 
     Args:
-        name: the transport for texts, without secrets.
-        requests: requests that are in progress at the same time at most, at least 1.
+        name: the transport's name for texts, without secrets.
+        requests: maximum number of concurrent requests, at least 1.
         connect_s: seconds that one address may take to accept a connection.
     """
 
@@ -59,7 +58,7 @@ class SessionOwner(ClientOwner["aiohttp.ClientSession"]):
         self._connect_s = connect_s
 
     def open_client(self) -> aiohttp.ClientSession:
-        """Make a session. Raises TransportError when aiohttp is missing."""
+        """Open a session. Raises TransportError if aiohttp is missing."""
         try:
             import aiohttp
         except ImportError as error:
@@ -67,8 +66,8 @@ class SessionOwner(ClientOwner["aiohttp.ClientSession"]):
                 "http and https need aiohttp, which is not installed; install it by: pip install 'asyncloader[http]'"
             ) from error
         return aiohttp.ClientSession(
-            # The slots are the limit. The system looks names up, also where aiodns is installed, which aiohttp would
-            # prefer: its errors do not tell a name server without an answer from a name that does not exist.
+            # The slots limit the connections. Names are looked up by the system, not by aiodns, which aiohttp would
+            # prefer: its errors do not distinguish a silent name server from a name that does not exist.
             connector=aiohttp.TCPConnector(limit=0, resolver=aiohttp.ThreadedResolver()),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
@@ -83,7 +82,7 @@ class SessionOwner(ClientOwner["aiohttp.ClientSession"]):
 
     @staticmethod
     def leave_to_parent(client: aiohttp.ClientSession) -> object:
-        """Keep the connections open, which are the parent's as well. As `ClientOwner.leave_to_parent`."""
+        """Keep the connections open, because they are also the parent's. As `ClientOwner.leave_to_parent`."""
         if (connector := client.connector) is None:
             return None
         connector._closed = True  # its finalizer would close the parent's connections
@@ -92,7 +91,7 @@ class SessionOwner(ClientOwner["aiohttp.ClientSession"]):
 
 
 HeaderSource = Mapping[str, str] | Callable[[], Mapping[str, str] | Awaitable[Mapping[str, str]]]
-"""Headers, or what gives them, plain or async, before each request."""
+"""Headers, or a function that returns them before each request, plain or async."""
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MOST_REDIRECTS = 10
@@ -105,7 +104,7 @@ _VISIBLE = bytes(range(0x21, 0x7F)).decode()
 
 
 class HttpClient(RetryingClient["aiohttp.ClientSession"]):
-    """Requests below one root URL. The arguments are `HttpTransport`'s."""
+    """Requests below one root URL. The arguments are those of `HttpTransport`."""
 
     def __init__(
         self,
@@ -140,15 +139,15 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
         self._proxies: dict[tuple[str, str], str | None] = {}
 
     def url(self, path: str) -> str:
-        """Give an object's URL, without userinfo."""
+        """Return an object's URL, without userinfo."""
         return self._base + quote(path, PATH_SAFE, errors="surrogateescape") + self._query
 
     def where(self, path: str | None) -> str:
-        """Give the URL of an object, or of the root, without secrets. As `RetryingClient.where`."""
+        """Return the URL of an object, or of the root, without secrets. As `RetryingClient.where`."""
         return self.root if path is None else safe_url(self.url(path))
 
     async def request(self, method: str, path: str, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
-        """Send a request, follow redirects, and give the answer, whatever its status; the caller releases it."""
+        """Send a request, follow redirects, and return the response, whatever its status; the caller releases it."""
         from yarl import URL
 
         session = self.owner.use()
@@ -160,9 +159,9 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
             proxy = self._proxies[origin] if origin in self._proxies else self._find_proxy(origin, url.raw_host)
             try:
                 response = await session.request(method, url, headers=sent, allow_redirects=False, proxy=proxy)
-            except UnicodeError:  # of the look-up: a part of the name is empty, or longer than 63 letters
+            except UnicodeError:  # from the name look-up: a label is empty, or longer than 63 letters
                 text = f"{safe_url(str(url))} has a host that is no legal name"
-                raise Broken("request", text, heals=False) from None
+                raise RequestFailed("request", text, retryable=False) from None
             if response.status not in _REDIRECTS or "Location" not in response.headers:
                 return response
             response.release()
@@ -183,19 +182,19 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
 
     # --- failures
 
-    def trouble(self, error: BaseException, answering: bool) -> Broken | None:
-        """As `trouble_of`."""
-        return trouble_of(error, answering, self._retry.statuses)
+    def classify_error(self, error: BaseException, answering: bool) -> RequestFailed | None:
+        """As the function `classify_error`, with the policy's statuses."""
+        return classify_error(error, answering, self._retry.statuses)
 
-    def bad_status(self, path: str, response: aiohttp.ClientResponse) -> Broken:
-        """Say what an answer without an object means."""
+    def bad_status(self, path: str, response: aiohttp.ClientResponse) -> RequestFailed:
+        """Classify a response that does not contain the object."""
         status = response.status
         note = "the server reports success without the object" if status < 300 else ""
         final = status_error(status, response.reason, str(response.url), path, note)
-        return Broken(
+        return RequestFailed(
             f"status {status}",
             f"status {status} {(response.reason or '')[:80]}".rstrip(),
-            heals=status in self._retry.statuses,
+            retryable=status in self._retry.statuses,
             retry_after=parse_retry_after(response.headers.get("Retry-After"), time.time()),
             final=final,
         )
@@ -203,7 +202,7 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
     def refused(
         self, path: str, response: aiohttp.ClientResponse, why: str, kind: type[ReadFailed] = ReadFailed
     ) -> ReadFailed:
-        """Make the error for an answer that must not be used."""
+        """Make the error for a response that must not be used."""
         where = safe_url(str(response.url))
         return kind(f"reading {path!r} failed: {where} answered {response.status}, but {why}", path=path)
 
@@ -215,7 +214,7 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
         return {**self._own, **(await given if inspect.isawaitable(given) else given)}
 
     def _find_proxy(self, origin: tuple[str, str], host: str | None) -> str | None:
-        """Give the proxy that the environment names for an origin (``https_proxy``, ``no_proxy`` and so on)."""
+        """Return the proxy that the environment names for an origin (``https_proxy``, ``no_proxy`` and so on)."""
         from urllib.request import getproxies, proxy_bypass
 
         found = getproxies().get(origin[0])
@@ -224,12 +223,12 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
 
 
 def escaped(text: str) -> str:
-    """Give the text of a URL, or of a part of one, with spaces and letters beyond ASCII escaped, and nothing else."""
+    """Escape spaces and non-ASCII characters in a URL or a part of one, and nothing else."""
     return quote(text, safe=_VISIBLE, errors="surrogateescape")
 
 
 def origin_of(url: URL) -> tuple[str, str, int | None]:
-    """Give the origin of a URL (RFC 6454): ``https://host`` and ``https://HOST:443`` have the same."""
+    """Return the origin of a URL (RFC 6454): ``https://host`` and ``https://HOST:443`` have the same."""
     return url.scheme, (url.raw_host or "").lower(), url.port
 
 
@@ -237,15 +236,15 @@ def _basic(user: str, password: str | None) -> str:
     return "Basic " + base64.b64encode(f"{unquote(user)}:{unquote(password or '')}".encode()).decode()
 
 
-def trouble_of(error: BaseException, answering: bool, statuses: frozenset[int]) -> Broken | None:
-    """Say what `error` means; None when it is not the network's.
+def classify_error(error: BaseException, answering: bool, statuses: frozenset[int]) -> RequestFailed | None:
+    """Translate an error of a request; None if it does not come from the network.
 
     Args:
         error: what the attempt raised.
-        answering: whether the head of the answer had arrived.
-        statuses: the statuses that heal.
+        answering: whether the head of the response had arrived.
+        statuses: the retryable statuses.
     """
-    if isinstance(error, Broken):
+    if isinstance(error, RequestFailed):
         return error
     if isinstance(error, TransportError) or not isinstance(error, Exception):
         return None
@@ -253,37 +252,41 @@ def trouble_of(error: BaseException, answering: bool, statuses: frozenset[int]) 
 
     match error:
         case aiohttp.ConnectionTimeoutError():
-            return Broken("connect time-out", "the server did not accept a connection in time")
+            return RequestFailed("connect time-out", "the server did not accept a connection in time")
         case aiohttp.ClientConnectorCertificateError():
             certificate = error.certificate_error
             text = f"the certificate of {error.host}:{error.port} is refused: {certificate}"
-            return Broken("certificate", text, heals=False, cause=certificate)
+            return RequestFailed("certificate", text, retryable=False, cause=certificate)
         case aiohttp.ClientConnectorError():
             inner = error.os_error
             text = f"no connection to {error.host}:{error.port}: {_words(inner)}"
-            return Broken("connection", text, heals=error_heals(inner), cause=inner)
+            return RequestFailed("connection", text, retryable=is_retryable(inner), cause=inner)
         case aiohttp.ServerTimeoutError() | TimeoutError():
             text = "the answer stalled" if answering else "no answer came in time"
-            return Broken("stalled" if answering else "no answer", text)
+            return RequestFailed("stalled" if answering else "no answer", text)
         case aiohttp.ClientPayloadError():
-            return Broken("broken body", "the connection broke in the middle of the answer", cause=error)
-        case aiohttp.ClientHttpProxyError():  # https through a proxy: it was asked for a way, and not for the object
+            return RequestFailed("broken body", "the connection broke in the middle of the answer", cause=error)
+        case aiohttp.ClientHttpProxyError():  # https through a proxy: the answer to CONNECT, not to the request
             text = f"the proxy answered {error.status} {error.message[:80]}".rstrip()
             asked = error.headers.get("Retry-After") if error.headers is not None else None
             after = parse_retry_after(asked, time.time())
-            return Broken(f"proxy {error.status}", text, heals=error.status in statuses, retry_after=after)
+            return RequestFailed(f"proxy {error.status}", text, retryable=error.status in statuses, retry_after=after)
         case aiohttp.ClientResponseError():
-            # Its own text has the whole URL in it.
-            return Broken("not http", f"the answer is not legal HTTP: {error.message[:200]!r}", heals=False)
+            # Its own text contains the whole URL.
+            return RequestFailed("not http", f"the answer is not legal HTTP: {error.message[:200]!r}", retryable=False)
         case aiohttp.ClientOSError():
-            heals = error_heals(error) or isinstance(error.__cause__, ssl.SSLEOFError)
-            return Broken("connection", f"the connection broke: {_words(error)}", heals=heals, cause=error)
+            retryable = is_retryable(error) or isinstance(error.__cause__, ssl.SSLEOFError)
+            return RequestFailed(
+                "connection", f"the connection broke: {_words(error)}", retryable=retryable, cause=error
+            )
         case aiohttp.ClientConnectionError():
-            return Broken("connection", f"the connection broke: {type(error).__name__}", cause=error)
+            return RequestFailed("connection", f"the connection broke: {type(error).__name__}", cause=error)
         case aiohttp.ClientError():
-            return Broken("request", f"the request cannot be made: {type(error).__name__}", heals=False)
+            return RequestFailed("request", f"the request cannot be made: {type(error).__name__}", retryable=False)
         case OSError():
-            return Broken("connection", f"the connection broke: {error}", heals=error_heals(error), cause=error)
+            return RequestFailed(
+                "connection", f"the connection broke: {error}", retryable=is_retryable(error), cause=error
+            )
         case _:
             return None
 

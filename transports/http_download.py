@@ -1,7 +1,9 @@
-"""An object's bytes over http. Data path: server -> [download] -> transport's caller.
+"""Downloads one object over HTTP: sends range requests, checks the responses, and resumes after a break.
 
-What a download is, is in `download`; here is how aiohttp's answers are asked for and understood. A broken one goes
-on by ``Range`` and ``If-Range``, if the server had given a strong ETag, or a date of modification long past.
+Data path: http -> [http_download] -> http_client -> server.
+
+See `download` for what is common to all downloads. A broken download continues with ``Range`` and ``If-Range``, if the
+server sent a strong ETag or an old enough date of modification.
 """
 
 from __future__ import annotations
@@ -22,19 +24,19 @@ from asyncloader.transports.http_answers import (
     parse_content_range,
 )
 from asyncloader.transports.http_client import HttpClient
-from asyncloader.transports.retry import Broken
+from asyncloader.transports.retry import RequestFailed
 
 if TYPE_CHECKING:
     import aiohttp
 
 __all__ = ["HttpDownload"]
 
-# Answers to HEAD of servers that do serve GET: not allowed, not implemented, or an URL that is signed for GET alone.
+# Responses to HEAD of servers that do support GET: not allowed, not implemented, or the URL is signed for GET only.
 _NO_HEAD = frozenset({403, 405, 501})
 
 
 class HttpDownload(Download[HttpClient, Version]):
-    """One object of a web server, or one range of it. The arguments are `Download`'s."""
+    """One object of a web server, or one range of it. The arguments are those of `Download`."""
 
     peer = "server"
 
@@ -42,20 +44,20 @@ class HttpDownload(Download[HttpClient, Version]):
         self, client: HttpClient, path: str, start: int = 0, length: int | None = None, max_bytes: int | None = None
     ) -> None:
         super().__init__(client, path, start, length, max_bytes)
-        self._skip = 0  # bytes of this answer that lie before the position
+        self._skip = 0  # bytes of this response that lie before the position
         self._response: aiohttp.ClientResponse | None = None
         self._digest: tuple[Any, bytes] | None = None
 
     async def info(self) -> ObjectInfo:
-        """Give the object's size and version; reads none of its bytes, or one."""
+        """Return the object's size and version; reads at most one of its bytes."""
         return await self._run(self._measure)
 
-    def _trouble(self, error: BaseException) -> Broken | None:
-        return self._client.trouble(error, answering=self._response is not None)
+    def _classify_error(self, error: BaseException) -> RequestFailed | None:
+        return self._client.classify_error(error, answering=self._response is not None)
 
     def _drop(self) -> None:
         if self._response is not None:
-            self._response.release()  # keeps the connection only if the answer was read to its end
+            self._response.release()  # keeps the connection only if the response was read to its end
             self._response = None
 
     def _restart(self) -> None:
@@ -72,7 +74,7 @@ class HttpDownload(Download[HttpClient, Version]):
             size = self._stated_size(response)
         if size is not None:
             self.close()
-            # What describes an answer of 416 is not the object.
+            # The headers of a 416 response do not describe the object.
             known = response.status != 416
             return ObjectInfo(size, Version.of(response.headers, size).validator if known else None)
         if response.status not in {200, 206}:
@@ -88,7 +90,7 @@ class HttpDownload(Download[HttpClient, Version]):
         return content_length(response.headers) if response.status == 200 else None
 
     async def _next(self, scope: Scope, most: int) -> bytes:
-        """Give the next bytes, `most` at most (0: as they come); none at the end."""
+        """Return the next bytes, at most `most` (0: as they arrive); none at the end."""
         while not self._done:
             if self._response is None:
                 self._response = await self._request(scope)
@@ -99,12 +101,12 @@ class HttpDownload(Download[HttpClient, Version]):
                 ):
                     break
             content = self._response.content
-            if not content.is_eof():  # else all has arrived, and nothing below waits
+            if not content.is_eof():  # otherwise everything has arrived, and nothing below waits
                 scope.limit(self._client.stalled_s)
             data = await (content.read(most) if most else content.readany())
             if not data:
                 if self._end is not None and self._position < self._end:
-                    raise Broken.short(self._position, self._end)
+                    raise RequestFailed.short(self._position, self._end)
                 if self._skip:
                     self._refuse_end(self._position - self._skip, self._response)
                 break
@@ -114,7 +116,7 @@ class HttpDownload(Download[HttpClient, Version]):
         return b""
 
     def _take(self, data: bytes) -> bytes:
-        """Give what is wanted of `data`, and see whether that was all."""
+        """Return the wanted part of `data`, and finish if that was all."""
         if self._skip:
             skipped = min(self._skip, len(data))
             self._skip -= skipped
@@ -135,12 +137,12 @@ class HttpDownload(Download[HttpClient, Version]):
             return
         if self._digest is not None and self._digest[0].digest() != self._digest[1]:
             name = self._digest[0].name
-            self.version = None  # nothing of this is worth keeping
-            raise Broken.corrupt(name)
+            self.version = None  # start again from the beginning
+            raise RequestFailed.corrupt(name)
         super()._finish()
 
     async def _request(self, scope: Scope, measure: str = "") -> aiohttp.ClientResponse:
-        """Take a slot and ask for what is left, or, with `measure` the method, for the object's size."""
+        """Take a slot and request the remaining bytes; or, with `measure` as the method, the object's size."""
         await self._take_slot()
         scope.limit(self._client.first_byte_s)
         headers: dict[str, str] = {}
@@ -155,7 +157,7 @@ class HttpDownload(Download[HttpClient, Version]):
         return await self._client.request("GET", self._path, headers)
 
     def _accept(self, response: aiohttp.ClientResponse) -> bool:
-        """Check the head of an answer; False when it says that nothing is left to read."""
+        """Check the head of a response; False if nothing is left to read."""
         headers, status = response.headers, response.status
         if status not in {200, 206}:
             raise self._client.bad_status(self._path, response)
@@ -202,7 +204,7 @@ class HttpDownload(Download[HttpClient, Version]):
         return self._end is None or self._position < self._end
 
     def _refuse_end(self, size: int, response: aiohttp.ClientResponse) -> None:
-        """Refuse an object that was over before the position was reached."""
+        """Refuse an object that ends before the position."""
         check_start(self._path, size, self._start)
         raise self._changed(response)
 
@@ -214,7 +216,7 @@ class HttpDownload(Download[HttpClient, Version]):
             )  # fmt: skip
 
     async def _accept_nothing(self, scope: Scope, response: aiohttp.ClientResponse) -> bool:
-        """See what it means that the server has no bytes from the position on; as `_accept`."""
+        """Interpret a response that has no bytes from the position on; as `_accept`."""
         answered = parse_content_range(response.headers.get("Content-Range"))
         size = None if answered is None else answered.total
         if self._position == self._start:
@@ -232,7 +234,7 @@ class HttpDownload(Download[HttpClient, Version]):
             check_start(self._path, size, self._start)
             return False  # the stream begins where the object ends
         if size == self._position and self._end is None:
-            return False  # it broke behind the last byte
+            return False  # it broke after the last byte
         raise self._changed(response)
 
     def _compare(self, version: Version, response: aiohttp.ClientResponse) -> None:

@@ -1,17 +1,16 @@
-"""Files of a local or mounted disk, ``file://`` and plain paths. Data path: dataset -> [file] -> sample.
+"""`LocalTransport`: reads files from a local or mounted disk, ``file://`` and plain paths.
 
-Whole reads and ranges are one trip to a thread that opens, reads and closes: two to three times the rate of
-a trip for each of the three, for small files in the page cache. Streams and open files are aiofiles', a trip
-for each chunk.
+Data path: dataset -> [local: threads, RootedFiles] -> file system.
 
-A directory that no path leads out of. Data path: thread -> [open below the root] -> bytes.
+Whole reads and ranges take one call in a thread, which opens, reads and closes: two to three times the rate of three
+separate calls, for small files in the page cache. Streams and open files use aiofiles, with one call per chunk.
 
-Everything here blocks and is called in a thread. Names are checked before the open, links after it: the
-kernel is asked which file was really opened, so a link that is swapped between a check and an open gains
-nothing.
+`RootedFiles` opens files and makes sure that no path leads out of the root. Names are checked before the open, symbolic
+links after it: the kernel is asked which file was actually opened, so replacing a link between a check and an open
+achieves nothing.
 """
 
-# Names are strings, as the kernel takes and gives them: a Path for each read would cost more than its open.
+# Names are plain strings: creating a Path per read would cost more than opening the file.
 # ruff: noqa: PTH112, PTH115, PTH116, PTH118
 
 from __future__ import annotations
@@ -56,35 +55,35 @@ if TYPE_CHECKING:
 __all__ = [
     "Entry",
     "LocalTransport",
-    "Root",
+    "RootedFiles",
     "os_errors",
 ]
 
 _R = TypeVar("_R")
 
-# A file that is written again so soon may keep its time: clocks of file systems tick every 4 ms to 2 s.
+# A second change within this time may not alter the modification time: file systems' clocks tick every 4 ms to 2 s.
 _SETTLED_NS = 3_000_000_000
 
 
 class LocalTransport(Transport):
     """The regular files below a directory.
 
-    Links are followed as long as they stay below the root; `list` follows them too, and passes over a link to
-    a directory that it is inside of. A file that is replaced while it is read gives its old or its new bytes;
-    one that is written to in place gives what the system gives.
+    Links are followed as long as they stay below the root. `list` follows them, too, but skips a link to a directory
+    that contains it. If a file is replaced while it is read, either its old or its new bytes are returned; if it is
+    modified in place, the result is whatever the system returns.
 
     Args:
-        root: the directory. Relative paths are taken from the working directory of now.
-        threads: files that are read at the same time at most, at least 1. Default: the number of CPUs
-            plus 4, 32 at most, which is enough for files in the page cache; a network disk may want more.
+        root: the directory. Relative paths are relative to the current working directory.
+        threads: maximum number of files read at the same time, at least 1. Default: the number of CPUs plus 4, 32 at
+            most, which is enough for files in the page cache; a network disk may need more.
     """
 
-    range_gap: ClassVar[int] = 16 << 10  # what a system call costs, in bytes of the page cache
+    range_gap: ClassVar[int] = 16 << 10  # as many bytes of the page cache cost as much as a system call
 
     def __init__(self, root: str | os.PathLike[str], *, threads: int | None = None) -> None:
         self.root = os.path.abspath(os.fspath(root))  # noqa: PTH100 - Path.resolve would follow links, which is I/O
         self.threads = min(32, (os.cpu_count() or 1) + 4) if threads is None else threads
-        self._files = Root(self.root)
+        self._files = RootedFiles(self.root)
         self._pool = BlockingPool("local", self.threads)
 
     @classmethod
@@ -107,16 +106,16 @@ class LocalTransport(Transport):
         return partial(type(self), threads=self.threads), (self.root,)
 
     async def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
-        """Read a whole file in one trip to a thread. As `Transport.read`."""
+        """Read a whole file in one call in a thread. As `Transport.read`."""
         return await self._pool.run(partial(self._with_file, path, partial(self._read, path, max_bytes)))
 
     async def read_range(self, path: str, start: int, length: int) -> bytes:
-        """Read a range in one trip to a thread. As `Transport.read_range`."""
+        """Read a range in one call in a thread. As `Transport.read_range`."""
         (answer,) = await self.read_ranges(path, [(start, length)])
         return answer
 
     async def read_ranges(self, path: str, ranges: Iterable[tuple[int, int]]) -> Sequence[bytes]:
-        """Read all ranges in one trip to a thread, the file opened once. As `Transport.read_ranges`."""
+        """Read all ranges in one call in a thread, opening the file once. As `Transport.read_ranges`."""
         return await self._pool.run(partial(self._read_planned, path, self._plan(ranges)))
 
     async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
@@ -132,7 +131,7 @@ class LocalTransport(Transport):
                 yield chunk
 
     async def list(self, prefix: str = "") -> AsyncGenerator[str, None]:
-        """Give the regular files' paths, one trip to a thread for each directory. As `Transport.list`."""
+        """Return the paths of the regular files, with one call in a thread per directory. As `Transport.list`."""
         check_prefix(prefix)
         pending = [Entry(prefix.rpartition("/")[0], True, frozenset())]
         while pending:
@@ -144,29 +143,28 @@ class LocalTransport(Transport):
             pending.extend(each for each in reversed(inside) if each.path.startswith(prefix))
 
     async def size(self, path: str) -> int:
-        """Give a file's size in bytes. As `Transport.size`."""
+        """Return a file's size in bytes. As `Transport.size`."""
         return await self._pool.run(partial(self._with_file, path, lambda _, size: size))
 
     async def info(self, path: str) -> ObjectInfo:
-        """Give a file's size, and its time of modification, size and inode as its version. As `Transport.info`.
+        """Return a file's size, and as its version its modification time, size and inode. As `Transport.info`.
 
-        There is no version in the first 3 seconds after a change, in which another one could leave no trace.
+        In the first 3 seconds after a change there is no version, because another change might not alter the time.
         """
         return await self._pool.run(partial(self._with_file, path, lambda descriptor, _: _describe(descriptor)))
 
     async def read_with_info(self, path: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
-        """Read a whole file in one trip to a thread, its version too. As `Transport.read_with_info`."""
+        """Read a whole file and its version in one call in a thread. As `Transport.read_with_info`."""
         return await self._pool.run(partial(self._with_file, path, partial(self._read_described, path, max_bytes)))
 
     def open(self, path: str) -> AbstractAsyncContextManager[AsyncBufferedReader]:
-        """Open a file for reading, as aiofiles does, in this transport's threads and below its root.
+        """Open a file for reading, like aiofiles, in this transport's threads and below its root.
 
             async with transport.open("shards/000.tar") as file:
                 header = await file.read(512)
                 await file.seek(0)
 
-        The file belongs to the running loop and is closed at the end of the block, also when that is
-        cancelled.
+        The file belongs to the running loop and is closed at the end of the block, also on cancellation.
 
         Raises:
             ObjectNotFound, AccessDenied, InvalidPath, ReadFailed, TransportClosed: see `errors`.
@@ -174,14 +172,13 @@ class LocalTransport(Transport):
         return self._open(path)
 
     async def aclose(self) -> None:
-        """Wait for the reads in progress and join the threads. As `Transport.aclose`."""
+        """Wait for reads in progress and join the threads. As `Transport.aclose`."""
         await self._pool.aclose()
 
     @asynccontextmanager
     async def _open(self, path: str, start: int = 0) -> AsyncGenerator[AsyncBufferedReader, None]:
         check_path(path)
-        # Buffered on purpose: its lock makes the close below wait for a read that a cancelled caller left
-        # behind.
+        # Buffered on purpose: its lock makes the close below wait for a read that a cancelled caller left running.
         file = await self._pool.acquire(partial(self._open_buffered, path, start), BufferedReader.close)
         try:
             wrapped = wrap(file, loop=asyncio.get_running_loop(), executor=self._pool)
@@ -189,7 +186,7 @@ class LocalTransport(Transport):
         finally:
             await self._pool.finish(file.close)
 
-    # Below: what runs in the threads.
+    # --- runs in the threads
 
     def _open_buffered(self, path: str, start: int) -> BufferedReader:
         descriptor, size = self._files.open(path)
@@ -204,7 +201,7 @@ class LocalTransport(Transport):
             raise
 
     def _with_file(self, path: str, use: Callable[[int, int], _R]) -> _R:
-        """Open, give descriptor and size to `use`, close."""
+        """Open a file, call `use` with its descriptor and size, and close it."""
         descriptor, size = self._files.open(path)
         try:
             with os_errors(path, self.root):
@@ -214,11 +211,11 @@ class LocalTransport(Transport):
 
     def _read(self, path: str, max_bytes: int | None, descriptor: int, size: int) -> bytes:
         check_size(path, size, max_bytes)
-        # One byte more than the size: a read that comes back with the size has met the end of the file.
+        # One byte more than the size: if only `size` bytes are returned, the end of the file was reached.
         data = os.read(descriptor, size + 1)
         if len(data) == size:
             return data
-        # The file is changing, or is larger than one system call gives (2 GiB on Linux).
+        # The file is changing, or is larger than one system call returns (2 GiB on Linux).
         parts, total = [data], len(data)
         while data := os.read(descriptor, max(size - total, 0) + 4096):
             total += len(data)
@@ -252,10 +249,8 @@ def _pread(descriptor: int, path: str, start: int, length: int) -> bytes:
     data = os.pread(descriptor, length, start)
     if len(data) == length:
         return data
-    parts, total = (
-        [data],
-        len(data),
-    )  # longer than one system call gives, or cut short since its size was taken
+    # More than one system call returns, or the file was truncated after its size was read.
+    parts, total = [data], len(data)
     while total < length:
         data = os.pread(descriptor, length - total, start + total)
         if not data:
@@ -269,24 +264,24 @@ def _pread(descriptor: int, path: str, start: int, length: int) -> bytes:
     return b"".join(parts)
 
 
-# A FIFO must not make the open wait for a writer, nor a terminal become ours.
+# Opening a FIFO must not wait for a writer, and a terminal must not become our controlling terminal.
 _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 
 
 class Entry(NamedTuple):
-    """One name in a directory: `path` below the root, and the identities of the directories above it."""
+    """One name in a directory: `path` below the root, and the identities of the directories that contain it."""
 
     path: str
     is_directory: bool
     ancestors: frozenset[tuple[int, int]]
 
 
-class Root:
-    """The files below one directory. Holds no descriptor and no state but names.
+class RootedFiles:
+    """The files below one directory. Holds no descriptor, only names.
 
     Args:
-        directory: absolute path. It may be, or become, a link; it is followed wherever it leads.
-        descriptors: where the system shows what a descriptor has open. Where it shows nothing, names are
+        directory: absolute path. It may be, or become, a link, which is followed wherever it leads.
+        descriptors: directory in which the system shows the open files of a process. If it is not available, names are
             resolved a second time and compared with the open file.
     """
 
@@ -304,7 +299,7 @@ class Root:
         Raises:
             InvalidPath: the path is not canonical, or a link in it leads out of the root.
             ObjectNotFound: there is no such file, or it is not a regular one.
-            AccessDenied, ReadFailed: the system says so.
+            AccessDenied, ReadFailed: the system refuses or fails.
         """
         check_path(path)
         with os_errors(path, self.directory):
@@ -320,10 +315,10 @@ class Root:
         return descriptor, status.st_size
 
     def entries(self, directory: str, ancestors: frozenset[tuple[int, int]]) -> list[Entry]:
-        """Give a directory's regular files and directories, and the links to such.
+        """Return a directory's regular files and directories, including links to such.
 
-        Sorted so that walking into each directory where it stands gives all paths in ascending order. A
-        directory that is its own ancestor, by a link, gives nothing, and so does one that is gone.
+        They are sorted so that descending into each directory at its position gives all paths in ascending order. A
+        directory that contains itself by a link gives nothing, and neither does one that was deleted.
 
         Args:
             directory: path below the root; empty for the root itself.
@@ -332,7 +327,7 @@ class Root:
         Raises:
             InvalidPath: the directory, or a link in it, leads out of the root.
             ObjectNotFound: the root itself is missing.
-            AccessDenied, ReadFailed: the system says so.
+            AccessDenied, ReadFailed: the system refuses or fails.
         """
         with os_errors(directory, self.directory):
             try:
@@ -370,7 +365,7 @@ class Root:
         self._refuse_true_path(self._true_path(descriptor, path), path)
 
     def _true_path(self, descriptor: int, path: str) -> str:
-        """Give the path of the open file, free of links."""
+        """Return the path of the open file, with all links resolved."""
         try:
             return os.readlink(f"{self._descriptors}/{descriptor}")
         except OSError:
@@ -382,7 +377,7 @@ class Root:
     def _refuse_true_path(self, true: str, path: str) -> None:
         if self._real is not None and _below(true, self._real):
             return
-        self._real = os.path.realpath(self.directory)  # the root may be a link that was pointed elsewhere
+        self._real = os.path.realpath(self.directory)  # the root may be a link, which may have changed
         if not _below(true, self._real):
             raise InvalidPath(
                 f"{path!r} leads out of the root {self.directory!r} by a link, which is refused; "
@@ -397,7 +392,7 @@ def _below(true: str, root: str) -> bool:
 
 @contextmanager
 def os_errors(path: str, root: str) -> Generator[None, None, None]:
-    """Translate the system's errors about `path` below `root` into the family of `TransportError`."""
+    """Translate the system's errors about `path` below `root` into `TransportError`s."""
     try:
         yield
     except TransportError:

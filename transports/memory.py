@@ -1,8 +1,9 @@
-"""Objects in a dictionary of this process, ``memory://``. Data path: dataset -> [dictionary] -> sample.
+"""`MemoryTransport`: keeps objects in a dictionary of this process, ``memory://``.
 
-For tests and for small data sets. It keeps the whole contract of `base.py`, checked by the same conformance
-tests as the real transports, so what passes with it passes with them; and each call lets the loop run once,
-as a real one would.
+Data path: dataset -> [memory] -> sample.
+
+For tests and small datasets. It satisfies the whole contract of `base.py` and passes the same conformance tests as the
+other transports, so code that works with it works with them. Like real reads, each call lets the event loop run once.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = ["MemoryTransport"]
 
 
 class MemoryTransport(Transport):
-    """The objects given to it. A pickled copy has its own, so a worker's copy costs their size again.
+    """The objects given to it. A pickled copy has its own, so each worker's copy takes the same memory again.
 
     Args:
         objects: path -> bytes; copied, not shared with the caller's mapping. Default: none.
@@ -39,14 +40,14 @@ class MemoryTransport(Transport):
 
     def __init__(self, objects: Mapping[str, bytes] | None = None) -> None:
         self._objects: dict[str, bytes] = {}
-        self._tags: dict[str, tuple[bytes, str]] = {}  # the bytes hashed last, and their hash
+        self._tags: dict[str, tuple[bytes, str]] = {}  # the bytes that were hashed last, and their hash
         self._closed = False
         for path, data in (objects or {}).items():
             self.put(path, data)
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> Self:
-        """Make a transport of its own for ``memory://``; two URLs never share objects."""
+        """Make a separate transport for ``memory://``; two URLs never share objects."""
         if url.lower() != "memory://":
             raise ValueError(f"the URL of a memory transport is just memory://, got {url!r}")
         return cls(**options)
@@ -58,26 +59,26 @@ class MemoryTransport(Transport):
         return type(self), (self._objects,)
 
     def put(self, path: str, data: bytes) -> None:
-        """Store an object, in place of the one that has the same path. Errors as the constructor's."""
+        """Store an object, replacing one with the same path. Errors as in the constructor."""
         check_path(path)
         if not isinstance(data, bytes):
             raise TypeError(f"the object {path!r} must be bytes, got {type(data).__name__}; bytes(data) makes a copy")
         self._objects[path] = data
 
     async def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
-        """Give an object; no copy is made. As `Transport.read`."""
+        """Return an object, without a copy. As `Transport.read`."""
         data = await self._find(path)
         check_size(path, len(data), max_bytes)
         return data
 
     async def read_range(self, path: str, start: int, length: int) -> bytes:
-        """Give a part of an object. As `Transport.read_range`."""
+        """Return a part of an object. As `Transport.read_range`."""
         data = await self._find(path)
         check_range(path, len(data), start, length)
         return data[start : start + length]
 
     async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
-        """Give an object, as it was at the first chunk, in chunks. As `Transport.stream`."""
+        """Return an object in chunks, as it was at the first chunk. As `Transport.stream`."""
         check_chunk_size(chunk_size)
         check_start(path, None, start)
         data = await self._find(path)
@@ -87,7 +88,7 @@ class MemoryTransport(Transport):
             await self._checkpoint()
 
     async def list(self, prefix: str = "") -> AsyncGenerator[str, None]:
-        """Give the paths as they were at the first of them. As `Transport.list`."""
+        """Return the paths as they were at the first of them. As `Transport.list`."""
         check_prefix(prefix)
         await self._checkpoint()
         for path in sorted(self._objects):
@@ -96,20 +97,20 @@ class MemoryTransport(Transport):
                 await self._checkpoint()
 
     async def size(self, path: str) -> int:
-        """Give an object's size in bytes. As `Transport.size`."""
+        """Return an object's size in bytes. As `Transport.size`."""
         return len(await self._find(path))
 
     async def info(self, path: str) -> ObjectInfo:
-        """Give an object's size and the hash of its bytes. As `Transport.info`."""
+        """Return an object's size and the hash of its bytes. As `Transport.info`."""
         return self._describe(path, await self._find(path))
 
     async def read_with_info(self, path: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
-        """Give an object with the hash of its bytes. As `Transport.read_with_info`."""
+        """Return an object with the hash of its bytes. As `Transport.read_with_info`."""
         data = await self.read(path, max_bytes=max_bytes)
         return data, self._describe(path, data)
 
     async def aclose(self) -> None:
-        """Refuse further calls. The objects stay until the transport goes. As `Transport.aclose`."""
+        """Refuse further calls. The objects live as long as the transport. As `Transport.aclose`."""
         self._closed = True
 
     async def _find(self, path: str) -> bytes:
@@ -123,7 +124,7 @@ class MemoryTransport(Transport):
             ) from None
 
     def _describe(self, path: str, data: bytes) -> ObjectInfo:
-        # A hash, not a count of puts: copies in other processes, and other stores, agree on it.
+        # A hash, not a counter: it is the same in copies of other processes.
         hashed, tag = self._tags.get(path, (None, ""))
         if hashed is not data:
             tag = hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -1,21 +1,20 @@
-"""One object store's client: its requests, who owns its connections, and what its errors mean.
+"""Sends requests to one object store through obstore: ownership of clients, listings, forks, and the meaning of errors.
 
-Data path: download -> [client] -> obstore's threads -> store.
+Data path: object_store_download -> [object_store_client] -> obstore's threads -> store.
 
-*Errors.* obstore has a class for few failures; the rest is its GenericError, whose text ends with Rust's own
-description of the error as a tree. The status of an answer and the kind of a broken connection are read from there. A
-text that is not understood counts as one that may be tried again: if a later obstore writes them otherwise, an error
-comes late and is not lost.
+*Errors.* obstore has classes for a few failures; all others are GenericErrors, whose text ends with Rust's debug output
+of the error. The HTTP status and the kind of a broken connection are parsed from it. A text that is not recognised
+counts as retryable: if a later obstore formats it differently, an error is raised late, but not lost.
 
 *Ownership.* A client belongs to one event loop and one process (`client_owner`). obstore cannot close a client: when it
-is dropped, obstore's threads close the idle connections, a moment after `aclose`. The threads themselves, as many as
-the machine has CPUs, belong to the process and stay.
+is dropped, obstore's threads close the idle connections, shortly after `aclose`. The threads themselves, one per CPU,
+belong to the process and remain.
 
-*Forks.* obstore starts its threads at the process's first request. A fork copies the memory and not the threads, so
-whatever a child asks then waits for threads that exist only in its parent, for ever; a new client does not help. So
-every use in such a child raises at once (`note_use`), and the clients that it inherited are never collected there:
-their locks may have been held at the fork. Importing obstore and making clients is harmless; so is a child of "spawn"
-or "forkserver", which inherits nothing.
+*Forks.* obstore starts its threads at the first request of the process. A forked child has the parent's memory, but not
+its threads, so every request in the child would wait for ever; a new client does not help. Therefore every use in such
+a child raises at once (`note_use`), and inherited clients are never garbage-collected there: their locks may have been
+held at the fork. Importing obstore and making clients is harmless, and children of "spawn" or "forkserver" inherit
+nothing.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from asyncloader.transports.base import together
+from asyncloader.transports.base import gather_all
 from asyncloader.transports.checks import check_path
 from asyncloader.transports.client_owner import ClientOwner, Scope
 from asyncloader.transports.download import RetryingClient
 from asyncloader.transports.errors import AccessDenied, InvalidPath, ObjectNotFound, ReadFailed, TransportError
-from asyncloader.transports.object_store_config import Place, Settings, open_store
-from asyncloader.transports.retry import Attempts, Broken, RetryPolicy
+from asyncloader.transports.object_store_config import Location, Settings, open_store
+from asyncloader.transports.retry import Attempts, RequestFailed, RetryPolicy
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, ObjectMeta
@@ -48,20 +47,20 @@ __all__ = [
     "StoreClient",
     "StoreOwner",
     "check_key",
+    "classify_error",
     "note_use",
     "status_of",
-    "trouble_of",
 ]
 
-# How long the interpreter's end waits for obstore's threads to let go of Python. See `_settle`.
+# How long the interpreter's exit waits for obstore's threads to release Python objects. See `_settle`.
 _SETTLE_S = 0.05
 
 
 class OpenStore:
-    """What a transport has open in one loop and process.
+    """obstore's clients of a transport in one loop and process.
 
     Args:
-        open_store: makes obstore's client; its argument says whether obstore shall retry by itself.
+        open_store: makes a client; its argument says whether obstore retries by itself.
     """
 
     def __init__(self, open_store: Callable[[bool], Store]) -> None:
@@ -71,7 +70,9 @@ class OpenStore:
 
     @property
     def listings(self) -> Store:
-        """The client for listings: obstore retries their pages itself, since nobody else could ask for one again."""
+        """The client for listings: obstore must retry pages by itself, because a single page cannot be requested from
+        here.
+        """
         if self._listings is None:
             self._listings = self._open_store(True)
         return self._listings
@@ -81,8 +82,8 @@ class StoreOwner(ClientOwner[OpenStore]):
     """The clients of one transport, and its calls in progress.
 
     Args:
-        name: the transport for texts.
-        requests: requests in progress at the same time at most, at least 1.
+        name: the transport's name for texts.
+        requests: maximum number of concurrent requests, at least 1.
         open_store: as in `OpenStore`.
     """
 
@@ -102,39 +103,39 @@ class StoreOwner(ClientOwner[OpenStore]):
         return opened
 
     async def close_client(self, client: OpenStore) -> None:
-        """Do nothing: that it is dropped is all that can be done."""
+        """Do nothing: a client can only be dropped."""
 
     @staticmethod
     def leave_to_parent(client: OpenStore) -> object:
-        """Keep the client. As `ClientOwner.leave_to_parent`."""
+        """Keep the client alive. As `ClientOwner.leave_to_parent`."""
         return client
 
 
-@cache  # once a process, by the first client: an import registers nothing
+@cache  # once per process, by the first client: importing registers nothing
 def _settle_at_exit() -> None:
     atexit.register(_settle, os.getpid())
 
 
 def _settle(pid: int) -> None:
-    """At the interpreter's end: give obstore's threads time to let go of the objects of the last requests.
+    """When the interpreter exits: give obstore's threads time to release the objects of the last requests.
 
-    One that asks for Python's lock while the interpreter goes down is unwound by force, and Rust then aborts the
-    process. Measured with obstore 0.12.1 and Python 3.11 on asyncio's own loop: 24 of 60 programs that ended right
-    behind the last bytes of a stream, and none of 60 with this.
+    A thread that requests the GIL during interpreter shutdown is unwound by force, and Rust then aborts the process.
+    Measured with obstore 0.12.1 and Python 3.11 on asyncio's own loop: 24 of 60 programs that ended right after the
+    last bytes of a stream aborted, and none of 60 with this.
 
-    It sleeps because there is nothing to wait for. Looked for and not found, up to obstore 0.12.1:
+    It sleeps because there is nothing to wait for. Up to obstore 0.12.1 there is:
 
-    - a way to close a client or a stream, to end or join the runtime, or to learn that it is idle: neither the
-      functions nor the classes have one, and `threading` does not know the threads;
-    - an event behind the last touch of Python. The future of a request is none: the thread resolves it by
-      `call_soon_threadsafe`, which wakes the loop and lets go of the lock in doing so; it has to take the lock
-      again after the caller went on. One more request as a barrier ends in the same way, and the tasks of the
-      runtime have no order. `sys._current_frames` shows the threads that stand in Python code, and not those
-      that come for the lock, as for a cancelled request.
+    - no way to close a client or a stream, to end or join the runtime, or to learn that it is idle: neither the
+    functions nor the classes provide one, and `threading` does not know the threads;
+    - no event after a thread's last use of Python. A request's future is none: the thread resolves it by
+    `call_soon_threadsafe`, which wakes the loop and releases the GIL while doing so; it has to take the GIL again after
+    the caller has continued. One more request as a barrier ends in the same way, and the runtime's tasks are unordered.
+    `sys._current_frames` shows the threads that execute Python code, but not those that are about to take the GIL, as
+    after a cancelled request.
 
-    What they have left to do takes microseconds and waits for no network. So a bounded sleep, in which the lock is
-    free, is right: it costs a process that used obstore 50 ms once, and errs only where a thread does not run for
-    as long.
+    The remaining work takes microseconds and does not depend on the network. So a bounded sleep without the GIL is
+    sufficient: it costs a process that used obstore 50 ms once, and fails only if a thread is not scheduled for that
+    long.
     """
     if pid == os.getpid():
         time.sleep(_SETTLE_S)
@@ -142,23 +143,23 @@ def _settle(pid: int) -> None:
 
 _R = TypeVar("_R")
 
-_PAGE = 1000  # names that a store gives at a time
+_PAGE = 1000  # names per page of a listing
 
 
 class StoreClient(RetryingClient[OpenStore]):
-    """Requests below one root. The arguments are `ObjectStoreTransport`'s."""
+    """Requests below one root. The arguments are those of `ObjectStoreTransport`."""
 
-    def __init__(self, place: Place, settings: Settings, retry: RetryPolicy, requests: int) -> None:
+    def __init__(self, location: Location, settings: Settings, retry: RetryPolicy, requests: int) -> None:
         def open_one(retries: bool) -> Store:
-            return open_store(place, settings, retry if retries else None)
+            return open_store(location, settings, retry if retries else None)
 
-        super().__init__(StoreOwner(f"the transport of {place.url}", requests, open_one), retry)
-        self.place = place
-        # obstore keeps the two limits itself. This one ends the wait if its threads should not be there to do it.
+        super().__init__(StoreOwner(f"the transport of {location.url}", requests, open_one), retry)
+        self.location = location
+        # obstore enforces both limits itself. This one ends the wait in case its threads do not exist.
         self._head_s = settings.connect_s + 2 * settings.stalled_s
 
     async def get(self, scope: Scope, path: str, options: GetOptions) -> GetResult:
-        """Ask for an object, and wait for the head of the answer. The caller has a slot."""
+        """Request an object, and wait for the head of the response. The caller holds a slot."""
         from obstore import get_async
 
         store = self.owner.use().objects
@@ -168,7 +169,7 @@ class StoreClient(RetryingClient[OpenStore]):
         return result
 
     async def head(self, scope: Scope, path: str) -> ObjectMeta:
-        """Ask what an object is. The caller has a slot."""
+        """Request an object's metadata. The caller holds a slot."""
         from obstore import head_async
 
         store = self.owner.use().objects
@@ -178,7 +179,7 @@ class StoreClient(RetryingClient[OpenStore]):
         return meta
 
     async def meta(self, path: str) -> ObjectMeta:
-        """Ask what an object is, until it is answered."""
+        """Request an object's metadata, with retries."""
 
         async def step(scope: Scope) -> ObjectMeta:
             async with self.owner.slots:
@@ -187,15 +188,15 @@ class StoreClient(RetryingClient[OpenStore]):
         return await self._until_done(path, step)
 
     async def names(self, prefix: str) -> list[str]:
-        """Give the paths of all objects that begin with `prefix`, ascending by code point.
+        """Return the paths of all objects that begin with `prefix`, ascending by code point.
 
-        Everything is asked for before anything is given, since not every store sorts. obstore lists by whole
-        parts of paths, so all that lies in the prefix's last directory is asked for.
+        All are requested before any is returned, because not every store sorts. obstore lists by whole path parts, so
+        everything in the prefix's last directory is requested.
         """
         sizes = await self._until_done(None, lambda scope: self._pages(scope, prefix))
         names = sorted(sizes)
-        # Consoles make folders as empty objects whose names end with "/". obstore drops the slash, and then they
-        # are names that nobody can read. Those that look like one are asked for.
+        # Web consoles create folders as empty objects whose names end with "/". obstore drops the slash, and such a
+        # name cannot be read. Names that look like one are checked.
         suspects = [name for name in names if not sizes[name] and _may_be_folder(name, names)]
         folders = {
             name
@@ -205,14 +206,14 @@ class StoreClient(RetryingClient[OpenStore]):
         return [name for name in names if name not in folders] if folders else names
 
     def where(self, path: str | None) -> str:  # noqa: ARG002 - the root says enough: texts name the path, too
-        """Give the root's URL, for an object as well. As `RetryingClient.where`."""
-        return self.place.url
+        """Return the root's URL, for objects as well. As `RetryingClient.where`."""
+        return self.location.url
 
     # --- failures
 
-    def trouble(self, error: BaseException, path: str | None) -> Broken | None:
-        """As `trouble_of`."""
-        return trouble_of(error, path, self.place.url, self._retry.statuses)
+    def classify_error(self, error: BaseException, path: str | None) -> RequestFailed | None:
+        """As the function `classify_error`, with the root and the policy's statuses."""
+        return classify_error(error, path, self.location.url, self._retry.statuses)
 
     async def _until_done(self, path: str | None, step: Callable[[Scope], Awaitable[_R]]) -> _R:
         loop = asyncio.get_running_loop()
@@ -223,12 +224,12 @@ class StoreClient(RetryingClient[OpenStore]):
                 async with self.owner.scope() as scope:
                     return await step(scope)
             except BaseException as error:
-                broken = self.trouble(error, path)
-                if broken is None:
+                failed = self.classify_error(error, path)
+                if failed is None:
                     raise
-                # obstore has tried the pages of a listing again for as long as the budget is.
+                # For a listing, obstore has retried the page until the budget was used up.
                 attempts = attempts or self.attempts(began, share=1.0 if path is None else 0.5)
-                delay = self.judge(path, broken, attempts, loop.time())
+                delay = self.judge(path, failed, attempts, loop.time())
             await self.owner.sleep(delay)
 
     # --- listings
@@ -240,7 +241,7 @@ class StoreClient(RetryingClient[OpenStore]):
         opened = self.owner.use()
         sizes: dict[str, int] = {}
         async with self.owner.slots:
-            # obstore tries each page again for as long as the budget is.
+            # obstore retries each page until the budget is used up.
             limit = 2 * (self._retry.budget_s + self._retry.cap_s) + self._head_s
             scope.limit(limit)
             async for page in list_objects(opened.listings, directory or None, chunk_size=_PAGE):
@@ -256,15 +257,15 @@ class StoreClient(RetryingClient[OpenStore]):
         return False
 
     async def _all(self, ask: Callable[[str], Coroutine[Any, Any, _R]], names: list[str]) -> list[_R]:
-        """Ask about every name, some at a time; in order."""
+        """Call `ask` for every name, up to 64 concurrently; results in order."""
         answers: list[_R] = []
         for start in range(0, len(names), 64):
-            answers += await together(ask(name) for name in names[start : start + 64])
+            answers += await gather_all(ask(name) for name in names[start : start + 64])
         return answers
 
 
 def check_key(path: str) -> None:
-    """Refuse a path that is not canonical, or holds a control character, which obstore does not allow.
+    """Refuse a path that is not canonical, or contains a control character, which obstore does not allow.
 
     Raises:
         InvalidPath: it is one of these.
@@ -277,10 +278,10 @@ def check_key(path: str) -> None:
 
 
 def _may_be_folder(name: str, names: list[str]) -> bool:
-    """Whether an empty object looks like a folder: something lies below its name, or the name has no suffix."""
+    """Return whether an empty object looks like a folder: there are names below it, or its name has no suffix."""
     below = name + "/"
-    place = bisect_left(names, below)
-    if place < len(names) and names[place].startswith(below):
+    location = bisect_left(names, below)
+    if location < len(names) and names[location].startswith(below):
         return True
     return "." not in name.rpartition("/")[2]
 
@@ -291,16 +292,15 @@ _STATUS_WORDS = re.compile(r"status code: ([1-5][0-9]{2})\b")
 _KIND = re.compile(r"\bHttpError \{\s*kind: ([A-Za-z]+)")
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,60})</Code>")
 
-# Of the failures without a status, those that will be the same again. First the connections: a certificate, a name
-# that nobody has, an address that is none.
-_HOPELESS = (
+# Failures without a status that are not retryable. First connections: a certificate, an unknown host, an invalid URL.
+_FATAL_TEXTS = (
     "invalid peer certificate",
     "certificate verify failed",
     "Name or service not known",
     "nodename nor servname",
     "URL scheme is not allowed",
     "builder error",
-    # Answers that break the protocol: no range although one was asked for, another one, no length.
+    # Responses that violate the protocol: no range, another range, no length.
     "NotPartial",
     "NoContentRange",
     "ParseContentRange",
@@ -310,9 +310,9 @@ _HOPELESS = (
     "InvalidContentLength",
 )
 
-_NEVER_HEALS = frozenset({"NotSupportedError", "NotImplementedError", "UnknownConfigurationKeyError"})
+_FATAL_CLASSES = frozenset({"NotSupportedError", "NotImplementedError", "UnknownConfigurationKeyError"})
 
-# Where a machine of a cloud gets its role's keys; elsewhere nothing answers there.
+# Metadata services, from which machines in a cloud get their role's keys; elsewhere they do not answer.
 _METADATA = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 
 _KINDS = {
@@ -322,36 +322,38 @@ _KINDS = {
     "Interrupted": ("broken body", "the connection broke in the middle of the answer"),
 }
 
-# The longest piece of obstore's own words that goes into a message.
+# Maximum length of obstore's own text in a message.
 _MOST_WORDS = 400
 
 
 def status_of(error: BaseException) -> int | None:
-    """Give the HTTP status that `error` is about, None when it is about none."""
+    """Return the HTTP status that `error` is about; None if it has none."""
     words, _, debug = str(error).partition(_DEBUG)
     match = _STATUS.search(debug) or _STATUS_WORDS.search(words)
     return int(match[1]) if match else None
 
 
-def trouble_of(error: BaseException, path: str | None, where: str, statuses: frozenset[int]) -> Broken | None:
-    """Say what `error` means; None when it is none of the store's.
+def classify_error(
+    error: BaseException, path: str | None, where: str, statuses: frozenset[int]
+) -> RequestFailed | None:
+    """Translate an error of a request; None if it does not come from the store.
 
     Args:
         error: what an attempt raised.
         path: the object, None for a listing.
         where: the root's URL.
-        statuses: the statuses that heal.
+        statuses: the retryable statuses.
     """
-    if isinstance(error, Broken):
+    if isinstance(error, RequestFailed):
         return error
     if isinstance(error, TransportError) or not isinstance(error, Exception):
         return None
     if isinstance(error, TimeoutError):
-        return Broken("no answer", "no answer came in time", cause=error)
+        return RequestFailed("no answer", "no answer came in time", cause=error)
     name = type(error).__name__
     theirs = type(error).__module__.startswith("obstore")
     if not theirs and not isinstance(error, FileNotFoundError | ValueError):
-        return None  # a bug, ours or that of a credential provider
+        return None  # a bug in this package or in a credential provider
     whole = str(error)
     words = _words(whole)
     subject = repr(path) if path is not None else "the listing"
@@ -378,8 +380,10 @@ def trouble_of(error: BaseException, path: str | None, where: str, statuses: fro
         )
         return _final(f"status {status or 403}", words, denied, error)
     if status is not None:
-        heals = status in statuses
-        return Broken(f"status {status}", words, heals=heals, cause=error, final=_failed(subject, where, words, path))
+        retryable = status in statuses
+        return RequestFailed(
+            f"status {status}", words, retryable=retryable, cause=error, final=_failed(subject, where, words, path)
+        )
     if "BareRedirect" in whole:
         words += "; pass region= the bucket's region"
         return _final("redirect", words, _failed(subject, where, words, path), error)
@@ -390,12 +394,12 @@ def trouble_of(error: BaseException, path: str | None, where: str, statuses: fro
     if any(each in whole for each in _METADATA):
         text += "; no credentials were found, so the cloud's metadata service was asked for them: set them in the "
         text += "environment, pass credentials=, or pass skip_signature=True if the bucket is public"
-    heals = name not in _NEVER_HEALS and not any(each in whole for each in _HOPELESS)
-    return Broken(kind, text, heals=heals, cause=error, final=_failed(subject, where, text, path))
+    retryable = name not in _FATAL_CLASSES and not any(each in whole for each in _FATAL_TEXTS)
+    return RequestFailed(kind, text, retryable=retryable, cause=error, final=_failed(subject, where, text, path))
 
 
-def _final(kind: str, text: str, final: TransportError, error: Exception) -> Broken:
-    return Broken(kind, text, heals=False, cause=error, final=final)
+def _final(kind: str, text: str, final: TransportError, error: Exception) -> RequestFailed:
+    return RequestFailed(kind, text, retryable=False, cause=error, final=final)
 
 
 def _failed(subject: str, where: str, words: str, path: str | None) -> ReadFailed:
@@ -403,7 +407,7 @@ def _failed(subject: str, where: str, words: str, path: str | None) -> ReadFaile
 
 
 def _words(text: str) -> str:
-    """Give the error's own sentence, on one line and not too long."""
+    """Return the error's own sentence, on one line and shortened."""
     line = " ".join(text.partition(_DEBUG)[0].split())
     return line if len(line) <= _MOST_WORDS else line[: _MOST_WORDS - 3] + "..."
 
@@ -411,15 +415,15 @@ def _words(text: str) -> str:
 _NEVER = 0
 _BY_ANCESTOR = -1
 
-# The process that used obstore: its pid, or one of the two above.
+# The pid of the process that has used obstore, or one of the two constants above.
 _user = _NEVER
 
 
 def note_use() -> None:
-    """Note that this process is about to make a request; to be called before each.
+    """Note that this process is about to send a request; must be called before each.
 
     Raises:
-        TransportError: an ancestor made one before it forked this process, so this one would never end.
+        TransportError: the process was forked after an ancestor sent one, so this request would never end.
     """
     global _user  # noqa: PLW0603 - one fact about one process
     pid = os.getpid()
@@ -429,7 +433,7 @@ def note_use() -> None:
         _user = pid
         _watch_forks()
         return
-    # The pid tells it too, where a fork went past Python's hooks.
+    # Also detected by the pid, in case a fork did not run Python's hooks.
     raise TransportError(
         "this process was forked from one that had already read an object store (s3://, gs://, az://), and "
         "obstore's threads exist only there: a request made here would hang for ever. Start the workers with "

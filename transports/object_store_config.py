@@ -1,15 +1,17 @@
-"""Where an object store is and how to be let in. Data path: before it; makes obstore's client from URL and options.
+"""Configures an object store's client: parses the URL, finds credentials and maps the options.
 
-Credentials are looked for where each store's own tools look, first in `config`, then in the environment:
+Data path: object_store -> [object_store_config] -> object_store_client.
+
+Credentials are looked up where each store's own tools look, first in `config`, then in the environment:
 
     s3   AWS_ACCESS_KEY_ID ..., web identity, the profile's keys in ~/.aws/credentials and ~/.aws/config
          (AWS_PROFILE, AWS_SHARED_CREDENTIALS_FILE, AWS_CONFIG_FILE), container and instance roles
     gs   GOOGLE_SERVICE_ACCOUNT ..., GOOGLE_APPLICATION_CREDENTIALS, gcloud's application default, the instance
     az   AZURE_STORAGE_ACCOUNT_NAME with _KEY, SAS or client secret, workload and managed identity
 
-obstore does all of it but the AWS profiles, of which `Profile` reads what is plain text: keys, region, endpoint.
-A profile that names another way in (SSO, a role to assume, a program) is refused with advice, as going on to the
-instance's role would read as somebody else.
+obstore does all of this except the AWS profiles, of which `Profile` reads the plain settings: keys, region, endpoint. A
+profile with another method (SSO, a role to assume, a program) is refused with advice: falling back to the instance's
+role would read with another identity.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
     Store = AzureStore | GCSStore | S3Store
 
-__all__ = ["Place", "Profile", "Settings", "open_store", "parse_place", "retry_config"]
+__all__ = ["Location", "Profile", "Settings", "open_store", "parse_location", "retry_config"]
 
 _KINDS = {"s3": "s3", "s3a": "s3", "gs": "gs", **dict.fromkeys(("az", "azure", "abfs", "abfss", "adl"), "az")}
 _URL = re.compile(r"([A-Za-z0-9]+)://([^/]*)/?(.*)", re.DOTALL)
@@ -41,7 +43,7 @@ _URL = re.compile(r"([A-Za-z0-9]+)://([^/]*)/?(.*)", re.DOTALL)
 _AZURE = ("dfs.core.windows.net", "blob.core.windows.net")
 _FABRIC = ("dfs.fabric.microsoft.com", "blob.fabric.microsoft.com")
 
-# obstore's names for what differs from store to store.
+# obstore's option names that differ between stores.
 _ENDPOINT = {"s3": "endpoint", "gs": "base_url", "az": "endpoint"}
 _ENDPOINT_VARIABLES = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
@@ -49,22 +51,22 @@ _ENDPOINT_VARIABLES = {
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
 
-# What a profile can name instead of keys, for which AWS's own SDK is needed.
+# Settings that a profile can have instead of keys, which need AWS's own SDK.
 _INDIRECT = ("sso_session", "sso_start_url", "role_arn", "credential_process", "login_session")
 
-# obstore bounds a whole request, body included, by 30 s unless told otherwise: that would cut every large object.
+# By default obstore limits a whole request, including its body, to 30 s: too short for large objects.
 _FOR_EVER = timedelta(days=30)
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """The root of a transport.
 
     Attributes:
         kind: ``"s3"``, ``"gs"`` or ``"az"``.
         bucket: the bucket, or Azure's container.
-        prefix: what the paths are relative to, without slashes around it; empty for the whole bucket.
-        account: Azure's storage account if the URL names it.
-        fabric: whether the account is one of Microsoft Fabric.
+        prefix: what paths are relative to, without leading or trailing slash; empty for the whole bucket.
+        account: Azure's storage account, if the URL names it.
+        fabric: whether the account is in Microsoft Fabric.
         url: the root for texts.
     """
 
@@ -91,13 +93,13 @@ class Settings:
 
 
 class Profile(NamedTuple):
-    """What the files of the AWS tools say about one profile, as obstore's configuration.
+    """One profile from the files of the AWS tools, as obstore's configuration.
 
     Attributes:
         name: the profile's name.
-        keys: ``access_key_id`` and so on; empty when the profile has none.
+        keys: ``access_key_id`` and so on; empty if the profile has none.
         others: region and endpoint.
-        indirect: the setting by which the profile gets its keys from elsewhere, None when there is none.
+        indirect: the setting by which the profile gets its keys from elsewhere; None if there is none.
         found: whether a file has such a profile.
     """
 
@@ -112,7 +114,7 @@ class Profile(NamedTuple):
         """Read the profile that the environment names, or ``default``.
 
         Raises:
-            TransportError: a file is there and cannot be read or understood.
+            TransportError: a file exists, but cannot be read or parsed.
         """
         name = environment.get("AWS_PROFILE") or environment.get("AWS_DEFAULT_PROFILE") or "default"
         credentials = _section(environment.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials", name)
@@ -120,7 +122,7 @@ class Profile(NamedTuple):
         settings = _section(environment.get("AWS_CONFIG_FILE") or "~/.aws/config", section)
         both = {**settings, **credentials}
         keys: dict[str, str] = {}
-        # The two halves of a key come from one file.
+        # Both parts of a key must come from the same file.
         for source in (credentials, settings):
             if "aws_access_key_id" in source and "aws_secret_access_key" in source:
                 keys = {
@@ -139,12 +141,12 @@ class Profile(NamedTuple):
         return cls(name, keys, others, indirect, bool(both))
 
 
-def parse_place(url: str) -> Place:
-    """Read a URL: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``.
+def parse_location(url: str) -> Location:
+    """Parse a URL: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``.
 
-    Also ``s3a://``, and for Azure ``azure://``, ``adl://``, ``abfs://`` and ``abfss://``, where the last two may
-    name the account: ``abfss://container@account.dfs.core.windows.net/prefix``. The prefix is taken as it is:
-    nothing in it is unescaped, as nothing is in the paths below it.
+    Also ``s3a://``, and for Azure ``azure://``, ``adl://``, ``abfs://`` and ``abfss://``, of which the last two may
+    name the account: ``abfss://container@account.dfs.core.windows.net/prefix``. Like the paths below it, the prefix is
+    used literally, without unescaping.
 
     Raises:
         ValueError: it is none of these.
@@ -167,7 +169,7 @@ def parse_place(url: str) -> Place:
                 f"{scheme}://container/prefix and pass endpoint= and config={{'account_name': ...}}"
             )
     if not host or re.search(r"[@:?#\s]", host):
-        # Not shown: before an @ stands a password.
+        # The host is not shown: it may contain a password before an @.
         raise ValueError(f"the bucket of a {scheme}:// URL is missing or malformed; write {scheme}://bucket/prefix")
     if prefix:
         try:
@@ -176,33 +178,33 @@ def parse_place(url: str) -> Place:
             raise InvalidPath(f"the prefix of {url!r} is not canonical: {error}", path=prefix) from None
     server = f"@{account}.{domain}" if account else ""
     shown = f"{scheme}://{host}{server}{'/' + prefix if prefix else ''}"
-    return Place(kind, host, prefix, account, domain in _FABRIC, shown)
+    return Location(kind, host, prefix, account, domain in _FABRIC, shown)
 
 
 def retry_config(policy: RetryPolicy | None) -> RetryConfig:
-    """Give obstore's retries that come closest to `policy`; None: it tries once.
+    """Return the obstore retry options that are closest to `policy`; None: a single attempt.
 
-    ``budget_s`` becomes obstore's ``retry_timeout``, which counts from a request's beginning instead of the last
-    progress; ``first_delay_s`` and ``cap_s`` bound its back-off. Not mapped: ``statuses`` (obstore retries 408, 429
-    and all 5xx) and ``Retry-After`` (obstore does not read it).
+    ``budget_s`` becomes obstore's ``retry_timeout``, which counts from the start of a request instead of the last
+    progress; ``first_delay_s`` and ``cap_s`` bound its back-off. Not mapped: ``statuses`` (obstore retries 408, 429 and
+    all 5xx) and ``Retry-After`` (obstore does not read it).
     """
     if policy is None or not policy.budget_s:
         return {"max_retries": 0}
     first, cap = timedelta(seconds=policy.first_delay_s), timedelta(seconds=policy.cap_s)
     return {
-        "max_retries": 1 << 30,  # time is the bound
+        "max_retries": 1 << 30,  # bounded by time instead
         "retry_timeout": timedelta(seconds=policy.budget_s),
         "backoff": {"init_backoff": first, "max_backoff": cap, "base": 2},
     }
 
 
-def open_store(place: Place, settings: Settings, retry: RetryPolicy | None) -> Store:
+def open_store(location: Location, settings: Settings, retry: RetryPolicy | None) -> Store:
     """Make obstore's client. Reads the environment and credential files, and sends nothing.
 
     Args:
-        place: the root.
+        location: the root.
         settings: the options.
-        retry: for the retries that obstore makes by itself; None: none.
+        retry: for obstore's own retries; None: no retries.
 
     Raises:
         TransportError: obstore is not installed, or refuses the configuration; or the AWS profile is unusable.
@@ -215,17 +217,17 @@ def open_store(place: Place, settings: Settings, retry: RetryPolicy | None) -> S
             "s3, gs and az need obstore, which is not installed; install it by: pip install 'asyncloader[s3]'"
         ) from error
     config: dict[str, Any] = {}
-    if place.kind == "s3":
+    if location.kind == "s3":
         config.update(_from_profile(settings, os.environ))
     if settings.endpoint is not None:
-        config[_ENDPOINT[place.kind]] = settings.endpoint
+        config[_ENDPOINT[location.kind]] = settings.endpoint
     if settings.region is not None:
         config["region"] = settings.region
     if settings.skip_signature:
         config["skip_signature"] = True
-    if place.account is not None:
-        config["account_name"] = place.account
-    if place.fabric:
+    if location.account is not None:
+        config["account_name"] = location.account
+    if location.fabric:
         config["use_fabric_endpoint"] = True
     config.update(settings.config)
     client: ClientConfig = {
@@ -234,31 +236,31 @@ def open_store(place: Place, settings: Settings, retry: RetryPolicy | None) -> S
         "timeout": _FOR_EVER,
         "user_agent": "asyncloader",
     }
-    endpoints = [config.get(_ENDPOINT[place.kind]), *map(os.environ.get, _ENDPOINT_VARIABLES[place.kind])]
+    endpoints = [config.get(_ENDPOINT[location.kind]), *map(os.environ.get, _ENDPOINT_VARIABLES[location.kind])]
     endpoint = next((each for each in endpoints if each), "")
     if str(endpoint).lower().startswith("http://"):
-        client["allow_http"] = True  # whoever writes http:// means it
+        client["allow_http"] = True  # the user asked for it explicitly
     given: dict[str, Any] = {
-        "prefix": place.prefix or None,
+        "prefix": location.prefix or None,
         "config": config,
         "client_options": {**client, **settings.client},
         "retry_config": retry_config(retry),
         "credential_provider": settings.credentials,
     }
     try:
-        if place.kind == "s3":
-            return stores.S3Store(place.bucket, **given)
-        if place.kind == "gs":
-            return stores.GCSStore(place.bucket, **given)
-        return stores.AzureStore(place.bucket, **given)
+        if location.kind == "s3":
+            return stores.S3Store(location.bucket, **given)
+        if location.kind == "gs":
+            return stores.GCSStore(location.bucket, **given)
+        return stores.AzureStore(location.bucket, **given)
     except (BaseError, ValueError, TypeError, OSError) as error:
         raise TransportError(
-            f"{place.url} cannot be opened: {str(error).partition('Debug source')[0].strip()}"
+            f"{location.url} cannot be opened: {str(error).partition('Debug source')[0].strip()}"
         ) from error
 
 
 def _from_profile(settings: Settings, environment: Mapping[str, str]) -> dict[str, str]:
-    """Give the configuration that comes from the AWS files: what neither options nor environment say."""
+    """Return the configuration from the AWS files that neither the options nor the environment override."""
     profile = Profile.read(environment)
     if not profile.found and profile.name != "default":
         raise TransportError(
@@ -294,7 +296,7 @@ def _from_profile(settings: Settings, environment: Mapping[str, str]) -> dict[st
 
 def _section(file: str, name: str) -> dict[str, str]:
     path = Path(file).expanduser()
-    # No interpolation: a secret may hold a percent sign. No defaults section: [default] is a profile here.
+    # No interpolation: a secret may contain a percent sign. No defaults section: [default] is a profile here.
     parser = ConfigParser(interpolation=None, default_section="\0", strict=False)
     try:
         with path.open(encoding="utf-8") as lines:
@@ -302,7 +304,7 @@ def _section(file: str, name: str) -> dict[str, str]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, UnicodeDecodeError, ConfigError) as error:
-        # Not chained and not quoted: the text of a parser's error has lines of the file in it.
+        # Neither chained nor quoted: the text of a parser's error contains lines of the file.
         raise TransportError(
             f"{path} cannot be read: {type(error).__name__}; correct it, or pass credentials="
         ) from None

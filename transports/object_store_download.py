@@ -1,10 +1,12 @@
-"""An object's bytes through obstore. Data path: obstore -> [download] -> transport's caller.
+"""Downloads one object through obstore: sends range requests, checks the responses, and resumes after a break.
 
-What a download is, is in `download`; here is how obstore's answers are asked for and understood. A broken one goes
-on by a range and ``If-Match``, if the store had given a strong ETag; all three stores do.
+Data path: object_store -> [object_store_download] -> object_store_client -> obstore -> store.
 
-obstore could go on by itself. It is told not to: it would not count what it repeats, its time would run out
-while the caller of a stream is busy with other things, and it would report a changed object as a broken one.
+See `download` for what is common to all downloads. A broken download continues with a range and ``If-Match``, if the
+store sent a strong ETag, as S3, GCS and Azure do.
+
+obstore could retry by itself, but its retries are disabled for objects: it would not count them, its time limit would
+elapse while a stream's consumer is busy, and it would report a changed object as a broken one.
 """
 
 from __future__ import annotations
@@ -17,41 +19,41 @@ from asyncloader.transports.client_owner import Scope
 from asyncloader.transports.download import CHANGED, Download
 from asyncloader.transports.errors import ReadFailed
 from asyncloader.transports.object_store_client import StoreClient, status_of
-from asyncloader.transports.retry import Broken
+from asyncloader.transports.retry import RequestFailed
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, ObjectMeta
 
 __all__ = ["StoreDownload", "StoreVersion"]
 
-# Up to this a body is taken in one wait. A larger one comes in parts, so that one that breaks is resumed.
+# A body of up to this size is read in one await. A larger one is read in parts, so that it can be resumed.
 _SMALL = 1 << 20
 _PART = 1 << 20
 
 
 class StoreVersion(NamedTuple):
-    """By what one version of an object is told from another: its size in bytes, and its ETag as it came."""
+    """Identifies one version of an object: its size in bytes, and its ETag as sent."""
 
     size: int
     tag: str | None
 
     @classmethod
     def of(cls, meta: ObjectMeta) -> StoreVersion:
-        """Read the version from what obstore says of an object."""
+        """Read the version from obstore's metadata of an object."""
         return cls(meta["size"], meta["e_tag"])
 
     @property
     def validator(self) -> str | None:
-        """The ETag if it stands for the bytes, as a weak one does not; else None."""
+        """The ETag if it is strong; otherwise None."""
         return None if not self.tag or self.tag.startswith(("W/", "w/")) else self.tag
 
     def differs(self, other: StoreVersion) -> bool:
-        """Whether the two are certainly not the same version."""
+        """Return whether the two are certainly not the same version."""
         return (self.size, self.validator) != (other.size, other.validator)
 
 
 class StoreDownload(Download[StoreClient, StoreVersion]):
-    """One object of an object store, or one range of it. The arguments are `Download`'s."""
+    """One object of an object store, or one range of it. The arguments are those of `Download`."""
 
     peer = "store"
 
@@ -60,13 +62,13 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
     ) -> None:
         super().__init__(client, path, start, length, max_bytes)
         self._body: AsyncIterator[bytes] | None = None
-        self._spare = b""  # arrived, and too much for the part that was asked for
+        self._spare = b""  # bytes received beyond those that the caller asked for
 
-    def _trouble(self, error: BaseException) -> Broken | None:
-        broken = self._client.trouble(error, self._path)
-        if broken is not None and broken.kind == "status 412":
-            return Broken(broken.kind, broken.text, heals=False, cause=error, final=self._changed())
-        return broken
+    def _classify_error(self, error: BaseException) -> RequestFailed | None:
+        failed = self._client.classify_error(error, self._path)
+        if failed is not None and failed.kind == "status 412":
+            return RequestFailed(failed.kind, failed.text, retryable=False, cause=error, final=self._changed())
+        return failed
 
     def _drop(self) -> None:
         self._body = None
@@ -78,7 +80,7 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
         await super()._read_all(scope)
 
     async def _read_small(self, scope: Scope) -> None:
-        """Take a small body in one wait: half the trips to obstore's threads and back."""
+        """Read a small body in one await: half the round trips to obstore's threads."""
         result = await self._open(scope)
         if result is None:
             return
@@ -88,27 +90,27 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
             return
         data = (await result.bytes_async()).to_bytes()
         if self._position + len(data) != self._end:
-            raise Broken.short(self._position + len(data), self._end)
+            raise RequestFailed.short(self._position + len(data), self._end)
         self._position = self._end
         self._parts.append(data)
         self._finish()
 
     async def _next(self, scope: Scope, most: int) -> bytes:
-        """Give the next bytes, `most` at most (0: as they come); none at the end."""
+        """Return the next bytes, at most `most` (0: as they arrive); none at the end."""
         if self._done:
             return b""
         if self._body is None:
             result = await self._open(scope)
             if result is None:
                 return b""
-            # Half of it at least, so that what comes as one piece with the rest of a packet seldom needs a cut.
+            # obstore returns at least so many bytes, often more: half of `most` is seldom exceeded.
             self._body = aiter(result.stream(max(1, most // 2) if most else _PART))
         data, self._spare = self._spare, b""
         while not data:
             try:
                 data = await anext(self._body)
             except StopAsyncIteration:
-                raise Broken.short(self._position, self._end or 0) from None
+                raise RequestFailed.short(self._position, self._end or 0) from None
         if most and len(data) > most:
             data, self._spare = data[:most], data[most:]
         self._position += len(data)
@@ -117,7 +119,7 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
         return data
 
     async def _open(self, scope: Scope) -> GetResult | None:
-        """Take a slot and ask for what is left; None when nothing is."""
+        """Take a slot and request the remaining bytes; None if nothing is left."""
         await self._take_slot()
         options: GetOptions = {}
         if self._end is not None and (self._length is not None or self._position):
@@ -137,15 +139,15 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
             if self._accept(result.meta, result.range):
                 return result
         except BaseException:
-            # Takes the body out and drops it. To drop `result` would not do: the error's traceback may keep it, and
-            # obstore's threads give back what they hold of it no sooner than at their next call.
+            # Takes the body out and drops it. Dropping `result` is not enough: the error's traceback may keep it alive,
+            # and obstore's threads release what they hold of it only at their next call.
             result.stream()
             raise
         self._finish()
         return None
 
     def _accept(self, meta: ObjectMeta, given: tuple[int, int]) -> bool:
-        """Check the head of an answer; False when nothing is left to read."""
+        """Check the head of a response; False if nothing is left to read."""
         version, size = StoreVersion.of(meta), meta["size"]
         if self.version is None:
             self.version = version
@@ -160,11 +162,11 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
             check_start(self._path, size, self._start)
             self._end = size
         if given != (self._position, self._end):
-            raise Broken("wrong range", f"bytes {self._position:,} to {self._end:,} were asked for, not {given}")
+            raise RequestFailed("wrong range", f"bytes {self._position:,} to {self._end:,} were asked for, not {given}")
         return self._position < self._end
 
     async def _accept_nothing(self, scope: Scope, error: Exception) -> None:
-        """See what it means that the store has no bytes from the position on."""
+        """Interpret a response that has no bytes from the position on."""
         if self._position > self._start:
             raise self._changed() from error
         if self._length is not None:
@@ -172,7 +174,9 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
         meta = await self._client.head(scope, self._path)
         check_start(self._path, meta["size"], self._start)
         if meta["size"] > self._start:
-            raise Broken("status 416", f"bytes from {self._start:,} on were asked for, and it has {meta['size']:,}")
+            raise RequestFailed(
+                "status 416", f"bytes from {self._start:,} on were asked for, and it has {meta['size']:,}"
+            )
         self._finish()  # the stream begins where the object ends
 
     def _changed(self) -> ReadFailed:

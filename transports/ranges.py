@@ -1,9 +1,11 @@
-"""Which reads to make for the byte ranges asked for (pure). Data path: ranges -> [plan] -> transport.
+"""Plans which reads to make for a list of byte ranges. Pure.
 
-A request costs a round trip however small it is, and a byte that nobody asked for costs bandwidth. So ranges
-that lie close together are read as one *block*, and the block is *cut* into the answers:
+Data path: ranges -> [ranges: plan] -> transport.
 
-    asked      [--a--]   [-b-]                       [---c---]
+Each request costs a round trip, and each byte that is not needed costs bandwidth. So ranges that lie close together are
+read as one *block*, from which the results are *cut*:
+
+    ranges     [--a--]   [-b-]                       [---c---]
     gap              <-->                            (too far from b)
     blocks     [----- 0 -----]                       [-- 1 --]
     cuts       a = block 0 from 0, b = block 0 from 9, c = block 1 from 0
@@ -19,7 +21,7 @@ __all__ = ["ByteRange", "Cut", "ReadPlan", "plan_ranges"]
 
 
 class ByteRange(NamedTuple):
-    """`length` bytes of an object, from byte `start` on. A plain ``(start, length)`` tuple does as well."""
+    """`length` bytes of an object, starting at byte `start`. A plain ``(start, length)`` tuple works as well."""
 
     start: int
     length: int
@@ -31,9 +33,9 @@ class ByteRange(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Where one answer lies: `length` bytes from `offset` on in the bytes of block number `block`.
+    """The position of one result: `length` bytes at `offset` in block number `block`.
 
-    An answer of no bytes lies nowhere: its `block` is None.
+    An empty result is in no block: `block` is None.
     """
 
     block: int | None
@@ -43,27 +45,27 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """The reads to make, and how to cut the answers from them.
+    """The reads to make, and how to cut the results from them.
 
     Attributes:
         blocks: the ranges to read, ascending by start; none is empty.
-        cuts: one for each range that was asked for, in the order in which it was asked for.
+        cuts: one per requested range, in the order of the request.
     """
 
     blocks: tuple[ByteRange, ...]
     cuts: tuple[Cut, ...]
 
     def cut(self, read: Sequence[bytes]) -> list[bytes]:
-        """Cut the answers from the blocks' bytes. An answer that is its whole block is not copied.
+        """Cut the results from the blocks' bytes. A result that is a whole block is not copied.
 
         Args:
             read: the bytes of each block, in the order of `blocks`.
 
         Returns:
-            One bytes object for each range that was asked for, in that order.
+            One bytes object per requested range, in the order of the request.
 
         Raises:
-            ValueError: a block is missing or has another length than the plan says.
+            ValueError: a block is missing, or has another length than planned.
         """
         if len(read) != len(self.blocks):
             raise ValueError(f"the plan has {len(self.blocks)} blocks, got the bytes of {len(read)}")
@@ -78,14 +80,14 @@ class ReadPlan:
 def plan_ranges(ranges: Iterable[tuple[int, int]], *, max_gap: int = 0, max_size: int | None = None) -> ReadPlan:
     """Plan the reads for `ranges`, which may come in any order, repeat and overlap.
 
-    Going up by start, a range joins the block before it when at most `max_gap` bytes lie between them and the
-    block stays within `max_size`, or when the block holds it already. A range is never split: one that is
-    longer than `max_size` alone makes a block of its own length. Empty ranges need no block.
+    In ascending order of start, a range joins the previous block if at most `max_gap` bytes lie between them and the
+    block stays within `max_size`, or if the block contains it already. A range is never split: a range longer than
+    `max_size` becomes a block of its own. Empty ranges need no block.
 
     Args:
         ranges: ``(start, length)`` pairs, in bytes.
-        max_gap: bytes between two ranges that are worth reading to save a request; 0 joins only what touches.
-        max_size: bytes that a joined block may have; None for no limit.
+        max_gap: largest gap between two ranges that is read to save a request; 0 joins only adjacent ranges.
+        max_size: maximum size of a joined block; None for no limit.
 
     Raises:
         ValueError: a start, a length or `max_gap` is negative, or `max_size` is below 1.
@@ -101,8 +103,7 @@ def plan_ranges(ranges: Iterable[tuple[int, int]], *, max_gap: int = 0, max_size
 
     blocks: list[ByteRange] = []
     cuts: list[Cut] = [Cut(None, 0, 0)] * len(asked)
-    # Longest first among equal starts: the shorter ones then lie inside it and never cost a block of their
-    # own.
+    # Longest first among equal starts: the shorter ones then lie inside its block.
     for number in sorted(range(len(asked)), key=lambda n: (asked[n].start, -asked[n].length)):
         each = asked[number]
         if each.length == 0:
@@ -117,7 +118,7 @@ def plan_ranges(ranges: Iterable[tuple[int, int]], *, max_gap: int = 0, max_size
 
 
 def _joins(block: ByteRange, each: ByteRange, max_gap: int, max_size: int | None) -> bool:
-    """Whether `each`, which does not start before `block`, is read as part of it."""
+    """Return whether `each`, which does not start before `block`, is read as part of it."""
     if each.end <= block.end:
         return True
     if each.start - block.end > max_gap:

@@ -1,13 +1,14 @@
-"""From a URL to the transport that serves it. Data path: before it; a dataset opens its transport here.
+"""Finds the transport for a URL, by its scheme.
 
-A package of its own adds a transport by an entry point; its name is the scheme, its value a `Transport`
-subclass:
+Data path: URL -> [registry] -> transport.
+
+A package adds a transport by an entry point, whose name is the scheme and whose value is a `Transport` subclass:
 
     [project.entry-points."asyncloader.transports"]
     gopher = "gopher_for_asyncloader:GopherTransport"
 
-Built-in schemes cannot be replaced by entry points. There is no table to register in at run time, so what a
-URL means depends on what is installed and on nothing that was imported before.
+Entry points cannot replace built-in schemes. Transports cannot be registered at run time, so the meaning of a URL
+depends on the installed packages and not on what was imported before.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ENTRY_POINT_GROUP = "asyncloader.transports"
 
 _OBJECT_STORE = ("asyncloader.transports.object_store", "ObjectStoreTransport")
 
-# By name, so that a scheme's dependencies are imported when it is first used.
+# By name, so that a scheme's dependencies are imported on first use.
 _BUILT_IN = {
     **dict.fromkeys(("abfs", "abfss", "adl", "az", "azure", "gs", "s3", "s3a"), _OBJECT_STORE),
     "file": ("asyncloader.transports.local", "LocalTransport"),
@@ -44,13 +45,13 @@ def open_transport(url: str | os.PathLike[str], **options: Any) -> Transport:
     """Make the transport for `url`. Does no I/O in the store; the first read does.
 
     Args:
-        url: ``scheme://...``, or the plain path of a local directory, which is what ``file://`` means too.
+        url: ``scheme://...``, or the plain path of a local directory, which means ``file://``.
         options: keyword arguments of the transport's constructor.
 
     Raises:
-        UnknownScheme: nothing installed serves the scheme; the message lists what is known.
-        TransportError: the package that serves the scheme cannot be loaded.
-        ValueError: the transport finds the URL malformed.
+        UnknownScheme: no installed package provides the scheme; the message lists the known ones.
+        TransportError: the package that provides the scheme cannot be loaded.
+        ValueError: the URL is malformed.
     """
     address = os.fspath(url)
     match = _SCHEME.match(address)
@@ -59,13 +60,13 @@ def open_transport(url: str | os.PathLike[str], **options: Any) -> Transport:
 
 
 def known_schemes() -> dict[str, str]:
-    """Give the schemes that `open_transport` knows, ascending, each with the package that provides it."""
+    """Return the schemes that `open_transport` knows, ascending, each with the package that provides it."""
     found = {entry.name: _provider(entry) for entry in entry_points(group=ENTRY_POINT_GROUP)}
     return dict(sorted({**found, **dict.fromkeys(_BUILT_IN, "asyncloader")}.items()))
 
 
 def find_transport(scheme: str) -> type[Transport]:
-    """Give the class that serves `scheme` (lower case). Errors as in `open_transport`."""
+    """Return the class that provides `scheme` (lower case). Errors as in `open_transport`."""
     if scheme in _BUILT_IN:
         module, name = _BUILT_IN[scheme]
         built_in: type[Transport] = getattr(import_module(module), name)

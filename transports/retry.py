@@ -1,31 +1,31 @@
-"""Which failures heal, and how long to wait for it (pure). Data path: failed request -> [what now?] -> request.
+"""Decides which failures are retried, and how long to wait. Pure.
 
-`RetryPolicy` is the configuration, `Attempts` the memory of one operation under it. Neither looks at a clock,
-sleeps or sends: the caller says what failed and what time it is, and is told how long to wait, or to give up.
+Data path: failed request -> [retry] -> next request, or error.
+
+`RetryPolicy` is the configuration; `Attempts` tracks one operation under it. Neither reads a clock, sleeps or sends:
+the caller reports what failed and when, and gets the time to wait, or the advice to give up. `RequestFailed` describes
+one failed request inside the transports.
 
     attempts = Attempts(policy, began=now())
     while True:
         try: return await request()
         except Exception as error:
-            verdict = attempts.failed(kind, now())
+            verdict = attempts.failed(now())
             if verdict.delay is None: raise ... verdict.reason ...
             await asyncio.sleep(verdict.delay)
 
-*The budget is time, not a number of attempts*: an outage lasts so and so long, however often one asks. The
-time counts from the last progress on, so a download of hours that breaks now and then goes on, and one that
-gets nowhere ends. One attempt uses up half of the budget at most. One that takes longer was given bytes, or its
-process stood still: suspended, or with a loop that somebody blocked. Neither is an outage, and to give up then
-would be to give up without a second attempt.
+*The budget is a time, not a number of attempts*: an outage does not end sooner because of more attempts. The time
+counts from the last progress, so a download of hours that breaks now and then continues, and one that makes no progress
+ends. One attempt uses up at most half of the budget. If it takes longer, either it was receiving bytes, or the process
+stood still (it was suspended, or its loop was blocked). Neither is an outage, and without this rule the operation would
+give up without a second attempt.
 
-*Exponential back-off with full jitter*: the n-th wait is uniform between 0 and ``min(cap, first * 2**n)``.
-Source: Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015, where it needs the fewest calls
-of the variants compared. The random source is separate from the ones that data sets use, so a retry never
-changes a sample.
+*Exponential back-off with full jitter*: the n-th wait is uniform between 0 and ``min(cap, first * 2**n)``. Source:
+Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015; of the variants compared there it needs the
+fewest calls. The random generator is separate from those that datasets use, so a retry never changes a sample.
 
-*There is no circuit breaker.* It would let reads fail early, and a training run wants them to wait. What else
-it is for, sparing a server that is down, the jitter does: 512 reads in flight ask it about 100 times a second.
-
-A request that failed, and whether trying again heals it. Data path: download -> [broken] -> retry or error.
+*There is no circuit breaker.* It would let reads fail early, but a training run wants them to wait. Its other purpose,
+to spare a server that is down, is served by the jitter: 512 reads in flight send about 100 requests per second.
 """
 
 from __future__ import annotations
@@ -44,22 +44,23 @@ from asyncloader.counters import TOTALS
 from asyncloader.transports.errors import TransportError
 
 __all__ = [
-    "HEALING_STATUSES",
+    "RETRYABLE_STATUSES",
     "Attempts",
-    "Broken",
+    "RequestFailed",
     "RetryCounts",
     "RetryPolicy",
     "Verdict",
-    "error_heals",
+    "is_retryable",
     "parse_retry_after",
 ]
 
-HEALING_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 520, 521, 522, 523, 524, 529, 530})
-"""Answers that say "not now": time-outs, throttling, servers and gateways in trouble. S3 answers 500 in passing;
-509 and 520 to 530 are what web hosts and content networks answer when what is behind them fails. Every other
-4xx, and 501 and 505, is an answer about the request itself and will be the same next time."""
+RETRYABLE_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 520, 521, 522, 523, 524, 529, 530})
+"""Statuses that mean "not now": time-outs, throttling, servers and gateways in trouble. S3 sometimes answers 500
+temporarily; 509 and 520 to 530 are sent by web hosts and CDNs when their backend fails. Every other 4xx, and 501 and
+505, is about the request itself and will be the same next time.
+"""
 
-_HEALING_ERRNOS = frozenset(
+_RETRYABLE_ERRNOS = frozenset(
     getattr(errno, name)
     for name in [
         *("ECONNREFUSED", "ECONNRESET", "ECONNABORTED", "EPIPE", "ETIMEDOUT", "ENETDOWN", "ENETUNREACH", "ENETRESET"),
@@ -68,28 +69,28 @@ _HEALING_ERRNOS = frozenset(
     if hasattr(errno, name)
 )
 
-# Past this the bound is the cap for every sensible `first_delay_s`; it keeps 2**n a float.
+# Beyond this the cap applies for every sensible `first_delay_s`; keeps 2**n within the range of a float.
 _MOST_DOUBLINGS = 60
 
 _DELAY_SECONDS = re.compile(r"[0-9]{1,12}")
 
-# Not the module's shared generator: that one belongs to the user, and drawing from it would move their stream.
+# Not the `random` module's shared generator: it belongs to the user, and drawing from it would change their numbers.
 _OWN_RANDOM = random.Random()  # noqa: S311 - spreads requests, guards nothing
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How failed requests are tried again. Frozen; pickles; shared freely.
+    """How failed requests are retried. Frozen, picklable, can be shared.
 
     Args:
-        budget_s: seconds without progress after which an operation gives up, 0 or more; one attempt counts for half
-            of them at most. 0 never tries again.
-            Default 120: a rolling restart of a store or of a node's network takes tens of seconds, and users
-            report that budgets below 30 s end their runs; much more would hide a wrong address for too long.
+        budget_s: seconds without progress after which an operation gives up, 0 or more; one attempt counts for at most
+            half of them. 0 never retries.
+            Default 120: a rolling restart of a store or of a node's network takes tens of seconds, and users report
+                that budgets below 30 s end their runs; much more would hide a wrong address for too long.
         first_delay_s: upper bound of the first wait, above 0. Default 0.2: a few round trips.
-        cap_s: upper bound of any wait, at least `first_delay_s`. Default 10: how long the end of an outage may
-            go unnoticed.
-        statuses: HTTP statuses that are tried again. Default: `HEALING_STATUSES`.
+        cap_s: upper bound of any wait, at least `first_delay_s`. Default 10: how long the end of an outage may go
+            unnoticed.
+        statuses: HTTP statuses that are retried. Default: `RETRYABLE_STATUSES`.
 
     Raises:
         ValueError: a value is out of its bounds, infinite or not a number.
@@ -98,7 +99,7 @@ class RetryPolicy:
     budget_s: float = 120.0
     first_delay_s: float = 0.2
     cap_s: float = 10.0
-    statuses: frozenset[int] = HEALING_STATUSES
+    statuses: frozenset[int] = RETRYABLE_STATUSES
 
     def __post_init__(self) -> None:
         if not (isfinite(self.budget_s) and self.budget_s >= 0):
@@ -113,7 +114,7 @@ class RetryPolicy:
                 raise ValueError(f"statuses must be HTTP errors, 400 to 599; got {status}")
 
     def delay(self, failures: int, jitter: float) -> float:
-        """Give the wait after the `failures`-th failure in a row (from 1 on); `jitter` is uniform in 0..1."""
+        """Return the wait after the `failures`-th failure in a row (from 1); `jitter` is uniform in 0..1."""
         return jitter * min(self.cap_s, self.first_delay_s * 2.0 ** min(failures - 1, _MOST_DOUBLINGS))
 
 
@@ -122,7 +123,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         delay: seconds to wait before the next attempt; None to give up.
-        reason: why it is given up, a clause for an error's text; empty otherwise.
+        reason: why to give up, a clause for an error's text; otherwise empty.
     """
 
     delay: float | None
@@ -130,13 +131,13 @@ class Verdict(NamedTuple):
 
 
 class Attempts:
-    """The failures of one operation, and the time it has left.
+    """Tracks the failures of one operation, and the time it has left.
 
     Args:
         policy: the rules.
-        began: when the operation began, by the caller's clock, in seconds. Any clock that never goes back.
-        jitter: gives numbers uniform in 0..1. Default: a generator of this module's own.
-        share: how much of the budget one attempt uses up at most. 1 for attempts that try again by themselves.
+        began: when the operation began, in seconds of the caller's clock. Any monotonic clock.
+        jitter: returns numbers uniform in 0..1. Default: a generator of this module's own.
+        share: the part of the budget that one attempt uses up at most. 1 for attempts that retry internally.
     """
 
     __slots__ = ("_attempt", "_in_a_row", "_jitter", "_most", "_policy", "_since", "failures")
@@ -151,35 +152,35 @@ class Attempts:
     ) -> None:
         self._policy = policy
         self._since = began
-        self._attempt = began  # when the attempt in progress was to begin
+        self._attempt = began  # planned start of the attempt in progress
         self._most = share * policy.budget_s
         self._jitter = jitter
         self._in_a_row = 0
         self.failures = 0
 
     def progressed(self, now: float) -> None:
-        """Note that something was gained: the budget and the back-off start again.
+        """Note progress: the budget and the back-off start again.
 
-        The caller decides what counts. A byte is too little: a server that gives one a connection would be
-        asked for ever.
+        The caller decides what counts. A single byte is too little: a server that sends one per connection would be
+        retried for ever.
         """
         self._since = self._attempt = max(self._since, now)
         self._in_a_row = 0
 
     def paused(self, seconds: float) -> None:
-        """Leave out a time in which the operation was not under way, so that it does not use up the budget."""
+        """Exclude a time in which the operation was not running, so that it does not use up the budget."""
         self._since += max(0.0, seconds)
         self._attempt += max(0.0, seconds)
 
     def failed(self, now: float, retry_after: float | None = None) -> Verdict:
-        """Say what to do after a failure that can heal.
+        """Decide what to do after a retryable failure.
 
-        The last wait is cut so that one more attempt is made when the budget ends. A server's own
-        `retry_after` is never cut: when it leads past the budget there is nothing to wait for.
+        The last wait is shortened so that one more attempt is made when the budget ends. A server's own `retry_after`
+        is never shortened: if it exceeds the budget, the operation gives up.
 
         Args:
             now: the time, by the clock of `began`.
-            retry_after: seconds that the server wants to be left alone; None: it did not say.
+            retry_after: seconds that the server asks to wait; None: it did not say.
         """
         self.failures += 1
         self._in_a_row += 1
@@ -199,18 +200,18 @@ class Attempts:
             return Verdict(
                 None, f"the server asks to wait {retry_after:g} s, and {left:.1f} s of the {budget:g} s budget are left"
             )
-        # All that were turned away are told the same moment; the jitter spreads them after it.
+        # All clients that were refused get the same time to wait; the jitter spreads them after it.
         return Verdict(min(retry_after + delay, left), "")
 
 
 @dataclass(slots=True)
 class RetryCounts:
-    """What was tried again, for statistics. Counts of one transport in one process, from its making on.
+    """Retry statistics of one transport in one process, since its creation.
 
     Attributes:
-        kinds: retries by what had failed: ``"status 503"``, ``"connection"``, ``"stalled"``, ...
-        resumed: downloads that went on where they had broken.
-        given_up: operations that failed at last, although the failure could have healed.
+        kinds: retries by kind of failure: ``"status 503"``, ``"connection"``, ``"stalled"``, ...
+        resumed: downloads that continued where they broke.
+        given_up: operations that failed in the end with a retryable failure.
         waited_s: seconds of back-off, summed over the operations.
     """
 
@@ -220,19 +221,19 @@ class RetryCounts:
     waited_s: float = 0.0
 
     def retry(self, kind: str, delay: float) -> None:
-        """One is made after `delay` seconds."""
+        """Count a retry after `delay` seconds."""
         self.kinds[kind] += 1
         self.waited_s += delay
         TOTALS.add("retries")
         TOTALS.add("retry_wait_s", delay)
 
     def resume(self) -> None:
-        """A download goes on."""
+        """Count a download that continues."""
         self.resumed += 1
         TOTALS.add("resumed")
 
     def give_up(self) -> None:
-        """An operation failed at last."""
+        """Count an operation that failed in the end."""
         self.given_up += 1
         TOTALS.add("given_up")
 
@@ -242,7 +243,7 @@ class RetryCounts:
         return self.kinds.total()
 
     def snapshot(self) -> dict[str, int | float | dict[str, int]]:
-        """Give a copy as plain types: ``retries``, ``kinds``, ``resumed``, ``given_up``, ``waited_s``."""
+        """Return a copy as plain types: ``retries``, ``kinds``, ``resumed``, ``given_up``, ``waited_s``."""
         return {
             "retries": self.total,
             "kinds": dict(self.kinds),
@@ -252,12 +253,12 @@ class RetryCounts:
         }
 
 
-def error_heals(error: BaseException) -> bool:
-    """Whether trying again may help after this error of the network.
+def is_retryable(error: BaseException) -> bool:
+    """Return whether a retry may help after this network error.
 
-    Time-outs, connections that were refused, reset or closed in the middle, and unreachable networks heal, and
-    so does a name server that has no answer at the moment. A name that does not exist, a certificate that is
-    refused and a lack of file descriptors do not.
+    Retryable are time-outs, connections that were refused, reset or closed, unreachable networks, and a name server
+    that does not answer at the moment. A name that does not exist, a refused certificate and a lack of file descriptors
+    are not.
     """
     if isinstance(error, TimeoutError | ConnectionError | EOFError):
         return True
@@ -265,18 +266,18 @@ def error_heals(error: BaseException) -> bool:
         # getaddrinfo's errors have numbers of their own; this one is "temporary failure in name resolution".
         if type(error).__name__ == "gaierror":
             return "EAI_AGAIN" in _address_error_names(error.errno)
-        return error.errno in _HEALING_ERRNOS
+        return error.errno in _RETRYABLE_ERRNOS
     return False
 
 
 def parse_retry_after(value: str | None, now: float) -> float | None:
-    """Give the seconds that a ``Retry-After`` header asks for, 0 or more; None when it says nothing legal.
+    """Return the seconds that a ``Retry-After`` header asks for, 0 or more; None if it is missing or invalid.
 
-    Both forms of RFC 9110 section 10.2.3: a number of seconds, and a date in any of the three formats.
+    Both forms of RFC 9110 section 10.2.3 are understood: a number of seconds, and a date in any of the three formats.
 
     Args:
-        value: the header, None when there is none.
-        now: the wall clock's time, seconds since the epoch in UTC.
+        value: the header, None if there is none.
+        now: wall-clock time, seconds since the epoch in UTC.
     """
     if value is None:
         return None
@@ -302,15 +303,15 @@ def _address_error_names(number: int | None) -> set[str]:
     return {-3: {"EAI_AGAIN"}, 2: {"EAI_AGAIN"}}.get(number if number is not None else 0, set())
 
 
-class Broken(Exception):
-    """A request failed. Stays inside the transport.
+class RequestFailed(Exception):
+    """Describes a failed request. Never leaves the transport.
 
     Args:
         kind: one or two words, by which retries are counted.
         text: a clause for people, without secrets.
-        heals: whether to try again.
-        cause: the original error, None when there is none or its text may hold secrets.
-        retry_after: seconds that the server asks to wait, None: not said.
+        retryable: whether to retry.
+        cause: the original error; None if there is none or its text may contain secrets.
+        retry_after: seconds that the server asks to wait; None: not said.
         final: the error to raise in the end; None: a ReadFailed of `text`.
     """
 
@@ -319,7 +320,7 @@ class Broken(Exception):
         kind: str,
         text: str,
         *,
-        heals: bool = True,
+        retryable: bool = True,
         cause: BaseException | None = None,
         retry_after: float | None = None,
         final: TransportError | None = None,
@@ -327,17 +328,17 @@ class Broken(Exception):
         super().__init__(text)
         self.kind = kind
         self.text = text
-        self.heals = heals
+        self.retryable = retryable
         self.cause = cause
         self.retry_after = retry_after
         self.final = final
 
     @classmethod
     def short(cls, position: int, end: int) -> Self:
-        """The body ended before the length that its head had stated."""
+        """The body ended before the length stated in the response's head."""
         return cls("short body", f"the answer ended at byte {position:,} of {end:,}")
 
     @classmethod
     def corrupt(cls, algorithm: str) -> Self:
-        """The body's digest is not the one that its head had declared."""
+        """The body's digest differs from the one declared in the response's head."""
         return cls("wrong digest", f"the bytes do not have the {algorithm} digest that the server declared")

@@ -69,7 +69,7 @@ class Listener(ABC):
 
     @abstractmethod
     def on_ask(self, worker: int, number: int, batch: int, left: Any) -> None:
-        """The worker wants its lease `number`; answer by `WorkerPool.lease`. See `LeaseBook.ask`."""
+        """The worker requests assignment `number`; answer by `WorkerPool.send_assignment`. See `ShardAssigner.ask`."""
 
     @abstractmethod
     def on_death(self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None, outside: bool) -> None:

@@ -283,11 +283,11 @@ class WorkerPool:
             self._watch.assigned(worker, seq)
         self._send(process, wire.pack_task(epoch, seq, slot, number, pickle.dumps(index, 5)))
 
-    def lease(self, worker: int, epoch: int, number: int, answer: Any) -> None:
-        """Answer the worker's request for lease `number`."""
+    def send_assignment(self, worker: int, epoch: int, number: int, answer: Any) -> None:
+        """Answer the worker's request for assignment `number`."""
         if self._watch is not None:
-            self._watch.leased(worker)
-        self._send(self.processes[worker], wire.pack_lease(epoch, number, pickle.dumps(answer, 5)))
+            self._watch.assignment_sent(worker)
+        self._send(self.processes[worker], wire.pack_assignment(epoch, number, pickle.dumps(answer, 5)))
 
     def _send(self, process: WorkerProcess, frame: bytes, fds: list[int] | None = None) -> None:
         try:

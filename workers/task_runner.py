@@ -36,7 +36,7 @@ from torch.utils.data.graph_settings import apply_random_seed
 from asyncloader.counters import TOTALS
 from asyncloader.errors import LoaderError
 from asyncloader.events import bare_index
-from asyncloader.workers.fetch.assignment_client import WorkerLeasing
+from asyncloader.workers.fetch.assignment_client import WorkerAssignments
 from asyncloader.workers.fetch.context import DatasetContext, Unasked
 from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.fetch.error_notes import add_note, collation_place, take_notes
@@ -79,7 +79,7 @@ class TaskRunner:
         self.asynchronous = False
         self._ring: WorkerRing | None = None
         self._ring_number = -1
-        self._leasing = WorkerLeasing(self.channel_send)
+        self._assignments = WorkerAssignments(self.channel_send)
         self._counted = TOTALS.sums.copy()  # what this process's parent did is not ours
         self._encoder = Encoder()
         self._last_template = b""
@@ -143,7 +143,7 @@ class TaskRunner:
         self.channel_send(wire.pack_started(self._epoch, self._start_error or b"", cursor))
 
     def _start(self, setup: WorkerSetup) -> None:
-        self._epoch = self._leasing.epoch = setup.attachment
+        self._epoch = self._assignments.epoch = setup.attachment
         seed = seed_worker(setup.base_seed, self.worker_id)
         start = setup.starts[self.worker_id]
         dataset = self._reseed_datapipe(setup.dataset, start.shared_seed)
@@ -153,7 +153,7 @@ class TaskRunner:
             self._make_collate(setup),
             worker_id=self.worker_id,
             in_worker=True,
-            leases=self._leasing,
+            assignments=self._assignments,
         )
         install_worker_info(self.worker_id, setup.num_workers, seed, dataset)
         self.asynchronous = reader.asynchronous
@@ -206,8 +206,8 @@ class TaskRunner:
             self._ring_number = number
         elif kind == wire.RESET:
             self._reset(body)
-        elif kind == wire.LEASE:
-            self._leasing.answered(body)
+        elif kind == wire.ASSIGNMENT:
+            self._assignments.answered(body)
         elif kind == wire.SUSPECT:
             self._suspect = self.channel.take_fd()
         elif kind == wire.STOP:
@@ -237,7 +237,7 @@ class TaskRunner:
 
     def _reset(self, body: bytes) -> None:
         epoch, payload = wire.unpack_reset(body)
-        self._epoch = self._leasing.epoch = epoch
+        self._epoch = self._assignments.epoch = epoch
         self._ended = False
         self.channel_send(wire.pack_reset(wire.RESET_DONE, epoch))
         reader = self._reader

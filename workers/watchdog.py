@@ -7,7 +7,7 @@ still stands: answers do not touch it. While nobody has a task there is none.
 
 A worker is not blamed for our own delay: what it has sent and nobody has read is read first; and if the loop itself was
 held up (by a long call in its thread, or because the whole job was suspended), everybody's time begins anew. Nor for
-that of others: while it has asked for a lease that depends on them, or on a consumer that takes its time, no time
+that of others: while it waits for an assignment of shards, which depends on other workers and on the consumer, no time
 counts. That hides no worker that hangs: it asks in the task that it is at, and the others are past that task sooner or
 later, or are late themselves.
 """
@@ -86,10 +86,10 @@ class Watch:
         self._arm_by(now)
 
     def asked(self, worker: int) -> None:
-        """The worker asked for a lease."""
+        """The worker asked for an assignment of shards."""
         self._waiting[worker] = True
 
-    def leased(self, worker: int) -> None:
+    def assignment_sent(self, worker: int) -> None:
         """It got the answer."""
         self._waiting[worker] = False
         now = self._since[worker] = self._loop.time()

@@ -182,7 +182,7 @@ class _AsyncShell:
             self._end(None)
 
     def _take(self, kind: int, body: bytes) -> None:
-        if self._retiring and kind not in (wire.LEASE, wire.RESET, wire.STOP):
+        if self._retiring and kind not in (wire.ASSIGNMENT, wire.RESET, wire.STOP):
             return  # for the one that comes in its place
         if kind == wire.TASK and self._runner.outgrown:
             self._retiring = True
@@ -207,7 +207,7 @@ class _AsyncShell:
             self._retire()
 
     def _retire(self) -> None:
-        """Leave when the tasks in hand are answered. They may have to wait for leases. No more are taken."""
+        """Leave when the tasks in hand are answered. They may have to wait for shard assignments. No more are taken."""
         if not self._tasks and not self._done.done():
             self._runner.retire()
             self._end(None)

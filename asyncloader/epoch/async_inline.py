@@ -30,7 +30,7 @@ from asyncloader.delivery.transfer import mover_of
 from asyncloader.epoch.consumer import NO_BATCH
 from asyncloader.epoch.plan import Draws, shared_seed, warn_over_length, worker_setup
 from asyncloader.epoch.prefetch import ReadAhead
-from asyncloader.epoch.shard_assignment import InlineLeases
+from asyncloader.epoch.shard_assignment import InlineAssignments
 from asyncloader.errors import LoaderClosed, TooManyBadSamples
 from asyncloader.options import LoaderSpec, async_index_source, is_iterable, most_credits
 from asyncloader.ranks.agreement import Agreement, in_daemon
@@ -38,7 +38,7 @@ from asyncloader.samplers.distributed import even_ranks, without_batch
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress
 from asyncloader.statistics import BadSampleLog, Statistics
-from asyncloader.workers.fetch.assignment_client import is_leased
+from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.context import DatasetContext, Unasked
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import BadSample, NoSamples, places_lost
@@ -69,8 +69,8 @@ def make_inline_reader(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter, progre
         generator.manual_seed(start.shared_seed or 0)
         dataset = apply_random_seed(dataset, generator)
     setup = worker_setup(spec, 0, draws, base_seed, [start])
-    leases = InlineLeases(spec, progress, start) if is_leased(dataset) else None
-    reader = Reader(setup, dataset, collate, in_worker=False, leases=leases)
+    assignments = InlineAssignments(spec, progress, start) if assigns_shards(dataset) else None
+    reader = Reader(setup, dataset, collate, in_worker=False, assignments=assignments)
     reader.begin(start)
     progress.begun(0, reader.first_cursor())
     return reader

@@ -43,7 +43,7 @@ from asyncloader.epoch.plan import (
     worker_setup,
 )
 from asyncloader.epoch.respawn import Replacer, Request, weakly
-from asyncloader.epoch.shard_assignment import open_leases
+from asyncloader.epoch.shard_assignment import open_assignment
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManyBadSamples
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.options import LoaderSpec
@@ -203,10 +203,10 @@ class AsyncLoaderIterator:
 
     async def _start(self) -> None:
         spec = self._spec
-        leases, self._starts = await open_leases(spec, self._progress, self._starts)
+        assignments, self._starts = await open_assignment(spec, self._progress, self._starts)
         if self._closed:  # `close` does not wait for this
             return
-        if leases is not None:
+        if assignments is not None:
             self._setup = self._setup._replace(starts=self._starts, dataset=self._draws._dataset)
         pool = self._shelf.take()
         if pool is None:

@@ -166,7 +166,7 @@ class Consumer:
             replacer=replacer,
             exact=self._plan.seeded,
             replays=self._plan.replays,
-            leases=None if self._progress.leases is None else self._progress.leases.book,
+            assigner=None if self._progress.assignment is None else self._progress.assignment.assigner,
             adapts=self._plan.adapts,
         )
         self._notices = pipeline.notices

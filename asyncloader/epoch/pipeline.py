@@ -48,7 +48,7 @@ from asyncloader.events import (
     WorkerFailure,
     bare_index,
 )
-from asyncloader.remote.assignment import LeaseBook, Reply
+from asyncloader.remote.assignment import Reply, ShardAssigner
 from asyncloader.workers import stacks
 from asyncloader.workers.fetch.context import Unasked
 from asyncloader.workers.fetch.setup import EpochStart
@@ -78,7 +78,7 @@ class Pipeline(Listener):
         replacer: has processes made in the place of workers that died.
         exact: whether a replacement makes the same batches as the worker before (seeded mode); else there is a warning.
         replays: a stream without a state may be read again from its beginning.
-        leases: leases out the dataset's parts; None: it has none.
+        assigner: assigns shards to the workers; None: the dataset has no shards to assign.
         adapts: how many tasks are given out depends on how many batches the rings have room for.
     """
 
@@ -93,7 +93,7 @@ class Pipeline(Listener):
         replacer: Replacer,
         exact: bool = False,
         replays: bool = False,
-        leases: LeaseBook | None = None,
+        assigner: ShardAssigner | None = None,
         adapts: bool = False,
     ) -> None:
         # A dictionary, and nothing that refers to a sampler or dataset: those may refer to the loader, and so to the
@@ -114,7 +114,7 @@ class Pipeline(Listener):
         self._replacer = replacer
         self._exact = exact
         self._replays = replays
-        self._leases = leases
+        self._assigner = assigner
         self._places: Places | None = None  # where the workers' datasets stand; None: not begun
         self._starts: Sequence[EpochStart] = ()
         self._handovers: dict[int, bytes | None] = {}  # what the workers that left did hand over; None: killed
@@ -234,24 +234,26 @@ class Pipeline(Listener):
 
     def on_ask(self, worker: int, number: int, batch: int, left: Any) -> None:
         """See `Listener`."""
-        if self._leases is None:
-            raise ValueError(f"broken stream: worker {worker} asks for a lease, and the dataset is not leased out")
-        self._answer_lanes(self._leases.ask(worker, number, batch, left))
+        if self._assigner is None:
+            raise ValueError(f"broken stream: worker {worker} asks for shards, and the dataset has none to assign")
+        self._send_assignments(self._assigner.ask(worker, number, batch, left))
 
     def _made_batch(self, worker: int) -> None:
-        if self._leases is not None:
-            self._answer_lanes(self._leases.answered(worker))
+        if self._assigner is not None:
+            self._send_assignments(self._assigner.answered(worker))
 
-    def _answer_lanes(self, replies: Sequence[Reply]) -> None:
+    def _send_assignments(self, replies: Sequence[Reply]) -> None:
         for reply in replies:
-            self._pool.lease(reply.lane, self._pool.epoch, reply.number, (reply.lease, reply.over, reply.last))
+            self._pool.send_assignment(
+                reply.worker, self._pool.epoch, reply.number, (reply.assignment, reply.over, reply.last)
+            )
 
     def on_death(self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None, outside: bool) -> None:
         """See `Listener`."""
         self._handovers[worker] = retired
         self._begun.set()
-        if self._leases is not None:
-            self._leases.died(worker)
+        if self._assigner is not None:
+            self._assigner.died(worker)
         obstacle = "" if self._places is None else self._places.obstacle(worker)
         self._handle(Died(worker, death, at_work, retired is not None, obstacle, outside))
 

@@ -36,7 +36,7 @@ from asyncloader.samplers.distributed import RankView, even_ranks, topology
 from asyncloader.samplers.generators import drawing_from, drawn_from, generator_states, iterates_plainly, own_generator
 from asyncloader.samplers.index_stream import IndexStream
 from asyncloader.state.progress import Progress
-from asyncloader.workers.fetch.assignment_client import is_leased
+from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.decoding import Chain
 from asyncloader.workers.fetch.factory import is_concurrent
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy
@@ -64,7 +64,7 @@ def worker_context(spec: LoaderSpec[Any]) -> Any:
     """
     if spec.multiprocessing_context is not None:
         return spec.multiprocessing_context
-    if is_leased(spec.dataset) and torch.multiprocessing.get_start_method() == "fork":
+    if assigns_shards(spec.dataset) and torch.multiprocessing.get_start_method() == "fork":
         return torch.multiprocessing.get_context("forkserver")
     return torch.multiprocessing
 
@@ -125,20 +125,20 @@ def quarantine(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter) -> Quarantine:
 
 
 def _decode(spec: LoaderSpec[Any]) -> Any:
-    own = getattr(spec.dataset, "decode", None) if is_leased(spec.dataset) else None
+    own = getattr(spec.dataset, "decode", None) if assigns_shards(spec.dataset) else None
     steps = [step for step in (own, spec._asyncloader_options.decode) if step is not None]
     return Chain(steps) if len(steps) > 1 else steps[0] if steps else None
 
 
 def _snapshot_every(spec: LoaderSpec[Any]) -> int:
-    if is_leased(spec.dataset) and not spec.in_order:
-        return 1  # who reads a stream again that was leased in another order finds other batches
+    if assigns_shards(spec.dataset) and not spec.in_order:
+        return 1  # read again with shards assigned in another order, the stream would have other batches
     return spec._asyncloader_options.snapshot_every_n_steps or 0
 
 
 def _replays(spec: LoaderSpec[Any]) -> bool:
-    # What a lane was leased it is leased again: its stream is the same.
-    return spec._asyncloader_options.resume == "replay" or spec._asyncloader_replays or is_leased(spec.dataset)
+    # A worker is assigned the same shards again, so its stream is the same.
+    return spec._asyncloader_options.resume == "replay" or spec._asyncloader_replays or assigns_shards(spec.dataset)
 
 
 def _policy(spec: LoaderSpec[Any]) -> ErrorPolicy | None:

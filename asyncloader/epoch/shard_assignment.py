@@ -1,6 +1,7 @@
-"""Where a loader's iterators meet a dataset that is leased out: an epoch's leases, opened before its workers start.
+"""Plans the shard assignment of an epoch before its workers start.
 
-Data path: options -> [leased_epoch: plan, book] -> pipeline. For every other dataset there is nothing to open.
+Data path: options -> [shard_assignment: plan, assigner] -> pipeline. Does nothing for datasets whose shards are not
+assigned by the main process.
 """
 
 from __future__ import annotations
@@ -9,45 +10,45 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncloader.options import LoaderSpec
-from asyncloader.remote.assignment_state import EpochLeases, saved_key, stream_key
-from asyncloader.remote.worker_stream import LocalLeases
+from asyncloader.remote.assignment_state import EpochAssignment, saved_key, stream_key
+from asyncloader.remote.worker_stream import LocalAssignments
 from asyncloader.samplers.distributed import topology
 from asyncloader.state.progress import Progress
-from asyncloader.workers.fetch.assignment_client import LeaseSource, is_leased
+from asyncloader.workers.fetch.assignment_client import AssignmentSource, assigns_shards
 from asyncloader.workers.fetch.seeding import derive
 from asyncloader.workers.fetch.setup import EpochStart
 
-__all__ = ["InlineLeases", "open_leases"]
+__all__ = ["InlineAssignments", "open_assignment"]
 
 
-async def open_leases(
+async def open_assignment(
     spec: LoaderSpec[Any], progress: Progress, starts: Sequence[EpochStart]
-) -> tuple[EpochLeases | None, Sequence[EpochStart]]:
+) -> tuple[EpochAssignment | None, Sequence[EpochStart]]:
     """Plan an epoch.
 
     Args:
         spec: the loader.
-        progress: of the epoch; saves the leases from now on.
-        starts: what each worker begins with; one for the consumer's own process.
+        progress: of the epoch; saves the assignment from now on.
+        starts: where each worker begins; a single one for the main process.
 
     Returns:
-        The leases, None where the dataset is not leased out; the starts, with what belongs to that.
+        The epoch's assignment, None for other datasets; and the starts, with the seeds of the shuffle buffers.
 
     Raises:
-        StateError: the epoch goes on from a state, and the shards are others.
+        StateError: the epoch resumes from a state of other shards.
         ValueError, TransportError, ShardError: there are no shards, or they cannot be listed.
     """
     dataset: Any = spec.dataset
-    if not is_leased(dataset):
+    if not assigns_shards(dataset):
         return None, starts
-    here, lanes = topology(spec), len(starts)
-    saved = progress.saved_leases
-    key = progress.leases_key if saved is None else saved_key(saved)
+    here, workers = topology(spec), len(starts)
+    saved = progress.saved_assignment
+    key = progress.assignment_key if saved is None else saved_key(saved)
     assert key is not None
     plan = await dataset.plan(
-        lanes, here.rank, here.world_size, derive(key, "shards"), common=spec._asyncloader_options.seed is not None
+        workers, here.rank, here.world_size, derive(key, "shards"), common=spec._asyncloader_options.seed is not None
     )
-    leases = EpochLeases(
+    assignments = EpochAssignment(
         dataset.shard_urls,
         plan,
         starts,
@@ -56,32 +57,32 @@ async def open_leases(
         ordered=spec.in_order,
         shuffle=getattr(dataset, "shuffle_buffer", 0),
     )
-    progress.leases = leases
-    return leases, [
-        start._replace(stream_key=stream_key(key, here.rank, lanes, lane)) for lane, start in enumerate(starts)
+    progress.assignment = assignments
+    return assignments, [
+        start._replace(stream_key=stream_key(key, here.rank, workers, worker)) for worker, start in enumerate(starts)
     ]
 
 
-class InlineLeases:
-    """Leases for a reader in the consumer's process.
+class InlineAssignments:
+    """`AssignmentProvider` of a reader in the main process.
 
     Args:
         spec: the loader.
         progress: of the epoch.
-        start: what the reader begins with.
+        start: where the reader begins.
     """
 
     def __init__(self, spec: LoaderSpec[Any], progress: Progress, start: EpochStart) -> None:
         self._arguments = spec, progress, [start]
-        self._source: LocalLeases | None = None
+        self._source: LocalAssignments | None = None
 
     async def prepare(self) -> None:
-        """Plan the epoch; errors as `open_leases`."""
-        leases, (start,) = await open_leases(*self._arguments)
-        if leases is not None:
-            self._source = LocalLeases(leases.book, start.stream_key)
+        """Plan the epoch; errors as `open_assignment`."""
+        assignments, (start,) = await open_assignment(*self._arguments)
+        if assignments is not None:
+            self._source = LocalAssignments(assignments.assigner, start.stream_key)
 
-    def source(self, _: EpochStart) -> LeaseSource:
-        """The reader's leases."""
+    def source(self, _: EpochStart) -> AssignmentSource:
+        """Return the reader's source. As `AssignmentProvider.source`."""
         assert self._source is not None, "prepare() was not awaited"
         return self._source

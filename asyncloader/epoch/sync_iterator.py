@@ -30,14 +30,14 @@ from asyncloader.epoch.consumer import NO_BATCH, Consumer, discard
 from asyncloader.epoch.pipeline import Pipeline
 from asyncloader.epoch.plan import epoch_plan, make_pool, quarantine, shared_seed, worker_setup
 from asyncloader.epoch.respawn import Replacer, Request, weakly
-from asyncloader.epoch.shard_assignment import open_leases
+from asyncloader.epoch.shard_assignment import open_assignment
 from asyncloader.epoch.sync_inline import CountedNext, end_at_exit
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManyBadSamples
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.options import LoaderSpec
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.statistics import BadSampleLog, Statistics
-from asyncloader.workers.fetch.assignment_client import is_leased
+from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.seeding import derive
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.pool import WorkerPool
@@ -94,10 +94,10 @@ class WorkerIterator(CountedNext):
         base_seed, starts = self._progress.starts(
             self._plan.workers, int(self._base_seed), shared_seed(self), anew=anew
         )
-        if not is_leased(loader.dataset):
+        if not assigns_shards(loader.dataset):
             return base_seed, starts
         # In a loop of its own, in a thread that has ended before a worker is forked.
-        return base_seed, run_in_thread(open_leases(loader, self._progress, starts))[1]
+        return base_seed, run_in_thread(open_assignment(loader, self._progress, starts))[1]
 
     @property
     def _workers(self) -> list[Any]:

@@ -1,14 +1,16 @@
-"""Readers of shards: tar (WebDataset), JSON lines, MDS, TFRecord and Parquet, from bytes to samples.
+"""Readers of shards: from the bytes of tar (WebDataset), JSON lines, MDS, TFRecord and Parquet to samples.
 
-All but Parquet are push parsers without I/O; `base` has the contract, which a reader of your own keeps as well. Parquet
-has its index at its end: `parquet` asks for the ranges that it needs.
+Data path: transport -> chunks -> [formats: the reader for the shard's format] -> samples.
 
-From a shard's name to its reader. Data path: transport -> chunks -> [the reader chosen here] -> samples.
+All readers but Parquet's are push parsers without I/O; `base` has their contract, which a user's own reader must
+satisfy as well. A Parquet file's index is at its end: `parquet` requests the byte ranges that it needs.
+
+`open_reader` chooses the reader by the shard's extension:
 
     .tar                     tar        .tfrecord .tfrecords     tfrecord
     .jsonl .ndjson           jsonl      .mds                     mds (needs its index: `MdsReader`)
 
-each also with ``.gz`` or ``.zst`` behind it, and ``.tgz``.
+each also with ``.gz`` or ``.zst`` appended, and ``.tgz``.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ class ShardFormat(NamedTuple):
 
 
 def shard_format(url: str) -> ShardFormat:
-    """The format that the extension of `url` says, in any case; its query and fragment do not count.
+    """Return the format for the extension of `url`, ignoring case, query and fragment.
 
     Raises:
         ValueError: no known extension.
@@ -109,14 +111,14 @@ def open_reader(
     Args:
         url: the shard's.
         format: None: by the extension.
-        part: what to read of it. To resume, its `start` is the offset that came with the last sample, `sync` False.
-            None: all.
-        max_sample_bytes: refuse a sample that takes more (decompressed) bytes, before memory is allocated for it.
-        on_bad: is told of bad samples that can be stepped over. None: each of them is raised.
-        shard: what the index says of an MDS shard. Its compression counts, not the extension's.
+        part: what to read of it. To resume, its `start` is the offset that came with the last sample, and `sync` is
+            False. None: all.
+        max_sample_bytes: refuse a sample with more (decompressed) bytes, before memory is allocated for it.
+        on_bad: called with each bad sample that can be skipped. None: the first one is raised.
+        shard: what the index says about an MDS shard. Its compression is used, not the extension's.
 
     Raises:
-        ValueError: no format has this extension; an MDS shard without `shard`; `part` is no range.
+        ValueError: no format has this extension; an MDS shard without `shard`; `part` is not a valid range.
         ImportError: the shard is compressed with zstd, and no package for it is installed.
     """
     name, compression = shard_format(url) if format is None else format
@@ -142,9 +144,10 @@ SIMPLE: dict[str, Callable[..., ShardReader]] = {"tar": TarReader, "tfrecord": T
 
 
 def cut_shard(format: ShardFormat, size: int, parts: int) -> list[ShardRange]:
-    """Cut a shard of `size` bytes into at most `parts`; one part where the format has no places to cut at.
+    """Cut a shard of `size` bytes into at most `parts` ranges; a single one if the format cannot be cut by size.
 
-    JSON lines can be cut by size alone; MDS by its offsets (`MdsShard.cut`); tar, TFRecord and what is packed cannot.
+    JSON lines can be cut by size alone, and MDS by its offsets (`MdsShard.cut`); tar, TFRecord and compressed shards
+    cannot.
     """
     if format == ("jsonl", None):
         return cut_lines(size, parts)

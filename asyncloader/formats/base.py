@@ -1,7 +1,9 @@
-"""What every reader of shards keeps to, and the words it uses. Data path: transport -> chunks -> [reader] -> samples.
+"""The contract of shard readers, and the types that they share.
 
-A reader is told bytes and gives samples; it opens nothing, waits for nothing and knows no event loop. Whoever moves the
-bytes drives it:
+Data path: transport -> chunks -> [base: reader] -> samples.
+
+A reader is fed bytes and returns samples; it opens nothing, never blocks, and knows no event loop. Its caller drives
+it:
 
     reader = open_reader(url)
     async for chunk in stream_from(reader.feed_from):
@@ -16,20 +18,20 @@ bytes drives it:
         for sample, resume in reader.end():
             ...
 
-The contract, which a user's own reader keeps as well:
+The contract, which a user's own reader must satisfy as well:
 
-*Chunks.* Any split of the same bytes into chunks gives the same samples, resume offsets and errors.
+*Chunks.* The samples, resume offsets and errors do not depend on how the bytes are split into chunks.
 
-*Memory.* A reader holds the bytes of one sample (`max_sample_bytes` at most) and what is left of the last chunk. Sizes
-that a shard claims are checked before memory is set aside for them.
+*Memory.* A reader holds the bytes of one sample (at most `max_sample_bytes`) and the rest of the last chunk. Sizes that
+a shard claims are checked before memory is allocated for them.
 
-*Resume.* With each sample comes the offset after it. A new reader of the same shard with ``start=resume``, fed from its
-`feed_from` on, gives exactly the samples that follow. Offsets count the bytes of the shard; in a compressed shard they
-count decompressed bytes, and `feed_from` is 0 because no place inside can be reached directly.
+*Resume.* Each sample comes with the offset after it. A new reader of the same shard with ``start=resume``, fed from its
+`feed_from`, returns exactly the samples that follow. Offsets count the bytes of the shard; in a compressed shard they
+count decompressed bytes, and `feed_from` is 0 because no offset inside can be reached directly.
 
-*Errors.* Whatever a shard holds, the outcome is samples or a `ShardError`. The samples before a fault come first: when
-a call of `feed` has samples to give, the error is kept for the next call. A reader that has failed raises the same
-error at every further call.
+*Errors.* Whatever a shard contains, the result is samples or a `ShardError`. The samples before an error are returned
+first: if a call of `feed` has samples to return, the error is raised by the next call. A reader that has failed raises
+the same error on every further call.
 """
 
 from __future__ import annotations
@@ -50,16 +52,17 @@ Sample: TypeAlias = dict[str, Any]
 
 
 OnBad: TypeAlias = Callable[[ShardError], None]
-"""Is told of a bad sample that can be stepped over; the reader goes on with the next one, at the error's `resume`, when
-it returns."""
+"""Called with a bad sample that can be skipped. When it returns, the reader continues with the next sample, at the
+error's `resume`.
+"""
 
 
 class Located(NamedTuple):
-    """A sample, and where to go on after it.
+    """A sample, and the offset at which to continue after it.
 
     Attributes:
         sample: the sample.
-        resume: the offset from which a reader with ``start=resume`` gives the samples that follow.
+        resume: a reader with ``start=resume`` returns the samples that follow.
     """
 
     sample: Sample
@@ -70,9 +73,9 @@ class ShardRange(NamedTuple):
     """A part of a shard: the samples whose first byte is in ``[start, stop)``.
 
     Attributes:
-        start: offset of the part's first byte.
-        stop: offset after its last one; None for the end of the shard.
-        sync: `start` may lie inside a sample, which then belongs to the part before.
+        start: offset of the first byte.
+        stop: offset after the last byte; None for the end of the shard.
+        sync: `start` may lie inside a sample, which then belongs to the previous part.
     """
 
     start: int
@@ -81,28 +84,28 @@ class ShardRange(NamedTuple):
 
 
 class ShardReader(Protocol):
-    """What the loader asks of a reader; the module has the contract. A class of your own needs no base class."""
+    """The interface of a reader; see the module for the contract. A user's own class needs no base class."""
 
     @property
     def feed_from(self) -> int:
-        """Offset in the object of the first byte that `feed` must be given."""
+        """Offset in the object of the first byte to feed."""
         ...
 
     @property
     def done(self) -> bool:
-        """Nothing more is wanted: the shard, or the part that was asked for, is read."""
+        """Whether the shard, or the requested part of it, is completely read."""
         ...
 
     @property
     def pending(self) -> bool:
-        """A call of ``feed(b"")`` may give further samples of the bytes given so far; make it before feeding more.
+        """Whether ``feed(b"")`` may return further samples from the bytes fed so far; call it before feeding more.
 
-        Only compressed shards need it: a chunk of them may hold a thousand times its size.
+        Only compressed shards need this: a chunk of them may decompress to a thousand times its size.
         """
         ...
 
     def feed(self, chunk: bytes, /) -> list[Located]:
-        """Take the next bytes, any number of them; give the samples that they complete.
+        """Take the next bytes, any number of them; return the samples that they complete.
 
         Raises:
             ShardError: see the module.
@@ -110,15 +113,15 @@ class ShardReader(Protocol):
         ...
 
     def end(self) -> list[Located]:
-        """Be told that there are no more bytes; give what could be told only now.
+        """Finish after the last byte; return the samples that are complete only now.
 
         Raises:
-            ShardError: the shard ends in the middle; or as `feed`.
+            ShardError: the shard ends in the middle of a sample; or as `feed`.
         """
         ...
 
 
 def base_name(url: str) -> str:
-    """The last part of the URL's path, without query and fragment; the keys of unnamed samples begin with it."""
+    """Return the last part of the URL's path, without query and fragment; keys of unnamed samples begin with it."""
     path = urlsplit(url).path if "://" in url else url
     return path.rstrip("/").rpartition("/")[2]

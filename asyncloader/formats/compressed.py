@@ -1,9 +1,9 @@
-"""A shard inside gzip or zstd: decompress, and hand the bytes to the reader of the format inside. Pure.
+"""Reads shards compressed with gzip or zstd: decompresses, and feeds the reader of the format inside. Pure.
 
-Data path: transport -> chunks -> [decompress] -> reader -> samples.
+Data path: transport -> chunks -> [compressed] -> reader of the format -> samples.
 
-A call of `feed` stops when it has decompressed about `STEP` bytes; `pending` says that the chunk holds more. So a bomb
-costs its reader no more memory than any other shard, and `max_sample_bytes` meets it when a sample grows too large.
+A call of `feed` stops after decompressing about `STEP` bytes; `pending` says that the chunk contains more. So a
+decompression bomb takes no more memory than any other shard, and is refused by `max_sample_bytes`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from asyncloader.formats.tar import MemberDecoder
 __all__ = ["STEP", "CompressedReader"]
 
 STEP = 1 << 20
-"""Bytes that a call of `feed` decompresses, about."""
+"""Approximate number of bytes that a call of `feed` decompresses."""
 
 LEAST = 1 << 10
-"""What a step counts for if it gives less: a call of `feed` makes 1,024 steps at most, also through empty members."""
+"""A step that returns less counts as this much: so a call of `feed` makes at most 1,024 steps, even for empty members.
+"""
 
 
 class CompressedReader:
-    """Reads a compressed shard by `inner`, which reads what is inside. A `ShardReader`.
+    """Reads a compressed shard with `inner`, the reader of the format inside. A `ShardReader`.
 
-    The object must be fed from its first byte, wherever `inner` starts: places inside can be reached only through all
-    that is before them. What is before `inner`'s first byte is decompressed and dropped. How many samples come before
-    the error of *damaged* compressed data depends on the chunks; they are right in any case.
+    The object must be fed from its first byte, wherever `inner` starts: an offset inside can be reached only by
+    decompressing everything before it. Bytes before `inner`'s start are decompressed and dropped. If the compressed
+    data is *damaged*, the number of samples before the error depends on the chunks; these samples are correct in any
+    case.
 
     Args:
         url: the shard's, for errors.
@@ -38,7 +40,7 @@ class CompressedReader:
         self._inner = inner
         self._decoder = decoder
         self._skip = inner.feed_from
-        self._taken = 0  # compressed bytes given so far
+        self._taken = 0  # compressed bytes fed so far
         self._fault: ShardError | None = None
 
     @property
@@ -82,7 +84,7 @@ class CompressedReader:
         if self._inner.done:
             return []
         try:
-            out = self._inner.feed(b"")  # an error that it still owes comes before ours
+            out = self._inner.feed(b"")  # an error that `inner` has not raised yet comes first
             if not self._decoder.complete:
                 raise self._error("the compressed data is truncated")
             return out + self._inner.end()
@@ -100,7 +102,7 @@ class CompressedReader:
         while room > 0 and not self._decoder.hungry and not self._inner.done:
             try:
                 data = self._decoder.take(room)
-            except Exception as error:  # each package has its own
+            except Exception as error:  # the type depends on the package
                 raise self._error(f"the compressed data is damaged: {error}") from error
             room -= max(len(data), LEAST)
             dropped = min(self._skip, len(data))

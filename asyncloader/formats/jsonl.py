@@ -1,9 +1,9 @@
-r"""JSON lines: one object a line is one sample, its members are the fields. Pure, sans I/O.
+r"""Reads JSON lines: one object per line is one sample, its members are the fields. Pure.
 
 Data path: transport -> chunks -> [jsonl] -> samples.
 
-UTF-8 (RFC 8259), lines end with ``\n`` or ``\r\n``, blank lines are skipped, a byte order mark at the beginning too.
-The last line needs no end. Format: https://jsonlines.org.
+Encoding is UTF-8 (RFC 8259), lines end with ``\n`` or ``\r\n``; blank lines and a byte order mark at the beginning are
+skipped. The last line needs no line end. Format: https://jsonlines.org.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ BOM = b"\xef\xbb\xbf"
 class JsonlReader(Reader):
     """Reads JSON lines. Fields are parsed values under their own names; the key is the shard's name and the offset.
 
-    Bad lines that `on_bad` can have stepped over: no JSON, no object, not UTF-8, nested too deeply. A line longer than
-    `max_sample_bytes` is an error, found before more of it is held. A member named ``__key__`` or ``__url__`` gives
-    way to ours.
+    Bad lines that `on_bad` can skip: not JSON, not an object, not UTF-8, or nested too deeply. A line longer than
+    `max_sample_bytes` is an error, raised before more of it is held in memory. Members named ``__key__`` and
+    ``__url__`` are overwritten.
 
-    A shard can be cut anywhere (`cut_lines`): a line belongs to the part that its first byte is in.
+    A shard can be cut at any byte (`cut_lines`): a line belongs to the part that contains its first byte.
 
     Args:
-        url: see `push.Reader`, as for `start`, `stop`, `max_sample_bytes` and `on_bad`.
+        url: see `push_parser.Reader`, also for `start`, `stop`, `max_sample_bytes` and `on_bad`.
         start: see there.
         stop: see there.
-        sync: `start` may lie inside a line, which belongs to the part before; the reader is then fed from the byte
-            before `start`, to see whether a line ends there.
+        sync: `start` may lie inside a line, which belongs to the previous part; the reader is then fed from the byte
+            before `start`, to find out whether a line ends there.
         max_sample_bytes: see there.
         on_bad: see there.
     """
@@ -51,8 +51,8 @@ class JsonlReader(Reader):
         super().__init__(url, start=start, stop=stop, max_sample_bytes=max_sample_bytes, on_bad=on_bad)
         self._feed_from = start - 1 if sync and start > 0 else start
         self._seeking = self._feed_from < start
-        self._at = self._feed_from  # offset of the first byte of the line that is read
-        self._begun = bytearray()  # what there is of this line
+        self._at = self._feed_from  # offset of the first byte of the current line
+        self._begun = bytearray()  # the part of it that was fed
 
     @property
     def feed_from(self) -> int:
@@ -92,7 +92,7 @@ class JsonlReader(Reader):
         return self._done
 
     def _read(self, line: bytes, resume: int) -> None:
-        """Parse the line at `_at`, and move on."""
+        """Parse the line at `_at`, and advance."""
         at = self._at
         self._check_size(len(line), at)
         if not at and line.startswith(BOM):
@@ -111,9 +111,9 @@ class JsonlReader(Reader):
 
 
 def cut_lines(size: int, parts: int) -> list[ShardRange]:
-    """Cut an uncompressed shard of `size` bytes into `parts` of equal size (fewer, where there are fewer bytes).
+    """Cut an uncompressed shard of `size` bytes into `parts` of equal size (fewer if there are fewer bytes).
 
-    Each line is in exactly one part. A part has no line when a single line is longer than the part.
+    Each line is in exactly one part. A part that lies within a single line has no lines.
 
     Raises:
         ValueError: `size` is negative or `parts` below 1.

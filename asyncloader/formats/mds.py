@@ -1,29 +1,27 @@
-"""MDS's ``index.json``: which shards a dataset has, what is in them, and where they can be cut. Pure.
+"""Reads MDS shards, MosaicML's format: the index, the encodings of columns, and the samples. Pure.
 
-The index comes over the network and is believed in nothing: names must stay below the index's folder, numbers must
-be possible, sizes must agree with encodings. Source: mosaicml/streaming, `streaming/base/format/mds/{writer,reader}.py`
-(layout version 2).
+Data path: transport -> chunks -> [mds: `MdsReader`] -> samples; and index.json -> [mds: `parse_mds_index`] ->
+discovery.
 
-How MDS writes a column's values, as decoders by the name that the index gives. Pure; nothing is ever unpickled.
+*Index.* ``index.json`` lists the shards of a dataset, their columns and sizes. It comes over the network and is not
+trusted: paths must stay below the index's folder, numbers must be possible, sizes must agree with encodings.
 
-    bytes                    as they are; so are jpeg[:quality], jpegarray, png and pil, which `decode=` may decode
+*Encodings*, by the names that the index uses. Nothing is ever unpickled, because that would execute code from the
+network; `pkl` is refused.
+
+    bytes                    unchanged; also jpeg[:quality], jpegarray, png and pil, which `decode=` may decode
     str  str_int  str_float  str_decimal  json      UTF-8 text
     int  int8 ... int64  uint8 ... uint64  float16 ... float64       little-endian
     ndarray[:dtype[:shape]]  [dtype: 1, if not named] [ndim << 2 | log2 of the dims' size: 1, dims, if not named] values
 
-Source: mosaicml/streaming, `streaming/base/format/mds/encodings.py`. `pkl` is refused: to unpickle what came over a
-network is to run it.
-
-MDS shards, MosaicML's format: samples of typed columns behind a table of offsets. Pure, sans I/O.
-
-Data path: transport -> chunks -> [mds] -> samples.
+*Shards.* Samples of typed columns after a table of offsets, all of it little-endian:
 
     count: u4    offsets: u4 x (count + 1)    config: JSON    samples
-    sample:      sizes of the columns of varying size: u4 each    the columns' bytes
+    sample:      sizes of the variable-size columns: u4 each    the columns' bytes
 
-All of it little-endian. Source: mosaicml/streaming, `streaming/base/format/mds/{writer,reader}.py`. The index beside
-the shards (`mds_index`) says what the columns are. A sample's size follows from its own bytes, so a reader may start
-at any sample without the table.
+A sample's size follows from its own bytes, so a reader may start at any sample without the table.
+
+Source: mosaicml/streaming, `streaming/base/format/mds/{writer,reader,encodings}.py` (layout version 2).
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ COMPRESSIONS: dict[str, Compression] = {"zstd": "zstd", "gz": "gzip"}
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: its name and how its values are written."""
+    """One column: its name, and how its values are encoded."""
 
     name: str
     encoding: Encoding
@@ -72,10 +70,10 @@ class MdsShard:
 
     Attributes:
         path: of the object to read, relative to the index's folder.
-        samples: how many.
+        samples: their number.
         size: bytes of the shard, decompressed.
         stored_size: bytes of the object at `path`.
-        compression: of this object; None: it is the shard as it is.
+        compression: of this object; None: it is not compressed.
         columns: of each sample, in the order in which they are stored.
     """
 
@@ -88,7 +86,7 @@ class MdsShard:
 
     @property
     def header_size(self) -> int:
-        """Bytes at the beginning of the shard that `offsets` wants: the count and the offsets of the samples."""
+        """Number of bytes at the beginning of the shard that `offsets` takes: the samples' count and offsets."""
         return 4 + 4 * (self.samples + 1)
 
     def offsets(self, header: bytes, *, url: str = "") -> npt.NDArray[np.int64]:
@@ -111,11 +109,11 @@ class MdsShard:
         return offsets
 
     def cut(self, offsets: npt.NDArray[np.int64], parts: int) -> list[ShardRange]:
-        """Cut an uncompressed shard into `parts` of equally many samples (fewer, where there are fewer samples).
+        """Cut an uncompressed shard into `parts` with equal numbers of samples (fewer if there are fewer samples).
 
         Args:
-            offsets: as `offsets` gives them.
-            parts: how many.
+            offsets: as returned by `offsets`.
+            parts: the number of parts.
 
         Raises:
             ValueError: `parts` is below 1.
@@ -128,14 +126,14 @@ class MdsShard:
 
 
 def parse_mds_index(data: bytes, *, url: str = "") -> list[MdsShard]:
-    """The shards of a dataset, from its ``index.json``.
+    """Return the shards of a dataset, from its ``index.json``.
 
     Args:
-        data: the whole file; bound its size when you read it.
+        data: the whole file; the caller should bound its size.
         url: its URL, for errors.
 
     Raises:
-        ShardError: no index of layout version 2, or one that cannot be true; a column is pickled or of an unknown
+        ShardError: not an index of layout version 2, or an impossible one; a column is pickled or of an unknown
             encoding; a compression other than zstd and gz.
     """
     try:
@@ -223,11 +221,11 @@ Decode: TypeAlias = Callable[[bytes], Any]
 
 
 class Encoding(NamedTuple):
-    """How one column is written.
+    """How the values of one column are encoded.
 
     Attributes:
-        size: bytes of every value; None where values differ in size.
-        decode: a value from its bytes; raises ValueError, ArithmeticError or RecursionError when they are none.
+        size: bytes of every value; None if values differ in size.
+        decode: decodes a value; raises ValueError, ArithmeticError or RecursionError for invalid bytes.
     """
 
     size: int | None
@@ -256,7 +254,7 @@ MAX_DIMS = 63
 
 
 def mds_encoding(text: str) -> Encoding:
-    """The encoding that the index names `text`.
+    """Return the encoding with the index's name `text`.
 
     Raises:
         ValueError: it is unknown, malformed, or `pkl`.
@@ -320,7 +318,7 @@ def _ndarray(options: str) -> Encoding:
 
 
 def _array(data: bytes, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None) -> npt.NDArray[Any]:
-    """A private, writable array; its claimed size is compared with `data` before anything is made of it."""
+    """Decode an array, private and writable. Its claimed size is compared with `data` before memory is allocated."""
     pos = 0
     if dtype is None:
         code = data[0] if data else None
@@ -346,12 +344,12 @@ def _array(data: bytes, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | No
 class MdsReader(PushReader):
     """Reads an MDS shard. Fields are decoded by their columns' encodings; the key is the shard's name and the offset.
 
-    A shard can be cut exactly (`MdsShard.cut`). For a compressed one put the reader into a `CompressedReader`. Samples
-    that `on_bad` can have stepped over: a value that is none of its encoding.
+    A shard can be cut at sample boundaries (`MdsShard.cut`). For a compressed one, wrap the reader in a
+    `CompressedReader`. Samples that `on_bad` can skip: those with a value that is invalid for its encoding.
 
     Args:
-        url: see `push.Reader`, as for `start`, `stop`, `max_sample_bytes` and `on_bad`.
-        shard: what the index says of it.
+        url: see `push_parser.Reader`, also for `start`, `stop`, `max_sample_bytes` and `on_bad`.
+        shard: what the index says about it.
         start: see there; 0, or an offset from `MdsShard.offsets`.
         stop: see there.
         max_sample_bytes: see there. It bounds the table of offsets, too.
@@ -381,7 +379,7 @@ class MdsReader(PushReader):
             if self._shard.header_size > self._max:
                 self._fail(f"a table of offsets larger than max_sample_bytes={self._max:,}", 0)
             first = int(self._shard.offsets((yield self._shard.header_size), url=self._url)[0])
-            yield -(first - self._at)  # the config, which the index has as well
+            yield -(first - self._at)  # skip the config, which the index has as well
         while self._at < self._end:
             at = self._at
             head = self._sizes.unpack((yield self._sizes.size))

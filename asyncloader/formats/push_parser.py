@@ -1,9 +1,9 @@
-"""The engine under the readers: chunks of any size in, exactly the bytes that a parser asks for out. Pure.
+"""Base classes of the push parsers: feed chunks of any size, while the parser requests exact numbers of bytes. Pure.
 
-Data path: transport -> chunks -> [push] -> parser -> samples.
+Data path: transport -> chunks -> [push_parser] -> tar, jsonl, tfrecord, mds -> samples.
 
-A parser is a generator that yields how many bytes it needs next, and is sent them: it reads like a program that reads a
-file, and is suspended where the bytes end. A negative number skips that many bytes, which nobody holds.
+A parser is a generator that yields how many bytes it needs next and is sent them: it reads like code that reads a file,
+and is suspended where the bytes end. A negative number skips that many bytes without holding them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from asyncloader.formats.base import MAX_SAMPLE_BYTES, Located, OnBad, Sample, S
 __all__ = ["Parser", "PushReader", "Reader"]
 
 Parser: TypeAlias = Generator[int, bytes, None]
-"""Yields the number of bytes wanted (negative: to skip), is sent these bytes, returns at the end of the shard."""
+"""Yields the number of bytes wanted (negative: to skip), is sent these bytes, and returns at the end of the shard."""
 
 
 class Reader(ABC):
-    """Range, limits and errors, which the readers of all formats share. A `ShardReader`.
+    """Range, limits and errors, common to the readers of all formats. A `ShardReader`.
 
     Args:
         url: the shard's, for samples and errors.
-        start: offset of the first sample wanted: 0, or one that a reader gave as `resume`.
-        stop: samples that begin at this offset or after it are not read. None: all are.
+        start: offset of the first sample wanted: 0, or a `resume` that a reader returned.
+        stop: samples that begin at this offset or later are not read. None: all are.
         max_sample_bytes: refuse a sample that takes more bytes in the shard, before memory is allocated for it.
-        on_bad: is told of bad samples that can be stepped over. None: each of them is raised.
+        on_bad: called with each bad sample that can be skipped. None: the first one is raised.
 
     Raises:
         ValueError: an offset is negative, or `max_sample_bytes` below 1.
@@ -53,7 +53,7 @@ class Reader(ABC):
         self._stop = stop
         self._max = max_sample_bytes
         self._on_bad = on_bad
-        self._at = start  # offset of the first byte that was not parsed
+        self._at = start  # offset of the first byte that is not parsed yet
         self._out: list[Located] = []
         self._done = stop is not None and start >= stop
         self._fault: ShardError | None = None
@@ -70,7 +70,7 @@ class Reader(ABC):
 
     @property
     def pending(self) -> bool:
-        """As `ShardReader.pending`: never, here."""
+        """As `ShardReader.pending`: never."""
         return False
 
     def feed(self, chunk: bytes, /) -> list[Located]:
@@ -87,7 +87,7 @@ class Reader(ABC):
 
     @abstractmethod
     def _finish(self) -> None:
-        """There are no more bytes; append to `_out`, or fail."""
+        """Handle the end of the bytes: append to `_out`, or fail."""
 
     def _call(self, chunk: bytes | None) -> list[Located]:
         if self._fault is not None:
@@ -109,7 +109,7 @@ class Reader(ABC):
         return out
 
     def _give(self, fields: Sample, offset: int, resume: int) -> None:
-        """A sample without a name of its own: its key is the shard's name and the offset of its first byte."""
+        """Append a sample without a name of its own: its key is the shard's name and the offset of its first byte."""
         fields["__key__"] = f"{self._name}:{offset}"
         fields["__url__"] = self._url
         self._out.append(Located(fields, resume))
@@ -118,7 +118,7 @@ class Reader(ABC):
         raise ShardError(message, url=self._url, offset=offset)
 
     def _bad(self, message: str, offset: int, resume: int, cause: BaseException | None = None) -> None:
-        """A bad sample whose end is known: raise it, or tell `on_bad` of it and go on."""
+        """Report a bad sample whose end is known: raise it, or pass it to `on_bad` and continue."""
         error = ShardError(message, url=self._url, offset=offset, resume=resume)
         error.__cause__ = cause
         if self._on_bad is None:
@@ -131,10 +131,10 @@ class Reader(ABC):
 
 
 class PushReader(Reader):
-    """A reader whose format is parsed by a generator, `_parse`. Arguments: see `Reader`."""
+    """A reader whose format is parsed by the generator `_parse`. Arguments: see `Reader`."""
 
     _may_end = False
-    """Set by the parser: the shard may end before the bytes that were asked for last."""
+    """Set by the parser: the shard may end before the bytes that were requested last."""
 
     def __init__(
         self,
@@ -146,16 +146,16 @@ class PushReader(Reader):
         on_bad: OnBad | None = None,
     ) -> None:
         super().__init__(url, start=start, stop=stop, max_sample_bytes=max_sample_bytes, on_bad=on_bad)
-        self._held = bytearray()  # the beginning of what was asked for, where it spans chunks
-        self._want: int | None = None  # None: the parser was not started
+        self._held = bytearray()  # the first bytes of a request that spans chunks
+        self._want: int | None = None  # None: the parser has not started
         self._parser = self._parse()
 
     @abstractmethod
     def _parse(self) -> Parser:
-        """The format. While it is suspended `_at` is the offset of the bytes that it asked for."""
+        """Parse the format. While it is suspended, `_at` is the offset of the bytes that it requested."""
 
     def _at_end(self) -> None:
-        """The shard ended where it may; the last chance to give a sample."""
+        """Called if the shard ends where it may; the last opportunity to append a sample."""
 
     def _take(self, chunk: bytes) -> None:
         send, held = self._parser.send, self._held

@@ -1,19 +1,16 @@
-"""gzip and zstd as a sequence of members, decompressed in bounded steps. Pure.
+"""Reads tar shards with WebDataset's naming, and decompresses gzip and zstd for all formats. Pure.
 
-Data path: transport -> chunks -> [decompress] -> reader -> samples.
+Data path: transport -> chunks -> [tar: `MemberDecoder`, for compressed shards] -> [tar: `TarReader`] -> samples.
 
-A kilobyte may hold a megabyte (gzip) or a hundred (zstd), so whoever reads says how much there is room for, and what
-was not come to stays compressed. Members (gzip, RFC 1952) and frames (zstd, RFC 8878) may follow one another.
+*Tar.* ``dir/key.ext`` is field ``ext`` of sample ``dir/key``. Consecutive members with the same key are one sample; a
+key ends at the first dot of the base name. Formats: v7, ustar, GNU (long names, large sizes) and pax. Nothing is
+written to a disk, so absolute paths, ``..`` and links are harmless: names are only keys. Sources: POSIX.1-2017 `pax`
+(the ustar and pax interchange formats), the GNU tar manual (the L and K headers, base-256 numbers). Samples are grouped
+as by webdataset 1.0.2, except that hidden files (``dir/.name``) are always skipped.
 
-Tar shards with WebDataset's naming: ``dir/key.ext`` is field ``ext`` of sample ``dir/key``. Pure, sans I/O.
-
-Data path: transport -> chunks -> [tar] -> samples.
-
-Members that follow one another and share a key are one sample; a key reaches to the first dot of the base name.
-Formats: v7, ustar, GNU (long names, large sizes) and pax. Nothing is ever written to a disk, so absolute paths, ``..``
-and links are harmless: names are only keys. Sources: POSIX.1-2017 `pax` (the ustar and pax interchange formats), the
-GNU tar manual (the L and K headers, base-256 numbers). What is read as one sample agrees with webdataset 1.0.2, except
-that hidden files (``dir/.name``) are always skipped.
+*Compression.* A kilobyte may expand to a megabyte (gzip) or a hundred (zstd), so data is decompressed in bounded steps:
+the caller says how many bytes it can take, and the rest stays compressed. Members (gzip, RFC 1952) and frames (zstd,
+RFC 8878) may be concatenated.
 """
 
 from __future__ import annotations
@@ -38,16 +35,17 @@ __all__ = [
 Compression: TypeAlias = Literal["gzip", "zstd"]
 
 SLICE = 1 << 14
-"""Compressed bytes that a member is given at once: what a short member leaves of them is copied to the next one."""
+"""Compressed bytes passed to a member at once: those that a short member does not use are copied for the next one."""
 
 ZSTD_SLICE = 1 << 8
-"""The same for `zstandard`, which cannot be told a bound: a block of 4 bytes holds 128 KiB, so this gives 8 MiB."""
+"""The same for `zstandard`, whose output cannot be bounded: a block of 4 bytes expands to 128 KiB, so this gives 8 MiB.
+"""
 
 ZSTD_WINDOW_LOG = 27
-"""Memory that a zstd frame may ask for: 128 MiB, the limit of the zstd tool."""
+"""Maximum memory for a zstd frame's window: 128 MiB, the limit of the zstd tool."""
 
 ZSTD_MODULES = ("compression.zstd", "backports.zstd", "pyzstd")
-"""Python's own (3.14), its backport, and pyzstd: all of them have the `ZstdDecompressor` that `Member` describes."""
+"""Python's own (3.14), its backport, and pyzstd: all of them have the `ZstdDecompressor` described by `Member`."""
 
 
 class Member(Protocol):
@@ -55,26 +53,26 @@ class Member(Protocol):
 
     @property
     def eof(self) -> bool:
-        """The member's end was reached."""
+        """Whether the member's end was reached."""
         ...
 
     @property
     def unused_data(self) -> bytes:
-        """What was given beyond the end."""
+        """The bytes that were passed beyond the end."""
         ...
 
     @property
     def needs_input(self) -> bool:
-        """``decompress(b"")`` would give nothing more."""
+        """Whether ``decompress(b"")`` would return nothing more."""
         ...
 
     def decompress(self, data: bytes, max_length: int) -> bytes:
-        """Take `data`; give at most `max_length` bytes (`zstandard`: about)."""
+        """Take `data`; return at most `max_length` bytes (`zstandard`: approximately)."""
         ...
 
 
 class GzipMember:
-    """`zlib`'s decompressor, which leaves unused input to its user, as a `Member`."""
+    """Wraps `zlib`'s decompressor, which leaves unused input to its user, as a `Member`."""
 
     def __init__(self) -> None:
         self._zlib = zlib.decompressobj(31)  # a gzip header and trailer; checks the CRC-32 and the length
@@ -93,13 +91,13 @@ class GzipMember:
     def decompress(self, data: bytes, max_length: int) -> bytes:
         """As `Member.decompress`."""
         out = self._zlib.decompress(self._zlib.unconsumed_tail + data, max_length)
-        # Full output: there may be more inside, also when all input is taken.
+        # If the output is full, there may be more inside, even though all input was taken.
         self.needs_input = len(out) < max_length and not self._zlib.unconsumed_tail
         return out
 
 
 class ZstandardMember:
-    """The `zstandard` package's decompressor as a `Member`; bounded only by the size of what it is given."""
+    """Wraps the `zstandard` package's decompressor as a `Member`; its output is bounded only via its input."""
 
     def __init__(self, context: Any) -> None:
         self._frame = context.decompressobj()
@@ -122,7 +120,7 @@ class ZstandardMember:
         return not self._input
 
     def decompress(self, data: bytes, max_length: int) -> bytes:
-        """As `Member.decompress`, but for one slice's output more."""
+        """As `Member.decompress`, but may return the output of one slice more."""
         self._input += data
         parts: list[bytes] = []
         pos = size = 0
@@ -135,7 +133,7 @@ class ZstandardMember:
 
 
 class MemberDecoder:
-    """Decompresses members that follow one another.
+    """Decompresses concatenated members.
 
     Args:
         new_member: makes the decompressor of the next member.
@@ -152,12 +150,12 @@ class MemberDecoder:
 
     @property
     def hungry(self) -> bool:
-        """All that the bytes so far hold was given."""
+        """Whether everything in the bytes given so far was returned."""
         return self._pos >= len(self._input) and (self._member is None or self._member.needs_input)
 
     @property
     def complete(self) -> bool:
-        """The bytes so far end where a member ends."""
+        """Whether the bytes given so far end where a member ends."""
         return self.hungry and self._member is None and self._members > 0
 
     def give(self, data: bytes) -> None:
@@ -166,10 +164,10 @@ class MemberDecoder:
         self._pos = 0
 
     def take(self, room: int) -> bytes:
-        """Decompress `room` bytes at most (at least 1); may give none although not hungry.
+        """Decompress at most `room` bytes (at least 1); may return none although not hungry.
 
         Raises:
-            Exception: the bytes are damaged, or not of this compression; of a type that the package chose.
+            Exception: the bytes are damaged, or not of this compression; the type depends on the package.
         """
         if self._member is None:
             if self._zeros and self._members and self._input[self._pos] == 0:
@@ -190,7 +188,7 @@ class MemberDecoder:
 
 
 def decoder(compression: Compression) -> MemberDecoder:
-    """A decoder for `compression`.
+    """Make a decoder for `compression`.
 
     Raises:
         ImportError: no package for zstd is installed.
@@ -199,7 +197,7 @@ def decoder(compression: Compression) -> MemberDecoder:
 
 
 def zstd_decoder() -> MemberDecoder:
-    """A decoder for zstd, by the first package that is installed."""
+    """Make a decoder for zstd, with the first package that is installed."""
     for name in (*ZSTD_MODULES, "zstandard"):
         try:
             module: Any = importlib.import_module(name)
@@ -213,7 +211,7 @@ def zstd_decoder() -> MemberDecoder:
 
 
 def zstd_member(module: Any) -> Callable[[], Member]:
-    """What makes the members with `module`, with a bound on the memory that a frame may ask for."""
+    """Return a function that makes members with `module`, with a bound on the memory of a frame."""
     if hasattr(module, "DecompressionParameter"):
         options = {module.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG}
     elif hasattr(module, "DParameter"):
@@ -226,7 +224,7 @@ def zstd_member(module: Any) -> Callable[[], Member]:
 
 BLOCK = 512
 END = bytes(BLOCK)
-MAX_META_BYTES = 1 << 20  # of a pax header or long name; real ones have hundreds
+MAX_META_BYTES = 1 << 20  # of a pax header or long name; real ones have some hundred
 FILES = frozenset((b"0", b"\0", b"7"))
 DATALESS = frozenset((b"1", b"2", b"3", b"4", b"5", b"6"))  # links, devices, directories, FIFOs: no data follows
 REFUSED = {b"S": "a GNU sparse file", b"M": "the continuation of a file from another volume"}
@@ -235,16 +233,16 @@ REFUSED = {b"S": "a GNU sparse file", b"M": "the continuation of a file from ano
 class TarReader(PushReader):
     """Reads a tar archive. A sample's fields are bytes, named by the lower-case extension.
 
-    A sample is complete when the next one begins, so it comes one header later than its last byte. `resume` is the
+    A sample is complete when the next one begins, so it is returned one header after its last byte. `resume` is the
     offset of the first header of the next sample. `max_sample_bytes` counts a sample's members with their headers.
     Skipped: directories, links, devices, members without an extension, and WebDataset's metadata (``__name__/...``).
 
     `ShardError`s: a wrong header checksum, an impossible number, a sparse or multi-volume member, a name that is not
-    UTF-8, a field that comes twice, a global pax header that would rename or resize members (a reader that starts
-    behind it could not know), and an archive that ends without its end mark, a block of zeros.
+    UTF-8, a field that occurs twice, a global pax header that would rename or resize members (a reader that starts
+    after it could not know), and an archive without its end mark, a block of zeros.
 
-    Arguments: see `push.Reader`. There are no parts to cut a tar into without an index of it; with one, `start` and
-    `stop` are the offsets of first headers.
+    Arguments: see `push_parser.Reader`. A tar cannot be cut into parts without an index; with one, `start` and `stop`
+    are the offsets of first headers.
     """
 
     _sample: Sample | None = None
@@ -310,9 +308,9 @@ class TarReader(PushReader):
             self._sample = None
 
     def _header(self, block: bytes, at: int) -> int:
-        """Check a header block; give the size that it claims."""
+        """Check a header block; return the size that it claims."""
         told = number(block[148:156])
-        # Adler-32 begun at 0 has the sum of the bytes in its lower half, exactly up to 256 bytes: 10 times `sum`.
+        # The lower half of Adler-32 started at 0 is the exact sum of up to 256 bytes: 10 times as fast as `sum`.
         total = (adler32(block[:256], 0) & 0xFFFF) + (adler32(block[256:], 0) & 0xFFFF)
         plain = total - sum(block[148:156]) + 8 * 32
         if told != plain and told != plain - 256 * sum(b > 127 for b in block[:148] + block[156:]):
@@ -323,14 +321,14 @@ class TarReader(PushReader):
         return size
 
     def _pax(self, data: bytes, at: int) -> dict[bytes, bytes]:
-        """The records of a pax header: each is its own length, a space, key, ``=``, value and a newline."""
+        """Parse the records of a pax header: each is its own length, a space, key, ``=``, value and a newline."""
         records: dict[bytes, bytes] = {}
         pos = 0
         while pos < len(data) and data[pos]:  # some writers pad with zeros
             digits = data[pos : pos + 8].partition(b" ")[0]
             length = int(digits) if digits.isdigit() else 0
             key, equals, value = data[pos + len(digits) + 1 : pos + length - 1].partition(b"=")
-            # Shorter than its own parts, it would lead nowhere or backwards.
+            # A length shorter than the record's own parts would not advance, or go backwards.
             fits = len(digits) + 3 <= length <= len(data) - pos
             if not fits or not equals or data[pos + length - 1] != 10:
                 self._fail(f"a broken record in a pax header, {pos:,} bytes into it", at)
@@ -358,7 +356,7 @@ class TarReader(PushReader):
 
 
 def number(field: bytes) -> int | None:
-    """A number of a tar header: octal digits, or base 256 behind a set top bit. None if it is neither, or negative."""
+    """Parse a number of a tar header: octal digits, or base 256 after a set top bit. None if invalid or negative."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     digits = field.partition(b"\0")[0].strip(b" ")
@@ -368,14 +366,14 @@ def number(field: bytes) -> int | None:
 
 
 def plain_name(block: bytes) -> bytes:
-    """The name in the header itself; ustar has the front of a long one in a field of its own."""
+    """Return the name in the header itself; in ustar the beginning of a long name is in a field of its own."""
     name = block[:100].partition(b"\0")[0]
     prefix = block[345:500].partition(b"\0")[0] if block[257:263] == b"ustar\0" else b""
     return prefix + b"/" + name if prefix else name
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """A member's key and field (lower case); None for one that belongs to no sample.
+    """Return a member's key and field (lower case); None if it belongs to no sample.
 
     ``"a/b.c/d.left.JPG"`` is field ``"left.jpg"`` of ``"a/b.c/d"``.
     """
@@ -387,7 +385,9 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def is_meta(name: str) -> bool:
-    """WebDataset's own members: the first part of the path begins and ends with two underscores."""
+    """Return whether it is one of WebDataset's own members: the first part of the path begins and ends with two
+    underscores.
+    """
     if not name.startswith("__"):
         return False
     first = name.partition("/")[0]

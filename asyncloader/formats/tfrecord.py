@@ -1,23 +1,22 @@
-"""tf.train.Example without TensorFlow: a bounded parser of the few protobuf messages that it is made of. Pure.
+"""Reads TFRecord shards: one sample per record, raw or parsed as a tf.train.Example. Pure.
+
+Data path: transport -> chunks -> [tfrecord] -> samples.
+
+*Records.* A record is its length (8 bytes, little-endian), the length's masked CRC-32C (4), the data, and the data's
+masked CRC-32C (4). There is no mark between records, so a shard cannot be cut without an index. Sources: TensorFlow's
+`tfrecord` tutorial and the comment in `record_writer.h`.
+
+*Examples* are parsed without TensorFlow, by a bounded parser of their few protobuf messages:
 
     Example  { Features features = 1 }             Feature   { oneof: BytesList 1, FloatList 2, Int64List 3 }
     Features { map<string, Feature> feature = 1 }  BytesList { repeated bytes value = 1 }; numbers are packed or not
 
-Source: tensorflow/core/example/{example,feature}.proto and the protobuf encoding guide. Merged as protobuf merges: of a
-repeated map key or a repeated choice the last one counts, repeated messages of the same choice are joined, and unknown
-fields are skipped.
+Messages are merged as by protobuf: of a repeated map key or a repeated oneof the last one counts, repeated messages of
+the same oneof field are joined, and unknown fields are skipped. Sources:
+tensorflow/core/example/{example,feature}.proto and the protobuf encoding guide.
 
-TFRecord shards: a sample a record, raw or as the tf.train.Example in it. Pure, sans I/O.
-
-Data path: transport -> chunks -> [tfrecord] -> samples.
-
-A record is its length (8 bytes, little-endian), the length's masked CRC-32C (4), the data, and the data's masked
-CRC-32C (4). Source: TensorFlow's `tfrecord` tutorial and the comment in `record_writer.h`. There is no mark between
-records, so a shard cannot be cut without an index of it.
-
-CRC-32C, as TFRecord uses it: in Python for the eight bytes of a length, by google_crc32c for whole records. Pure.
-
-Source: RFC 3720 appendix B.4 (Castagnoli's polynomial, reflected 0x82F63B78); the mask is TFRecord's own.
+*CRC-32C* is computed in Python for the eight bytes of a length, and by google_crc32c for whole records. Source: RFC
+3720 appendix B.4 (Castagnoli's polynomial, reflected 0x82F63B78); the mask is TFRecord's own.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 
 def parse_example(data: bytes) -> dict[str, Feature]:
-    """The features of a serialized tf.train.Example.
+    """Return the features of a serialized tf.train.Example.
 
     Returns:
         By name: a list of bytes, a float32 array or an int64 array, each of one dimension (arrays are private and
-        writable). A feature without a value is an empty list.
+            writable). A feature without a value is an empty list.
 
     Raises:
-        ValueError: not a valid message: truncated, a length that leads outside, a number too long, a name not UTF-8.
+        ValueError: not a valid message: truncated, an impossible length, a number too long, a name not UTF-8.
     """
     found: dict[str, Feature] = {}
     for number, wire, features in fields(memoryview(data)):
@@ -69,16 +68,16 @@ def parse_example(data: bytes) -> dict[str, Feature]:
 
 
 def _entry(entry: memoryview) -> tuple[str, Feature]:
-    """A map entry: the name is field 1, the feature field 2."""
-    name, pieces = "", list[memoryview]()
+    """Parse a map entry: the name is field 1, the feature field 2."""
+    name, features = "", list[memoryview]()
     for number, wire, value in fields(entry):
         if (number, wire) == (1, BYTES):
             name = bytes(value).decode()  # UnicodeDecodeError is a ValueError
         elif (number, wire) == (2, BYTES):
-            pieces.append(value)
+            features.append(value)
     kind, lists = 0, list[memoryview]()
-    for piece in pieces:
-        for number, wire, value in fields(piece):
+    for feature in features:
+        for number, wire, value in fields(feature):
             if wire == BYTES and number in (1, 2, 3):
                 if number != kind:
                     kind, lists = number, []
@@ -109,10 +108,10 @@ def _integers(message: memoryview) -> Iterator[npt.NDArray[Any]]:
 
 
 def varints(data: memoryview) -> npt.NDArray[np.int64]:
-    """Decode varints that lie side by side, as 64-bit two's complement."""
+    """Decode concatenated varints, as 64-bit two's complement."""
     raw = np.frombuffer(data, np.uint8)
     ends = np.flatnonzero(raw < 0x80)
-    if len(ends) == len(raw):  # each in one byte
+    if len(ends) == len(raw):  # all of them have one byte
         return raw.astype(np.int64)
     if not len(ends) or ends[-1] != len(raw) - 1:
         raise ValueError("packed integers end inside a varint")
@@ -131,7 +130,7 @@ def varints(data: memoryview) -> npt.NDArray[np.int64]:
 
 
 def fields(message: memoryview) -> Iterator[tuple[int, int, memoryview]]:
-    """The fields of a message: number, wire type, and the value's bytes (of a varint: itself)."""
+    """Iterate over the fields of a message: number, wire type, and the value's bytes (of a varint: itself)."""
     pos, size = 0, len(message)
     while pos < size:
         tag, pos = _varint(message, pos)
@@ -153,7 +152,7 @@ def fields(message: memoryview) -> Iterator[tuple[int, int, memoryview]]:
 
 
 def _varint(message: memoryview, pos: int) -> tuple[int, int]:
-    """The varint at `pos`, and the position after it."""
+    """Return the varint at `pos`, and the position after it."""
     value = shift = 0
     for byte in message[pos : pos + 10]:
         value |= (byte & 0x7F) << shift
@@ -167,17 +166,17 @@ def _varint(message: memoryview, pos: int) -> tuple[int, int]:
 class TFRecordReader(PushReader):
     """Reads TFRecords. The key of a sample is the shard's name and the record's offset.
 
-    The checksum of each length is always verified, before the length is believed. Records that `on_bad` can have
-    stepped over: a wrong checksum of the data, no tf.train.Example.
+    The checksum of each length is always verified before the length is used. Records that `on_bad` can skip: a wrong
+    checksum of the data, or not a tf.train.Example.
 
     Args:
-        url: see `push.Reader`, as for `start`, `stop`, `max_sample_bytes` and `on_bad`.
+        url: see `push_parser.Reader`, also for `start`, `stop`, `max_sample_bytes` and `on_bad`.
         start: see there.
         stop: see there.
-        example: read each record as a tf.train.Example, whose features are the fields (`example.parse_example`). Else
-            the one field is ``record``, the raw bytes.
-        checksum: verifies the data by this CRC-32C. ``"auto"``: by google_crc32c where it is installed, otherwise **not
-            at all**, because Python alone would take 100 times as long as the rest. None: not at all.
+        example: parse each record as a tf.train.Example, whose features are the fields (`parse_example`). Otherwise the
+            one field is ``record``, the raw bytes.
+        checksum: verifies the data by this CRC-32C. ``"auto"``: by google_crc32c if it is installed, otherwise **not at
+            all**, because Python alone would take 100 times as long as the rest. None: not at all.
         max_sample_bytes: see there.
         on_bad: see there.
     """
@@ -199,7 +198,7 @@ class TFRecordReader(PushReader):
 
     @property
     def verifies_data(self) -> bool:
-        """The checksums of the data are verified, not only those of the lengths."""
+        """Whether the checksums of the data are verified, not only those of the lengths."""
         return self._checksum is not None
 
     def _parse(self) -> Parser:
@@ -241,7 +240,7 @@ TABLE = _table()
 
 
 def crc32c(data: bytes) -> int:
-    """The checksum of a few bytes: about 10 MB a second."""
+    """Return the checksum of a few bytes: about 10 MB per second."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = crc >> 8 ^ TABLE[(crc ^ byte) & 0xFF]
@@ -249,7 +248,7 @@ def crc32c(data: bytes) -> int:
 
 
 def fast_crc32c() -> Callable[[bytes], int] | None:
-    """The checksum by google_crc32c (gigabytes a second); None where it is not installed."""
+    """Return the checksum function of google_crc32c (gigabytes per second); None if it is not installed."""
     try:
         module: Any = importlib.import_module("google_crc32c")
     except ImportError:
@@ -258,5 +257,5 @@ def fast_crc32c() -> Callable[[bytes], int] | None:
 
 
 def masked(crc: int) -> int:
-    """What TFRecord stores for `crc`: rotated right by 15 bits, plus a constant."""
+    """Return what TFRecord stores for `crc`: rotated right by 15 bits, plus a constant."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF

@@ -1,27 +1,31 @@
-"""Which worker reads which piece of which shard: decided in the main process, one lease at a time. Pure.
+"""Decides which worker reads which range of which shard. Runs in the main process. Pure.
 
-Data path: plan of pieces -> [leases] -> a worker's lane -> samples -> batch.
+Data path: dataset.plan -> [assignment] -> worker_stream -> samples -> batch.
 
-Every worker (a *lane*) fills its batches from the pieces that were leased to it, one after the other. Nobody else reads
-those: so no sample comes twice, whatever the number of workers and shards.
+The plan of an epoch is a list of assignments; an assignment is a few shard ranges. Each worker asks for one assignment
+after another and fills its batches from them. An assignment goes to one worker only, so no sample is read twice,
+whatever the number of workers and shards.
 
-The order is that of a single process which fills batches from the lanes in turn, and lets a lane take the next piece of
-the plan when it begins its last one. It depends on no clock, although many processes work at once: a request has a
-*stamp* (the lane's batch, the leases that it has had, its number), and requests are answered in the order of their
-stamps. So one waits until every other lane is known to be past it, or to have asked with a later stamp. A lane asks for
-a piece while it still reads another, and hardly ever has to wait. (With ``in_order=False`` nothing is promised about
-the order, and requests are answered as they come.)
+*Order.* Assignments are given out as if a single process filled the workers' batches round-robin and let a worker ask
+for its next assignment when it begins its last one. The result does not depend on timing, although the workers run
+concurrently: every request has a *request order*, the tuple (batch, number, worker): the batch that the worker is
+making, how many assignments it has had, and its index. Requests are answered in ascending request order. A request
+therefore waits until every other worker either has a pending request with a later request order or has made enough
+batches that it cannot ask earlier. A worker asks while it is still reading, so it rarely has to wait. (With
+``in_order=False``, requests are answered as they arrive, and the order is unspecified.)
 
-A lane that can fill no more batch *gives back* what it has left, and is over; another one reads that again: one whose
-request has a later stamp. Only the last lane ends with a short batch.
+*End of the epoch.* A worker that cannot fill another batch *gives back* the ranges of its unfinished batch, and its
+stream ends. They are assigned to a worker whose request has a later request order. Only the last running worker ends
+with a short batch.
 
-*Healing.* A worker that takes another's place asks again for what it does not remember, and is answered as that one
-was.
+*Worker replacement.* The replacement of a dead worker repeats the requests whose answers were lost, and gets the same
+answers.
 
-*Resuming.* `Ledger` has what was leased to whom, in order. Together with the states of the lanes at their delivered
-batches it says what nobody has begun: leases that were taken later are as good as never given. Lanes then make again
-the requests that they made since, with the same stamps, and are answered as before. What a lane gave back whose end was
-delivered keeps its stamp, so that requests which were made before it do not get it now.
+*Resuming.* `AssignmentLog` records what was assigned to which worker, in order. Combined with the states of the workers
+at their last delivered batches, it tells which assignments nobody had started: those count as never given. After
+resuming, the workers repeat the requests that they had made since, with the same request order, and get the same
+answers. If the end of a worker was delivered, what it gave back keeps its request order, so that requests with an
+earlier one do not get it after resuming either.
 """
 
 from __future__ import annotations
@@ -32,40 +36,40 @@ from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from asyncloader.remote.catalog import Piece
+from asyncloader.remote.catalog import CatalogRange
 
-__all__ = ["LaneStart", "Lease", "LeaseBook", "Ledger", "LedgerState", "Reply", "Returned"]
+__all__ = ["Assignment", "AssignmentLog", "AssignmentLogState", "Reply", "Returned", "ShardAssigner", "StreamStart"]
 
-Lease = tuple[Piece, ...]
-"""Pieces for one lane to read, one after the other."""
+Assignment = tuple[CatalogRange, ...]
+"""Shard ranges that one worker reads, one after another."""
 
 
 class Reply(NamedTuple):
-    """An answer to a lane.
+    """The answer to one request of a worker.
 
     Attributes:
-        lane: whose request it answers.
-        number: how many leases the lane had had when it asked.
-        lease: what it shall read next. None: there is nothing now.
-        over: its stream ends here: what it has left is another's, unless `last`.
-        last: nobody else has anything: what it has left is the last batch.
+        worker: the index of the worker that asked.
+        number: how many assignments the worker had had when it asked.
+        assignment: what to read next; None if there is nothing at the moment.
+        over: the worker's stream ends here. Its unfinished batch goes to another worker, unless `last`.
+        last: no other worker is running: the unfinished batch is the last batch of the epoch.
     """
 
-    lane: int
+    worker: int
     number: int
-    lease: Lease | None = None
+    assignment: Assignment | None = None
     over: bool = False
     last: bool = False
 
 
-class LaneStart(NamedTuple):
-    """Where a lane begins, or goes on.
+class StreamStart(NamedTuple):
+    """The position from which one worker's stream begins or resumes.
 
     Attributes:
-        asks: the first batch in which it may ask: the one in which it did ask for its next lease, if it has asked; else
-            the one that it makes next.
-        answers: the batch that its first answer is about.
-        taken: leases that it has had.
+        asks: the first batch in which it may send a request. If a request was pending in the saved state, the batch of
+            that request; otherwise the next batch.
+        answers: the batch that its first answer to a task is about.
+        taken: how many assignments it has had.
         over: its stream has ended.
     """
 
@@ -76,277 +80,296 @@ class LaneStart(NamedTuple):
 
 
 class Returned(NamedTuple):
-    """What a lane that is over gave back.
+    """What a worker gave back when its stream ended.
 
     Attributes:
-        stamp: of the request with which it did: the lane's batch, the leases that it has had, its number.
-        lease: what it had left.
+        order: the request order of its last request: batch, number of assignments, worker.
+        assignment: the ranges of its unfinished batch.
     """
 
-    stamp: tuple[int, int, int]
-    lease: Lease
+    order: tuple[int, int, int]
+    assignment: Assignment
 
     @property
     def giver(self) -> int:
-        """The lane."""
-        return self.stamp[2]
+        """The index of the worker that gave it back."""
+        return self.order[2]
 
 
-_STAMP = attrgetter("stamp")
+_BY_ORDER = attrgetter("order")
 
 
-class LedgerState(NamedTuple):
-    """Where an epoch stands.
+class AssignmentLogState(NamedTuple):
+    """The position of an epoch, as it is saved.
 
     Attributes:
-        done: how many leases of the plan were given.
-        back: leases that come before the rest of the plan, in their order.
-        returned: what was given back by lanes whose end was delivered, and is nobody's yet, in the order of stamps.
-        over: the lanes that are over because another one has what they gave back.
+        done: how many assignments of the plan were given out.
+        back: assignments to give out before the rest of the plan, in order.
+        returned: what was given back by workers whose end was delivered and is not assigned again yet, by request
+            order.
+        over: workers that must count as ended, because what they gave back belongs to another worker now.
     """
 
     done: int
-    back: list[Lease]
+    back: list[Assignment]
     returned: list[Returned]
     over: list[int]
 
 
 class _Entry(NamedTuple):
-    lane: int
+    worker: int
     number: int
-    lease: Lease
-    source: int  # its place in the ledger's source; -1 for one that was given back
-    giver: int  # the lane that gave it back; -1 for one of the source
+    assignment: Assignment
+    source: int  # index in the log's source; -1 if it was given back by a worker
+    giver: int  # the worker that gave it back; -1 if it came from the source
 
 
-class Ledger:
-    """What was leased in one epoch, in order. Written by its `LeaseBook`; any thread may ask for the state.
+class AssignmentLog:
+    """Records what was assigned in one epoch, in order. Written by `ShardAssigner`; any thread may call `state`.
 
     Args:
-        plan: the epoch's leases, in their order.
-        done: how many of them were given before the epoch was resumed.
-        back: leases that come before the rest of the plan: they were taken, but not used, when the state was saved.
-        returned: what had been given back, and was nobody's, in the order of stamps.
+        plan: the epoch's assignments, in order.
+        done: how many of them were given out before the epoch was resumed.
+        back: assignments to give out before the rest of the plan: taken, but not used, when the state was saved.
+        returned: what had been given back and not assigned again when the state was saved, by request order.
     """
 
     def __init__(
-        self, plan: Sequence[Lease], done: int = 0, back: Sequence[Lease] = (), returned: Sequence[Returned] = ()
+        self,
+        plan: Sequence[Assignment],
+        done: int = 0,
+        back: Sequence[Assignment] = (),
+        returned: Sequence[Returned] = (),
     ) -> None:
         self._plan = plan
         self._done = done
         self._back = list(back)
         self._entries: list[_Entry] = []
         self._returned = list(returned)
-        self._takers: dict[int, _Entry] = {}  # giver -> who got what it gave back
+        self._takers: dict[int, _Entry] = {}  # giver -> the entry that assigned it again
 
     def __len__(self) -> int:
-        """Leases of the source: those that came back, and the rest of the plan."""
+        """Number of assignments in the source: `back` and the rest of the plan."""
         return len(self._back) + len(self._plan) - self._done
 
     @property
     def returned(self) -> tuple[Returned, ...]:
-        """What lanes have given back so far, whoever has it now."""
+        """Everything that workers have given back so far, including what was assigned again."""
         return tuple(self._returned)
 
-    def source(self, number: int) -> Lease:
-        """Lease `number` of the source."""
+    def source(self, number: int) -> Assignment:
+        """Return assignment `number` of the source."""
         if number < len(self._back):
             return self._back[number]
         return self._plan[self._done + number - len(self._back)]
 
-    def note(self, lane: int, number: int, lease: Lease, source: int, giver: int) -> None:
-        """A lease was given."""
-        entry = _Entry(lane, number, lease, source, giver)
+    def note(self, worker: int, number: int, assignment: Assignment, source: int, giver: int) -> None:
+        """Record that an assignment was given out."""
+        entry = _Entry(worker, number, assignment, source, giver)
         self._entries.append(entry)
         if giver >= 0:
             self._takers[giver] = entry
 
-    def note_return(self, returned: Returned) -> None:
-        """A lane that is over gave back what it had left."""
+    def record_return(self, returned: Returned) -> None:
+        """Record what a worker gave back at the end of its stream."""
         self._returned.append(returned)
 
-    def state(self, taken: Sequence[int], ended: Collection[int] = ()) -> LedgerState:
-        """Where the epoch stands when the lanes have had so many leases.
+    def state(self, taken: Sequence[int], ended: Collection[int] = ()) -> AssignmentLogState:
+        """Return the position of the epoch for workers that have used `taken` assignments each.
 
-        Takes time for the leases since each lane's last one that counts.
+        Takes time proportional to the assignments given since the oldest one that is not counted.
 
         Args:
-            taken: of each lane.
-            ended: lanes whose place is behind their end. What another one gave back and is nobody's yet is its own
-                again, as it is where it was before its end.
+            taken: the number of assignments per worker that count as used.
+            ended: workers whose end was delivered. What a worker gave back counts as its own again if its end was not
+                delivered and no other worker has used it.
         """
-        had = [math.inf if lane in ended else number for lane, number in enumerate(taken)]
+        had = [math.inf if worker in ended else number for worker, number in enumerate(taken)]
         over: list[int] = []
         returned: list[Returned] = []
         for each in reversed(self._returned[:]):
             taker = self._takers.get(each.giver)
-            if taker is not None and taker.number < had[taker.lane]:
+            if taker is not None and taker.number < had[taker.worker]:
                 over.append(each.giver)
-                had[each.giver] = math.inf  # what it gave back may be what it had last
+                had[each.giver] = math.inf  # what it gave back may include its own last assignment
             elif each.giver in ended:
                 returned.append(each)
         unseen = set(range(len(taken)))
-        later: list[Lease] = []
+        later: list[Assignment] = []
         used = -1
         for entry in reversed(self._entries[:]):
             used = max(used, entry.source)
-            if entry.number < had[entry.lane]:
-                unseen.discard(entry.lane)
+            if entry.number < had[entry.worker]:
+                unseen.discard(entry.worker)
             elif entry.source >= 0:
-                later.append(entry.lease)
+                later.append(entry.assignment)
             if not unseen and used >= 0 and entry.source >= 0:
-                break  # what was given back comes at the end, when the source is used up
+                break  # returned ranges are assigned only after the source is used up
         used += 1
         back = [*reversed(later), *self._back[used:]]
-        return LedgerState(
-            self._done + max(0, used - len(self._back)), back, sorted(returned, key=_STAMP), sorted(over)
+        return AssignmentLogState(
+            self._done + max(0, used - len(self._back)), back, sorted(returned, key=_BY_ORDER), sorted(over)
         )
 
 
-class LeaseBook:
-    """Answers the lanes of one epoch.
+class ShardAssigner:
+    """Answers the requests of all workers of one epoch.
 
     Args:
-        ledger: of the epoch, with nothing noted in it yet.
-        lanes: where each begins.
-        ordered: answer in the order of stamps, which depends on no clock.
+        log: the epoch's log, with nothing recorded in it yet.
+        workers: where each worker's stream begins.
+        ordered: answer in request order, so that the result does not depend on timing.
     """
 
-    def __init__(self, ledger: Ledger, lanes: Sequence[LaneStart], *, ordered: bool = True) -> None:
-        self.ledger = ledger
+    def __init__(self, log: AssignmentLog, workers: Sequence[StreamStart], *, ordered: bool = True) -> None:
+        self.log = log
         self._ordered = ordered
-        self._used = 0  # leases of the source
-        self._returned = list(ledger.returned)  # in the order of stamps, if answers are
-        self._batch = [lane.asks for lane in lanes]  # the first batch in which the lane may still ask
-        self._next = [lane.answers for lane in lanes]
-        self._first = [lane.taken for lane in lanes]
-        self._had: list[list[Lease]] = [[] for _ in lanes]
-        self._refused: list[set[int]] = [set() for _ in lanes]  # numbers of requests that there was nothing for
+        self._used = 0  # assignments of the source
+        self._returned = list(log.returned)  # by request order, if `ordered`
+        self._batch = [worker.asks for worker in workers]  # the first batch in which the worker may still ask
+        self._next = [worker.answers for worker in workers]
+        self._first = [worker.taken for worker in workers]
+        self._had: list[list[Assignment]] = [[] for _ in workers]
+        self._refused: list[set[int]] = [
+            set() for _ in workers
+        ]  # numbers of the requests that were answered with nothing
         self._over: list[Reply | None] = [
-            Reply(at, 0, over=True) if lane.over else None for at, lane in enumerate(lanes)
+            Reply(at, 0, over=True) if worker.over else None for at, worker in enumerate(workers)
         ]
-        self._pending: dict[int, tuple[int, int, int, Lease | None]] = {}  # lane -> stamp, and what it would give back
-        self._gone: set[int] = set()  # lanes whose pending request is that of a process that is no more
+        # Worker -> request order, and what it would give back.
+        self._pending: dict[int, tuple[int, int, int, Assignment | None]] = {}
+        self._gone: set[int] = set()  # workers whose pending request was sent by a process that has died
 
     def __repr__(self) -> str:
-        left = len(self.ledger) - self._used
-        return f"<LeaseBook {left} leases left, {len(self._pending)} of {len(self._batch)} lanes waiting>"
+        left = len(self.log) - self._used
+        return f"<ShardAssigner {left} assignments left, {len(self._pending)} of {len(self._batch)} workers waiting>"
 
-    def ask(self, lane: int, number: int, batch: int, left: Iterable[Sequence[Any]] | None = None) -> list[Reply]:
-        """A lane asks for its next lease.
+    def ask(self, worker: int, number: int, batch: int, left: Iterable[Sequence[Any]] | None = None) -> list[Reply]:
+        """Handle a worker's request for its next assignment.
 
         Args:
-            lane: who asks.
-            number: how many it has had.
+            worker: the index of the worker that asks.
+            number: how many assignments it has had.
             batch: the batch that it is making.
-            left: None: it has something to read yet. Else it has not, and not enough for a batch: this is the rest.
+            left: None if the worker still has something to read. Otherwise it has nothing left to read and cannot fill
+                its batch: the ranges of the samples in that batch.
 
         Returns:
-            All answers that this makes possible.
+            All replies that can be sent now, to this worker and to others.
 
         Raises:
-            ValueError: it cannot be this lane's next request.
+            ValueError: this cannot be the worker's next request.
         """
-        had = self._first[lane] + len(self._had[lane])
-        if not self._first[lane] <= number <= had:
-            raise ValueError(f"lane {lane} asks for its lease number {number}, and has had {had}")
-        if batch < 0 or (batch > self._next[lane] and len(self._next) > 1):  # a lane alone tells nothing of its batches
-            # Its turn would come when the others are past a batch that nobody will make.
-            raise ValueError(f"lane {lane} asks for batch {batch}, and makes its batch {self._next[lane]}")
-        rest = None if left is None else _pieces(left)
-        # Where it took the place of one that had the answer, it gets the same.
-        if rest is None and number in self._refused[lane]:
-            return [Reply(lane, number)]
+        had = self._first[worker] + len(self._had[worker])
+        if not self._first[worker] <= number <= had:
+            raise ValueError(f"worker {worker} asks for its assignment number {number}, and has had {had}")
+        # Such a request would wait for other workers to pass a batch that is never made. A single worker waits for no
+        # other, and does not report its batches.
+        if batch < 0 or (batch > self._next[worker] and len(self._next) > 1):
+            raise ValueError(f"worker {worker} asks for batch {batch}, and makes its batch {self._next[worker]}")
+        rest = None if left is None else _parse_ranges(left)
+        # A replacement of a dead worker gets the reply that its predecessor got.
+        if rest is None and number in self._refused[worker]:
+            return [Reply(worker, number)]
         if number < had:
-            return [Reply(lane, number, self._had[lane][number - self._first[lane]])]
-        over = self._over[lane]
+            return [Reply(worker, number, self._had[worker][number - self._first[worker]])]
+        over = self._over[worker]
         if over is not None:
             return [over._replace(number=number)]
-        self._pending[lane] = (batch, number, lane, rest)
-        self._gone.discard(lane)
+        self._pending[worker] = (batch, number, worker, rest)
+        self._gone.discard(worker)
         return self._decide()
 
-    def died(self, lane: int) -> None:
-        """The lane's process is no more. Its request keeps its turn; who takes its place asks again for the answer.
+    def died(self, worker: int) -> None:
+        """Note that the worker's process has died. Its pending request keeps its order, but the reply is not sent.
 
-        (An answer to that one's predecessor could be taken for one to a later request with the same number.)
+        The replacement asks again. A reply to the dead worker's request could otherwise be mistaken for the reply to a
+        later request with the same number.
         """
-        if lane in self._pending:
-            self._gone.add(lane)
+        if worker in self._pending:
+            self._gone.add(worker)
 
-    def answered(self, lane: int) -> list[Reply]:
-        """The lane has made its next batch, or failed to. Returns the answers that this makes possible."""
-        self._batch[lane] = self._next[lane] = self._next[lane] + 1
+    def answered(self, worker: int) -> list[Reply]:
+        """Note that the worker has answered a task, with a batch or an error. Return the replies that can be sent."""
+        self._batch[worker] = self._next[worker] = self._next[worker] + 1
         return self._decide() if self._pending else []
 
     def _decide(self) -> list[Reply]:
         replies: list[Reply] = []
         while self._pending:
-            lane = min(self._pending, key=lambda each: self._pending[each][:3])
-            batch, number, _, left = self._pending[lane]
-            if self._ordered and any(self._may_come_before(other, (batch, number, lane)) for other in self._running()):
+            worker = min(self._pending, key=lambda each: self._pending[each][:3])
+            batch, number, _, left = self._pending[worker]
+            if self._ordered and any(
+                self._may_come_before(other, (batch, number, worker)) for other in self._running()
+            ):
                 break
-            del self._pending[lane]
-            reply = self._reply((batch, number, lane), left)
-            if lane in self._gone:
-                self._gone.remove(lane)
+            del self._pending[worker]
+            reply = self._reply((batch, number, worker), left)
+            if worker in self._gone:
+                self._gone.remove(worker)
             else:
                 replies.append(reply)
         return replies
 
     def _running(self) -> list[int]:
-        return [lane for lane, over in enumerate(self._over) if over is None]
+        return [worker for worker, over in enumerate(self._over) if over is None]
 
-    def _may_come_before(self, other: int, stamp: tuple[int, int, int]) -> bool:
-        """Whether the lane may yet ask with an earlier stamp."""
-        if other == stamp[2] or other in self._pending:
+    def _may_come_before(self, other: int, order: tuple[int, int, int]) -> bool:
+        """Return whether `other` may still send a request with an earlier request order."""
+        if other == order[2] or other in self._pending:
             return False
-        return (self._batch[other], self._first[other] + len(self._had[other]), other) < stamp
+        return (self._batch[other], self._first[other] + len(self._had[other]), other) < order
 
-    def _reply(self, stamp: tuple[int, int, int], left: Lease | None) -> Reply:
-        _, number, lane = stamp
-        last = self._running() == [lane]
-        lease, source, giver = self._first_left(stamp, whatever=last and left is not None)
-        if lease is not None:
-            self._had[lane].append(lease)
-            self.ledger.note(lane, number, lease, source, giver)
-            return Reply(lane, number, lease)
+    def _reply(self, order: tuple[int, int, int], left: Assignment | None) -> Reply:
+        _, number, worker = order
+        last = self._running() == [worker]
+        assignment, source, giver = self._first_left(order, whatever=last and left is not None)
+        if assignment is not None:
+            self._had[worker].append(assignment)
+            self.log.note(worker, number, assignment, source, giver)
+            return Reply(worker, number, assignment)
         if left is None:
-            self._refused[lane].add(number)
-            return Reply(lane, number)
-        reply = self._over[lane] = Reply(lane, number, over=True, last=last)
+            self._refused[worker].add(number)
+            return Reply(worker, number)
+        reply = self._over[worker] = Reply(worker, number, over=True, last=last)
         if left and not last:
-            returned = Returned(stamp, left)
+            returned = Returned(order, left)
             if self._ordered:
-                insort(self._returned, returned, key=_STAMP)
+                insort(self._returned, returned, key=_BY_ORDER)
             else:
                 self._returned.append(returned)
-            self.ledger.note_return(returned)
+            self.log.record_return(returned)
         return reply
 
-    def _first_left(self, stamp: tuple[int, int, int], *, whatever: bool) -> tuple[Lease | None, int, int]:
-        """The next lease for a request, its place in the source, and who gave it back. `whatever`: nobody else is left
-        who could take what was given back.
+    def _first_left(self, order: tuple[int, int, int], *, whatever: bool) -> tuple[Assignment | None, int, int]:
+        """Return the next assignment for a request, its index in the source (or -1), and the worker that gave it back
+        (or -1).
+
+        `whatever`: take what was given back regardless of request order, because no other worker is running.
         """
-        if self._used < len(self.ledger):
+        if self._used < len(self.log):
             self._used += 1
-            return self.ledger.source(self._used - 1), self._used - 1, -1
-        if self._returned and (whatever or not self._ordered or self._returned[0].stamp < stamp):
+            return self.log.source(self._used - 1), self._used - 1, -1
+        if self._returned and (whatever or not self._ordered or self._returned[0].order < order):
             returned = self._returned.pop(0)
-            return returned.lease, -1, returned.giver
+            return returned.assignment, -1, returned.giver
         return None, -1, -1
 
 
-def _pieces(plain: Iterable[Sequence[Any]]) -> Lease:
-    """The pieces that a lane named.
+def _parse_ranges(plain: Iterable[Sequence[Any]]) -> Assignment:
+    """Parse the ranges that a worker gave back.
 
     Raises:
-        ValueError: they are none.
+        ValueError: they are not valid ranges.
     """
     try:
-        pieces = tuple(Piece(*each) for each in plain)
+        shard_ranges = tuple(CatalogRange(*each) for each in plain)
     except TypeError as error:
-        raise ValueError(f"a lane gives back what is no list of pieces: {error}") from None
-    if not all(isinstance(n, int) and n >= 0 for piece in pieces for n in (piece.shard, piece.start, piece.stop or 0)):
-        raise ValueError(f"a lane gives back what is no list of pieces: {pieces!r}")
-    return pieces
+        raise ValueError(f"a worker gives back what is no list of ranges: {error}") from None
+    if not all(
+        isinstance(n, int) and n >= 0
+        for shard_range in shard_ranges
+        for n in (shard_range.shard, shard_range.start, shard_range.stop or 0)
+    ):
+        raise ValueError(f"a worker gives back what is no list of ranges: {shard_ranges!r}")
+    return shard_ranges

@@ -1,25 +1,29 @@
-"""One epoch of a dataset that is leased out: its plan, its book, and its part of the loader's state.
+"""One epoch of an assigned dataset: its plan, its assigner, and their part of the loader's state.
 
-Data path: dataset -> [epoch_leases: plan, book] -> pipeline -> lanes. Made when an iterator starts, before its workers.
+Data path: dataset.plan -> [assignment_state] -> epoch.pipeline -> worker_stream. Created when an iterator starts,
+before its workers.
 
-The part of the state, beside the cursors of the lanes: ``{"key": int, "plan": str, "done": int, "back": [[[shard,
-start, stop, sync], ...], ...], "returned": [[[batch, number, lane], [[shard, start, stop, sync], ...]], ...]}``: what
-chose the epoch's orders, a digest of the plan (None: there was none yet), how many of its leases were given, the leases
-that come before the rest, and what lanes gave back, with the stamps of their requests.
+This part of the state stands beside the cursors of the workers:
 
-A lane's part of a state that comes from outside: checked before a worker goes on from it. Pure.
+    key        seed of the epoch's orders
+    plan       digest of the plan; None: nothing was planned yet
+    done       how many assignments of the plan were given out
+    back       assignments to give out before the rest of the plan; each is a list of ranges
+    returned   [[batch, number, worker], ranges] for what workers gave back, with the order of their requests
 
-Data path: state -> [lane_state] -> lanes. The layout is that of `Lane.state_dict`; a piece is ``[shard, start, stop,
-sync]``:
+A worker stream's own state (`WorkerStream.state_dict`) is checked here before a worker resumes from it:
 
     batch      number of its last batch; -1: none
-    taken      leases that it has begun
-    asked      the batch in which it asked for the next one, or None
-    dry        there was none
+    taken      assignments that it has started
+    asked      the batch in which it asked for the next one; None: it has not asked
+    dry        that request was answered with nothing
     over       its stream has ended
-    todo       pieces to be read; the first begins where reading goes on
-    carry      pieces that the next batch begins with
-    blocks     of the shuffle buffer: {number, aim, given, size, block, filling}, the last two being pieces; or None
+    todo       ranges still to be read; the first begins where reading goes on
+    carry      ranges of the samples that the next batch begins with
+    blocks     the shuffle buffer: {number, aim, given, size, block, filling}, the last two being ranges; None: no
+        buffer
+
+A range is ``[shard, start, stop, sync]``, the fields of `CatalogRange`.
 """
 
 from __future__ import annotations
@@ -31,30 +35,30 @@ from typing import Any
 import torch
 
 from asyncloader.errors import StateError
-from asyncloader.remote.assignment import LaneStart, Lease, LeaseBook, Ledger, Returned
-from asyncloader.remote.catalog import Piece
+from asyncloader.remote.assignment import Assignment, AssignmentLog, Returned, ShardAssigner, StreamStart
+from asyncloader.remote.catalog import CatalogRange
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.seeding import derive
 from asyncloader.workers.fetch.setup import EpochStart
 
 __all__ = [
-    "EpochLeases",
-    "check_lane",
+    "EpochAssignment",
+    "check_stream_state",
+    "is_catalog_range",
     "is_count",
-    "is_piece",
     "new_key",
     "saved_key",
     "stream_key",
 ]
 
 
-def stream_key(key: int, rank: int, lanes: int, lane: int) -> int:
-    """Chooses the orders of a lane's shuffle buffer. `key`: that of the epoch."""
-    return derive(key, "lane", rank * lanes + lane)
+def stream_key(key: int, rank: int, workers: int, worker: int) -> int:
+    """Derive the seed of one worker's shuffle buffer from the epoch's `key`."""
+    return derive(key, "lane", rank * workers + worker)
 
 
 def saved_key(saved: Any) -> int:
-    """What chose the orders of an epoch that was saved.
+    """Return the seed of the orders of a saved epoch.
 
     Raises:
         StateError: this part of the state is broken.
@@ -65,26 +69,26 @@ def saved_key(saved: Any) -> int:
     return key  # type: ignore[no-any-return]
 
 
-class EpochLeases:
-    """One epoch's leases.
+class EpochAssignment:
+    """The plan, the log and the assigner of one epoch.
 
     Args:
         names: of the shards, for the digest.
-        plan: the leases, in their order.
-        starts: what each lane begins with.
-        saved: this part of a state that was saved, which has a `saved_key`; None: the epoch begins.
-        key: chose the plan; see `saved_key`.
-        ordered: see `LeaseBook`.
-        shuffle: samples of a block of the lanes' shuffle buffers, for the digest.
+        plan: the assignments, in order.
+        starts: where each worker begins.
+        saved: this part of a saved state, which has a `saved_key`; None: the epoch begins.
+        key: the seed of the epoch's orders, see `saved_key`.
+        ordered: see `ShardAssigner`.
+        shuffle: block size of the workers' shuffle buffers, for the digest.
 
     Raises:
-        StateError: the state is broken, or that of other shards.
+        StateError: the state is broken, or belongs to other shards.
     """
 
     def __init__(
         self,
         names: Sequence[str],
-        plan: Sequence[Lease],
+        plan: Sequence[Assignment],
         starts: Sequence[EpochStart],
         saved: Any,
         *,
@@ -98,27 +102,27 @@ class EpochLeases:
         if saved is None and any(start.cursor is not None or start.skip for start in starts):
             raise StateError("the state is broken: workers have read shards, but nothing says which are left")
         self._digest = _digest(names, plan, shuffle)
-        self._lanes = len(starts)
-        self._ledger = Ledger(plan) if saved is None else self._restored(saved, plan, len(names))
+        self._workers = len(starts)
+        self._log = AssignmentLog(plan) if saved is None else self._restored(saved, plan, len(names))
         for start in starts:
             if start.cursor is not None and start.cursor.iterator is not None:
-                check_lane(start.cursor.iterator, len(names))
+                check_stream_state(start.cursor.iterator, len(names))
         self._first = [_taken(start.cursor.iterator if start.cursor else None) for start in starts]
-        self.book = LeaseBook(self._ledger, [_lane_start(start) for start in starts], ordered=ordered)
+        self.assigner = ShardAssigner(self._log, [_stream_start(start) for start in starts], ordered=ordered)
 
-    def _restored(self, saved: Any, plan: Sequence[Lease], shards: int) -> Ledger:
+    def _restored(self, saved: Any, plan: Sequence[Assignment], shards: int) -> AssignmentLog:
         try:
             digest, done = saved["plan"], saved["done"]
-            back = [_lease(lease) for lease in saved["back"]]
-            returned = [Returned(tuple(stamp), _lease(lease)) for stamp, lease in saved["returned"]]
-            returned.sort(key=lambda each: each.stamp)
-            leases = back + [each.lease for each in returned]
+            back = [_assignment(assignment) for assignment in saved["back"]]
+            returned = [Returned(tuple(order), _assignment(assignment)) for order, assignment in saved["returned"]]
+            returned.sort(key=lambda each: each.order)
+            assignments = back + [each.assignment for each in returned]
             right = (
                 is_count(done)
                 and done <= len(plan)
-                and all(is_piece(each, shards) for lease in leases for each in lease)
-                and all(len(each.stamp) == 3 and all(map(is_count, each.stamp)) for each in returned)
-                and all(each.giver < self._lanes for each in returned)
+                and all(is_catalog_range(each, shards) for assignment in assignments for each in assignment)
+                and all(len(each.order) == 3 and all(map(is_count, each.order)) for each in returned)
+                and all(each.giver < self._workers for each in returned)
             )
         except (TypeError, ValueError, KeyError) as error:
             raise StateError(f"the state is broken: its part about shards lacks something: {error}") from error
@@ -129,88 +133,89 @@ class EpochLeases:
             )
         if not right:
             raise StateError(
-                f"the state is broken: {done} of {len(plan)} leases were given, and {len(leases)} came back"
+                f"the state is broken: {done} of {len(plan)} assignments were given, and {len(assignments)} came back"
             )
-        return Ledger(plan, done, back, returned)
+        return AssignmentLog(plan, done, back, returned)
 
     def state(self, cursors: list[dict[str, Any] | None], given: Sequence[int]) -> dict[str, Any]:
-        """This part of the loader's state, for lanes at these places. Any thread.
+        """Return this part of the loader's state, for workers at these cursors. Any thread.
 
-        Marks the cursors of lanes that are over, because another lane has what they gave back.
+        Replaces the cursors of workers that must count as ended, because what they gave back belongs to another worker
+        now.
         """
         taken = [
             first if cursor is None else max(first, _taken(cursor["iterator"]))
             for first, cursor in zip(self._first, cursors, strict=True)
         ]
-        ended = {lane for lane, cursor in enumerate(cursors) if cursor is not None and cursor["ended"]}
-        state = self._ledger.state(taken, ended)
-        for lane in state.over:
-            samples = (cursors[lane] or {"samples": 0})["samples"]
-            cursors[lane] = Cursor(given[lane], samples, True, None, None)._asdict()
+        ended = {worker for worker, cursor in enumerate(cursors) if cursor is not None and cursor["ended"]}
+        state = self._log.state(taken, ended)
+        for worker in state.over:
+            samples = (cursors[worker] or {"samples": 0})["samples"]
+            cursors[worker] = Cursor(given[worker], samples, True, None, None)._asdict()
         return {
             "key": self._key,
             "plan": self._digest,
             "done": state.done,
-            "back": [_plain(lease) for lease in state.back],
-            "returned": [[list(stamp), _plain(lease)] for stamp, lease in state.returned],
+            "back": [_plain(assignment) for assignment in state.back],
+            "returned": [[list(order), _plain(assignment)] for order, assignment in state.returned],
         }
 
 
-def _lease(plain: Any) -> Lease:
-    return tuple(Piece(*piece) for piece in plain)
+def _assignment(plain: Any) -> Assignment:
+    return tuple(CatalogRange(*shard_range) for shard_range in plain)
 
 
-def _plain(lease: Lease) -> list[list[Any]]:
-    return [list(piece) for piece in lease]
+def _plain(assignment: Assignment) -> list[list[Any]]:
+    return [list(shard_range) for shard_range in assignment]
 
 
 def _taken(state: Any) -> int:
     return 0 if not isinstance(state, dict) else int(state.get("taken", 0))
 
 
-def _lane_start(start: EpochStart) -> LaneStart:
+def _stream_start(start: EpochStart) -> StreamStart:
     cursor = start.cursor
     if cursor is None:
-        return LaneStart(0, start.skip, 0)
+        return StreamStart(0, start.skip, 0)
     if cursor.ended or not isinstance(cursor.iterator, dict):
-        return LaneStart(over=cursor.ended)
+        return StreamStart(over=cursor.ended)
     state = cursor.iterator
     made = int(state["batch"]) + 1
     asks = made if state["asked"] is None else int(state["asked"])
-    return LaneStart(asks, made + start.skip, int(state["taken"]), bool(state["over"]))
+    return StreamStart(asks, made + start.skip, int(state["taken"]), bool(state["over"]))
 
 
-def _digest(names: Sequence[str], plan: Sequence[Lease], shuffle: int) -> str:
+def _digest(names: Sequence[str], plan: Sequence[Assignment], shuffle: int) -> str:
     digest = hashlib.blake2b(b"%d" % shuffle, digest_size=16)
     for name in names:
-        digest.update(name.encode(errors="surrogatepass") + b"\n")  # files may have names that are no text
-    for lease in plan:
-        digest.update(repr([tuple(piece) for piece in lease]).encode())
+        digest.update(name.encode(errors="surrogatepass") + b"\n")  # file names need not be valid UTF-8
+    for assignment in plan:
+        digest.update(repr([tuple(shard_range) for shard_range in assignment]).encode())
     return digest.hexdigest()
 
 
 def is_count(value: Any) -> bool:
-    """Whether it is an integer of at least 0; True and False are none."""
+    """Return whether `value` is an integer of at least 0 that is not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
-def is_piece(piece: Sequence[Any], shards: int) -> bool:
-    """Whether these are the fields of a `Piece` of a catalogue of so many shards."""
-    if not isinstance(piece, list | tuple) or len(piece) != 4:
+def is_catalog_range(shard_range: Sequence[Any], shards: int) -> bool:
+    """Return whether these are the fields of a `CatalogRange` of a catalog with `shards` shards."""
+    if not isinstance(shard_range, list | tuple) or len(shard_range) != 4:
         return False
-    shard, start, stop, sync = piece
+    shard, start, stop, sync = shard_range
     return all(map(is_count, (shard, start, 0 if stop is None else stop))) and shard < shards and isinstance(sync, bool)
 
 
-def check_lane(state: Any, shards: int) -> None:
-    """Check a lane's state, of a catalogue of so many shards.
+def check_stream_state(state: Any, shards: int) -> None:
+    """Check a worker stream's state against a catalog with `shards` shards.
 
     Raises:
-        StateError: it is none, with the field that is wrong.
+        StateError: it is not valid; the text names the field.
     """
 
-    def pieces(value: Any) -> bool:
-        return isinstance(value, list | tuple) and all(is_piece(each, shards) for each in value)
+    def shard_ranges(value: Any) -> bool:
+        return isinstance(value, list | tuple) and all(is_catalog_range(each, shards) for each in value)
 
     def place(value: Any) -> bool:
         return is_count(value) or (value == -1 and not isinstance(value, bool))
@@ -223,8 +228,8 @@ def check_lane(state: Any, shards: int) -> None:
             "asked": lambda value: value is None or is_count(value),
             "dry": _is_flag,
             "over": _is_flag,
-            "todo": pieces,
-            "carry": pieces,
+            "todo": shard_ranges,
+            "carry": shard_ranges,
             "blocks": lambda value: value is None or isinstance(value, dict),
         },
     )
@@ -232,7 +237,7 @@ def check_lane(state: Any, shards: int) -> None:
     if blocks is None:
         return
     fields: dict[str, Callable[[Any], bool]] = dict.fromkeys(("aim", "given", "size"), is_count)
-    _check(blocks, fields | {"number": place, "block": pieces, "filling": pieces})
+    _check(blocks, fields | {"number": place, "block": shard_ranges, "filling": shard_ranges})
     if blocks["given"] > blocks["size"]:
         raise StateError(
             f"the state is broken: {blocks['given']} of a block of {blocks['size']} samples were given out"
@@ -245,18 +250,20 @@ def _is_flag(value: Any) -> bool:
 
 def _check(state: Any, fields: dict[str, Callable[[Any], bool]]) -> None:
     if not isinstance(state, dict):
-        raise StateError(f"the state is broken: a worker's place among the shards is {type(state).__name__}")
+        raise StateError(f"the state is broken: a worker's position in the shards is {type(state).__name__}")
     for name, right in fields.items():
         if name not in state:
-            raise StateError(f"the state is broken: a worker's place among the shards lacks {name!r}")
+            raise StateError(f"the state is broken: a worker's position in the shards lacks {name!r}")
         if not right(state[name]):
-            raise StateError(f"the state is broken: a worker's place among the shards has {name}={state[name]!r:.200}")
+            raise StateError(f"the state is broken: a worker's position in the shards has {name}={state[name]!r:.200}")
 
 
 def new_key(seed: int | None, generator: torch.Generator | None, epoch: int) -> int:
-    """Chooses the orders of an epoch that begins: by the seed, else drawn, as torch draws a base seed. Not drawn from
-    that: persistent workers have the same one in all their epochs.
+    """Choose the seed of the orders of an epoch that begins: from the seed, or drawn at random as torch draws a base
+    seed.
+
+    It is not derived from the base seed: with persistent workers that one stays the same for all epochs.
     """
     if seed is not None:
-        return derive(seed, "leases", epoch) >> 1  # as large as a state's numbers may be
+        return derive(seed, "leases", epoch) >> 1  # a number in a state is below 2**63
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator))

@@ -1,17 +1,17 @@
-r"""Brace patterns, ``shard-{000..127}.tar``, and the URLs that they mean. Pure.
+r"""Expands brace patterns such as ``shard-{000..127}.tar`` to URLs. Pure.
 
-Data path: [pattern -> URLs] -> shards.
+Data path: pattern -> [braces] -> URLs -> discovery.
 
-The rules are those of webdataset's patterns, which are bash's:
+The rules are those of webdataset's patterns, which follow bash:
 
-    {a,b}          each alternative; alternatives may be empty, and hold braces again
-    {0..3}         numbers, up or down; {0..9..3} in steps of 3
-    {000..127}     padded with zeros to the longer of the two, when either begins with a zero
+    {a,b}          each alternative; alternatives may be empty, and contain braces again
+    {0..3}         numbers, ascending or descending; {0..9..3} in steps of 3
+    {000..127}     padded with zeros to the longer of the two, if either begins with a zero
     {a..e}         letters, in the order A to Z, a to z
     {a}, {}        stand for themselves: nothing to choose from
     \{  \,  \\     the character itself
 
-Several in one pattern give all combinations, the leftmost changing last.
+Several groups in one pattern give all combinations; the leftmost changes most slowly.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from typing import TypeAlias
 __all__ = ["MOST", "expand"]
 
 MOST = 1_000_000
-"""URLs that a pattern may mean at most: one slip of a finger is a factor of ten."""
+"""Maximum number of URLs of a pattern: a typing error easily adds a factor of ten."""
 
 DEEPEST = 50
 
 Part: TypeAlias = "str | Sequence[str] | Choice"
-"""A text, a range, or a choice; all ranges are sequences that compute their texts when asked."""
+"""A text, a range, or a choice; ranges are sequences that compute their texts on demand."""
 
 
 class Choice(list["list[Part]"]):
@@ -39,7 +39,7 @@ class Choice(list["list[Part]"]):
 
 
 class Numbers(Sequence[str]):
-    """A range's texts, without making them all."""
+    """The texts of a range of numbers, computed on demand."""
 
     def __init__(self, numbers: range, width: int) -> None:
         self._numbers = numbers
@@ -56,17 +56,17 @@ class Numbers(Sequence[str]):
 ALPHABET = ascii_uppercase + ascii_lowercase
 
 DIGITS = 18
-"""Longer numbers are no shard numbers."""
+"""Longer numbers are not treated as numbers."""
 
 _NUMBERS = re.compile(rf"(-?\d{{1,{DIGITS}}})\.\.(-?\d{{1,{DIGITS}}})(?:\.\.(-?\d{{1,{DIGITS}}}))?", re.ASCII)
 _LETTERS = re.compile(rf"([A-Za-z])\.\.([A-Za-z])(?:\.\.(-?\d{{1,{DIGITS}}}))?", re.ASCII)
 
 
 def expand(pattern: str, *, most: int = MOST) -> list[str]:
-    """Give what `pattern` means, in its order; a text without braces means itself.
+    """Return the expansion of `pattern`, in order; a text without braces gives itself.
 
     Raises:
-        ValueError: braces that do not match; more than `most` results; alternatives nested deeper than 50.
+        ValueError: unmatched braces; more than `most` results; alternatives nested deeper than 50.
     """
     if not any(sign in pattern for sign in "{}\\"):
         return [pattern]
@@ -78,9 +78,9 @@ def expand(pattern: str, *, most: int = MOST) -> list[str]:
 
 
 def _parse(pattern: str) -> list[Part]:
-    """Parse by a stack of the groups that are open: each has its alternatives so far, the last one still growing."""
+    """Parse with a stack of the open groups: each has its alternatives so far, the last one still growing."""
     stack: list[list[list[Part]]] = [[[]]]
-    plain = True  # the innermost group holds nothing but text: it may be a range
+    plain = True  # the innermost group contains only text: it may be a range
     text: list[str] = []
 
     def flush() -> None:
@@ -124,7 +124,7 @@ def _parse(pattern: str) -> list[Part]:
 
 
 def _range(text: str) -> Sequence[str] | None:
-    """The range that `text` says, None if it says none."""
+    """Return the range that `text` describes, None if it describes none."""
     if found := _NUMBERS.fullmatch(text):
         first, last, step = found.groups()
         padded = any(len(digits) > 1 and digits[0] == "0" for digits in (first.lstrip("-"), last.lstrip("-")))
@@ -137,7 +137,7 @@ def _range(text: str) -> Sequence[str] | None:
 
 
 def _span(first: int, last: int, step: str | None) -> range:
-    """From `first` to `last`, both included; the direction is theirs, whatever the sign of the step."""
+    """From `first` to `last`, both included; they determine the direction, whatever the sign of the step."""
     size = abs(int(step)) if step else 1
     size = size or 1
     return range(first, last + 1, size) if first <= last else range(first, last - 1, -size)

@@ -1,9 +1,9 @@
-"""Which shards there are, and which part of one a worker reads at a time. Pure.
+"""Describes shards, and cuts them into the ranges that workers read. Pure.
 
-Data path: URLs -> [catalogue: shards, pieces] -> leases -> one piece at a time -> samples.
+Data path: discovery, shard_sizes -> [catalog: shards, ranges] -> assignment -> worker_stream.
 
-Where there are fewer shards than workers, shards are cut into pieces: JSON lines by bytes, MDS and Parquet at the
-places that `Shard.edges` names. The others cannot be cut without an index of them, and are read whole.
+If there are fewer shards than workers need, shards are cut into ranges: JSON lines by bytes, MDS and Parquet at
+`Shard.edges`. The other formats cannot be cut without an index and are read whole.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from typing import NamedTuple
 from asyncloader.formats import MdsShard, ShardFormat, ShardRange, cut_shard, shard_format
 from asyncloader.formats.base import base_name
 
-__all__ = ["PARQUET", "Piece", "Shard", "bytes_left", "can_cut", "cut", "format_of", "grouped", "named_format"]
+__all__ = ["PARQUET", "CatalogRange", "Shard", "bytes_left", "can_cut", "cut", "format_of", "grouped", "named_format"]
 
 PARQUET = ShardFormat("parquet", None)
-"""The format that no push reader reads: see `formats.parquet`."""
+"""Not read by a push parser: see `formats.parquet`."""
 
 GROUP_BYTES = 32 << 20
-"""Pieces are leased together up to so many bytes: 0.3 s at 100 MB/s."""
+"""Upper bound of the bytes in one assignment of several ranges: 0.3 s at 100 MB/s."""
 
-GROUP_PIECES = 8
-"""Pieces that are leased together at most."""
+GROUP_RANGES = 8
+"""Upper bound of the ranges in one assignment."""
 
-GROUPS_EACH = 4
-"""Leases for each lane, at least, before pieces are grouped: enough to even out the end."""
+GROUPS_PER_WORKER = 4
+"""Ranges are grouped only as long as each worker gets so many assignments: enough to balance the end of the epoch."""
 
 PARQUET_ENDINGS = (".parquet", ".pq")
 
 
 class Shard(NamedTuple):
-    """One object that holds samples. Plain values: it pickles, and two of the same are equal.
+    """One object that holds samples. Plain values, comparable and picklable.
 
     Attributes:
-        url: full URL, or the path below a transport of the user's own; the shard's name everywhere.
+        url: full URL, or the path below a user's own transport; identifies the shard everywhere.
         format: how it is read.
         size: bytes of the object, if known.
-        samples: how many it holds, if an index says so.
-        mds: what an MDS index says of it.
-        edges: where it can be cut, ascending, its beginning and end included: offsets (MDS) or rows (Parquet). None:
-            not known, or by its size (JSON lines), or nowhere.
+        samples: number of samples, if an index says so.
+        mds: what an MDS index says about it.
+        edges: offsets (MDS) or rows (Parquet) at which it can be cut, ascending, including its beginning and end. None:
+            not known, or not needed (JSON lines are cut by size), or it cannot be cut.
     """
 
     url: str
@@ -54,14 +54,14 @@ class Shard(NamedTuple):
     edges: tuple[int, ...] | None = None
 
 
-class Piece(NamedTuple):
-    """A part of a shard. Plain integers, so that it can stand in a state.
+class CatalogRange(NamedTuple):
+    """A range of one shard of the catalog. Plain numbers, so that it can be part of a state.
 
     Attributes:
-        shard: its number in the catalogue.
-        start: where reading begins: bytes; rows, in Parquet.
-        stop: samples that begin at this place or after it belong to another piece. None: to the end.
-        sync: `start` may lie inside a sample, which then belongs to the piece before.
+        shard: index in the catalog.
+        start: where reading begins: bytes; rows in Parquet.
+        stop: samples that begin here or later belong to another range. None: to the end.
+        sync: `start` may lie inside a sample, which then belongs to the range before.
     """
 
     shard: int
@@ -71,7 +71,7 @@ class Piece(NamedTuple):
 
 
 def named_format(format: ShardFormat | str | None) -> ShardFormat | None:
-    """The format that a name says: ``"tar"``, ``"jsonl.gz"``, ``"parquet"``; an extension without its dot.
+    """Return the format with a name, which is an extension without its dot: ``"tar"``, ``"jsonl.gz"``, ``"parquet"``.
 
     Raises:
         ValueError: no format has this name.
@@ -80,13 +80,13 @@ def named_format(format: ShardFormat | str | None) -> ShardFormat | None:
 
 
 def format_of(url: str) -> ShardFormat:
-    """The format that the extension of `url` says. As `formats.shard_format`, and Parquet.
+    """Return the format for the extension of `url`. As `formats.shard_format`, and Parquet.
 
     Raises:
         ValueError: no known extension.
     """
     if not url.lower().startswith(("http://", "https://")):
-        # Elsewhere "?" and "#" may be characters of a name: the end of it says more than what is before them.
+        # Other than in web URLs, "?" and "#" may be part of a name: the extension at its very end is tried first.
         name = url.rpartition("/")[2]
         if name and name != base_name(url):
             with suppress(ValueError):
@@ -95,21 +95,21 @@ def format_of(url: str) -> ShardFormat:
 
 
 def can_cut(shard: Shard) -> bool:
-    """Whether a shard can be cut, once its size (JSON lines) or its edges (MDS, Parquet) are known."""
+    """Return whether a shard can be cut, once its size (JSON lines) or its edges (MDS, Parquet) are known."""
     if shard.format.name == "mds":
         return shard.mds is not None and shard.mds.compression is None and shard.mds.samples > 1
     return shard.format in (PARQUET, ShardFormat("jsonl", None))
 
 
-def cut(shards: Sequence[Shard], parts: int) -> list[Piece]:
-    """Cut `shards` into `parts` pieces, or more; fewer, where formats and sizes allow no more.
+def cut(shards: Sequence[Shard], parts: int) -> list[CatalogRange]:
+    """Cut `shards` into at least `parts` ranges; fewer if formats and sizes allow no more.
 
-    One piece a shard if there are enough shards. Otherwise the largest pieces are cut first, so that the pieces of
-    different shards differ little in size. Every sample is in exactly one piece. Shards are cut by what is known of
-    them (`Shard.size`, `Shard.edges`): see `measuring.measure`.
+    If there are enough shards, each is one range. Otherwise the largest ranges are cut first, so that the ranges of
+    different shards have similar sizes. Every sample is in exactly one range. Only known sizes and edges are used
+    (`Shard.size`, `Shard.edges`); see `shard_sizes.with_edges`.
 
     Returns:
-        The pieces in the order of the shards and, within one, ascending.
+        The ranges, in the order of the shards and ascending within each.
 
     Raises:
         ValueError: `parts` is below 1.
@@ -118,7 +118,7 @@ def cut(shards: Sequence[Shard], parts: int) -> list[Piece]:
         raise ValueError(f"cannot cut shards into {parts} parts")
     counts = [1] * len(shards)
     most = [_most_parts(shard) for shard in shards]
-    # The piece that is largest now, then the earlier shard.
+    # Ordered by the size of the shard's ranges, largest first; then by shard.
     heap = [(-_weight(shard), number) for number, shard in enumerate(shards) if most[number] > 1]
     heapq.heapify(heap)
     for _ in range(parts - len(shards)):
@@ -131,7 +131,7 @@ def cut(shards: Sequence[Shard], parts: int) -> list[Piece]:
         else:
             heapq.heappop(heap)
     return [
-        Piece(number, start, stop, sync)
+        CatalogRange(number, start, stop, sync)
         for number, shard in enumerate(shards)
         for start, stop, sync in _ranges(shard, counts[number])
     ]
@@ -142,7 +142,7 @@ def _weight(shard: Shard) -> float:
 
 
 def _most_parts(shard: Shard) -> int:
-    """Pieces that a shard can be cut into at most, by what is known of it."""
+    """Return the maximum number of ranges that a shard can be cut into, as far as is known."""
     if not can_cut(shard):
         return 1
     if shard.edges is not None:
@@ -157,34 +157,37 @@ def _ranges(shard: Shard, parts: int) -> list[ShardRange]:
         return cut_shard(shard.format, shard.size or 0, parts)
     edges, last = shard.edges, len(shard.edges) - 1
     at = [edges[last * part // parts] for part in range(parts)]
-    # The first piece begins with the shard, what is before its first sample included; the last one ends with it.
+    # The first range begins with the shard's header; the last one ends with the shard.
     starts, stops = [0, *at[1:]], [*at[1:], None]
     return [ShardRange(start, stop, sync=False) for start, stop in zip(starts, stops, strict=True)]
 
 
-def bytes_left(shard: Shard, piece: Piece) -> int | None:
-    """Bytes of the object that a piece takes; None if nobody knows, or its places are not bytes of the object."""
+def bytes_left(shard: Shard, shard_range: CatalogRange) -> int | None:
+    """Return the bytes of the object that a range covers; None if unknown, or if its offsets are not the object's."""
     packed = shard.format.compression or (shard.mds is not None and shard.mds.compression)
     if packed or shard.format == PARQUET:
-        return None if piece.start or piece.stop is not None else shard.size
-    stop = shard.size if piece.stop is None else piece.stop
-    return None if stop is None else max(0, stop - piece.start)
+        return None if shard_range.start or shard_range.stop is not None else shard.size
+    stop = shard.size if shard_range.stop is None else shard_range.stop
+    return None if stop is None else max(0, stop - shard_range.start)
 
 
-def grouped(pieces: Sequence[Piece], shards: Sequence[Shard], lanes: int) -> list[tuple[Piece, ...]]:
-    """Leases: small neighbours together, as long as there are enough leases for every lane to be kept even.
+def grouped(
+    shard_ranges: Sequence[CatalogRange], shards: Sequence[Shard], workers: int
+) -> list[tuple[CatalogRange, ...]]:
+    """Group small neighbouring ranges into assignments, as long as there remain enough assignments to balance the
+    workers.
 
-    A lane opens the pieces of a lease before their time, so that small ones do not cost a round trip each.
+    A worker opens the ranges of an assignment early, so that small ones do not cost a round trip each.
     """
-    most = min(GROUP_PIECES, len(pieces) // (GROUPS_EACH * lanes))
-    leases: list[tuple[Piece, ...]] = []
-    group: list[Piece] = []
+    most = min(GROUP_RANGES, len(shard_ranges) // (GROUPS_PER_WORKER * workers))
+    assignments: list[tuple[CatalogRange, ...]] = []
+    group: list[CatalogRange] = []
     room = GROUP_BYTES
-    for piece in pieces:
-        size = bytes_left(shards[piece.shard], piece)
+    for shard_range in shard_ranges:
+        size = bytes_left(shards[shard_range.shard], shard_range)
         if group and (len(group) >= most or size is None or size > room):
-            leases.append(tuple(group))
+            assignments.append(tuple(group))
             group, room = [], GROUP_BYTES
-        group.append(piece)
+        group.append(shard_range)
         room -= room if size is None else size
-    return [*leases, tuple(group)] if group else leases
+    return [*assignments, tuple(group)] if group else assignments

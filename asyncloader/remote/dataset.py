@@ -1,7 +1,9 @@
-"""`RemoteIterableDataset`: shards in a store, as a dataset. Data path: [dataset] -> plan -> leases -> lanes -> batches.
+"""`RemoteIterableDataset`: reads samples from shards in a remote store.
 
-The main process finds the shards and plans an epoch (`plan`); each worker reads what it is leased (`open_lane`).
-Nothing is read before the first iteration, or before somebody asks for a length.
+Data path: discovery, shard_sizes, catalog -> [dataset: plan] -> assignment -> worker_stream -> batches.
+
+The main process finds the shards and plans an epoch (`plan`); each worker reads the ranges that are assigned to it
+(`open_worker_stream`). Nothing is read before the first iteration or the first request for a length.
 """
 
 from __future__ import annotations
@@ -18,30 +20,32 @@ from torch.utils.data import IterableDataset
 
 from asyncloader.bridge import run_in_thread
 from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardError, ShardFormat
-from asyncloader.remote.assignment import LaneStart, Lease, LeaseBook, Ledger
-from asyncloader.remote.catalog import Piece, Shard, can_cut, cut, grouped
+from asyncloader.remote.assignment import Assignment, AssignmentLog, ShardAssigner, StreamStart
+from asyncloader.remote.catalog import CatalogRange, Shard, can_cut, cut, grouped
 from asyncloader.remote.discovery import find_shards
-from asyncloader.remote.reading import READ_AHEAD, MakeReader, read_piece
+from asyncloader.remote.reading import READ_AHEAD, MakeReader, read_shard_range
 from asyncloader.remote.shard_sizes import bytes_per_sample, with_counts, with_edges, with_sizes
 from asyncloader.remote.stores import LoopStores, Stores, scheme_of, unsigned
-from asyncloader.remote.worker_stream import Lane, LocalLeases
+from asyncloader.remote.worker_stream import LocalAssignments, WorkerStream
 from asyncloader.samplers.permutation import Permutation
 from asyncloader.transports import ObjectNotFound, Transport, TransportError
-from asyncloader.workers.fetch.assignment_client import LeaseSource
+from asyncloader.workers.fetch.assignment_client import AssignmentSource
 
 __all__ = ["RemoteIterableDataset"]
 
-PIECES_EACH = 4
-"""Pieces for each lane that shards are cut into where there are fewer of them: enough to even out the end."""
+RANGES_PER_WORKER = 4
+"""If there are fewer shards, they are cut into so many ranges per worker: enough to balance the end of the epoch."""
 
-MEASURED = 1024
-"""Shards of which the store is asked for their sizes, so that small ones are leased, and opened, several at a time."""
+MAX_SIZE_REQUESTS = 1024
+"""With up to so many shards the store is asked for their sizes, so that small shards can be assigned in groups."""
 
 CUSTOM = ShardFormat("custom", None)
 
-SAID_WHERE_IT_IS_READ = (ObjectNotFound, ShardError)
-"""What is wrong with a shard itself is a matter of `on_error`. (What may be wrong for a moment, or for one rank, is
-not: the ranks' plans must be the same.)"""
+RAISED_WHEN_READ = (ObjectNotFound, ShardError)
+"""Errors of a single shard, which do not fail the plan: they are raised when the shard is read, and `on_error` applies.
+
+Other errors fail the plan: they may be temporary, or seen by one rank only, and all ranks must make the same plan.
+"""
 
 
 class RemoteIterableDataset(IterableDataset[Any]):
@@ -122,11 +126,11 @@ class RemoteIterableDataset(IterableDataset[Any]):
                 cache_revalidate=cache_revalidate,
             )
         )
-        self._pieces_each = PIECES_EACH if cache_dir is None else 1  # cut shards are not kept
-        self._listed: list[Shard] | None = None  # as they were found
-        self._told: list[Shard] | None = None  # with what was asked for a length
-        self._shards: list[Shard] | None = None  # with what the newest plan rests on
-        self._parts: int | None = None  # that this plan wanted
+        self._ranges_per_worker = RANGES_PER_WORKER if cache_dir is None else 1  # ranges of shards are not cached
+        self._listed: list[Shard] | None = None  # as `find_shards` returned them
+        self._counted_shards: list[Shard] | None = None  # with sizes or counts, for `len`
+        self._shards: list[Shard] | None = None  # with sizes and cut points, for the latest plan
+        self._parts: int | None = None  # the number of ranges that this plan asked for
 
     def __repr__(self) -> str:
         found = "" if self._listed is None else f", {len(self._listed)} shards"
@@ -138,20 +142,20 @@ class RemoteIterableDataset(IterableDataset[Any]):
         )
 
     async def __aiter__(self) -> AsyncGenerator[Sample, None]:
-        """All samples, in the order of the shards; not decoded."""
+        """Read all samples, in the order of the shards, not decoded."""
         plan = await self.plan(1, 0, 1, None)
         self._stores.enter()
-        lane = self.open_lane(LocalLeases(LeaseBook(Ledger(plan), [LaneStart()]), 0))
+        worker = self.open_worker_stream(LocalAssignments(ShardAssigner(AssignmentLog(plan), [StreamStart()]), 0))
         try:
             while True:
-                lane.next_batch()
+                worker.next_batch()
                 try:
-                    samples = await lane.take(1)
+                    samples = await worker.take(1)
                 except StopAsyncIteration:
                     return
                 yield samples[0]
         finally:
-            await lane.aclose()
+            await worker.aclose()
             await self._stores.leave()
 
     async def __aenter__(self) -> Self:
@@ -164,10 +168,10 @@ class RemoteIterableDataset(IterableDataset[Any]):
         await self._stores.leave()
 
     def __len__(self) -> int:
-        """Samples of all shards, if indexes say so: MDS, Parquet. Blocks: it reads these indexes once.
+        """Number of samples in all shards, if indexes provide it (MDS, Parquet). Blocks: reads these indexes once.
 
         Raises:
-            TypeError: they do not. `estimated_len` may help.
+            TypeError: a shard has no index. `estimated_len` may help.
         """
         shards = run_in_thread(self._counted())
         counts = [shard.samples for shard in shards if shard.samples is not None]
@@ -179,49 +183,56 @@ class RemoteIterableDataset(IterableDataset[Any]):
         return sum(counts)
 
     def estimated_len(self) -> int:
-        """About how many samples there are: the bytes of all shards over those of the first one's first samples.
+        """Estimate the number of samples: the bytes of all shards, divided by the size of the first samples of one
+        shard.
 
-        Blocks: it asks the store for the size of each shard, and reads up to 1 MiB of one.
+        Blocks: asks the store for the size of each shard, and reads up to 1 MiB of one.
         """
         return run_in_thread(self._estimate())
 
     # ---------------------------------------------------------------------------------------- for the loaders
 
-    async def plan(self, lanes: int, rank: int, ranks: int, key: int | None, *, common: bool = True) -> list[Lease]:
-        """What this rank reads in an epoch, in the order in which it is leased.
+    async def plan(
+        self, workers: int, rank: int, ranks: int, key: int | None, *, common: bool = True
+    ) -> list[Assignment]:
+        """Return what this rank reads in an epoch, in the order in which it is assigned to the workers.
 
         Args:
-            lanes: workers of a rank, at least 1.
+            workers: per rank, at least 1.
             rank: of this process.
-            ranks: their number; each has every `ranks`-th piece.
-            key: chooses the order, if `shuffle_shards`; None: as they are.
+            ranks: number of ranks; each reads every `ranks`-th range.
+            key: the seed of the order, used if `shuffle_shards`; None: no shuffling.
             common: all ranks have the same key. If not, each shuffles its own part.
 
         Raises:
-            As `find_shards`; TransportError where a shard cannot be asked for the places to cut it.
+            As `find_shards`; TransportError if the sizes or cut points of a shard cannot be read.
         """
-        parts = self._pieces_each * lanes * ranks
-        shards = await self._measured(parts)
-        pieces = cut(shards, parts)
-        mine = self._shuffled(pieces, key)[rank::ranks] if common else self._shuffled(pieces[rank::ranks], key)
-        return grouped(mine, shards, lanes)
+        parts = self._ranges_per_worker * workers * ranks
+        shards = await self._with_known_sizes(parts)
+        shard_ranges = cut(shards, parts)
+        mine = (
+            self._shuffled(shard_ranges, key)[rank::ranks] if common else self._shuffled(shard_ranges[rank::ranks], key)
+        )
+        return grouped(mine, shards, workers)
 
     @property
     def shard_urls(self) -> list[str]:
-        """What a state knows the shards by: their URLs, without what signs these. Empty before `plan`."""
+        """The URLs that identify the shards in a state, without signatures. Empty before `plan`."""
         urls = (shard.url for shard in self._listed or [])
         return [unsigned(url) if scheme_of(url) in ("http", "https") else url for url in urls]
 
-    def open_lane(self, source: LeaseSource) -> Lane:
-        """One worker's stream. `plan` was called, here or in the process that this dataset came from."""
+    def open_worker_stream(self, source: AssignmentSource) -> WorkerStream:
+        """Open one worker's stream. `plan` must have been called, here or in the process that this dataset was copied
+        from.
+        """
         assert self._shards is not None
-        return Lane(self._shards, self._open, source, self.shuffle_buffer)
+        return WorkerStream(self._shards, self._open, source, self.shuffle_buffer)
 
-    def _open(self, shard: Shard, piece: Piece, on_bad: OnBad) -> AsyncGenerator[list[Located], None]:
-        return read_piece(
+    def _open(self, shard: Shard, shard_range: CatalogRange, on_bad: OnBad) -> AsyncGenerator[list[Located], None]:
+        return read_shard_range(
             self._stores.here(),
             shard,
-            piece,
+            shard_range,
             max_sample_bytes=self.max_sample_bytes,
             on_bad=on_bad,
             reader=self.format if shard.format == CUSTOM and callable(self.format) else None,
@@ -229,10 +240,10 @@ class RemoteIterableDataset(IterableDataset[Any]):
             columns=self.columns,
         )
 
-    def _shuffled(self, pieces: list[Piece], key: int | None) -> list[Piece]:
+    def _shuffled(self, shard_ranges: list[CatalogRange], key: int | None) -> list[CatalogRange]:
         if key is None or not self.shuffle_shards:
-            return pieces
-        return [pieces[at] for at in Permutation(len(pieces), key, 0)(np.arange(len(pieces)))]
+            return shard_ranges
+        return [shard_ranges[at] for at in Permutation(len(shard_ranges), key, 0)(np.arange(len(shard_ranges)))]
 
     # ------------------------------------------------------------------------------------- what is known of shards
 
@@ -240,13 +251,13 @@ class RemoteIterableDataset(IterableDataset[Any]):
         if self._listed is None:
             custom = callable(self.format) and not isinstance(self.format, ShardFormat)
             self._listed = await find_shards(self.urls, stores, CUSTOM if custom else self.format)  # type: ignore[arg-type]
-        return self._told or self._listed
+        return self._counted_shards or self._listed
 
-    async def _measured(self, parts: int) -> list[Shard]:
-        """The shards with what a plan of `parts` pieces rests on.
+    async def _with_known_sizes(self, parts: int) -> list[Shard]:
+        """Return the shards with the sizes and cut points that a plan of `parts` ranges is based on.
 
-        That depends on the shards and on `parts` alone, not on what else was asked of this object: other ranks plan the
-        same epoch, and a state is found again in a later process, with objects that were not asked.
+        The result depends on the shards and on `parts` alone, not on earlier calls: other ranks plan the same epoch,
+        and a later process that resumes must make the same plan.
         """
         if self._shards is not None and self._parts == parts:
             return self._shards
@@ -254,25 +265,25 @@ class RemoteIterableDataset(IterableDataset[Any]):
             shards, done = await self._found(stores), parts
             assert self._listed is not None
             if len(shards) < parts and any(map(can_cut, shards)):
-                shards = await with_edges(shards, stores, parts, leave=SAID_WHERE_IT_IS_READ)
-            elif len(shards) > MEASURED:
+                shards = await with_edges(shards, stores, parts, leave=RAISED_WHEN_READ)
+            elif len(shards) > MAX_SIZE_REQUESTS:
                 shards = self._listed
             else:
                 try:
                     shards = await with_sizes(shards, stores)
-                except TransportError:  # who reads that shard will say so
-                    shards, done = self._listed, 0  # asked again for the next plan
+                except TransportError:  # raised again when that shard is read
+                    shards, done = self._listed, 0  # 0: ask again for the next plan
             self._shards, self._parts = shards, done
             return shards
 
     async def _counted(self) -> list[Shard]:
         async with aclosing(self._own_stores()) as stores:
-            self._told = await with_counts(await self._found(stores), stores)
-            return self._told
+            self._counted_shards = await with_counts(await self._found(stores), stores)
+            return self._counted_shards
 
     async def _estimate(self) -> int:
         async with aclosing(self._own_stores()) as stores:
-            shards = self._told = await with_sizes(await self._found(stores), stores)
+            shards = self._counted_shards = await with_sizes(await self._found(stores), stores)
             counted = sum(shard.samples or 0 for shard in shards)
             others = [shard for shard in shards if shard.samples is None]
             if not others:
@@ -282,12 +293,12 @@ class RemoteIterableDataset(IterableDataset[Any]):
             return counted + (round(sum(shard.size or 0 for shard in others) / each) if each else 0)
 
     def _own_stores(self) -> Stores:
-        """For another loop than the one that reads: a transport belongs to one loop at a time."""
+        """Return stores for use in a loop other than the reading one: a transport belongs to one loop at a time."""
         template = self._stores.template
         if template.transport is None:
-            return template.fresh()  # options need not pickle: they may hold functions
+            return template.fresh()  # not pickled: options may hold functions
         try:
             copy: Stores = pickle.loads(pickle.dumps(template))
         except (pickle.PicklingError, AttributeError, TypeError):
-            return template.fresh()  # without workers, the loop that asks is the one that reads
+            return template.fresh()  # not picklable, so there are no workers, and this loop is the reading one
         return copy

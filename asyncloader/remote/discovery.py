@@ -1,13 +1,14 @@
-"""From what a user writes to the shards that are meant. Data path: [URLs, patterns, folders -> shards] -> catalogue.
+"""Finds the shards that a user's URLs refer to.
+
+Data path: URLs, patterns, folders -> [discovery] -> shards -> catalog.
 
     https://host/shard-{000..127}.tar      a brace pattern (`braces`)
-    s3://bucket/train/                     all shards below a prefix, ascending; or an MDS data set, by its index.json
-    /data/train                            a local directory, as with ``/`` behind it
-    s3://bucket/mds/index.json             an MDS data set
+    s3://bucket/train/                     all shards below a prefix, ascending; or an MDS dataset, by its index.json
+    /data/train                            a local directory, with or without a trailing ``/``
+    s3://bucket/mds/index.json             an MDS dataset
     s3://bucket/a.tar                      one shard
 
-A URL that comes twice is read twice: repeating a shard is a way to give it more weight. Its samples then have the same
-keys.
+A URL that occurs twice is read twice: repeating a shard gives it more weight. Its samples then have the same keys.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from asyncloader.transports import AccessDenied, ObjectNotFound, ObjectTooLarge
 __all__ = ["MAX_INDEX_BYTES", "expand_urls", "find_shards"]
 
 MAX_INDEX_BYTES = 256 << 20
-"""Of an MDS index: a million shards of ten columns."""
+"""Maximum size of an MDS index: a million shards of ten columns."""
 
 INDEX = "index.json"
 
@@ -35,13 +36,13 @@ _ESCAPED = frozenset({"http", "https"})
 
 
 def expand_urls(urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
-    """Give the URLs that patterns mean, in order. No I/O.
+    """Expand patterns to URLs, in order. No I/O.
 
     Args:
-        urls: one URL, pattern or path, or several. A path object is taken literally, without patterns.
+        urls: one URL, pattern or path, or several. A path object is used literally, without patterns.
 
     Raises:
-        ValueError: none is given; a pattern is wrong (`braces.expand`); more than 1,000,000 URLs in all.
+        ValueError: no URL is given; a pattern is wrong (`braces.expand`); more than 1,000,000 URLs in total.
         TypeError: one of them is neither text nor a path.
     """
     given: Iterable[str | os.PathLike[str]] = [urls] if isinstance(urls, str | os.PathLike) else urls
@@ -67,17 +68,17 @@ async def find_shards(
     stores: Stores,
     format: ShardFormat | str | None = None,
 ) -> list[Shard]:
-    """Find the shards that `urls` mean, in the order in which they are written; below a prefix ascending.
+    """Find the shards that `urls` refer to, in the given order; below a prefix ascending.
 
-    URLs of single shards are believed: whether there is such an object, its first read tells.
+    URLs of single shards are not checked: if there is no such object, reading it fails.
 
     Args:
         urls: see the module and `expand_urls`.
-        stores: where the URLs lead.
-        format: of all shards. None: by the extension; below a prefix, objects of other extensions are passed over.
-            With a format all objects below a prefix are shards, but for those with a name that begins with ``_``.
-            Names that begin with ``.`` are passed over in any case. A format's name is an extension without its dot:
-            ``"tar"``, ``"jsonl.gz"``, ``"parquet"``.
+        stores: find the transports for the URLs.
+        format: of all shards. None: by the extension; below a prefix, objects with other extensions are ignored. With a
+            format, all objects below a prefix are shards, except names that begin with ``_``. Names that begin with
+            ``.`` are always ignored. A format's name is an extension without its dot: ``"tar"``, ``"jsonl.gz"``,
+            ``"parquet"``.
 
     Raises:
         ValueError: a URL without a known extension; a prefix with no shard below it; an MDS shard without its index;
@@ -111,7 +112,7 @@ def _single(url: str, wanted: ShardFormat | None) -> Shard:
 
 
 def _folder_of(url: str) -> str | None:
-    """The prefix that a URL means, its query kept; None for a single shard's."""
+    """Return the prefix that a URL refers to, with its query; None for the URL of a single shard."""
     address, query = _split(url)
     if address.endswith(f"/{INDEX}"):
         return address.removesuffix(INDEX) + query
@@ -119,7 +120,7 @@ def _folder_of(url: str) -> str | None:
 
 
 def _split(url: str) -> tuple[str, str]:
-    """A web server's URL without its query, and the query with its ``?``. Elsewhere ``?`` is a character of names."""
+    """Split a web URL into address and query (with its ``?``). In other URLs ``?`` may be part of a name."""
     if scheme_of(url) not in _ESCAPED:
         return url, ""
     address, mark, query = url.partition("?")
@@ -127,14 +128,14 @@ def _split(url: str) -> tuple[str, str]:
 
 
 def _join(folder: str, path: str) -> str:
-    """The URL of what lies at `path` below a prefix's URL."""
+    """Return the URL of the object at `path` below a prefix's URL."""
     address, query = _split(folder)
     escaped = scheme_of(folder) in _ESCAPED or folder.lower().startswith("file://")
     return address + (quote(path, "/!$&'()*+,;=:@~", errors="surrogateescape") if escaped else path) + query
 
 
 async def _with_directories(urls: Sequence[str], stores: Stores) -> list[str]:
-    """Add the ``/`` to local directories that were written without it."""
+    """Append ``/`` to local directories that were written without it."""
     if stores.transport is not None:
         return list(urls)
     doubtful = {url for url in urls if scheme_of(url) == "file" and not url.endswith("/") and not _is_known(url)}
@@ -142,7 +143,7 @@ async def _with_directories(urls: Sequence[str], stores: Stores) -> list[str]:
         return list(urls)
 
     def find() -> set[str]:
-        paths = {url: "/" + stores.place(url).path for url in doubtful}
+        paths = {url: "/" + stores.locate(url).path for url in doubtful}
         return {url for url, path in paths.items() if os.path.isdir(path)}  # noqa: PTH112 - a string, in a thread
 
     directories = await asyncio.to_thread(find)
@@ -158,7 +159,7 @@ def _is_known(url: str) -> bool:
 
 
 async def _read_index(folder: str, stores: Stores, *, must: bool) -> list[Shard] | None:
-    """The shards of an MDS data set; None where there is no index. `must`: there should be one."""
+    """Return the shards of an MDS dataset; None if there is no index. `must`: the user named the index explicitly."""
     url = _join(folder, INDEX)
     transport, path = stores.find(url)
     try:
@@ -166,7 +167,7 @@ async def _read_index(folder: str, stores: Stores, *, must: bool) -> list[Shard]
     except ObjectNotFound:
         return None
     except AccessDenied:
-        # What an S3 bucket says of a missing object to those who may not list it.
+        # S3's response for a missing object if the user may not list the bucket.
         if must:
             raise
         return None
@@ -182,7 +183,7 @@ async def _read_index(folder: str, stores: Stores, *, must: bool) -> list[Shard]
 
 
 async def _below(folder: str, stores: Stores, wanted: ShardFormat | None) -> list[Shard]:
-    """The shards below a prefix."""
+    """Return the shards below a prefix."""
     transport, prefix = stores.find(folder)
     found: list[Shard] = []
     others = 0
@@ -190,7 +191,7 @@ async def _below(folder: str, stores: Stores, wanted: ShardFormat | None) -> lis
         async for path in paths:
             rest = path[len(prefix) :]
             if rest.rpartition("/")[2].startswith("." if wanted is None else (".", "_")):
-                continue  # of a file system or another program, not of the data
+                continue  # written by a file system or another program
             if wanted is not None or _is_known(rest):
                 found.append(_single(_join(folder, rest), wanted))
             else:

@@ -1,4 +1,4 @@
-"""A piece of a Parquet shard, from its transport to its samples. Data path: [ranges -> thread -> rows] -> samples.
+"""A range of a Parquet shard, from its transport to its samples. Data path: [ranges -> thread -> rows] -> samples.
 
 pyarrow decodes in a thread of its own, which waits for bytes that the loop fetches: `Ranges` stands between the two.
 One batch of rows is decoded ahead of whoever takes them. (The loop's own executor will not do: a host's name may be
@@ -80,16 +80,16 @@ async def read_parquet(
             batch = next(rows, None)
         except Exception as error:
             fault = error
-        told = bad[:]
+        bad_rows = bad[:]
         bad.clear()
-        return Step(batch, told, fault)
+        return Step(batch, bad_rows, fault)
 
     async with aclosing(_Steps(ranges, step)) as steps:
         steps.begin()
         while True:
-            batch, told, fault = await steps.result()
+            batch, bad_rows, fault = await steps.result()
             if on_bad is not None:
-                for error in told:
+                for error in bad_rows:
                     on_bad(error)
             if fault is not None:
                 raise fault
@@ -106,7 +106,7 @@ class Step(NamedTuple):
     """What one step of the thread has found: rows (None: there are no more), bad rows, and the error that ends it."""
 
     batch: list[Located] | None
-    told: list[ShardError]
+    bad_rows: list[ShardError]
     fault: Exception | None
 
 
@@ -146,7 +146,7 @@ class Ranges:
 
     def _begin(self, ranges: list[tuple[int, int]], answer: Future[Sequence[bytes]]) -> None:
         if self._closed:
-            answer.set_exception(_left())
+            answer.set_exception(_closed_error())
             return
         task = self._loop.create_task(self._read(ranges, answer), name="asyncloader-parquet-ranges")
         self._tasks[task] = answer
@@ -161,10 +161,10 @@ class Ranges:
     def _ended(self, task: asyncio.Task[None]) -> None:
         answer = self._tasks.pop(task)
         if not answer.done():  # the task was cancelled
-            answer.set_exception(_left())
+            answer.set_exception(_closed_error())
 
 
-def _left() -> TransportClosed:
+def _closed_error() -> TransportClosed:
     return TransportClosed("the shard is no longer read: its reader was closed")
 
 

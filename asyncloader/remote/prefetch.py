@@ -1,12 +1,13 @@
-"""Pieces being read: the one that samples are taken from, and those behind it, whose first bytes are on their way.
+"""Reads shard ranges ahead of the samples that are needed: opens the next ranges early, and buffers the bytes of a
+stream.
 
-Data path: lease -> [piece_reading: reading, look-ahead] -> lane. Opening a shard takes a round trip or two; a lane that
-opened the next one only when it needed it would wait that long at the end of each.
+Data path: transport -> reading (`StreamBuffer`) -> [prefetch: `RangePrefetcher`, `RangeReading`] -> worker_stream.
 
-The bytes of one stream, fetched ahead of whoever parses them. Data path: transport -> [read-ahead] -> reader.
+Opening a shard takes a round trip or two. `RangePrefetcher` opens the ranges after the current one early, so that a
+worker does not wait for that at the end of each range.
 
-One task reads while the consumer parses, so the network does not wait for the CPU. What was read and not taken yet is
-bounded in bytes. The task ends with the stream or with `aclose`, never later.
+`StreamBuffer` is one task that fetches the bytes of one stream while the consumer parses, so that the network does not
+wait for the CPU. The buffered bytes are bounded. The task ends with the stream or with `aclose`, never later.
 """
 
 from __future__ import annotations
@@ -18,60 +19,60 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 
 from asyncloader.formats import Located, OnBad, ShardError
-from asyncloader.remote.catalog import Piece, Shard, bytes_left
+from asyncloader.remote.catalog import CatalogRange, Shard, bytes_left
 
 __all__ = [
-    "LOOK_AHEAD",
-    "LookAhead",
+    "MAX_PREFETCHED_RANGES",
     "Open",
-    "PieceReading",
-    "ReadAhead",
+    "RangePrefetcher",
+    "RangeReading",
+    "StreamBuffer",
 ]
 
-Open = Callable[[Shard, Piece, OnBad], AsyncGenerator[list[Located], None]]
-"""Reads a piece; tells of bad samples that were stepped over."""
+Open = Callable[[Shard, CatalogRange, OnBad], AsyncGenerator[list[Located], None]]
+"""Opens a range for reading; the callback receives the bad samples that are skipped."""
 
-LOOK_AHEAD = 4
-"""Pieces behind the present one that are opened before their time, at most."""
+MAX_PREFETCHED_RANGES = 4
+"""Ranges after the current one that are opened early, at most."""
 
 
-class PieceReading:
-    """One piece being read.
+class RangeReading:
+    """Reads one range.
 
     Args:
-        open: reads it.
-        shard: that it is of.
-        piece: the part of the shard.
+        open: opens it.
+        shard: the shard that it belongs to.
+        shard_range: the range.
     """
 
-    def __init__(self, open: Open, shard: Shard, piece: Piece) -> None:
-        self.piece = piece
+    def __init__(self, open: Open, shard: Shard, shard_range: CatalogRange) -> None:
+        self.shard_range = shard_range
         self.found: deque[Located] = deque()
-        """Samples that were read and not taken."""
+        """Samples that were read and not taken yet."""
         self.bad: deque[ShardError] = deque()
-        """Bad samples before, among and behind them; they come with the list that has the samples around them."""
-        self._told: list[ShardError] = []
-        self._stream = open(shard, piece, self._told.append)
+        """Bad samples before, between and after them. They arrive together with the list of samples around them."""
+        self._reported: list[ShardError] = []
+        self._stream = open(shard, shard_range, self._reported.append)
         self._begun: asyncio.Task[list[Located]] | None = None
 
     def begin(self) -> None:
-        """Read the first samples, before anybody asks for them."""
+        """Start to read the first samples, before they are needed."""
         self._begun = asyncio.ensure_future(anext(self._stream))
-        self._begun.add_done_callback(_heard)
+        self._begun.add_done_callback(_retrieve_exception)
 
     async def more(self) -> None:
-        """Read on: `found` and `bad` have more afterwards.
+        """Read on: extends `found` and `bad`.
 
         Raises:
-            StopAsyncIteration: the piece is read.
-            Exception: it cannot be read on.
+            StopAsyncIteration: the range is read.
+            Exception: reading failed.
         """
         begun, self._begun = self._begun, None
         try:
             self.found.extend(await (anext(self._stream) if begun is None else begun))
-        finally:  # not before: those of a list that is read ahead must not overtake its samples
-            self.bad.extend(self._told)
-            self._told.clear()
+        finally:  # only now: the errors of a list that was read early must not overtake its samples
+            self.bad.extend(self._reported)
+            self._reported.clear()
 
     async def aclose(self) -> None:
         """Stop reading."""
@@ -82,65 +83,67 @@ class PieceReading:
         await self._stream.aclose()
 
 
-def _heard(begun: asyncio.Future[list[Located]]) -> None:
-    """What it raised comes at its place, or is nobody's business."""
+def _retrieve_exception(begun: asyncio.Future[list[Located]]) -> None:
+    """Mark the exception as retrieved: `more` raises it, or the reading is closed and it does not matter."""
     if not begun.cancelled():
         begun.exception()
 
 
-class LookAhead:
-    """Readings of the pieces behind the present one, in order.
+class RangePrefetcher:
+    """Opens the ranges after the current one early, in order.
 
     Args:
-        shards: the catalogue that pieces refer to.
-        open: reads a piece.
-        enough: bytes behind the present place that are open; no further piece is opened then. Of pieces whose sizes are
-            not known, one is open behind the present one.
+        shards: the catalog that the ranges refer to.
+        open: opens a range.
+        enough: no further range is opened while so many bytes after the current position are open. Of ranges of unknown
+            size, one is opened.
     """
 
     def __init__(self, shards: Sequence[Shard], open: Open, enough: int) -> None:
         self._shards = shards
         self._open = open
         self._enough = enough
-        self._readings: deque[PieceReading] = deque()
+        self._readings: deque[RangeReading] = deque()
 
-    def look(self, present: Piece, behind: Iterable[Piece]) -> None:
-        """Open what may be opened of the pieces behind the present one; those that are open are the first of them."""
+    def look(self, present: CatalogRange, behind: Iterable[CatalogRange]) -> None:
+        """Open as many of the ranges after the current one as allowed. Those that are open already are the first of
+        `behind`.
+        """
         near = self._bytes(present) or 0
-        for number, piece in enumerate(behind):
-            if number == LOOK_AHEAD or near >= self._enough:
+        for number, shard_range in enumerate(behind):
+            if number == MAX_PREFETCHED_RANGES or near >= self._enough:
                 return
-            size = self._bytes(piece)
+            size = self._bytes(shard_range)
             near += self._enough if size is None else size
             if number == len(self._readings):
-                reading = PieceReading(self._open, self._shards[piece.shard], piece)
+                reading = RangeReading(self._open, self._shards[shard_range.shard], shard_range)
                 reading.begin()
                 self._readings.append(reading)
 
-    def open(self, piece: Piece) -> PieceReading:
-        """The reading of the next piece: the first that was opened, or a new one."""
-        if self._readings and self._readings[0].piece == piece:
+    def open(self, shard_range: CatalogRange) -> RangeReading:
+        """Return the reading of the next range: the first one that was opened early, or a new one."""
+        if self._readings and self._readings[0].shard_range == shard_range:
             return self._readings.popleft()
-        return PieceReading(self._open, self._shards[piece.shard], piece)
+        return RangeReading(self._open, self._shards[shard_range.shard], shard_range)
 
     async def aclose(self) -> None:
         """Stop reading."""
-        async with contextlib.AsyncExitStack() as stack:  # all of them, whatever one raises
+        async with contextlib.AsyncExitStack() as stack:  # closes all, even if one raises
             while self._readings:
                 stack.push_async_callback(self._readings.pop().aclose)
 
-    def _bytes(self, piece: Piece) -> int | None:
-        return bytes_left(self._shards[piece.shard], piece)
+    def _bytes(self, shard_range: CatalogRange) -> int | None:
+        return bytes_left(self._shards[shard_range.shard], shard_range)
 
 
-class ReadAhead:
-    """Begins at once to read `stream`, on the running loop; for one consumer, who calls `aclose` in the end.
+class StreamBuffer:
+    """Starts at once to read `stream`, on the running loop. For one consumer, which must call `aclose`.
 
     Args:
-        stream: what to read; it is closed here.
-        most: bytes that may lie here, at least 1; one chunk more may be on its way.
-        wanted: bytes that the consumer needs in any case. Beyond them a chunk is fetched only when it is asked for.
-            None: the whole stream is wanted.
+        stream: what to read; closed here.
+        most: limit of the buffered bytes, at least 1; one more chunk may be in flight.
+        wanted: bytes that the consumer needs in any case. Beyond them a chunk is fetched only on demand. None: the
+            whole stream is wanted.
     """
 
     def __init__(self, stream: AsyncGenerator[bytes, None], *, most: int, wanted: int | None = None) -> None:
@@ -159,14 +162,14 @@ class ReadAhead:
 
     @property
     def held(self) -> int:
-        """Bytes that were read and not taken yet."""
+        """Bytes in the buffer."""
         return self._held
 
     async def next(self) -> bytes | None:
-        """Give the next chunk, None at the end of the stream.
+        """Return the next chunk, None at the end of the stream.
 
         Raises:
-            Exception: what the stream raised, after all the chunks before it.
+            Exception: what the stream raised, after all chunks before it.
         """
         while not self._chunks:
             if self._task.done():
@@ -182,7 +185,7 @@ class ReadAhead:
         return chunk
 
     async def aclose(self) -> None:
-        """End the task, close the stream, and wait until that is done; also when the caller is cancelled."""
+        """Cancel the task, close the stream, and wait until that is done, also when the caller is cancelled."""
         self._task.cancel()
         interrupted: asyncio.CancelledError | None = None
         while not self._task.done():
@@ -191,7 +194,7 @@ class ReadAhead:
             except asyncio.CancelledError as error:
                 interrupted = error
         if not self._task.cancelled():
-            self._task.exception()  # it is nobody's business any more
+            self._task.exception()  # retrieved, so that asyncio does not log it
         self._chunks.clear()
         self._held = 0
         if interrupted is not None:

@@ -1,8 +1,10 @@
-"""One piece of a shard, from its transport to its samples. Data path: lease -> [stream, read-ahead, reader] -> samples.
+"""Reads one range of a shard: from its transport to its samples.
 
-The reader is a push parser (`formats.base`) and knows no network; here it is fed. Compressed shards are decompressed in
-a thread, because zlib and zstd work without the interpreter's lock; all other parsing is done in the loop, by so much
-at a time that the loop stays responsive. Parquet is read by ranges: `parquet_reading`.
+Data path: transport -> prefetch.StreamBuffer -> [reading: push parser] -> prefetch.RangeReading -> worker_stream.
+
+The parser is a push parser without I/O (`formats.base`); this module feeds it. Compressed shards are decompressed in a
+thread, because zlib and zstd release the GIL. All other parsing runs in the event loop, in chunks that are small enough
+to keep the loop responsive. Parquet is read by byte ranges instead: `parquet_reading`.
 """
 
 from __future__ import annotations
@@ -13,15 +15,15 @@ from contextlib import aclosing
 from typing import TypeAlias
 
 from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, ShardError, ShardRange, ShardReader, open_reader
-from asyncloader.remote.catalog import PARQUET, Piece, Shard
-from asyncloader.remote.prefetch import ReadAhead
+from asyncloader.remote.catalog import PARQUET, CatalogRange, Shard
+from asyncloader.remote.prefetch import StreamBuffer
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import RangeOutOfBounds, Transport, TransportError
 
-__all__ = ["READ_AHEAD", "MakeReader", "read_piece"]
+__all__ = ["READ_AHEAD", "MakeReader", "read_shard_range"]
 
 MakeReader: TypeAlias = Callable[[str, ShardRange], ShardReader]
-"""A user's own format: URL and part -> the reader of that part."""
+"""A user's own format: makes the reader of a range of a shard, given the URL."""
 
 READ_AHEAD = 8 << 20
 """Bytes of a shard that are fetched ahead of parsing, by default: 8 MiB, 80 ms at 100 MB/s."""
@@ -29,13 +31,13 @@ READ_AHEAD = 8 << 20
 CHUNK = 1 << 20
 
 SLOW_CHUNK = 1 << 17
-"""JSON takes about 10 ms a MB."""
+"""Parsing JSON takes about 10 ms per MB."""
 
 
-async def read_piece(
+async def read_shard_range(
     stores: Stores,
     shard: Shard,
-    piece: Piece,
+    shard_range: CatalogRange,
     *,
     max_sample_bytes: int = MAX_SAMPLE_BYTES,
     on_bad: OnBad | None = None,
@@ -43,29 +45,29 @@ async def read_piece(
     read_ahead: int = READ_AHEAD,
     columns: Sequence[str] | None = None,
 ) -> AsyncGenerator[list[Located], None]:
-    """Read one piece of a shard.
+    """Read one range of a shard.
 
-    Network reads run ahead in a task of their own, which begins with the iteration and ends with it. An iterator that
-    is left before its end must be closed: ``async with contextlib.aclosing(read_piece(...)) as batches``.
+    Bytes are fetched ahead by a task, which starts and ends with the iteration. An iterator that is left before its end
+    must be closed: ``async with contextlib.aclosing(read_shard_range(...)) as batches``.
 
     Args:
-        stores: where the shard's URL leads.
+        stores: finds the transport for the shard's URL.
         shard: the shard.
-        piece: the part of it. To go on after a sample: ``piece._replace(start=resume, sync=False)``.
-        max_sample_bytes: refuse a sample that takes more (decompressed) bytes.
-        on_bad: is told of bad samples that can be stepped over, before the samples behind them come. It is called in
-            the loop. None: each of them is raised.
-        reader: makes the reader of a format of the user's own, which has its own limits and its own `on_bad`.
+        shard_range: the range. To continue after a sample: ``shard_range._replace(start=resume, sync=False)``.
+        max_sample_bytes: refuse a sample with more (decompressed) bytes.
+        on_bad: called in the loop with each bad sample that can be skipped, before the samples after it are returned.
+            None: the first bad sample is raised.
+        reader: makes the reader of a user's own format, which has its own limits and its own `on_bad`.
         read_ahead: bytes that are fetched ahead of parsing, at least 1. A chunk of up to 1 MiB may come on top.
         columns: of Parquet, the columns to read. None: all. Other formats have no columns.
 
     Yields:
-        Samples with the places where to go on after them, in the shard's order; a list of at least one.
+        Non-empty lists of samples, in the shard's order, each sample with the offset at which to continue after it.
 
     Raises:
-        ShardError: the shard breaks the rules of its format, or ends too early; after the samples before the fault.
-        TransportError: the bytes cannot be read; after the samples before the fault.
-        ValueError: the piece cannot be one of this shard.
+        ShardError: the shard violates its format or ends too early; raised after the samples before the error.
+        TransportError: the bytes cannot be read; raised after the samples before the error.
+        ValueError: the range cannot be one of this shard.
         ImportError: the format needs a package that is not installed.
     """
     if read_ahead < 1:
@@ -79,15 +81,15 @@ async def read_piece(
             transport,
             path,
             shard.url,
-            start=piece.start,
-            stop=piece.stop,
+            start=shard_range.start,
+            stop=shard_range.stop,
             max_sample_bytes=max_sample_bytes,
             on_bad=None if on_bad is None else bad.append,
             read_ahead=read_ahead,
             columns=columns,
         )
     else:
-        part = ShardRange(piece.start, piece.stop, piece.sync)
+        part = ShardRange(shard_range.start, shard_range.stop, shard_range.sync)
         if reader is not None:
             shard_reader, packed = reader(shard.url, part), False
         else:
@@ -101,27 +103,27 @@ async def read_piece(
                 shard=shard.mds,
             )
         chunk_size = SLOW_CHUNK if shard.format.name == "jsonl" else CHUNK
-        stop = None if packed or reader is not None else piece.stop
+        stop = None if packed or reader is not None else shard_range.stop
         found = _push(transport, path, shard_reader, stop=stop, chunk_size=chunk_size, most=read_ahead, thread=packed)
     async with aclosing(found) as batches:
         try:
             async for batch in batches:
-                _tell(on_bad, bad)
+                _report_bad(on_bad, bad)
                 if batch:
                     yield batch
-            _tell(on_bad, bad)
+            _report_bad(on_bad, bad)
         except RangeOutOfBounds as error:
             size = "fewer" if error.size is None else f"{error.size:,}"
             raise ShardError(
-                f"the shard is truncated, or was replaced: it has {size} bytes", url=shard.url, offset=piece.start
+                f"the shard is truncated, or was replaced: it has {size} bytes", url=shard.url, offset=shard_range.start
             ) from error
         except (ShardError, TransportError):
-            _tell(on_bad, bad)
+            _report_bad(on_bad, bad)
             raise
 
 
-def _tell(on_bad: OnBad | None, bad: list[ShardError]) -> None:
-    """Tell of the bad samples that were stepped over; here, because their reader may have run in a thread."""
+def _report_bad(on_bad: OnBad | None, bad: list[ShardError]) -> None:
+    """Report the bad samples that were skipped. Not done by the reader itself, because it may run in a thread."""
     while on_bad is not None and bad:
         on_bad(bad.pop(0))
 
@@ -136,14 +138,14 @@ async def _push(
     most: int,
     thread: bool,
 ) -> AsyncGenerator[list[Located], None]:
-    """Feed `reader` to its end. Gives a list for each call of it, empty ones as well.
+    """Feed `reader` to its end. Yields one list per call of it, including empty ones.
 
     Args:
         transport: of the shard.
         path: below the transport's root.
-        reader: is fed.
-        stop: offset after which bytes are fetched only when the reader turns out to need them. None: to the end.
-        chunk_size: bytes that the reader is fed at a time, at most.
+        reader: the parser to feed.
+        stop: offset after which bytes are fetched only if the reader needs them. None: to the end.
+        chunk_size: upper bound of the bytes per call of the reader.
         most: bytes that are fetched ahead.
         thread: run the reader in a thread.
     """
@@ -151,14 +153,14 @@ async def _push(
     async def call(function: Callable[..., list[Located]], *arguments: bytes) -> list[Located]:
         if thread:
             return await asyncio.to_thread(function, *arguments)
-        await asyncio.sleep(0)  # chunks that are there already must not keep the loop from everything else
+        await asyncio.sleep(0)  # let other tasks run, also when all chunks are buffered already
         return function(*arguments)
 
     if reader.done:
         return
     start = reader.feed_from
     wanted = None if stop is None else max(stop - start, 0)
-    ahead = ReadAhead(transport.stream(path, start=start, chunk_size=chunk_size), most=most, wanted=wanted)
+    ahead = StreamBuffer(transport.stream(path, start=start, chunk_size=chunk_size), most=most, wanted=wanted)
     try:
         while (chunk := await ahead.next()) is not None:
             yield await call(reader.feed, chunk)

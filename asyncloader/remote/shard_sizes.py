@@ -1,8 +1,8 @@
-"""What a store and an index say of shards: sizes, sample counts, places to cut. Asked for only when it is needed.
+"""Asks the store for what is not known about shards: sizes, sample counts and cut points.
 
-Data path: shards -> [measure] -> catalogue: pieces, len.
+Data path: discovery -> [shard_sizes] -> catalog.
 
-Many shards are asked about at the same time, a bounded number of them. What is known already is not asked again.
+Many shards are asked about concurrently, up to a limit. What is known already is not requested again.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from asyncloader.transports import RangeOutOfBounds, SizeUnknown
 __all__ = ["REQUESTS", "bytes_per_sample", "with_counts", "with_edges", "with_sizes"]
 
 REQUESTS = 64
-"""Shards that are asked about at the same time."""
+"""Maximum number of shards asked about at the same time."""
 
-PIECES_EACH = 8
-"""Places to cut that are kept of an MDS shard, for each part that is wanted: enough to cut evenly."""
+EDGES_PER_RANGE = 8
+"""Cut points that are kept of an MDS shard, per wanted range: enough to cut evenly."""
 
 PROBE_BYTES = 1 << 20
 PROBE_SAMPLES = 1000
@@ -34,16 +34,16 @@ T = TypeVar("T")
 
 
 async def with_sizes(shards: Sequence[Shard], stores: Stores) -> list[Shard]:
-    """Give the shards with `Shard.size`.
+    """Return the shards with `Shard.size`.
 
     Raises:
-        TransportError: one of them cannot be asked about; the first such error, the other requests are cancelled.
+        TransportError: a shard's size cannot be read; the first such error, the other requests are cancelled.
     """
     return await _each(shards, lambda shard: _with_size(shard, stores))
 
 
 async def with_counts(shards: Sequence[Shard], stores: Stores) -> list[Shard]:
-    """Give the shards with `Shard.samples`, where an index or a footer has it: MDS and Parquet.
+    """Return the shards with `Shard.samples`, where an index or a footer provides it: MDS and Parquet.
 
     Raises:
         ShardError: a Parquet footer is damaged.
@@ -60,15 +60,15 @@ async def with_counts(shards: Sequence[Shard], stores: Stores) -> list[Shard]:
 async def with_edges(
     shards: Sequence[Shard], stores: Stores, parts: int, *, leave: tuple[type[Exception], ...] = ()
 ) -> list[Shard]:
-    """Give the shards with what `catalogue.cut` needs to make `parts` pieces: sizes, and places to cut.
+    """Return the shards with what `catalog.cut` needs to make `parts` ranges: sizes and cut points.
 
-    Asks nothing if there are that many shards. One whose size the store does not say stays without, and whole.
+    Requests nothing if there are that many shards. A shard whose size the store does not provide is not cut.
 
     Args:
         shards: the shards.
-        stores: where their URLs lead.
-        parts: pieces that are wanted.
-        leave: a shard that raises one of these stays as it is, and is cut nowhere: who reads it will say so.
+        stores: find the transports for their URLs.
+        parts: the wanted number of ranges.
+        leave: a shard that raises one of these is left as it is, and not cut: reading it will raise the error.
 
     Raises:
         ShardError: an MDS header or a Parquet footer is damaged, or contradicts the index.
@@ -96,18 +96,18 @@ async def with_edges(
 async def bytes_per_sample(
     shard: Shard, stores: Stores, *, max_sample_bytes: int = MAX_SAMPLE_BYTES, reader: MakeReader | None = None
 ) -> float | None:
-    """Estimate the bytes of the object that a sample takes, from the first samples of a shard.
+    """Estimate the bytes of the object per sample, from the first samples of a shard.
 
-    Reads 1 MiB of it at most, or up to the first sample if that is longer.
+    Reads at most 1 MiB of it, or up to the first sample if that is longer.
 
     Args:
         shard: the shard.
-        stores: where its URL leads.
-        max_sample_bytes: refuse a sample that takes more.
-        reader: makes the reader of a format of the user's own.
+        stores: find the transport for its URL.
+        max_sample_bytes: refuse a sample with more bytes.
+        reader: makes the reader of a user's own format.
 
     Returns:
-        Bytes of the object (compressed bytes, in a compressed shard), None if it has no samples.
+        Bytes of the object (compressed bytes in a compressed shard); None if it has no samples.
 
     Raises:
         ShardError: the first sample cannot be read.
@@ -132,7 +132,7 @@ async def _with_footer(shard: Shard, stores: Stores) -> Shard:
 
     transport, path = stores.find(shard.url)
     footer, info = await read_footer(transport, path, shard.url)
-    # Row groups without rows are no places to cut.
+    # Row groups without rows have equal edges, which are removed.
     return shard._replace(size=info.size, samples=footer.rows, edges=tuple(sorted(set(footer.edges))))
 
 
@@ -145,7 +145,7 @@ async def _with_offsets(shard: Shard, stores: Stores, parts: int) -> Shard:
     except RangeOutOfBounds as error:
         raise ShardError("the shard is truncated: its header does not fit in it", url=shard.url, offset=0) from error
     offsets = await asyncio.to_thread(shard.mds.offsets, header, url=shard.url)
-    places = min(shard.mds.samples, PIECES_EACH * parts)
+    places = min(shard.mds.samples, EDGES_PER_RANGE * parts)
     edges = [int(offsets[shard.mds.samples * place // places]) for place in range(places + 1)] if places else []
     return shard._replace(edges=tuple(edges) or None)
 
@@ -193,7 +193,7 @@ async def _probe(shard: Shard, stores: Stores, max_sample_bytes: int, make: Make
 
 
 async def _each(shards: Sequence[Shard], function: Callable[[Shard], Awaitable[T]]) -> list[T]:
-    """Call `function` for each shard, `REQUESTS` at a time; the results in the shards' order."""
+    """Call `function` for each shard, `REQUESTS` at a time; results in the order of the shards."""
     found: dict[int, T] = {}
     waiting = iter(enumerate(shards))
 

@@ -1,15 +1,15 @@
-"""A lane's shuffle buffer: blocks of samples, each in an order of its own. Pure.
+"""A worker stream's shuffle buffer: blocks of samples, each in a random order of its own. Pure.
 
-Data path: shards -> pieces -> [shuffle] -> batch.
+Data path: shard ranges -> [shuffle] -> batch.
 
-The stream is cut into blocks of `most` samples; each block comes out as a uniformly random permutation of itself. So a
-sample moves by less than `most` places, and any order of a block is as likely as any other (as far as 64-bit keys
-tell). While one block is given out, the next one fills at the same pace: a batch takes as many samples in as it gives
-out, and never waits for a whole block. The first blocks are smaller, each twice its predecessor, so that the first
-batch is there as soon as its own samples are. At most two blocks are in memory.
+The stream is cut into blocks of `most` samples, and each block is returned in a uniformly random permutation. So a
+sample moves by less than `most` positions, and all orders of a block are equally likely (as far as 64-bit keys allow).
+While one block is consumed, the next one fills at the same rate: a batch adds as many samples as it takes, and never
+waits for a whole block. The first blocks are smaller, each twice as large as the one before, so that the first batch
+needs to wait only for its own samples. At most two blocks are in memory.
 
-A sliding buffer (webdataset's, TensorFlow's) lets some samples move farther, but its content depends on everything that
-came before: its state would be all of it. Of blocks, a state needs the place where the block begins, and two numbers.
+A sliding buffer (as in webdataset and TensorFlow) lets some samples move farther, but its content depends on everything
+before it, so its state would be all of it. The state of a block is the position at which it begins, and two numbers.
 """
 
 from __future__ import annotations
@@ -26,52 +26,52 @@ T = TypeVar("T")
 
 
 class ShuffleBlocks(Generic[T]):
-    """Two blocks: one that is given out, and one that fills.
+    """Two blocks: one that is consumed, and one that is filling.
 
     Args:
-        most: items of a block; at least 1.
-        key: chooses the orders; 0 to ``2**64 - 1``.
+        most: items per block; at least 1.
+        key: seed of the orders; 0 to ``2**64 - 1``.
     """
 
     def __init__(self, most: int, key: int) -> None:
         self.most = most
         self.number = -1
-        """Of the block that is given out."""
+        """Index of the block that is consumed."""
         self.aim = 0
-        """Items that the filling block is to have; 0: it is the first."""
+        """Target size of the block that is filling; 0: not known yet, before the first block."""
         self._key = key
         self.block: list[T] = []
-        """The block that is given out, in the order in which it was filled."""
+        """The block that is consumed, in the order in which it was filled."""
         self._order: list[int] = []
         self.given = 0
-        """Items of the block that were given out."""
+        """Items of the block that were returned."""
         self.filling: list[T] = []
-        """The block that fills, in order."""
+        """The block that is filling, in order."""
 
     @property
     def left(self) -> int:
-        """Items of the block that were not given out."""
+        """Items of the block that are not returned yet."""
         return len(self.block) - self.given
 
     def missing(self, giving: int) -> int:
-        """Items that the filling block should get before `giving` more are given out, so that both end together."""
+        """Items to add to the filling block before `giving` more are returned, so that both blocks end together."""
         if not self.block:
             return max(0, self.aim - len(self.filling))
         return max(0, (self.given + giving) * self.aim // len(self.block) - len(self.filling))
 
     def begin(self, items: int) -> None:
-        """The first block will have so many items."""
+        """Set the size of the first block."""
         if not self.aim:
             self.aim = min(self.most, max(1, items))
 
     def take(self, number: int) -> list[T]:
-        """Give out that many, `left` at most."""
+        """Return the next `number` items, at most `left`."""
         order = self._order[self.given : self.given + number]
         self.given += number
-        return [self.block[place] for place in order]
+        return [self.block[index] for index in order]
 
-    def turn(self) -> bool:
-        """The block was given out: go on with the one that filled. False if that is empty."""
+    def swap(self) -> bool:
+        """Continue with the block that was filling, after the other was consumed. False if it is empty."""
         self.block, self.filling = self.filling, []
         self.given = 0
         self._order = []
@@ -83,13 +83,13 @@ class ShuffleBlocks(Generic[T]):
         return True
 
     def restore(self, number: int, aim: int, given: int, block: list[T], filling: list[T]) -> None:
-        """Go on from a saved place; the blocks hold what they held."""
+        """Resume at a saved position, with blocks of the same items as before."""
         self.number, self.aim, self.given, self.block, self.filling = number, aim, given, block, filling
         self._arrange()
 
     def rest(self) -> list[T]:
-        """Everything that was not given out."""
-        return [*(self.block[place] for place in self._order[self.given :]), *self.filling]
+        """Return all items that are not returned yet."""
+        return [*(self.block[index] for index in self._order[self.given :]), *self.filling]
 
     def _arrange(self) -> None:
         size = len(self.block)

@@ -1,18 +1,18 @@
-"""From a shard's URL to the transport that reads it. Data path: URL -> [stores] -> transport and path -> bytes.
+"""Finds the transport for a shard's URL, and shares transports between shards.
+
+Data path: URL -> [stores] -> transport and path -> reading.
 
 Shards share transports, and so connections and threads, as far as their URLs allow:
 
     /data/a.tar, file:///data/a.tar        one transport for all local files
-    https://host/a.tar                     one a scheme and host (and port, user, password)
-    https://host/a.tar?sig=...             one a scheme, host and query: the query belongs to the transport
-    https://host/o/x%2Fa.tar               one for what stands before the last ``%2F``, which is not the same as ``/``
-    s3://bucket/a.tar, gs://, az://        one a bucket
-    other://x/y/a.tar                      one a folder, what stands before the last ``/``
+    https://host/a.tar                     one per scheme and host (with port and user)
+    https://host/a.tar?sig=...             one per scheme, host and query: the query belongs to the transport
+    https://host/o/x%2Fa.tar               one per text before the last ``%2F``, which is not equivalent to ``/``
+    s3://bucket/a.tar, gs://, az://        one per bucket
+    other://x/y/a.tar                      one per folder, the text before the last ``/``
 
-Stores for each event loop that reads. Data path: dataset -> [loop_stores] -> stores -> transport.
-
-A transport belongs to one loop. A dataset without workers may be read by several iterators at a time, in one loop or
-in several; what one of them ends must not be taken from the others.
+A transport belongs to one event loop. `LoopStores` has separate stores for each loop, because without workers several
+iterators may read the dataset at a time, in one loop or in several, and must not close each other's transports.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from asyncloader.transports.checks import check_path
 from asyncloader.transports.errors import InvalidPath
 
 __all__ = [
+    "Location",
     "LoopStores",
-    "Place",
     "Stores",
     "scheme_of",
     "unsigned",
@@ -44,45 +44,44 @@ _BUCKETS = frozenset({"s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss"})
 
 _NOT_CACHED = frozenset({"file", "memory"})
 
-# What signed URLs of AWS, CloudFront, Google, Azure, Alibaba and their like have in their queries, in lower case.
+# Query parameters of URLs signed by AWS, CloudFront, Google, Azure, Alibaba and others, in lower case.
 _SIGNING = re.compile(
     r"x-amz-.*|x-goog-.*|x-oss-(signature.*|credential|date|expires|security-token)"
     r"|awsaccesskeyid|googleaccessid|ossaccesskeyid|key-pair-id|signature|policy|expires|sig|access_token"
 )
-# Azure's names are short, and its own only where all three of these are.
+# Azure's names are short; they count as a signature only if all three of these occur.
 _SAS = frozenset({"sv", "se", "sig"})
 _SAS_SIGNING = re.compile(r"s[veprsti]|srt|spr|sip|sdd|sk(oid|tid|[tesv])|s[au]oid|scid")
 
 
-class Place(NamedTuple):
-    """Where an object is: the URL of a transport's root, and the path below it."""
+class Location(NamedTuple):
+    """The location of an object: the URL of a transport's root, and the path below it."""
 
     root: str
     path: str
 
 
 def scheme_of(url: str) -> str:
-    """The scheme of `url` in lower case; ``"file"`` for a plain path."""
+    """Return the scheme of `url` in lower case; ``"file"`` for a plain path."""
     match = _SCHEME.match(url)
     return match.group(1).lower() if match else "file"
 
 
 class Stores:
-    """The transports of a set of shards, each opened when it is first asked for. Pickles as its configuration.
+    """The transports of a set of shards, each opened on first use. Pickles as its configuration.
 
     Args:
         options: keyword arguments for the transports that are opened here (`open_transport`). With ``listing``, each
             folder of a web server has a transport of its own, to which the listing's path is relative.
-        transport: reads everything; URLs are then paths below its root (``/`` is the root itself), and are given to it
-            as they are. Whoever made
-            it closes it; the copy in a worker is closed with these stores.
-        cache_dir: directory in which remote objects are kept. None: nothing is kept.
-        cache_bytes: of all the objects that are kept there, at most. None: no limit.
-        cache_revalidate: ask the store each time whether an object is still the one that is kept.
+        transport: reads everything; URLs are then paths below its root (``/`` is the root itself), passed to it
+            unchanged. Its creator closes it; the copy in a worker is closed with these stores.
+        cache_dir: directory in which remote objects are cached. None: no caching.
+        cache_bytes: maximum size of the cache. None: no limit.
+        cache_revalidate: ask the store on each read whether the cached object is current.
 
     Raises:
         ValueError: `cache_dir` together with `transport`: wrap it in a `CachedTransport` yourself, because only you
-            know the URL that its objects are to be known by. Or `transport` together with `options`.
+            know the URL that identifies its objects. Or `transport` together with `options`.
     """
 
     def __init__(
@@ -119,11 +118,11 @@ class Stores:
         return f"<Stores open={len(self._open)} cache_dir={self._cache_dir!r}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy that was pickled has a transport that nobody else knows, and so closes it.
+        # An unpickled copy is the only user of its transport, and closes it.
         return {**vars(self), "_open": {}, "_owned": True}
 
     def fresh(self) -> Stores:
-        """The same, with nothing open; a transport of the user's own is shared, and closed by whoever closed it."""
+        """Return a copy with nothing open; a user's own transport is shared, and not closed by the copy."""
         same = Stores.__new__(Stores)
         vars(same).update(vars(self), _open={})
         return same
@@ -134,7 +133,7 @@ class Stores:
         return self._transport
 
     def find(self, url: str) -> tuple[Transport, str]:
-        """Give the transport that reads `url`, and the path of `url` below its root. No I/O.
+        """Return the transport that reads `url`, and the path of `url` below its root. No I/O.
 
         A URL that ends with ``/`` gives the path of a prefix, which ends with ``/`` or is empty.
 
@@ -143,13 +142,13 @@ class Stores:
         """
         if self._transport is not None:
             return self._transport, url.removeprefix("/")
-        place = self.place(url)
-        transport = self._open.get(place.root)
+        location = self.locate(url)
+        transport = self._open.get(location.root)
         if transport is None:
-            transport = self._open[place.root] = self._wrapped(place.root)
-        return transport, place.path
+            transport = self._open[location.root] = self._wrapped(location.root)
+        return transport, location.path
 
-    def place(self, url: str) -> Place:
+    def locate(self, url: str) -> Location:
         """Split `url` into the root of its transport and the path below it.
 
         Raises:
@@ -157,22 +156,22 @@ class Stores:
         """
         scheme = scheme_of(url)
         if scheme == "file":
-            return Place("/", self._local_path(url))
+            return Location("/", self._local_path(url))
         if scheme in _WEB:
-            return self._web_place(url)
+            return self._web_location(url)
         if scheme in _BUCKETS:
-            # Keys are taken literally: they may hold "?", "#" and "%".
+            # Keys are used literally: they may contain "?", "#" and "%".
             bucket, _, key = url.partition("://")[2].partition("/")
-            return Place(f"{scheme}://{bucket}", key)
+            return Location(f"{scheme}://{bucket}", key)
         path = url.partition("?")[0].partition("#")[0]
         split = path.rfind("/") + 1
-        return Place(url[:split], url[split:])
+        return Location(url[:split], url[split:])
 
     async def aclose(self) -> None:
         """Close the transports that were opened here. A later `find` opens new ones."""
         failures: list[Exception] = []
         for root, transport in list(self._open.items()):
-            await _close(transport, failures)  # one that a cancelled call has not closed stays, to be closed later
+            await _close(transport, failures)  # if this is cancelled, the transport stays and can be closed later
             self._open.pop(root, None)
         if self._owned and self._transport is not None:
             await _close(self._transport, failures)
@@ -186,7 +185,7 @@ class Stores:
         from asyncloader.transports.cached import CachedTransport
 
         url = unsigned(root) if scheme_of(root) in _WEB else root
-        if endpoint := self._options.get("endpoint"):  # elsewhere there may be a bucket of the same name
+        if endpoint := self._options.get("endpoint"):  # another endpoint may have a bucket of the same name
             url = f"{url}?{endpoint}"
         return CachedTransport(transport, url, self._cache_dir, self._cache_bytes, revalidate=self._cache_revalidate)
 
@@ -202,7 +201,7 @@ class Stores:
         whole = os.path.normpath(os.path.join(self._folder, path)).strip("/")  # noqa: PTH118 - strings in, strings out
         return whole + "/" if path.endswith("/") and whole else whole
 
-    def _web_place(self, url: str) -> Place:
+    def _web_location(self, url: str) -> Location:
         parts = urlsplit(url)
         folder, _, name = parts.path.rpartition("/")
         folder += "/"
@@ -211,25 +210,26 @@ class Stores:
             check_path(path.removesuffix("/"))
             plain = "listing" not in self._options and "%2f" not in parts.path.lower()
         except InvalidPath:
-            plain = False  # empty parts and dots: they are the server's business
+            plain = False  # empty parts and dots: the server interprets them
         if plain:
-            return Place(urlunsplit((parts.scheme, parts.netloc, "", parts.query, "")), path)
-        # A name that holds "/" itself: what is before the last one is the root's, and stays as it is written.
+            return Location(urlunsplit((parts.scheme, parts.netloc, "", parts.query, "")), path)
+        # A name that contains an escaped "/": the text before the last one belongs to the root, unchanged.
         cut = name.lower().rfind("%2f") + 3
         if 2 < cut < len(name):
             folder, name = folder + name[:cut], name[cut:]
-        return Place(urlunsplit((parts.scheme, parts.netloc, folder, parts.query, "")), _unquoted(name))
+        return Location(urlunsplit((parts.scheme, parts.netloc, folder, parts.query, "")), _unquoted(name))
 
 
 def _unquoted(text: str) -> str:
-    """Bytes that are no UTF-8 become what the system's names have for them, so that they can be told again."""
+    """Decode percent-escapes; bytes that are not UTF-8 become surrogates, as in the system's file names."""
     return unquote(text, errors="surrogateescape")
 
 
 def unsigned(url: str) -> str:
-    """Give a web URL without what signs it: that says who reads, and would hide what was cached under another one.
+    """Return a web URL without its signature, which depends on the reader and would hide what was cached with another
+    one.
 
-    All else in a query says what is read (``?id=7``), as far as anybody can know.
+    All other parameters of a query may select what is read (``?id=7``), and are kept.
     """
     base, _, query = url.partition("?")
     each = [(part.partition("=")[0].lower(), part) for part in query.split("&")]
@@ -240,7 +240,7 @@ def unsigned(url: str) -> str:
 
 
 async def _close(transport: Transport, failures: list[Exception]) -> None:
-    """Close it, and keep the error: the others are closed in any case."""
+    """Close a transport, and collect its error: the others must be closed in any case."""
     try:
         await transport.aclose()
     except Exception as error:
@@ -248,10 +248,10 @@ async def _close(transport: Transport, failures: list[Exception]) -> None:
 
 
 class LoopStores:
-    """Gives each loop stores of its own, and closes them when the last who uses them there has left. Pickles.
+    """Gives each event loop stores of its own, and closes them when their last user there has left. Pickles.
 
     Args:
-        stores: what they are all like. A transport of the user's own is the same in all of them.
+        stores: the template. A user's own transport is shared by all copies.
     """
 
     def __init__(self, stores: Stores) -> None:
@@ -262,20 +262,20 @@ class LoopStores:
         return type(self), (self.template,)
 
     def here(self) -> Stores:
-        """Those of the running loop; somebody has entered."""
+        """Return the stores of the running loop; the caller must have entered."""
         return self._shared().stores
 
     def enter(self) -> None:
-        """They are used in the running loop from now on."""
+        """Start to use the stores of the running loop."""
         self._shared().users += 1
 
     async def leave(self) -> None:
-        """They are not any more, by one who entered. Errors as `Stores.aclose`."""
+        """Stop using them. Errors as `Stores.aclose`."""
         loop = asyncio.get_running_loop()
         shared = self._shared()
         shared.users -= 1
         if shared.users <= 0:
-            del self._open[loop]  # at once: who enters meanwhile gets others
+            del self._open[loop]  # before closing: a user who enters meanwhile gets new stores
             await shared.stores.aclose()
 
     def _shared(self) -> _Shared:

@@ -1,12 +1,12 @@
-"""One worker's stream: from its leases to the samples of its batches. Data path: lease -> reading -> [lane] -> batch.
+"""One worker's stream of a remote dataset: from the assignments of shard ranges to the samples of batches.
 
-A lane makes one batch at a time. What it reads ahead of that are bytes only (`read_ahead.py`): samples are taken when
-a batch needs them, so that where the lane stands follows from its batches alone, on every run.
+Data path: assignment -> prefetch, reading -> [worker_stream] -> workers.fetch.stream_async -> collate.
 
-Its state is that of its last batch: the pieces that it has still to read, with offsets; of the shuffle buffer, the
-pieces that fill it again; what it asks the main process for. None of it grows with the epoch.
+A worker stream makes one batch at a time. Only bytes are read ahead (`prefetch`): samples are taken when a batch needs
+them, so the position of the stream depends on its batches alone and is the same in every run.
 
-Leases for a lane in the same process. Data path: lease book -> [local_leases] -> lane.
+Its state describes the position after its last batch: the ranges that are still to be read, with offsets; the ranges
+from which the shuffle buffer is filled again; and the request that is pending. Its size does not grow with the epoch.
 """
 
 from __future__ import annotations
@@ -19,117 +19,121 @@ from typing import Any, NamedTuple
 
 from asyncloader.errors import StateError
 from asyncloader.formats import Sample
-from asyncloader.remote.assignment import LeaseBook
-from asyncloader.remote.catalog import Piece, Shard, bytes_left
-from asyncloader.remote.prefetch import LookAhead, Open, PieceReading
+from asyncloader.remote.assignment import ShardAssigner
+from asyncloader.remote.catalog import CatalogRange, Shard, bytes_left
+from asyncloader.remote.prefetch import Open, RangePrefetcher, RangeReading
 from asyncloader.remote.shuffle import ShuffleBlocks
-from asyncloader.workers.fetch.assignment_client import LeaseAnswer, LeaseSource
+from asyncloader.workers.fetch.assignment_client import AssignmentReply, AssignmentSource
 
 __all__ = [
-    "Lane",
-    "LocalLeases",
+    "LocalAssignments",
+    "WorkerStream",
     "merged",
 ]
 
 ASK_AHEAD = 12 << 20
-"""Bytes before a lease's end at which the next one is asked for, where the end is known; else at its beginning. And
-bytes that are open behind the present place: a round trip of 50 ms at 250 MB/s a worker."""
+"""The next assignment is requested when at most so many bytes of the current one are left to read (unknown sizes count
+as 0). Also the bytes beyond the current range that are opened early: a round trip of 50 ms at 250 MB/s per worker.
+"""
 
 
 class Entry(NamedTuple):
-    """A sample, and the piece that holds it alone."""
+    """A sample, and the range that contains exactly this sample."""
 
     sample: Sample
-    piece: Piece
+    shard_range: CatalogRange
 
 
-def merged(pieces: Iterable[Piece]) -> list[Piece]:
-    """The same pieces, neighbours made one."""
-    found: list[Piece] = []
-    _extend(found, pieces)
+def merged(shard_ranges: Iterable[CatalogRange]) -> list[CatalogRange]:
+    """Join adjacent ranges of the same shard."""
+    found: list[CatalogRange] = []
+    _extend(found, shard_ranges)
     return found
 
 
-def _extend(found: list[Piece], pieces: Iterable[Piece]) -> None:
-    for piece in pieces:
-        if found and found[-1].shard == piece.shard and found[-1].stop == piece.start:
-            found[-1] = found[-1]._replace(stop=piece.stop)
+def _extend(found: list[CatalogRange], shard_ranges: Iterable[CatalogRange]) -> None:
+    for shard_range in shard_ranges:
+        if found and found[-1].shard == shard_range.shard and found[-1].stop == shard_range.start:
+            found[-1] = found[-1]._replace(stop=shard_range.stop)
         else:
-            found.append(piece)
+            found.append(shard_range)
 
 
-class Lane:
-    """Reads what is leased to it. Not for concurrent use: one `take` after the other.
+class WorkerStream:
+    """Reads the ranges that are assigned to one worker. Not for concurrent use: one `take` at a time.
 
     Args:
-        shards: the catalogue that pieces refer to.
-        open: reads a piece.
-        source: gives leases.
-        shuffle: items of a block of the shuffle buffer; 0 for none.
+        shards: the catalog that the ranges refer to.
+        open: opens a range for reading.
+        source: provides the assignments.
+        shuffle: samples per block of the shuffle buffer; 0: no shuffling.
     """
 
-    def __init__(self, shards: Sequence[Shard], open: Open, source: LeaseSource, shuffle: int) -> None:
+    def __init__(self, shards: Sequence[Shard], open: Open, source: AssignmentSource, shuffle: int) -> None:
         self._shards = shards
         self._open = open
         self._source = source
         self._blocks: ShuffleBlocks[Entry] | None = None if not shuffle else ShuffleBlocks(shuffle, source.key)
         self._batch = -1
-        self._taken = 0  # leases that were begun
-        self._asked: int | None = None  # the batch in which the next one was asked for
-        self._dry = False  # there was none
+        self._taken = 0  # assignments that were started
+        self._asked: int | None = None  # the batch in which the next one was requested; None: not requested yet
+        self._dry = False  # that request was answered with nothing
         self._over = False
         self._gave_back = False
-        self._todo: deque[Piece] = deque()  # of the present lease; the first begins where reading goes on
-        self._reading: PieceReading | None = None  # of that one
-        self._ahead = LookAhead(shards, open, ASK_AHEAD)
-        self._answer: asyncio.Future[LeaseAnswer] | None = None  # to the present request
-        self._leased: Sequence[Sequence[Any]] | None = None  # the next lease, if it is known
-        self._fault: Exception | None = None  # the piece cannot be read on
-        self._block: list[Piece] = []  # what the shuffle buffer's blocks were filled from
-        self._filling: list[Piece] = []
-        self._carry: list[Entry] = []  # taken for a batch that failed; the next one has them
-        self._given: list[Piece] = []  # what the present batch was given
-        self._bad: list[Piece] = []  # bad samples that were told of while it was made
-        self._lost: list[Piece] = []  # rests of pieces that could not be read on meanwhile
+        self._todo: deque[CatalogRange] = deque()  # ranges left to read; the first begins where reading goes on
+        self._reading: RangeReading | None = None  # of the first of them
+        self._ahead = RangePrefetcher(shards, open, ASK_AHEAD)
+        self._answer: asyncio.Future[AssignmentReply] | None = None  # reply to the pending request
+        self._assigned: Sequence[Sequence[Any]] | None = None  # the next assignment, if it is known
+        self._fault: Exception | None = None  # reading the current range failed
+        self._block: list[CatalogRange] = []  # the ranges that the shuffle buffer's blocks were filled from
+        self._filling: list[CatalogRange] = []
+        self._carry: list[Entry] = []  # taken for a batch that failed; used for the next one
+        self._given: list[CatalogRange] = []  # returned for the current batch
+        self._bad: list[CatalogRange] = []  # bad samples reported during the current batch
+        self._lost: list[CatalogRange] = []  # ends of ranges that could not be read, found during the current batch
         self._saved: dict[str, Any] | None = None
 
     # ------------------------------------------------------------------------------------------------ batches
 
     def next_batch(self) -> None:
-        """The next batch begins."""
+        """Begin the next batch."""
         self._batch += 1
         self._given, self._bad, self._lost = [], [], []
 
     @property
     def gave_back(self) -> bool:
-        """The stream has ended, and everything that the present batch was given or told of is another lane's now: the
-        batch is none.
+        """Whether the stream has ended and given back everything that was taken or reported for the current batch.
+
+        Another worker handles those samples and errors then; the current batch must be discarded.
         """
         return self._gave_back
 
     async def refill(self) -> None:
-        """Read again what was taken and not given out when the state was saved that the lane goes on from.
+        """After resuming: read the samples again that had been taken, but not returned, when the state was saved.
 
-        May be called again when it has raised. The lane cannot go on without: no sample may be left out for it.
+        May be called again after it has raised. Without these samples the stream cannot continue: none of them may be
+        skipped.
 
         Raises:
-            StateError: the shards are not what they were.
-            ShardError, TransportError: they cannot be read.
+            StateError: the shards have changed.
+            ShardError, TransportError: the shards cannot be read.
         """
         if self._saved is not None:
             await self._refill(self._saved)
             self._saved = None
 
     async def take(self, size: int) -> list[Sample]:
-        """Samples for the present batch: `size` of them, fewer only where the epoch ends.
+        """Return `size` samples for the current batch; fewer only where the epoch ends.
 
-        May be called again for the same batch: to fill it up, where some of its samples turned out to be bad; and when
-        it has raised, after which what was taken until then is not lost.
+        May be called again for the same batch, to replace samples that turned out to be bad, and after it has raised:
+        samples that were taken before the error are kept for the next call.
 
         Raises:
-            StopAsyncIteration: there are no more; see `gave_back`.
-            ShardError, TransportError: a sample, or the rest of a piece, cannot be read. The next call goes on behind.
-            Exception: as `refill`, which is done first where it was not.
+            StopAsyncIteration: there are no more samples; see `gave_back`.
+            ShardError, TransportError: a sample, or the rest of a range, cannot be read. The next call continues after
+                it.
+            Exception: as `refill`, which runs first if it has not succeeded yet.
         """
         await self.refill()
         if self._over:
@@ -144,8 +148,8 @@ class Lane:
                 if got:
                     continue
                 answer = await self._source.ask(self._taken, self._batch, self._present(out))
-                if answer.lease is not None:
-                    self._begin(answer.lease)
+                if answer.assignment is not None:
+                    self._begin(answer.assignment)
                     continue
                 self._over = True
                 if not answer.last:
@@ -156,22 +160,27 @@ class Lane:
             raise
         if not out:
             raise StopAsyncIteration
-        self._given += (entry.piece for entry in out)
+        self._given += (entry.shard_range for entry in out)
         return [entry.sample for entry in out]
 
-    def _present(self, out: Iterable[Entry]) -> list[Piece]:
-        """What the present batch has, `out` included, and what was bad meanwhile: each before what it stood before.
+    def _present(self, out: Iterable[Entry]) -> list[CatalogRange]:
+        """Return the ranges of the current batch, including `out`, with its bad samples at their positions.
 
-        A rest stays a piece of its own: who cannot read it either must not lose what is behind it.
+        Ranges that could not be read to their end are listed separately, so that a worker that cannot read them either
+        does not lose the samples after them.
         """
-        pieces = [*self._given, *(entry.piece for entry in out)]
+        shard_ranges = [*self._given, *(entry.shard_range for entry in out)]
         for bad in reversed(self._bad):
-            behind = (at for at, piece in enumerate(pieces) if (piece.shard, piece.start) == (bad.shard, bad.stop))
-            pieces.insert(next(behind, len(pieces)), bad)
-        return merged(pieces) + self._lost
+            behind = (
+                at
+                for at, shard_range in enumerate(shard_ranges)
+                if (shard_range.shard, shard_range.start) == (bad.shard, bad.stop)
+            )
+            shard_ranges.insert(next(behind, len(shard_ranges)), bad)
+        return merged(shard_ranges) + self._lost
 
     async def _some(self, most: int) -> list[Entry]:
-        """Between 1 and `most` samples; none: there is nothing to read now."""
+        """Return 1 to `most` samples; none if there is nothing to read at the moment."""
         blocks = self._blocks
         if blocks is None:
             return await self._pull(most)
@@ -179,7 +188,7 @@ class Lane:
         if not blocks.left:
             await self._fill(blocks, 0)
             self._block, self._filling = self._filling, []
-            if not blocks.turn():
+            if not blocks.swap():
                 return []
         number = min(most, blocks.left)
         await self._fill(blocks, number)
@@ -188,15 +197,17 @@ class Lane:
     async def _fill(self, blocks: ShuffleBlocks[Entry], giving: int) -> None:
         while (missing := blocks.missing(giving)) and (got := await self._pull(missing)):
             blocks.filling += got
-            _extend(self._filling, (entry.piece for entry in got))
+            _extend(self._filling, (entry.shard_range for entry in got))
 
     # ------------------------------------------------------------------------------------------------ reading
 
     async def _pull(self, most: int) -> list[Entry]:
-        """Between 1 and `most` samples in the order of the pieces; none: the leases are read, and there is no other."""
+        """Return 1 to `most` samples in the order of the ranges; none if all assignments are read and there is no
+        further one.
+        """
         while not self._dry:
             if not self._todo:
-                await self._next_lease()
+                await self._next_assignment()
                 continue
             reading = self._reading
             if reading is None:
@@ -207,7 +218,7 @@ class Lane:
             if self._fault is not None:
                 fault, self._fault = self._fault, None
                 self._lost.append(self._todo[0])
-                await self._end_piece()
+                await self._end_range()
                 try:
                     raise fault
                 finally:
@@ -216,34 +227,36 @@ class Lane:
                 await reading.more()
             except StopAsyncIteration:
                 if not reading.bad:
-                    await self._end_piece()
+                    await self._end_range()
             except Exception as error:
                 self._fault = error
-            except BaseException:  # cancelled, and the stream with it: it is opened again where reading stands
+            except (
+                BaseException
+            ):  # the generator was cancelled, too: the next call opens it again at the current position
                 self._reading = None
                 raise
         return []
 
-    def _pull_found(self, reading: PieceReading, most: int) -> list[Entry]:
+    def _pull_found(self, reading: RangeReading, most: int) -> list[Entry]:
         got: list[Entry] = []
         found, bad = reading.found, reading.bad
         limit = bad[0].resume if bad else None
         shard, start, stop, sync = self._todo[0]
         while found and len(got) < most and (limit is None or found[0].resume < limit):
             sample, resume = found.popleft()
-            got.append(Entry(sample, Piece(shard, start, resume, sync)))
+            got.append(Entry(sample, CatalogRange(shard, start, resume, sync)))
             start, sync = resume, False
         if got:
-            self._todo[0] = Piece(shard, start, stop, sync)
+            self._todo[0] = CatalogRange(shard, start, stop, sync)
             self._ask_near_end()
             self._look_ahead()
         elif bad and limit is not None:
-            self._bad.append(Piece(shard, start, limit, sync))
-            self._todo[0] = Piece(shard, limit, stop, False)
+            self._bad.append(CatalogRange(shard, start, limit, sync))
+            self._todo[0] = CatalogRange(shard, limit, stop, False)
             raise bad.popleft()
         return got
 
-    async def _end_piece(self) -> None:
+    async def _end_range(self) -> None:
         reading, self._reading = self._reading, None
         self._todo.popleft()
         self._ask_near_end()
@@ -251,43 +264,43 @@ class Lane:
             await reading.aclose()
 
     def _look_ahead(self) -> None:
-        """Open pieces behind the present one, also those of the next lease, if its answer is there."""
+        """Open ranges after the current one early, including those of the next assignment if it is known."""
         if self._todo:
-            behind = [*islice(self._todo, 1, None), *map(_piece, self._leased or ())]
+            behind = [*islice(self._todo, 1, None), *map(_catalog_range, self._assigned or ())]
             self._ahead.look(self._todo[0], behind)
 
-    # ------------------------------------------------------------------------------------------------- leases
+    # ------------------------------------------------------------------------------------------------- assignments
 
     def _ask(self) -> None:
-        """Ask for the next lease."""
+        """Request the next assignment."""
         self._asked = self._batch
         self._ask_again(self._batch)
 
     def _ask_again(self, batch: int) -> None:
-        # Sent now: the request's stamp says that this batch is not answered yet.
+        # Sent at once: until this batch is made, the request comes before those of later batches.
         self._source.prepare(self._taken, batch)
         self._answer = asyncio.ensure_future(self._source.ask(self._taken, batch, None))
         self._answer.add_done_callback(self._note_answer)
 
-    def _note_answer(self, answer: asyncio.Future[LeaseAnswer]) -> None:
+    def _note_answer(self, answer: asyncio.Future[AssignmentReply]) -> None:
         if answer is self._answer and not answer.cancelled() and answer.exception() is None:
-            self._leased = answer.result().lease
+            self._assigned = answer.result().assignment
             self._look_ahead()
 
-    async def _next_lease(self) -> None:
+    async def _next_assignment(self) -> None:
         if self._answer is None:
             self._ask()
         assert self._answer is not None
         answer = await asyncio.shield(self._answer)
         self._answer = self._asked = None
-        if answer.lease is None:
+        if answer.assignment is None:
             self._dry = True
         else:
-            self._begin(answer.lease)
+            self._begin(answer.assignment)
 
-    def _begin(self, lease: Iterable[Sequence[Any]]) -> None:
-        self._todo.extend(map(_piece, lease))
-        self._leased = None
+    def _begin(self, assignment: Iterable[Sequence[Any]]) -> None:
+        self._todo.extend(map(_catalog_range, assignment))
+        self._assigned = None
         self._taken += 1
         self._dry = False
         self._ask_near_end()
@@ -297,8 +310,8 @@ class Lane:
             self._ask()
 
     def _left(self) -> int:
-        """Bytes until the lease's end, as far as they are known."""
-        return sum(bytes_left(self._shards[piece.shard], piece) or 0 for piece in self._todo)
+        """Bytes until the end of the assignment, as far as sizes are known."""
+        return sum(bytes_left(self._shards[shard_range.shard], shard_range) or 0 for shard_range in self._todo)
 
     async def aclose(self) -> None:
         """Stop reading."""
@@ -316,7 +329,7 @@ class Lane:
     # -------------------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the lane stands after its last batch. Plain values."""
+        """Return the position after the last batch, as plain values."""
         if self._saved is not None:
             return self._saved
         blocks = self._blocks
@@ -326,8 +339,8 @@ class Lane:
             "asked": self._asked,
             "dry": self._dry,
             "over": self._over,
-            "todo": [list(piece) for piece in self._todo],
-            "carry": _plain(merged(entry.piece for entry in self._carry)),
+            "todo": [list(shard_range) for shard_range in self._todo],
+            "carry": _plain(merged(entry.shard_range for entry in self._carry)),
             "blocks": None,
         }
         if blocks is not None:
@@ -342,70 +355,70 @@ class Lane:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; `refill` fills the buffer again."""
+        """Resume from `state`; `refill` fills the shuffle buffer again."""
         self._batch, self._taken, self._asked = state["batch"], state["taken"], state["asked"]
         self._dry, self._over = state["dry"], state["over"]
-        self._todo.extend(Piece(*piece) for piece in state["todo"])
+        self._todo.extend(CatalogRange(*shard_range) for shard_range in state["todo"])
         self._saved = state
         if self._asked is not None and not self._over:
             self._ask_again(self._asked)
 
     async def _refill(self, state: dict[str, Any]) -> None:
-        """Read again what was taken and not given out."""
+        """Read again what had been taken and not returned."""
         self._carry = await self._read_again(state["carry"])
         saved = state["blocks"]
         if self._blocks is None or saved is None:
             return
-        self._block = [Piece(*piece) for piece in saved["block"]]
-        self._filling = [Piece(*piece) for piece in saved["filling"]]
+        self._block = [CatalogRange(*shard_range) for shard_range in saved["block"]]
+        self._filling = [CatalogRange(*shard_range) for shard_range in saved["filling"]]
         block = await self._read_again(saved["block"])
         if len(block) != saved["size"]:
             raise StateError(
-                f"the shuffle buffer held {saved['size']} samples when the state was saved, and their places hold "
+                f"the shuffle buffer held {saved['size']} samples when the state was saved, and their ranges hold "
                 f"{len(block)} now: the shards are not the same"
             )
         filling = await self._read_again(saved["filling"])
         self._blocks.restore(saved["number"], saved["aim"], saved["given"], block, filling)
 
-    async def _read_again(self, pieces: Iterable[Sequence[Any]]) -> list[Entry]:
+    async def _read_again(self, shard_ranges: Iterable[Sequence[Any]]) -> list[Entry]:
         entries: list[Entry] = []
-        for each in pieces:
-            piece = Piece(*each)
-            stream = self._open(self._shards[piece.shard], piece, lambda _: None)
+        for each in shard_ranges:
+            shard_range = CatalogRange(*each)
+            stream = self._open(self._shards[shard_range.shard], shard_range, lambda _: None)
             try:
                 async for found in stream:
                     for sample, resume in found:
-                        entries.append(Entry(sample, piece._replace(stop=resume)))
-                        piece = piece._replace(start=resume, sync=False)
+                        entries.append(Entry(sample, shard_range._replace(stop=resume)))
+                        shard_range = shard_range._replace(start=resume, sync=False)
             finally:
                 await stream.aclose()
         return entries
 
 
-def _piece(fields: Sequence[Any]) -> Piece:
-    return Piece(*fields)
+def _catalog_range(fields: Sequence[Any]) -> CatalogRange:
+    return CatalogRange(*fields)
 
 
-def _plain(pieces: Iterable[Piece]) -> list[list[Any]]:
-    return [list(piece) for piece in pieces]
+def _plain(shard_ranges: Iterable[CatalogRange]) -> list[list[Any]]:
+    return [list(shard_range) for shard_range in shard_ranges]
 
 
-class LocalLeases:
-    """`LeaseSource` of the only lane there is, in the same process.
+class LocalAssignments:
+    """`AssignmentSource` of a worker stream that runs in the main process.
 
     Args:
-        book: of the epoch.
-        key: of the lane.
+        assigner: of the epoch.
+        key: the seed of the shuffle buffer.
     """
 
-    def __init__(self, book: LeaseBook, key: int) -> None:
-        self._book = book
+    def __init__(self, assigner: ShardAssigner, key: int) -> None:
+        self._assigner = assigner
         self.key = key
 
     def prepare(self, number: int, batch: int) -> None:
-        """As `LeaseSource.prepare`: nothing takes time here."""
+        """Do nothing: `ask` is answered at once. As `AssignmentSource.prepare`."""
 
-    async def ask(self, number: int, batch: int, left: Sequence[Sequence[Any]] | None) -> LeaseAnswer:
-        """As `LeaseSource.ask`."""
-        (reply,) = self._book.ask(0, number, batch, left)
-        return LeaseAnswer(reply.lease, reply.over, reply.last)
+    async def ask(self, number: int, batch: int, left: Sequence[Sequence[Any]] | None) -> AssignmentReply:
+        """As `AssignmentSource.ask`."""
+        (reply,) = self._assigner.ask(0, number, batch, left)
+        return AssignmentReply(reply.assignment, reply.over, reply.last)

@@ -29,7 +29,7 @@ from asyncloader.state.epoch_counter import EpochClock
 from asyncloader.state.next_epoch import Prospect, after_an_epoch, of_a_first_epoch
 from asyncloader.state.progress import Progress, Tally
 from asyncloader.state.schema import check_exact, check_generators, check_length, check_state, check_workers, compare
-from asyncloader.workers.fetch.assignment_client import is_leased
+from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.fetch.factory import is_concurrent
 
@@ -104,8 +104,8 @@ class StateKeeper:
         if source is not None and resumed is None and finished is None:
             progress.log = source.first_log(progress.every)
         progress.agreement = self._agreement(spec, progress.first_step)
-        if is_leased(spec.dataset) and progress.saved_leases is None:
-            progress.leases_key = new_key(spec._asyncloader_options.seed, spec.generator, progress.epoch)
+        if assigns_shards(spec.dataset) and progress.saved_assignment is None:
+            progress.assignment_key = new_key(spec._asyncloader_options.seed, spec.generator, progress.epoch)
         seeds = None if (loaded := resumed or finished) is None else loaded["seeds"]
         if seeds is not None and seeds["rank"] == topology(spec).rank:  # those of another rank would double its numbers
             progress.seeds = seeds
@@ -129,13 +129,13 @@ class StateKeeper:
 
     def _agreement(self, spec: LoaderSpec[Any], first_step: int) -> Agreement | None:
         here = topology(spec)
-        leased = is_leased(spec.dataset)  # shared by all ranks in torch mode, too
-        if here.world_size == 1 or not is_iterable(spec) or (spec._asyncloader_options.seed is None and not leased):
+        assigned = assigns_shards(spec.dataset)  # shared by all ranks in torch mode, too
+        if here.world_size == 1 or not is_iterable(spec) or (spec._asyncloader_options.seed is None and not assigned):
             return None
         self._group = make_group(here, self._group)
         # Several workers' copies may end with a short batch each, or drop it, and shards differ in size: the length
         # says nothing exact then.
-        exact = spec.num_workers <= 1 and hasattr(spec.dataset, "__len__") and not leased
+        exact = spec.num_workers <= 1 and hasattr(spec.dataset, "__len__") and not assigned
         count = _length(spec) if exact else None
         if count is not None:
             count = max(0, count - first_step)

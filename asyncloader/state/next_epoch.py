@@ -24,7 +24,7 @@ from asyncloader.samplers.async_sampler import AsyncIndexSource
 from asyncloader.samplers.distributed import topology
 from asyncloader.samplers.generators import draws_when_iterated, generator_text, own_generator
 from asyncloader.samplers.index_stream import base_sampler, fresh_state
-from asyncloader.workers.fetch.assignment_client import is_leased
+from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_state import Bookmark, Cursor
 from asyncloader.workers.fetch.seeding import global_generators_kept
 
@@ -86,7 +86,11 @@ def _undone(*generators: torch.Generator | None) -> Generator[None]:
 
 def _draw_seeds(spec: LoaderSpec[Any]) -> dict[str, Any] | None:
     """As torch's iterator base will. None where it draws more than can be told here, or its numbers are the seed's."""
-    if spec._asyncloader_options.seed is not None or isinstance(spec.dataset, IterDataPipe) or is_leased(spec.dataset):
+    if (
+        spec._asyncloader_options.seed is not None
+        or isinstance(spec.dataset, IterDataPipe)
+        or assigns_shards(spec.dataset)
+    ):
         return None
     base = int(torch.empty((), dtype=torch.int64).random_(generator=spec.generator))
     return {"rank": topology(spec).rank, "base": base, "shared": None}
@@ -95,7 +99,7 @@ def _draw_seeds(spec: LoaderSpec[Any]) -> dict[str, Any] | None:
 def _dataset_at_rest(spec: LoaderSpec[Any], *, itself: bool) -> Cursor | None:
     """Where the dataset of this process stands before the ``iter(dataset)`` to come, if it is read here."""
     dataset: Any = spec.dataset
-    if spec.num_workers or not spec._asyncloader_options.snapshot_every_n_steps or is_leased(dataset):
+    if spec.num_workers or not spec._asyncloader_options.snapshot_every_n_steps or assigns_shards(dataset):
         return None
     bookmark = Bookmark(dataset, 1)
     found = _taken(bookmark)

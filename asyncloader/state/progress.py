@@ -14,7 +14,7 @@ import torch
 
 from asyncloader.errors import StateError
 from asyncloader.ranks.agreement import Agreement
-from asyncloader.remote.assignment_state import EpochLeases
+from asyncloader.remote.assignment_state import EpochAssignment
 from asyncloader.samplers.distributed import RankView
 from asyncloader.samplers.index_stream import IndexStream, StateLog
 from asyncloader.state.epoch_counter import EpochClock
@@ -95,9 +95,9 @@ class Progress:
         self._turn = 0
         self.agreement: Agreement | None = None
         """With the other ranks, on when the epoch ends; None where there is nothing to agree on."""
-        self.leases: EpochLeases | None = None
-        """Of a dataset whose parts are leased to the workers; None: not opened yet."""
-        self.leases_key: int | None = None
+        self.assignment: EpochAssignment | None = None
+        """The epoch's shard assignment, for datasets that have one; None: not opened yet."""
+        self.assignment_key: int | None = None
         """Chooses their order, if this epoch is not resumed; None for other datasets."""
         self._astray = False  # indices came from elsewhere than the stream
         self.seeds: dict[str, Any] | None = None
@@ -150,8 +150,8 @@ class Progress:
         return None if self._resumed is None else self._resumed["sampler"]
 
     @property
-    def saved_leases(self) -> Any:
-        """The leases' part of the state to begin with; None: from the beginning."""
+    def saved_assignment(self) -> Any:
+        """The shard assignment's part of the state to resume from; None: from the beginning."""
         workers = None if self._resumed is None else self._resumed["workers"]
         return None if workers is None else workers.get("leases")
 
@@ -391,14 +391,14 @@ class Progress:
             now = Cursor(*pickle.loads(data))
             if now.batches == self._given[0] and not now.problem:
                 cursors = [now._asdict()]
-        leases = self.saved_leases  # they are where they were, if they are not opened yet
-        if self.leases is not None:
-            leases = self.leases.state(cursors, self._given)
-        elif leases is None and self.leases_key is not None:
-            leases = {"key": self.leases_key, "plan": None, "done": 0, "back": [], "returned": []}
+        assignment = self.saved_assignment  # they are where they were, if they are not opened yet
+        if self.assignment is not None:
+            assignment = self.assignment.state(cursors, self._given)
+        elif assignment is None and self.assignment_key is not None:
+            assignment = {"key": self.assignment_key, "plan": None, "done": 0, "back": [], "returned": []}
         return {
             **streams,
-            **({} if leases is None else {"leases": leases}),
+            **({} if assignment is None else {"leases": assignment}),
             "next": self._turn,
             "given": list(self._given),
             "cursors": cursors,

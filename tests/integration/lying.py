@@ -52,7 +52,7 @@ class Task(NamedTuple):
 
 def _present_task() -> Task:
     frame: Any = sys._getframe()
-    while not {"epoch", "seq", "slot"} <= frame.f_locals.keys():
+    while not {"epoch", "seq", "slot"} <= set(frame.f_locals):  # from Python 3.13 on, its keys() is a list
         frame = frame.f_back
     found = frame.f_locals
     return Task(found["self"].channel, found["epoch"], found["seq"], found["slot"])

@@ -1,4 +1,4 @@
-"""MDS datasets that MosaicML's own writer has made (``tests/data/mds``): read whole, in pieces, and by their index."""
+"""MDS datasets that MosaicML's own writer has made (``tests/data/mds``): read whole, in ranges, and by their index."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ async def test_samples_are_what_was_written(kind: str) -> None:
 
 
 async def test_shards_are_cut_at_samples() -> None:
-    """Four shards of a few samples, leased out in more pieces than there are shards, give each sample once."""
+    """Four shards of a few samples, assigned out in more ranges than there are shards, give each sample once."""
     dataset = RemoteIterableDataset(DATA / "plain")
-    assert sum(len(lease) for lease in await dataset.plan(2, 0, 1, None)) > 4
+    assert sum(len(assignment) for assignment in await dataset.plan(2, 0, 1, None)) > 4
     async with AsyncDataLoader(dataset, batch_size=5, collate_fn=list) as loader:
         batches = [batch async for batch in loader]
     assert [len(batch) for batch in batches] == [5, 5, 2]

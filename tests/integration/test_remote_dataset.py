@@ -15,8 +15,8 @@ import torch
 
 from asyncloader import AsyncDataLoader, DataLoader
 from asyncloader.formats import Located, ShardRange
-from asyncloader.remote.assignment import LeaseBook, Ledger
-from asyncloader.remote.worker_stream import LocalLeases
+from asyncloader.remote.assignment import AssignmentLog, ShardAssigner
+from asyncloader.remote.worker_stream import LocalAssignments
 from asyncloader.transports import MemoryTransport
 from tests.integration.remote_folders import (
     ALL,
@@ -254,7 +254,7 @@ def test_a_plan_depends_on_nothing_that_was_done_before(
     ending: str, shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that has looked at a sample, or asked for a length, plans what the others do; many shards or few."""
-    monkeypatch.setattr("asyncloader.remote.dataset.MEASURED", 20)
+    monkeypatch.setattr("asyncloader.remote.dataset.MAX_SIZE_REQUESTS", 20)
     url = make_shards(tmp_path, (600 // shards,) * shards, ending=ending)
 
     async def look(dataset: Any) -> None:
@@ -265,8 +265,8 @@ def test_a_plan_depends_on_nothing_that_was_done_before(
         dataset = dataset_of(url)
         for each in before:
             each(dataset)
-        return asyncio.run(dataset.plan(3, 0, 1, 5)), dataset.open_lane(
-            LocalLeases(LeaseBook(Ledger([]), []), 0)
+        return asyncio.run(dataset.plan(3, 0, 1, 5)), dataset.open_worker_stream(
+            LocalAssignments(ShardAssigner(AssignmentLog([]), []), 0)
         )._shards
 
     def plan_more(dataset: Any) -> None:
@@ -279,9 +279,10 @@ def test_a_plan_depends_on_nothing_that_was_done_before(
 
     fresh = plan()
     for before in ((lambda dataset: asyncio.run(look(dataset)),), (ask,), (plan_more,), (ask, plan_more, ask)):
-        leases, read = plan(*before)
-        assert leases == fresh[0]
-        assert [shard.size for shard in read] == [shard.size for shard in fresh[1]]  # lanes ask for leases by these
+        assignments, read = plan(*before)
+        assert assignments == fresh[0]
+        # Worker streams decide by the sizes when to request the next assignment.
+        assert [shard.size for shard in read] == [shard.size for shard in fresh[1]]
 
 
 # ------------------------------------------------------------------------------------------- leaving early

@@ -81,7 +81,7 @@ def test_workers_that_grow_are_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_workers_that_hang_are_replaced(kind: str, tmp_path: Path) -> None:
-    """After `worker_timeout`: one alone, both at their first samples, and one that waits for no lease any more."""
+    """After `worker_timeout`: one alone, both at their first samples, and one that waits for no assignment any more."""
     url = make_shards(tmp_path, SIZES)
     options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "seed": 5}
     expected = epochs_of(kind, dataset_of(url, shuffle_buffer=6), **options)
@@ -95,7 +95,7 @@ def test_workers_that_hang_are_replaced(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_consumer_that_takes_its_time_kills_nobody(tmp_path: Path) -> None:
-    """A worker whose next lease waits for another's batch, which waits for the consumer, is not at a task itself."""
+    """A worker that waits for an assignment, and so for another's batch and the consumer, does not time out."""
     # Of four shards the first worker reads the short ones, and is then told that it is over when the other one has made
     # its third batch: for that the other's first one has to be taken.
     url = make_shards(tmp_path, (4, 40, 4))
@@ -212,7 +212,7 @@ def test_missing_shards(workers: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ending", ["jsonl", "parquet", "mds"])
-def test_shards_that_cannot_be_measured(ending: str, workers: int, tmp_path: Path) -> None:
+def test_shards_whose_sizes_are_unknown(ending: str, workers: int, tmp_path: Path) -> None:
     """Where few shards are to be cut, one that is gone or damaged is its reader's error, or left out, as any other."""
     url = make_shards(tmp_path, (5, 5, 5), ending=ending)
     second = sorted(path for path in tmp_path.iterdir() if path.suffix != ".json")[1]
@@ -322,9 +322,9 @@ def _no_five(sample: dict[str, Any]) -> int:
 # ------------------------------------------------------------------------------------------- liars
 
 ASKS: dict[str, tuple[int, int, Any]] = {
-    "a lease far ahead": (77, 0, None),
+    "a assignment far ahead": (77, 0, None),
     "a batch that nobody will make": (1, 1 << 40, None),
-    "pieces that are none": (1, 0, [(1, 2, 3, 4, 5)]),
+    "ranges that are none": (1, 0, [(1, 2, 3, 4, 5)]),
     "numbers that are none": (1, 0, [("a", "b", "c", "d")]),
     "a rest that is none": (1, 0, 5),
 }
@@ -340,8 +340,8 @@ class Asking:
         number = number_of(sample)
         if number == 9:
             channel, epoch = _channel()
-            lease, batch, left = ASKS[self.how]
-            channel.sock.sendall(wire.pack_ask(epoch, lease, batch, pickle.dumps(left)))
+            assignment, batch, left = ASKS[self.how]
+            channel.sock.sendall(wire.pack_ask(epoch, assignment, batch, pickle.dumps(left)))
             say_no_more(channel)
         return number
 
@@ -363,12 +363,12 @@ def test_a_worker_that_asks_for_what_cannot_be(how: str, tmp_path: Path) -> None
     url = make_shards(tmp_path, SIZES)
     options = with_method({"batch_size": 4, "num_workers": 2, "seed": 1, "timeout": PATIENCE_S})
     with DataLoader[Any](dataset_of(url, decode=Asking(how)), **options) as loader:
-        with pytest.raises(ValueError, match=r"lane \d|a lane gives back") as caught:
+        with pytest.raises(ValueError, match=r"worker \d|a worker gives back") as caught:
             list(loader)
         assert not isinstance(caught.value, LoaderTimeout | WorkerDied)
 
 
-def test_a_worker_that_asks_where_nothing_is_leased() -> None:
+def test_a_request_for_shards_where_none_are_assigned() -> None:
     """A dataset of another kind: its workers have nothing to ask for."""
-    _, error = until_error("sync", Liar("a request for a lease, where nothing is leased"), num_workers=1)
-    assert "asks for a lease" in str(error)
+    _, error = until_error("sync", Liar("a request for a assignment, where nothing is assigned"), num_workers=1)
+    assert "asks for a assignment" in str(error)

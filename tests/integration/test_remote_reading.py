@@ -1,4 +1,4 @@
-"""Shards from a web server: found, read in pieces, broken, replaced and cached."""
+"""Shards from a web server: found, read in ranges, broken, replaced and cached."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from aiohttp import web
 
 from asyncloader import AsyncDataLoader, RemoteIterableDataset, StateError
 from asyncloader.formats import Located, ShardError
-from asyncloader.remote.catalog import Piece, Shard, cut, format_of
+from asyncloader.remote.catalog import CatalogRange, Shard, cut, format_of
 from asyncloader.remote.discovery import find_shards
-from asyncloader.remote.reading import read_piece
+from asyncloader.remote.reading import read_shard_range
 from asyncloader.remote.shard_sizes import with_counts, with_edges
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import HttpTransport, ReadFailed
@@ -59,12 +59,12 @@ async def test_every_format_over_http(store: HttpStore, stores: Stores, url: str
     shard = shard_of(f"{store.url}/{url}", range(300))
     found = await read_all(stores, shard)
     assert [number_of(sample) for sample, _ in found] == list(range(300))
-    rest = await read_all(stores, shard, Piece(0, found[123].resume))
+    rest = await read_all(stores, shard, CatalogRange(0, found[123].resume))
     assert [number_of(sample) for sample, _ in rest] == list(range(124, 300))
 
 
-async def test_many_pieces_at_the_same_time(store: HttpStore, stores: Stores) -> None:
-    """One connection pool, many shards and pieces in flight, each sample once."""
+async def test_many_ranges_at_the_same_time(store: HttpStore, stores: Stores) -> None:
+    """One connection pool, many shards and ranges in flight, each sample once."""
     wanted: set[int] = set()
     for number in range(4):
         numbers = range(number * 1000, number * 1000 + 500)
@@ -72,10 +72,12 @@ async def test_many_pieces_at_the_same_time(store: HttpStore, stores: Stores) ->
         store.put(f"{number}.jsonl", jsonl(numbers, size=300))
     shards = await find_shards(store.url + "/{0..3}.jsonl", stores)
     shards = await with_edges(shards, stores, 16)
-    pieces = cut(shards, 16)
-    assert len(pieces) == 16
+    shard_ranges = cut(shards, 16)
+    assert len(shard_ranges) == 16
     store.latency_s = 0.5  # so that the last is asked for before the first is answered, on a busy machine too
-    lists = await asyncio.gather(*(read_all(stores, shards[piece.shard], piece) for piece in pieces))
+    lists = await asyncio.gather(
+        *(read_all(stores, shards[shard_range.shard], shard_range) for shard_range in shard_ranges)
+    )
     numbers_read = [number_of(sample) for found in lists for sample, _ in found]
     assert sorted(numbers_read) == sorted(wanted)
     assert store.most_in_flight > 4
@@ -149,8 +151,8 @@ async def test_an_mds_data_set(store: HttpStore, stores: Stores) -> None:
     assert [shard.samples for shard in shards] == [50, 20]
     shards = await with_edges(shards, stores, 7)
     read: list[int] = []
-    for piece in cut(shards, 7):
-        read += [number_of(found.sample) for found in await read_all(stores, shards[piece.shard], piece)]
+    for shard_range in cut(shards, 7):
+        read += [number_of(found.sample) for found in await read_all(stores, shards[shard_range.shard], shard_range)]
     assert read == list(range(70))
 
 
@@ -170,7 +172,7 @@ async def test_a_shard_that_is_replaced_meanwhile(store: HttpStore, stores: Stor
     store.faults["a.tar"].extend([broken(500_000), change(tar(range(5000, 7000), size=1000))])
     got: list[Located] = []
     with pytest.raises(ReadFailed, match="changed"):
-        await drain(read_piece(stores, Shard(f"{store.url}/a.tar", format_of("a.tar")), Piece(0)), got)
+        await drain(read_shard_range(stores, Shard(f"{store.url}/a.tar", format_of("a.tar")), CatalogRange(0)), got)
     assert got
     assert [number_of(sample) for sample, _ in got] == list(range(len(got)))
 
@@ -179,7 +181,7 @@ async def test_a_parquet_file_that_is_replaced_meanwhile(store: HttpStore, store
     """Also one of the same size; at the latest its end tells."""
     old, new = parquet(range(1000), group=100), parquet(range(2000, 3000), group=100)
     store.put("a.parquet", old)
-    batches = read_piece(stores, Shard(f"{store.url}/a.parquet", format_of("a.parquet")), Piece(0))
+    batches = read_shard_range(stores, Shard(f"{store.url}/a.parquet", format_of("a.parquet")), CatalogRange(0))
     got = list(await anext(batches))
     store.put("a.parquet", new)
     with pytest.raises(ShardError):
@@ -189,7 +191,9 @@ async def test_a_parquet_file_that_is_replaced_meanwhile(store: HttpStore, store
 async def test_leaving_early_ends_the_requests(store: HttpStore, stores: Stores) -> None:
     """The rest of the shard is not downloaded, and nothing goes on in the background."""
     store.put("a.tar", tar(range(5000), size=4000))
-    batches = read_piece(stores, Shard(f"{store.url}/a.tar", format_of("a.tar")), Piece(0), read_ahead=100_000)
+    batches = read_shard_range(
+        stores, Shard(f"{store.url}/a.tar", format_of("a.tar")), CatalogRange(0), read_ahead=100_000
+    )
     before = asyncio.all_tasks()
     assert await anext(batches)
     await batches.aclose()

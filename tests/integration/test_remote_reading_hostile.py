@@ -19,8 +19,8 @@ import pytest_asyncio
 
 from asyncloader.formats import Located, ShardError, ShardFormat
 from asyncloader.formats.tfrecord import crc32c, masked
-from asyncloader.remote.catalog import Piece, Shard, format_of
-from asyncloader.remote.reading import read_piece
+from asyncloader.remote.catalog import CatalogRange, Shard, format_of
+from asyncloader.remote.reading import read_shard_range
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import MemoryTransport
 from tests.integration.http_store import serving
@@ -64,7 +64,7 @@ async def fails(stores: Stores, shard: Shard, **options: Any) -> tuple[list[Loca
     """The samples before the error, and the error."""
     got: list[Located] = []
     with pytest.raises(ShardError) as caught:
-        await drain(read_piece(stores, shard, Piece(0), **options), got)
+        await drain(read_shard_range(stores, shard, CatalogRange(0), **options), got)
     assert caught.value.url == shard.url
     assert shard.url in str(caught.value)
     return got, caught.value
@@ -128,7 +128,7 @@ async def test_a_bomb_of_many_small_samples(serve: Serve) -> None:
     count = 0
     tracemalloc.start()
     try:
-        async for batch in read_piece(stores, shard, Piece(0), max_sample_bytes=MB):
+        async for batch in read_shard_range(stores, shard, CatalogRange(0), max_sample_bytes=MB):
             count += len(batch)
         _, peak = tracemalloc.get_traced_memory()
     finally:

@@ -1,4 +1,4 @@
-"""Shards in a bucket: prefixes, keys with odd names, pieces; one transport for the whole bucket."""
+"""Shards in a bucket: prefixes, keys with odd names, ranges; one transport for the whole bucket."""
 
 from __future__ import annotations
 
@@ -48,13 +48,17 @@ async def test_a_prefix_of_every_format(moto: Moto, stores: Stores) -> None:
     assert len({stores.find(shard.url)[0] for shard in shards}) == 1
 
 
-async def test_pieces_of_a_parquet_shard(moto: Moto, stores: Stores) -> None:
+async def test_ranges_of_a_parquet_shard(moto: Moto, stores: Stores) -> None:
     """Cut at its row groups, by a footer that the bucket gave."""
     moto.put("bucket/a.parquet", parquet(range(100), group=9))
     shards = await with_edges(await find_shards("s3://bucket/a.parquet", stores), stores, 5)
-    pieces = cut(shards, 5)
-    assert len(pieces) == 5
-    read = [number_of(found.sample) for piece in pieces for found in await read_all(stores, shards[0], piece)]
+    shard_ranges = cut(shards, 5)
+    assert len(shard_ranges) == 5
+    read = [
+        number_of(found.sample)
+        for shard_range in shard_ranges
+        for found in await read_all(stores, shards[0], shard_range)
+    ]
     assert read == list(range(100))
 
 

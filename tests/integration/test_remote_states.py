@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from asyncloader import StateError, Stateful
-from asyncloader.remote.assignment import LaneStart, LeaseBook, Ledger
-from asyncloader.remote.worker_stream import LocalLeases
+from asyncloader.remote.assignment import AssignmentLog, ShardAssigner, StreamStart
+from asyncloader.remote.worker_stream import LocalAssignments
 from asyncloader.transports import ObjectNotFound
 from tests.integration.remote_folders import ALL, SIZES, dataset_of, epochs_of, flat, make_shards, resumed, with_method
 from tests.integration.running import BOTH, run_async
@@ -75,17 +75,17 @@ def test_states_that_do_not_fit(workers: int, tars: str, tmp_path: Path) -> None
         run.begin()
         run.take(2)
         state = run.loader.state_dict()
-    lane = state["workers"]["cursors"][0]["iterator"]
+    worker = state["workers"]["cursors"][0]["iterator"]
     assert {"key", "plan", "done", "back", "returned"} == set(state["workers"]["leases"])
 
-    def spoiled(**leases: Any) -> dict[str, Any]:
+    def spoiled(**assignments: Any) -> dict[str, Any]:
         changed: dict[str, Any] = state | {
-            "workers": state["workers"] | {"leases": state["workers"]["leases"] | leases}
+            "workers": state["workers"] | {"leases": state["workers"]["leases"] | assignments}
         }
         return changed
 
-    def with_lane(**fields: Any) -> dict[str, Any]:
-        first = state["workers"]["cursors"][0] | {"iterator": lane | fields}
+    def with_stream(**fields: Any) -> dict[str, Any]:
+        first = state["workers"]["cursors"][0] | {"iterator": worker | fields}
         changed: dict[str, Any] = state | {
             "workers": state["workers"] | {"cursors": [first, *state["workers"]["cursors"][1:]]}
         }
@@ -103,8 +103,8 @@ def test_states_that_do_not_fit(workers: int, tars: str, tmp_path: Path) -> None
         (dataset, spoiled(key=-7), "the state is broken"),
         (dataset, {**state, "workers": {k: v for k, v in state["workers"].items() if k != "leases"}}, "which are left"),
         (dataset, state | {"workers": state["workers"] | {"leases": 5}}, "the state is broken"),
-        (dataset, with_lane(todo=[[0, "x", None, False]]), "the state is broken"),
-        (dataset, with_lane(batch="x"), "the state is broken"),
+        (dataset, with_stream(todo=[[0, "x", None, False]]), "the state is broken"),
+        (dataset, with_stream(batch="x"), "the state is broken"),
     ]
     for kind in BOTH:
         for data, bad, words in cases:
@@ -145,13 +145,15 @@ def test_states_of_other_numbers_of_workers(tars: str) -> None:
         run.loader.load_state_dict(state)
 
 
-def test_a_lane_is_stateful(tars: str) -> None:
+def test_a_worker_stream_is_stateful(tars: str) -> None:
     """A worker's stream keeps to the protocol by which every stream's state is taken."""
     dataset = dataset_of(tars)
 
     async def run() -> bool:
         plan = await dataset.plan(1, 0, 1, None)
-        lane: Any = dataset.open_lane(LocalLeases(LeaseBook(Ledger(plan), [LaneStart()]), 0))
-        return isinstance(lane, Stateful)
+        worker: Any = dataset.open_worker_stream(
+            LocalAssignments(ShardAssigner(AssignmentLog(plan), [StreamStart()]), 0)
+        )
+        return isinstance(worker, Stateful)
 
     assert run_async(run())

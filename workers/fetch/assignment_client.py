@@ -1,7 +1,9 @@
-"""How a lane asks the main process for what it reads next. Data path: dataset -> [leasing] -> channel -> lease book.
+"""Requests assignments of shard ranges from the main process, on behalf of a worker stream.
 
-A request says which of the lane's leases it is for: the answer to it is always the same, whoever asks, and however
-often. So nothing needs to be remembered of one that was not answered when its worker died.
+Data path: worker_stream -> [assignment_client] -> channel -> ShardAssigner in the main process.
+
+A request carries the number of the assignment that it asks for. The reply to a given number is always the same, no
+matter how often it is requested. So a worker that died with an unanswered request leaves nothing to remember.
 """
 
 from __future__ import annotations
@@ -14,60 +16,67 @@ from typing import Any, NamedTuple, Protocol
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.ipc import wire
 
-__all__ = ["ChannelLeases", "LeaseAnswer", "LeaseSource", "Leasing", "WorkerLeasing", "is_leased"]
+__all__ = [
+    "AssignmentProvider",
+    "AssignmentReply",
+    "AssignmentSource",
+    "ChannelAssignments",
+    "WorkerAssignments",
+    "assigns_shards",
+]
 
 
-def is_leased(dataset: Any) -> bool:
-    """Whether the main process leases parts of the dataset to the workers."""
-    return callable(getattr(dataset, "open_lane", None))
+def assigns_shards(dataset: Any) -> bool:
+    """Return whether the main process assigns the dataset's shards to the workers."""
+    return callable(getattr(dataset, "open_worker_stream", None))
 
 
-class LeaseAnswer(NamedTuple):
-    """What the lane may do.
+class AssignmentReply(NamedTuple):
+    """The reply to a request.
 
     Attributes:
-        lease: pieces (plain tuples) to be read next; None: there are none.
-        over: the lane's stream ends.
-        last: what it has left is the last batch.
+        assignment: ranges (plain tuples) to read next; None: there are none.
+        over: the worker's stream ends.
+        last: the unfinished batch is the last batch of the epoch.
     """
 
-    lease: Sequence[Sequence[Any]] | None
+    assignment: Sequence[Sequence[Any]] | None
     over: bool = False
     last: bool = False
 
 
-class LeaseSource(Protocol):
-    """Gives one lane its leases."""
+class AssignmentSource(Protocol):
+    """Provides one worker stream with assignments."""
 
     key: int
-    """Chooses the orders of the lane's shuffle buffer."""
+    """Seed of the worker's shuffle buffer."""
 
     def prepare(self, number: int, batch: int) -> None:
-        """Ask for lease `number` now, that it may be there when it is needed."""
+        """Request assignment `number` now, so that it is there when it is needed."""
         ...
 
-    async def ask(self, number: int, batch: int, left: Sequence[Sequence[Any]] | None) -> LeaseAnswer:
-        """Lease `number`; see `LeaseBook.ask`."""
+    async def ask(self, number: int, batch: int, left: Sequence[Sequence[Any]] | None) -> AssignmentReply:
+        """Return assignment `number`; see `ShardAssigner.ask`."""
         ...
 
 
-class Leasing(Protocol):
-    """Where a reader gets its `LeaseSource` of an epoch from."""
+class AssignmentProvider(Protocol):
+    """Provides a reader with the `AssignmentSource` of each epoch."""
 
     async def prepare(self) -> None:
-        """What must be awaited before."""
+        """Do what must be awaited before `source` is called."""
         ...
 
-    def source(self, start: EpochStart, /) -> LeaseSource:
-        """That of the epoch that begins."""
+    def source(self, start: EpochStart, /) -> AssignmentSource:
+        """Return the source of the epoch that begins."""
         ...
 
 
-class ChannelLeases:
-    """`LeaseSource` of a worker process: asks over its channel.
+class ChannelAssignments:
+    """`AssignmentSource` of a worker process: sends requests over its channel.
 
     Args:
-        key: of the lane.
+        key: the seed of the shuffle buffer.
         send: sends a frame.
         epoch: the pool's number for the epoch.
     """
@@ -76,42 +85,44 @@ class ChannelLeases:
         self.key = key
         self._send = send
         self._epoch = epoch
-        self._waiting: dict[int, asyncio.Future[LeaseAnswer]] = {}  # there is one request at a time
+        self._waiting: dict[int, asyncio.Future[AssignmentReply]] = {}  # there is one request at a time
 
     def prepare(self, number: int, batch: int) -> None:
-        """As `LeaseSource.prepare`."""
+        """As `AssignmentSource.prepare`."""
         self._request(number, batch, None)
 
-    async def ask(self, number: int, batch: int, left: Sequence[Sequence[Any]] | None) -> LeaseAnswer:
-        """As `LeaseSource.ask`."""
+    async def ask(self, number: int, batch: int, left: Sequence[Sequence[Any]] | None) -> AssignmentReply:
+        """As `AssignmentSource.ask`."""
         answer = await asyncio.shield(self._request(number, batch, left))
         self._waiting.pop(number, None)
         return answer
 
-    def _request(self, number: int, batch: int, left: Sequence[Sequence[Any]] | None) -> asyncio.Future[LeaseAnswer]:
+    def _request(
+        self, number: int, batch: int, left: Sequence[Sequence[Any]] | None
+    ) -> asyncio.Future[AssignmentReply]:
         waiting = self._waiting.get(number)
         if waiting is None:
             waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
-            plain = None if left is None else [tuple(piece) for piece in left]
+            plain = None if left is None else [tuple(shard_range) for shard_range in left]
             self._send(wire.pack_ask(self._epoch, number, batch, pickle.dumps(plain, 5)))
         return waiting
 
     def answered(self, body: bytes) -> None:
-        """A frame came."""
-        epoch, number, payload = wire.unpack_lease(body)
+        """Handle a reply frame."""
+        epoch, number, payload = wire.unpack_assignment(body)
         waiting = self._waiting.get(number)
         if epoch == self._epoch and waiting is not None and not waiting.done():
-            waiting.set_result(LeaseAnswer(*pickle.loads(payload)))
+            waiting.set_result(AssignmentReply(*pickle.loads(payload)))
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Cancel all pending requests."""
         for waiting in self._waiting.values():
             waiting.cancel()
         self._waiting.clear()
 
 
-class WorkerLeasing:
-    """`Leasing` of a worker process, for all its epochs.
+class WorkerAssignments:
+    """`AssignmentProvider` of a worker process, for all its epochs.
 
     Args:
         send: sends a frame.
@@ -119,21 +130,21 @@ class WorkerLeasing:
 
     def __init__(self, send: Callable[[bytes], None]) -> None:
         self._send = send
-        self._newest: ChannelLeases | None = None
+        self._newest: ChannelAssignments | None = None
         self.epoch = 0
-        """The pool's number for the present epoch."""
+        """The pool's number for the current epoch."""
 
     async def prepare(self) -> None:
-        """As `Leasing.prepare`: the main process has prepared everything."""
+        """Do nothing: the main process has prepared everything. As `AssignmentProvider.prepare`."""
 
-    def source(self, start: EpochStart) -> ChannelLeases:
-        """As `Leasing.source`."""
+    def source(self, start: EpochStart) -> ChannelAssignments:
+        """Return a new source and close the previous one. As `AssignmentProvider.source`."""
         if self._newest is not None:
             self._newest.close()
-        self._newest = ChannelLeases(start.stream_key, self._send, self.epoch)
+        self._newest = ChannelAssignments(start.stream_key, self._send, self.epoch)
         return self._newest
 
     def answered(self, body: bytes) -> None:
-        """A frame came."""
+        """Handle a reply frame."""
         if self._newest is not None:
             self._newest.answered(body)

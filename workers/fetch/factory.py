@@ -33,7 +33,7 @@ from asyncloader.workers.fetch.map_async import AsyncMapFetcher
 from asyncloader.workers.fetch.map_threads import ThreadMapFetcher
 from asyncloader.workers.fetch.sample_errors import LOST, BadSample, Guard, NoSamples, StreamGuard
 from asyncloader.workers.fetch.seeded_fetch import SeededIterator, fetches_batches
-from asyncloader.workers.fetch.stream_async import AsyncStreamFetcher, LaneFetcher, LaneLike
+from asyncloader.workers.fetch.stream_async import AsyncStreamFetcher, WorkerStreamFetcher, WorkerStreamLike
 from asyncloader.workers.fetch.threads import JobThreads
 
 __all__ = [
@@ -157,7 +157,7 @@ def make_async_fetcher(
     concurrency: int,
     read: int = 0,
     threads: JobThreads | None = None,
-    leased: LaneLike | None = None,
+    worker_stream: WorkerStreamLike | None = None,
 ) -> AsyncFetcher:
     """The fetcher of an asynchronous dataset. An iterable dataset's `__aiter__` is called here.
 
@@ -168,10 +168,10 @@ def make_async_fetcher(
         concurrency: samples that are awaited at a time at most.
         read: as in `make_blocking_fetcher`.
         threads: fetch the samples of a blocking map dataset.
-        leased: what the dataset gave for the worker if its parts are leased out; read instead of `dataset`.
+        worker_stream: reads the shards that are assigned to this worker, instead of `dataset`.
     """
-    if leased is not None:
-        return LaneFetcher(leased, how, read)
+    if worker_stream is not None:
+        return WorkerStreamFetcher(worker_stream, how, read)
     if iterable:
         return AsyncStreamFetcher(aiter(dataset), how, read)
     if threads is not None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from asyncloader.errors import StateError
-from asyncloader.workers.fetch.assignment_client import Leasing, is_leased
+from asyncloader.workers.fetch.assignment_client import AssignmentProvider, assigns_shards
 from asyncloader.workers.fetch.batching import AsyncSeeding, Batching
 from asyncloader.workers.fetch.context import DatasetContext
 from asyncloader.workers.fetch.dataset_state import Bookmark, Cursor
@@ -27,7 +27,7 @@ from asyncloader.workers.fetch.sample_errors import BadSample, Guard, NoSamples
 from asyncloader.workers.fetch.seeded_fetch import SeededAsyncIterator, SeededIterator, SeededMapFetcher
 from asyncloader.workers.fetch.seeding import GlobalWatch, SampleSeeder, global_generators_kept
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
-from asyncloader.workers.fetch.stream_async import LaneFetcher
+from asyncloader.workers.fetch.stream_async import WorkerStreamFetcher
 from asyncloader.workers.fetch.threads import JobThreads
 
 __all__ = ["Reader"]
@@ -42,7 +42,7 @@ class Reader:
         collate: from samples to a batch, `setup`'s or one that encodes, too.
         worker_id: number of this copy among those of this process's loader; 0 without workers.
         in_worker: whether this process does nothing else, so that its global generators are ours to seed.
-        leases: gives what this copy shall read of a dataset that the main process leases out.
+        assignments: provides the shard ranges to read, where the main process assigns them.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class Reader:
         *,
         worker_id: int = 0,
         in_worker: bool,
-        leases: Leasing | None = None,
+        assignments: AssignmentProvider | None = None,
     ) -> None:
         self._setup = setup
         self.dataset = dataset
         self._collate = collate
         self._worker_id = worker_id
         self._in_worker = in_worker
-        self._leases = leases
+        self._assignments = assignments
         self.asynchronous = is_concurrent(dataset, setup.fetch_threads)
         self._threads = JobThreads(setup.fetch_threads, "asyncloader-read") if setup.fetch_threads else None
         self._decode_threads: JobThreads | None = None
@@ -73,7 +73,7 @@ class Reader:
         self._every = setup.snapshot_every if setup.iterable else min(1, setup.snapshot_every)
         self._bookmark = Bookmark(dataset, self._every)
         self._fetcher: Any = None
-        self._stream: SeededIterator | SeededAsyncIterator | LaneFetcher | None = None
+        self._stream: SeededIterator | SeededAsyncIterator | WorkerStreamFetcher | None = None
         self._start: EpochStart | None = None
         self._watch = GlobalWatch() if in_worker and self.asynchronous and setup.seeded is not None else None
         self._turn = asyncio.Lock()
@@ -106,12 +106,12 @@ class Reader:
         """What is open while this reader reads; nothing for a blocking dataset. `before`: see `DatasetContext`."""
         if not self.asynchronous:
             return DatasetContext(None)
-        return DatasetContext(self.dataset, before, self if is_leased(self.dataset) else None)
+        return DatasetContext(self.dataset, before, self if assigns_shards(self.dataset) else None)
 
     async def _begin_async(self, start: EpochStart) -> None:
-        await self._close_lane()
-        if self._leases is not None:
-            await self._leases.prepare()
+        await self._close_worker_stream()
+        if self._assignments is not None:
+            await self._assignments.prepare()
         self._open(start)
         with self._skipping(start) as batches:
             for _ in batches:
@@ -142,7 +142,7 @@ class Reader:
         fetcher.dataset_iter = self._bookmark.iterates(fetcher.dataset_iter, cursor)
         if cursor is not None and cursor.ended:
             fetcher.ended = True
-        if isinstance(fetcher, LaneFetcher):
+        if isinstance(fetcher, WorkerStreamFetcher):
             self._stream = fetcher
         elif seeder is not None:
             wrap: Any = SeededAsyncIterator if self.asynchronous else SeededIterator
@@ -150,12 +150,12 @@ class Reader:
                 fetcher.dataset_iter, seeder, 0 if cursor is None else cursor.samples
             )
 
-    def _open_lane(self, start: EpochStart) -> Any:
-        """The stream of what is leased to this copy; None where the dataset is no such one."""
-        if not is_leased(self.dataset):
+    def _open_worker_stream(self, start: EpochStart) -> Any:
+        """Open the stream of the shards assigned to this copy; None if the dataset's shards are not assigned."""
+        if not assigns_shards(self.dataset):
             return None
-        assert self._leases is not None
-        return self.dataset.open_lane(self._leases.source(start))
+        assert self._assignments is not None
+        return self.dataset.open_worker_stream(self._assignments.source(start))
 
     def _seeder(self, epoch: int, *, concurrent: bool) -> SampleSeeder | None:
         seeded = self._setup.seeded
@@ -197,7 +197,7 @@ class Reader:
                 concurrency=setup.concurrency,
                 read=read,
                 threads=self._threads,
-                leased=self._open_lane(start),
+                worker_stream=self._open_worker_stream(start),
             )
         if seeder is not None and seeded is not None and not setup.iterable:
             dataset: Any = self.dataset
@@ -282,11 +282,11 @@ class Reader:
 
     async def aclose(self) -> None:
         """Stop reading, and `close`. Nothing may be in flight any more."""
-        await self._close_lane()
+        await self._close_worker_stream()
         self.close()
 
-    async def _close_lane(self) -> None:
-        if isinstance(self._fetcher, LaneFetcher):
+    async def _close_worker_stream(self) -> None:
+        if isinstance(self._fetcher, WorkerStreamFetcher):
             await self._fetcher.dataset_iter.aclose()
 
     def close(self) -> None:

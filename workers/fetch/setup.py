@@ -37,7 +37,7 @@ class EpochStart(NamedTuple):
         skip: batches to be read and dropped after that.
         made: batches that were made until then, where `skip` counts those that raised, too: they raise again, and are
             dropped again. None: none raised.
-        stream_key: chooses the order of the worker's stream, where the main process leases out its parts.
+        stream_key: seed of the worker's shuffle buffer, where the main process assigns shards.
     """
 
     shared_seed: int | None = None

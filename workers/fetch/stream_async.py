@@ -6,7 +6,7 @@ Samples that raise, where they do not fail their batch, are dealt with as in `fe
 batch. With a `decode` that runs in threads, samples are decoded while the next ones are read, and a batch's samples
 beside one another; they keep their order. A sample that does not decode was read: the stream goes on behind it.
 
-Fetching from a dataset whose parts the main process leases out. Data path: lane -> [lane_fetch] -> collate.
+Fetching from a dataset whose shards the main process assigns. Data path: worker_stream -> [stream_async] -> collate.
 
 Every batch is full but the last of the epoch: a sample that raises, where it does not fail its batch, leaves no gap.
 
@@ -31,9 +31,9 @@ from asyncloader.workers.fetch.seeded_fetch import SeededAsyncIterator
 
 __all__ = [
     "AsyncStreamFetcher",
-    "LaneFetcher",
-    "LaneLike",
     "TurnFetcher",
+    "WorkerStreamFetcher",
+    "WorkerStreamLike",
 ]
 
 
@@ -210,8 +210,8 @@ def _by_place(record: BadSample) -> int:
     return -1 if record.position is None else record.position
 
 
-class LaneLike(Protocol):
-    """What is asked of a lane: see `asyncloader.remote.worker_stream.Lane`."""
+class WorkerStreamLike(Protocol):
+    """The interface of `asyncloader.remote.worker_stream.WorkerStream`."""
 
     def next_batch(self) -> None:
         """The next batch begins."""
@@ -219,11 +219,11 @@ class LaneLike(Protocol):
 
     @property
     def gave_back(self) -> bool:
-        """The stream has ended, and what it gave and told of for the present batch is another lane's."""
+        """Whether the stream has ended and given back what was taken or reported for the current batch."""
         ...
 
     async def refill(self) -> None:
-        """Take again what was taken already where the lane goes on from a state."""
+        """After resuming: read the samples again that had been taken, but not returned."""
         ...
 
     async def take(self, size: int) -> list[Any]:
@@ -235,10 +235,10 @@ class LaneLike(Protocol):
         ...
 
 
-class LaneFetcher(TurnFetcher):
-    """Reads batches from a lane, which stands for `dataset_iter`. The arguments are `TurnFetcher`'s."""
+class WorkerStreamFetcher(TurnFetcher):
+    """Reads batches from a worker stream, which stands for `dataset_iter`. The arguments are `TurnFetcher`'s."""
 
-    dataset_iter: LaneLike
+    dataset_iter: WorkerStreamLike
 
     async def _batch(self, size: int, bad: list[BadSample]) -> list[Any]:
         before = len(bad)

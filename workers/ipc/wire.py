@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "ASK",
+    "ASSIGNMENT",
     "BAD",
     "COUNTS",
     "ERROR",
     "EXHAUSTED",
-    "LEASE",
     "NOTHING",
     "NO_SLOT",
     "ONEOFF",
@@ -39,7 +39,7 @@ __all__ = [
     "pack",
     "pack_answer",
     "pack_ask",
-    "pack_lease",
+    "pack_assignment",
     "pack_reset",
     "pack_result",
     "pack_ring",
@@ -47,7 +47,7 @@ __all__ = [
     "pack_task",
     "unpack_answer",
     "unpack_ask",
-    "unpack_lease",
+    "unpack_assignment",
     "unpack_reset",
     "unpack_result",
     "unpack_ring",
@@ -60,8 +60,8 @@ TASK, RING, RESET, STOP = 1, 2, 3, 4
 SUSPECT = 5
 """The next task killed a worker: what is written to standard error meanwhile is kept, too, in the descriptor that comes
 with the frame."""
-LEASE = 6
-"""What the worker shall read next of a dataset that the main process leases out."""
+ASSIGNMENT = 6
+"""What the worker shall read next of a dataset whose shards the main process assigns."""
 # worker -> main
 RESULT, ERROR, EXHAUSTED, RESET_DONE, READY = 11, 12, 13, 14, 15
 STARTED = 16
@@ -76,7 +76,7 @@ random numbers, pickled, in torch mode."""
 COUNTS = 21
 """What the transports of the worker did since it said so last (a pickled dictionary)."""
 ASK = 20
-"""The worker wants its next lease."""
+"""The worker requests its next assignment of shards."""
 
 NO_SLOT = -1
 """In a task: no slot was free. In a result: the batch has no bytes in shared memory."""
@@ -91,7 +91,7 @@ _RESET_HEAD = struct.Struct("=I")  # epoch
 _STARTED_HEAD = struct.Struct("=II")  # epoch, bytes of the error
 _ANSWER_HEAD = struct.Struct("=IQd")  # epoch, seq, busy
 _ASK_HEAD = struct.Struct("=IQQ")  # epoch, number, batch
-_LEASE_HEAD = struct.Struct("=IQ")  # epoch, number
+_ASSIGNMENT_HEAD = struct.Struct("=IQ")  # epoch, number
 _RESULT = struct.Struct("=IBIQiQQIdBI")
 _RESULT_HEAD = struct.Struct("=IQiQQIdBI")
 
@@ -180,7 +180,7 @@ def unpack_answer(body: bytes) -> tuple[int, int, float, bytes]:
 
 
 def pack_ask(epoch: int, number: int, batch: int, left: bytes) -> bytes:
-    """A request for lease `number`, made for the worker's batch `batch`; `left` is pickled: see `LeaseBook.ask`."""
+    """A request for assignment `number`, made during batch `batch`; `left` (pickled): see `ShardAssigner.ask`."""
     return pack(ASK, _ASK_HEAD.pack(epoch, number, batch) + left)
 
 
@@ -190,15 +190,15 @@ def unpack_ask(body: bytes) -> tuple[int, int, int, bytes]:
     return epoch, number, batch, body[_ASK_HEAD.size :]
 
 
-def pack_lease(epoch: int, number: int, answer: bytes) -> bytes:
-    """The (pickled) answer to the request for lease `number`."""
-    return pack(LEASE, _LEASE_HEAD.pack(epoch, number) + answer)
+def pack_assignment(epoch: int, number: int, answer: bytes) -> bytes:
+    """The (pickled) answer to the request for assignment `number`."""
+    return pack(ASSIGNMENT, _ASSIGNMENT_HEAD.pack(epoch, number) + answer)
 
 
-def unpack_lease(body: bytes) -> tuple[int, int, bytes]:
+def unpack_assignment(body: bytes) -> tuple[int, int, bytes]:
     """Epoch, number, pickled answer."""
-    epoch, number = _unpack(_LEASE_HEAD, body)
-    return epoch, number, body[_LEASE_HEAD.size :]
+    epoch, number = _unpack(_ASSIGNMENT_HEAD, body)
+    return epoch, number, body[_ASSIGNMENT_HEAD.size :]
 
 
 def pack_result(result: Result, template: bytes, cursor: bytes = b"") -> bytes:

@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 
 from asyncloader.formats import Located, MdsShard, ShardFormat, parse_mds_index
 from asyncloader.formats.tfrecord import crc32c, masked
-from asyncloader.remote.catalog import Piece, Shard, format_of
-from asyncloader.remote.reading import read_piece
+from asyncloader.remote.catalog import CatalogRange, Shard, format_of
+from asyncloader.remote.reading import read_shard_range
 from asyncloader.remote.stores import Stores
 from tests.unit.formats.mds_writer import shard_entry, write_index, write_shard
 
@@ -114,7 +114,9 @@ async def drain(batches: AsyncGenerator[list[Located], None], into: list[Located
             into += found
 
 
-async def read_all(stores: Stores, shard: Shard, piece: Piece | None = None, **options: Any) -> list[Located]:
+async def read_all(
+    stores: Stores, shard: Shard, shard_range: CatalogRange | None = None, **options: Any
+) -> list[Located]:
     found: list[Located] = []
-    await drain(read_piece(stores, shard, piece or Piece(0), **options), found)
+    await drain(read_shard_range(stores, shard, shard_range or CatalogRange(0), **options), found)
     return found

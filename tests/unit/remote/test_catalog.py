@@ -1,4 +1,4 @@
-"""Pieces: every sample is in exactly one of them, and there are as many as formats allow."""
+"""Ranges: every sample is in exactly one of them, and there are as many as formats allow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader.formats import JsonlReader, ShardFormat, ShardRange
-from asyncloader.remote.catalog import PARQUET, Piece, Shard, cut, format_of, named_format
+from asyncloader.remote.catalog import PARQUET, CatalogRange, Shard, cut, format_of, named_format
 
 TAR = ShardFormat("tar", None)
 JSONL = ShardFormat("jsonl", None)
@@ -32,31 +32,36 @@ def test_formats_by_extension_and_by_name() -> None:
         named_format("csv")
 
 
-def test_one_piece_a_shard_if_there_are_enough() -> None:
+def test_one_range_per_shard_if_there_are_enough() -> None:
     """What could be cut is not cut without need."""
     shards = [Shard(f"{number}.jsonl", JSONL, 1000) for number in range(4)]
-    assert cut(shards, 4) == [Piece(number) for number in range(4)]
-    assert cut(shards, 1) == [Piece(number) for number in range(4)]
+    assert cut(shards, 4) == [CatalogRange(number) for number in range(4)]
+    assert cut(shards, 1) == [CatalogRange(number) for number in range(4)]
 
 
 def test_formats_without_places_to_cut_are_whole() -> None:
-    """Two tars stay two pieces, and JSON lines of unknown size one."""
-    assert cut([Shard("a.tar", TAR, 100), Shard("b.tar", TAR, 100)], 8) == [Piece(0), Piece(1)]
-    assert cut([Shard("a.jsonl", JSONL)], 8) == [Piece(0)]
-    assert cut([Shard("a.jsonl.gz", ShardFormat("jsonl", "gzip"), 100)], 8) == [Piece(0)]
+    """Two tars stay two ranges, and JSON lines of unknown size one."""
+    assert cut([Shard("a.tar", TAR, 100), Shard("b.tar", TAR, 100)], 8) == [CatalogRange(0), CatalogRange(1)]
+    assert cut([Shard("a.jsonl", JSONL)], 8) == [CatalogRange(0)]
+    assert cut([Shard("a.jsonl.gz", ShardFormat("jsonl", "gzip"), 100)], 8) == [CatalogRange(0)]
 
 
 def test_parquet_is_cut_at_its_edges() -> None:
-    """The first piece begins with the shard, the last one has no end."""
+    """The first range begins with the shard, the last one has no end."""
     shard = Shard("a.parquet", PARQUET, 1000, 60, edges=(0, 10, 20, 40, 60))
-    assert cut([shard], 2) == [Piece(0, 0, 20), Piece(0, 20, None)]
-    assert cut([shard], 9) == [Piece(0, 0, 10), Piece(0, 10, 20), Piece(0, 20, 40), Piece(0, 40, None)]
+    assert cut([shard], 2) == [CatalogRange(0, 0, 20), CatalogRange(0, 20, None)]
+    assert cut([shard], 9) == [
+        CatalogRange(0, 0, 10),
+        CatalogRange(0, 10, 20),
+        CatalogRange(0, 20, 40),
+        CatalogRange(0, 40, None),
+    ]
 
 
 def test_the_largest_are_cut_first() -> None:
-    """Pieces of different shards differ little in size."""
+    """Ranges of different shards differ little in size."""
     shards = [Shard("a.jsonl", JSONL, 900), Shard("b.tar", TAR, 10_000), Shard("c.jsonl", JSONL, 100)]
-    assert [piece.shard for piece in cut(shards, 6)] == [0, 0, 0, 0, 1, 2]
+    assert [shard_range.shard for shard_range in cut(shards, 6)] == [0, 0, 0, 0, 1, 2]
 
 
 def test_no_parts_are_refused() -> None:
@@ -70,7 +75,7 @@ def test_no_parts_are_refused() -> None:
     st.integers(1, 40),
 )
 @settings(deadline=None)
-def test_pieces_cover_each_shard_once(kinds: list[int | list[int] | None], parts: int) -> None:
+def test_ranges_cover_each_shard_once(kinds: list[int | list[int] | None], parts: int) -> None:
     """In order, without gap or overlap; as many as were asked for, unless no shard can be cut further."""
     shards: list[Shard] = []
     for number, kind in enumerate(kinds):
@@ -81,26 +86,28 @@ def test_pieces_cover_each_shard_once(kinds: list[int | list[int] | None], parts
         else:
             edges = tuple(itertools.accumulate([0, *kind]))
             shards.append(Shard(f"{number}.parquet", PARQUET, sum(kind), edges[-1], edges=edges))
-    pieces = cut(shards, parts)
+    shard_ranges = cut(shards, parts)
     most = sum(1 if kind is None else max(1, kind) if isinstance(kind, int) else max(1, len(kind)) for kind in kinds)
-    assert len(pieces) == max(len(shards), min(parts, most))
-    assert [piece.shard for piece in pieces] == sorted(piece.shard for piece in pieces)
+    assert len(shard_ranges) == max(len(shards), min(parts, most))
+    assert [shard_range.shard for shard_range in shard_ranges] == sorted(
+        shard_range.shard for shard_range in shard_ranges
+    )
     for number in range(len(shards)):
-        own = [piece for piece in pieces if piece.shard == number]
+        own = [shard_range for shard_range in shard_ranges if shard_range.shard == number]
         assert own[0].start == 0
         assert own[-1].stop is None
-        assert [piece.stop for piece in own[:-1]] == [piece.start for piece in own[1:]]
-        assert all(piece.start < (piece.stop or piece.start + 1) for piece in own)
+        assert [shard_range.stop for shard_range in own[:-1]] == [shard_range.start for shard_range in own[1:]]
+        assert all(shard_range.start < (shard_range.stop or shard_range.start + 1) for shard_range in own)
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=60), st.integers(1, 12))
 @settings(deadline=None)
 def test_lines_are_read_once(values: list[int], parts: int) -> None:
-    """The pieces of a JSON lines shard give all lines, each once, in order."""
+    """The ranges of a JSON lines shard give all lines, each once, in order."""
     data = b"".join(json.dumps({"value": value}).encode() + b"\n" for value in values)
     read: list[int] = []
-    for piece in cut([Shard("a.jsonl", JSONL, len(data))], parts):
-        part = ShardRange(piece.start, piece.stop, piece.sync)
+    for shard_range in cut([Shard("a.jsonl", JSONL, len(data))], parts):
+        part = ShardRange(shard_range.start, shard_range.stop, shard_range.sync)
         reader = JsonlReader("a.jsonl", start=part.start, stop=part.stop, sync=part.sync)
         found = reader.feed(data[reader.feed_from :])
         found += [] if reader.done else reader.end()

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from asyncloader.remote.prefetch import ReadAhead
+from asyncloader.remote.prefetch import StreamBuffer
 
 
 class Source:
@@ -39,7 +39,7 @@ async def settle() -> None:
 
 async def test_gives_all_chunks_in_order_then_none() -> None:
     """And None again, for who asks again."""
-    ahead = ReadAhead(Source([b"%d" % number for number in range(50)]).stream(), most=3)
+    ahead = StreamBuffer(Source([b"%d" % number for number in range(50)]).stream(), most=3)
     got = []
     while (chunk := await ahead.next()) is not None:
         got.append(int(chunk))
@@ -51,7 +51,7 @@ async def test_gives_all_chunks_in_order_then_none() -> None:
 async def test_reads_ahead_so_far_and_no_further() -> None:
     """At most `most` bytes, and the chunk that reached it; each one taken makes room."""
     source = Source([bytes(10)] * 20)
-    ahead = ReadAhead(source.stream(), most=35)
+    ahead = StreamBuffer(source.stream(), most=35)
     await settle()
     assert source.given == ahead.held == 40
     await ahead.next()
@@ -62,9 +62,9 @@ async def test_reads_ahead_so_far_and_no_further() -> None:
 
 
 async def test_beyond_what_is_wanted_it_reads_only_when_asked() -> None:
-    """A piece that ends inside the stream does not download what belongs to others."""
+    """A range that ends inside the stream does not download what belongs to others."""
     source = Source([bytes(10)] * 20)
-    ahead = ReadAhead(source.stream(), most=1000, wanted=25)
+    ahead = StreamBuffer(source.stream(), most=1000, wanted=25)
     await settle()
     assert source.given == 30
     for _ in range(3):
@@ -79,7 +79,7 @@ async def test_beyond_what_is_wanted_it_reads_only_when_asked() -> None:
 
 async def test_an_error_comes_after_the_chunks_before_it() -> None:
     """What was read is given first."""
-    ahead = ReadAhead(Source([b"a", b"b"], OSError("broken")).stream(), most=100)
+    ahead = StreamBuffer(Source([b"a", b"b"], OSError("broken")).stream(), most=100)
     await settle()
     assert [await ahead.next(), await ahead.next()] == [b"a", b"b"]
     with pytest.raises(OSError, match="broken"):
@@ -91,7 +91,7 @@ async def test_closing_ends_the_stream() -> None:
     """Before its first chunk, in the middle, while it waits for room; an error nobody saw makes no noise."""
     for steps in (0, 1, 3, 200):
         source = Source([bytes(10)] * 20, OSError("unseen"))
-        ahead = ReadAhead(source.stream(), most=25 if steps != 200 else 10_000)
+        ahead = StreamBuffer(source.stream(), most=25 if steps != 200 else 10_000)
         for _ in range(steps):
             await asyncio.sleep(0)
         started = source.given > 0
@@ -113,7 +113,7 @@ async def test_a_cancelled_close_still_closes() -> None:
             closing.set()
             await release.wait()
 
-    ahead = ReadAhead(stubborn(), most=10)
+    ahead = StreamBuffer(stubborn(), most=10)
     assert await ahead.next() == b"x"
     close = asyncio.create_task(ahead.aclose())
     await closing.wait()
@@ -129,4 +129,4 @@ async def test_a_cancelled_close_still_closes() -> None:
 def test_no_room_at_all_is_refused() -> None:
     """It could never read."""
     with pytest.raises(ValueError, match="at least 1 byte"):
-        ReadAhead(Source([]).stream(), most=0)
+        StreamBuffer(Source([]).stream(), most=0)

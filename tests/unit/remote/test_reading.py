@@ -1,4 +1,4 @@
-"""Pieces of shards from any transport: all samples once, from any place on, and no task left behind."""
+"""Ranges of shards from any transport: all samples once, from any place on, and no task left behind."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncloader.formats import JsonlReader, ShardError, ShardFormat, ShardRange, ShardReader
-from asyncloader.remote.catalog import Piece, Shard, cut, format_of
-from asyncloader.remote.reading import read_piece
+from asyncloader.remote.catalog import CatalogRange, Shard, cut, format_of
+from asyncloader.remote.reading import read_shard_range
 from asyncloader.remote.shard_sizes import with_edges
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import MemoryTransport, ReadFailed
@@ -41,27 +41,31 @@ class Small(MemoryTransport):
 
 @pytest.mark.parametrize("url", MAKERS)
 async def test_every_format_is_read_whole_and_from_everywhere(url: str) -> None:
-    """After each sample there is a place from which a piece gives exactly what follows."""
+    """After each sample there is a place from which a range gives exactly what follows."""
     async with Small({url: MAKERS[url](range(COUNT))}) as transport:
         stores, shard = Stores(transport=transport), shard_of(url, range(COUNT))
         found = await read_all(stores, shard)
         assert [number_of(sample) for sample, _ in found] == list(range(COUNT))
         assert {sample["__url__"] for sample, _ in found} == {url}
         for number in (0, 1, COUNT // 2, COUNT - 1):
-            rest = await read_all(stores, shard, Piece(0, found[number].resume))
+            rest = await read_all(stores, shard, CatalogRange(0, found[number].resume))
             assert rest == found[number + 1 :]
 
 
 @pytest.mark.parametrize("url", ["a.jsonl", "a.mds", "a.parquet"])
 @pytest.mark.parametrize("parts", [2, 5, 100])
-async def test_pieces_have_each_sample_once(url: str, parts: int) -> None:
+async def test_ranges_have_each_sample_once(url: str, parts: int) -> None:
     """In order, in formats that can be cut; by what the store says of the shard."""
     async with Small({url: MAKERS[url](range(COUNT))}) as transport:
         stores = Stores(transport=transport)
         shards = await with_edges([shard_of(url, range(COUNT))], stores, parts)
-        pieces = cut(shards, parts)
-        assert len(pieces) >= min(parts, 6 if url == "a.parquet" else COUNT)
-        read = [number_of(found.sample) for piece in pieces for found in await read_all(stores, shards[0], piece)]
+        shard_ranges = cut(shards, parts)
+        assert len(shard_ranges) >= min(parts, 6 if url == "a.parquet" else COUNT)
+        read = [
+            number_of(found.sample)
+            for shard_range in shard_ranges
+            for found in await read_all(stores, shards[0], shard_range)
+        ]
     assert read == list(range(COUNT))
 
 
@@ -72,7 +76,9 @@ async def test_a_broken_transport_comes_after_the_samples_before_it(url: str) ->
         transport.breaks_at = len(MAKERS[url](range(COUNT))) // 2
         got: list[Any] = []
         with pytest.raises(ReadFailed, match="the network is gone"):
-            await drain(read_piece(Stores(transport=transport), shard_of(url, range(COUNT)), Piece(0)), got)
+            await drain(
+                read_shard_range(Stores(transport=transport), shard_of(url, range(COUNT)), CatalogRange(0)), got
+            )
     read = [number_of(found.sample) for found in got]
     assert read == list(range(len(read)))
     assert 0 < len(read) < COUNT or ".tar.gz" in url or ".zst" in url or url == "a.jsonl.gz"
@@ -92,7 +98,9 @@ async def test_a_truncated_shard_says_so(url: str) -> None:
         async with Small({url: data[:cut_at]}) as transport:
             got: list[Any] = []
             with pytest.raises(ShardError) as caught:
-                await drain(read_piece(Stores(transport=transport), shard_of(url, range(COUNT)), Piece(0)), got)
+                await drain(
+                    read_shard_range(Stores(transport=transport), shard_of(url, range(COUNT)), CatalogRange(0)), got
+                )
             assert caught.value.url == url
             read = [number_of(found.sample) for found in got]
             assert read == list(range(len(read)))
@@ -100,11 +108,11 @@ async def test_a_truncated_shard_says_so(url: str) -> None:
 
 @pytest.mark.parametrize("url", ["a.tar", "a.jsonl", "a.mds", "a.parquet"])
 async def test_a_shard_that_shrank_since_it_was_cut(url: str) -> None:
-    """A piece that begins behind the end is not taken for an empty one."""
+    """A range that begins behind the end is not taken for an empty one."""
     data = MAKERS[url](range(COUNT))
     async with Small({url: data[: len(data) // 4]}) as transport:
         with pytest.raises(ShardError, match=r"truncated|no Parquet"):
-            await read_all(Stores(transport=transport), shard_of(url, range(COUNT)), Piece(0, len(data) // 2))
+            await read_all(Stores(transport=transport), shard_of(url, range(COUNT)), CatalogRange(0, len(data) // 2))
 
 
 @pytest.mark.parametrize("url", MAKERS)
@@ -112,7 +120,7 @@ async def test_leaving_early_leaves_nothing_behind(url: str) -> None:
     """Closed after one list, or cancelled while it waits: no task, no thread, and the transport can be closed."""
     async with Small({url: MAKERS[url](range(COUNT))}) as transport:
         stores, shard = Stores(transport=transport), shard_of(url, range(COUNT))
-        batches = read_piece(stores, shard, Piece(0), read_ahead=1)
+        batches = read_shard_range(stores, shard, CatalogRange(0), read_ahead=1)
         assert await anext(batches)
         await batches.aclose()
         assert len(asyncio.all_tasks()) == 1
@@ -157,7 +165,7 @@ async def test_bad_samples_at_the_end_are_told_of() -> None:
             assert [error.resume for error in told] == [good + 1, good + 2, good + 3]
 
 
-async def test_an_error_of_on_bad_ends_the_piece() -> None:
+async def test_an_error_of_on_bad_ends_the_range() -> None:
     """Whoever counts bad samples can give up."""
     async with MemoryTransport({"a.jsonl": b"bad\n"}) as transport:
 
@@ -178,7 +186,7 @@ async def test_a_reader_of_the_users_own() -> None:
 
     async with MemoryTransport({"a.mine": b'{"n": 0}\n{"n": 1}\n'}) as transport:
         shard = Shard("a.mine", ShardFormat("mine", None))
-        found = await read_all(Stores(transport=transport), shard, Piece(0, 3, None, True), reader=make)
+        found = await read_all(Stores(transport=transport), shard, CatalogRange(0, 3, None, True), reader=make)
     assert [sample["n"] for sample, _ in found] == [1]
     assert made == [("a.mine", ShardRange(3, None, sync=True))]
 
@@ -191,11 +199,11 @@ async def test_a_sample_is_bounded() -> None:
                 await read_all(Stores(transport=transport), Shard(url, format_of(url)), max_sample_bytes=5000)
 
 
-async def test_pieces_that_cannot_be() -> None:
+async def test_impossible_ranges() -> None:
     """A tar cannot be entered in the middle of a sample, and nothing can be read ahead of by no bytes."""
     async with MemoryTransport({"a.tar": tar(range(3))}) as transport:
         stores, shard = Stores(transport=transport), Shard("a.tar", format_of("a.tar"))
         with pytest.raises(ValueError, match="only from where a sample begins"):
-            await read_all(stores, shard, Piece(0, 1, None, True))
+            await read_all(stores, shard, CatalogRange(0, 1, None, True))
         with pytest.raises(ValueError, match="read_ahead"):
             await read_all(stores, shard, read_ahead=0)

@@ -76,7 +76,7 @@ async def test_a_shard_whose_size_nobody_tells_is_read_whole() -> None:
         shards = [Shard(url, format_of(url)) for url in ("a.jsonl", "vague.jsonl")]
         measured = await with_edges(shards, stores, 4)
         assert [shard.size for shard in measured] == [300, None]
-        assert [piece.shard for piece in cut(measured, 4)] == [0, 0, 0, 1]
+        assert [shard_range.shard for shard_range in cut(measured, 4)] == [0, 0, 0, 1]
         with pytest.raises(SizeUnknown):
             await with_sizes(shards, stores)
         dataset = RemoteIterableDataset("vague.jsonl", transport=transport)
@@ -102,7 +102,7 @@ async def test_parquet_footers_and_mds_indexes_count() -> None:
 
 
 async def test_row_groups_without_rows_are_no_places_to_cut() -> None:
-    """A piece that is empty helps nobody."""
+    """A range that is empty helps nobody."""
     file = io.BytesIO()
     table = pa.table({"n": [1, 2]})
     with pq.ParquetWriter(file, table.schema) as writer:

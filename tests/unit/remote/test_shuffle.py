@@ -13,7 +13,7 @@ from asyncloader.remote.shuffle import ShuffleBlocks
 
 
 class Source:
-    """Numbers from 0 on, given out through blocks as a lane does it."""
+    """Numbers from 0 on, given out through blocks as a worker stream does it."""
 
     def __init__(self, most: int, key: int, length: int) -> None:
         self.blocks: ShuffleBlocks[int] = ShuffleBlocks(most, key)
@@ -32,7 +32,7 @@ class Source:
         blocks.begin(most)
         if not blocks.left:
             self._fill(0)
-            if not blocks.turn():
+            if not blocks.swap():
                 return []
         number = min(most, blocks.left)
         self._fill(number)

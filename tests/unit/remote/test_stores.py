@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader.remote.stores import Place, Stores, scheme_of, unsigned
+from asyncloader.remote.stores import Location, Stores, scheme_of, unsigned
 from asyncloader.transports import MemoryTransport, TransportClosed, UnknownScheme
 from asyncloader.transports.cache_layout import object_url
 from asyncloader.transports.cached import CachedTransport
@@ -39,7 +39,7 @@ from asyncloader.transports.cached import CachedTransport
 )
 def test_places(url: str, root: str, path: str) -> None:
     """As many URLs as possible share a root: all files, all objects of a server or bucket."""
-    assert Stores().place(url) == Place(root, path)
+    assert Stores().locate(url) == Location(root, path)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_relative_paths_belong_to_the_directory_of_construction(
     monkeypatch.chdir("/")
     copy: Stores = pickle.loads(pickle.dumps(stores))
     for each in (stores, copy):
-        assert each.place("a.tar").path == os.fspath(tmp_path)[1:] + "/a.tar"
+        assert each.locate("a.tar").path == os.fspath(tmp_path)[1:] + "/a.tar"
 
 
 @pytest.mark.parametrize("url", ["file://elsewhere/a.tar", "file:///a.tar?b"])
@@ -97,8 +97,8 @@ def test_options_reach_the_transports() -> None:
 def test_a_listing_is_relative_to_its_folder() -> None:
     """With `listing` each folder of a server has a transport of its own."""
     stores = Stores({"listing": "files.txt"})
-    assert stores.place("http://host/a/b/") == Place("http://host/a/b/", "")
-    assert stores.place("http://host/a/b/c.tar") == Place("http://host/a/b/", "c.tar")
+    assert stores.locate("http://host/a/b/") == Location("http://host/a/b/", "")
+    assert stores.locate("http://host/a/b/c.tar") == Location("http://host/a/b/", "c.tar")
 
 
 async def test_a_transport_of_the_users_own_stays_open() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from asyncloader.transports.client_owner import ClientOwner, Scope
 from asyncloader.transports.download import CHANGED, Download, RetryingClient, read_blocks
 from asyncloader.transports.errors import ReadFailed, TransportError
-from asyncloader.transports.retry import Broken, RetryPolicy
+from asyncloader.transports.retry import RequestFailed, RetryPolicy
 
 SOON = RetryPolicy(budget_s=60, first_delay_s=1e-6, cap_s=1e-6)
 
@@ -113,7 +113,7 @@ class StoreDownload(Download[StoreClient, Tag]):
         wanted = min(most or 3, 3, self._end - self._position)
         if self.left is not None:
             if wanted > self.left:
-                raise Broken("broken body", "the connection broke")
+                raise RequestFailed("broken body", "the connection broke")
             self.left -= wanted
         data = store.content(self.answer.number)[self._position : self._position + wanted]
         self._position += wanted
@@ -121,8 +121,8 @@ class StoreDownload(Download[StoreClient, Tag]):
             self._finish()
         return data
 
-    def _trouble(self, error: BaseException) -> Broken | None:
-        return error if isinstance(error, Broken) else None
+    def _classify_error(self, error: BaseException) -> RequestFailed | None:
+        return error if isinstance(error, RequestFailed) else None
 
     def _drop(self) -> None:
         self.answer = None

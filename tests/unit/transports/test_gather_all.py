@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from asyncloader.transports.base import together
+from asyncloader.transports.base import gather_all
 
 
 async def test_results_come_in_the_order_of_the_calls() -> None:
@@ -17,12 +17,12 @@ async def test_results_come_in_the_order_of_the_calls() -> None:
         gates[number].set()
         return number
 
-    assert await together(call(number) for number in range(3)) == [0, 1, 2]
+    assert await gather_all(call(number) for number in range(3)) == [0, 1, 2]
 
 
 async def test_no_calls() -> None:
     """Nothing to await gives nothing."""
-    assert await together([]) == []
+    assert await gather_all([]) == []
 
 
 async def test_the_first_failure_ends_all() -> None:
@@ -41,7 +41,7 @@ async def test_the_first_failure_ends_all() -> None:
             ended.append("waits")
 
     with pytest.raises(ValueError, match="first") as caught:
-        await together([waits(), fails(), waits()])
+        await gather_all([waits(), fails(), waits()])
     assert caught.value.__cause__ is cause
     assert ended == ["waits", "waits"]
 
@@ -57,7 +57,7 @@ async def test_a_cancelled_caller_takes_the_calls_with_it() -> None:
         finally:
             ended.set()
 
-    task = asyncio.create_task(together([waits()]))
+    task = asyncio.create_task(gather_all([waits()]))
     await begun.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

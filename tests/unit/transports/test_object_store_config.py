@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from asyncloader.transports import InvalidPath, RetryPolicy, TransportError
-from asyncloader.transports.object_store_config import Place, Profile, Settings, open_store, parse_place, retry_config
+from asyncloader.transports.object_store_config import (
+    Location,
+    Profile,
+    Settings,
+    open_store,
+    parse_location,
+    retry_config,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -28,38 +35,38 @@ def write(home: Path, *, credentials: str = "", config: str = "") -> None:
 
 
 def configured(url: str = "s3://bucket", **options: Any) -> dict[str, Any]:
-    return dict(open_store(parse_place(url), Settings(**options), None).config)
+    return dict(open_store(parse_location(url), Settings(**options), None).config)
 
 
 def connected(**options: Any) -> dict[str, Any]:
-    return dict(open_store(parse_place("s3://bucket"), Settings(**options), None).client_options or {})
+    return dict(open_store(parse_location("s3://bucket"), Settings(**options), None).client_options or {})
 
 
 # ---------------------------------------------------------------------------------------------------------- URLs
 
 
 @pytest.mark.parametrize(
-    ("url", "place"),
+    ("url", "location"),
     [
-        ("s3://bucket", Place("s3", "bucket", "", None, False, "s3://bucket")),
-        ("s3://bucket/", Place("s3", "bucket", "", None, False, "s3://bucket")),
-        ("S3A://my.bucket/a/b/", Place("s3", "my.bucket", "a/b", None, False, "s3a://my.bucket/a/b")),
-        ("gs://bucket/100%25 é?#", Place("gs", "bucket", "100%25 é?#", None, False, "gs://bucket/100%25 é?#")),
-        ("az://container/a", Place("az", "container", "a", None, False, "az://container/a")),
-        ("abfs://container/a", Place("az", "container", "a", None, False, "abfs://container/a")),
+        ("s3://bucket", Location("s3", "bucket", "", None, False, "s3://bucket")),
+        ("s3://bucket/", Location("s3", "bucket", "", None, False, "s3://bucket")),
+        ("S3A://my.bucket/a/b/", Location("s3", "my.bucket", "a/b", None, False, "s3a://my.bucket/a/b")),
+        ("gs://bucket/100%25 é?#", Location("gs", "bucket", "100%25 é?#", None, False, "gs://bucket/100%25 é?#")),
+        ("az://container/a", Location("az", "container", "a", None, False, "az://container/a")),
+        ("abfs://container/a", Location("az", "container", "a", None, False, "abfs://container/a")),
         (
             "abfss://files@acme.dfs.core.windows.net/a",
-            Place("az", "files", "a", "acme", False, "abfss://files@acme.dfs.core.windows.net/a"),
+            Location("az", "files", "a", "acme", False, "abfss://files@acme.dfs.core.windows.net/a"),
         ),
         (
             "abfss://work@acme.dfs.fabric.microsoft.com",
-            Place("az", "work", "", "acme", True, "abfss://work@acme.dfs.fabric.microsoft.com"),
+            Location("az", "work", "", "acme", True, "abfss://work@acme.dfs.fabric.microsoft.com"),
         ),
     ],
 )
-def test_urls(url: str, place: Place) -> None:
+def test_urls(url: str, location: Location) -> None:
     """Scheme, bucket and prefix are told apart; nothing in the prefix is unescaped."""
-    assert parse_place(url) == place
+    assert parse_location(url) == location
 
 
 @pytest.mark.parametrize(
@@ -68,27 +75,27 @@ def test_urls(url: str, place: Place) -> None:
 def test_what_is_no_url_of_a_store(url: str) -> None:
     """It is refused before anything is asked."""
     with pytest.raises(ValueError, match="write"):
-        parse_place(url)
+        parse_location(url)
 
 
 def test_passwords_in_urls_are_not_repeated() -> None:
     """Where others write user and password, keys may stand; the error does not show them."""
     with pytest.raises(ValueError, match="malformed") as caught:
-        parse_place("s3://AKIA:secret@bucket/a")
+        parse_location("s3://AKIA:secret@bucket/a")
     assert "secret" not in str(caught.value)
 
 
 def test_unknown_servers_of_azure() -> None:
     """Another cloud's server is named by `endpoint`, not guessed."""
     with pytest.raises(ValueError, match="pass endpoint="):
-        parse_place("abfss://files@acme.dfs.core.chinacloudapi.cn/a")
+        parse_location("abfss://files@acme.dfs.core.chinacloudapi.cn/a")
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/a//b", "s3://bucket//a", "s3://bucket/../a", "s3://bucket/a/./b"])
 def test_prefixes_are_canonical(url: str) -> None:
     """An object has one name, so a root has one as well."""
     with pytest.raises(InvalidPath, match="not canonical"):
-        parse_place(url)
+        parse_location(url)
 
 
 # -------------------------------------------------------------------------------------------------------- retries

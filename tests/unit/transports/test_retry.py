@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncloader.transports.retry import (
-    HEALING_STATUSES,
+    RETRYABLE_STATUSES,
     Attempts,
     RetryCounts,
     RetryPolicy,
-    error_heals,
+    is_retryable,
     parse_retry_after,
 )
 
@@ -63,7 +63,7 @@ def test_policy_pickles() -> None:
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 410, 412, 416, 501, 505])
 def test_statuses_that_are_about_the_request_do_not_heal(status: int) -> None:
     """What the server will say again next time is not asked again."""
-    assert status not in HEALING_STATUSES
+    assert status not in RETRYABLE_STATUSES
 
 
 @given(policies(), st.integers(1, 10_000), jitters)
@@ -212,7 +212,7 @@ def test_own_jitter_leaves_the_global_generator_alone() -> None:
 )
 def test_the_network_heals(error: Exception) -> None:
     """Time-outs, broken connections and unreachable networks are tried again."""
-    assert error_heals(error)
+    assert is_retryable(error)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_the_network_heals(error: Exception) -> None:
 )
 def test_a_mistake_does_not_heal(error: Exception) -> None:
     """Bugs, missing rights, wrong names and refused certificates fail at once."""
-    assert not error_heals(error)
+    assert not is_retryable(error)
 
 
 # --------------------------------------------------------------------------------------------------- Retry-After

@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 
 from asyncloader.transports.errors import AccessDenied, InvalidPath, ObjectNotFound, ReadFailed
-from asyncloader.transports.local import Root, os_errors
+from asyncloader.transports.local import RootedFiles, os_errors
 
 
 @pytest.fixture(params=["/proc/self/fd", "/nowhere"], ids=["descriptors shown", "names resolved again"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> Root:
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> RootedFiles:
     """A root with a/b.txt in it, and a secret beside it; with and without help from /proc."""
     (tmp_path / "root/a").mkdir(parents=True)
     (tmp_path / "root/a/b.txt").write_bytes(b"inside")
     (tmp_path / "root-2").mkdir()
     (tmp_path / "root-2/secret").write_bytes(b"outside")
-    return Root(str(tmp_path / "root"), descriptors=request.param)
+    return RootedFiles(str(tmp_path / "root"), descriptors=request.param)
 
 
-def read(root: Root, path: str) -> bytes:
+def read(root: RootedFiles, path: str) -> bytes:
     descriptor, size = root.open(path)
     try:
         return os.pread(descriptor, size + 1, 0)
@@ -30,18 +30,18 @@ def read(root: Root, path: str) -> bytes:
         os.close(descriptor)
 
 
-def walk(root: Root, directory: str = "", ancestors: frozenset[tuple[int, int]] = frozenset()) -> list[str]:
+def walk(root: RootedFiles, directory: str = "", ancestors: frozenset[tuple[int, int]] = frozenset()) -> list[str]:
     found: list[str] = []
     for entry in root.entries(directory, ancestors):
         found += walk(root, entry.path, entry.ancestors) if entry.is_directory else [entry.path]
     return found
 
 
-def link(root: Root, name: str, target: str | Path) -> None:
+def link(root: RootedFiles, name: str, target: str | Path) -> None:
     (Path(root.directory) / name).symlink_to(target)
 
 
-def test_a_file_inside(root: Root) -> None:
+def test_a_file_inside(root: RootedFiles) -> None:
     """A plain file opens, with its size."""
     assert read(root, "a/b.txt") == b"inside"
 
@@ -57,7 +57,7 @@ def test_a_file_inside(root: Root) -> None:
         ("evil", "a/../../root-2/secret", "evil"),
     ],
 )
-def test_links_that_lead_out_are_refused(root: Root, name: str, target: str, path: str) -> None:
+def test_links_that_lead_out_are_refused(root: RootedFiles, name: str, target: str, path: str) -> None:
     """Relative or absolute, to a file or through a directory, also to a sibling of a like name."""
     link(root, name, target)
     with pytest.raises(InvalidPath, match=f"'{path}' leads out of the root .* by a link") as caught:
@@ -65,7 +65,7 @@ def test_links_that_lead_out_are_refused(root: Root, name: str, target: str, pat
     assert caught.value.path == path
 
 
-def test_a_link_to_a_link_that_leads_out_is_refused(root: Root) -> None:
+def test_a_link_to_a_link_that_leads_out_is_refused(root: RootedFiles) -> None:
     """What counts is the file that was opened, not the first link."""
     link(root, "first", "second")
     link(root, "second", "../root-2/secret")
@@ -73,7 +73,7 @@ def test_a_link_to_a_link_that_leads_out_is_refused(root: Root) -> None:
         root.open("first")
 
 
-def test_links_inside_are_followed(root: Root) -> None:
+def test_links_inside_are_followed(root: RootedFiles) -> None:
     """Files and directories may have a second name below the root."""
     link(root, "file", "a/b.txt")
     link(root, "directory", Path(root.directory) / "a")
@@ -81,18 +81,18 @@ def test_links_inside_are_followed(root: Root) -> None:
     assert walk(root) == ["a/b.txt", "directory/b.txt", "file"]
 
 
-def test_dots_are_refused_before_the_disk_is_asked(root: Root) -> None:
+def test_dots_are_refused_before_the_disk_is_asked(root: RootedFiles) -> None:
     """The name alone is enough, also when it would come back in."""
     for path in ["../root-2/secret", "a/../a/b.txt", "/etc/passwd", str(Path(root.directory) / "a/b.txt")]:
         with pytest.raises(InvalidPath):
             root.open(path)
 
 
-def test_the_root_may_be_a_link_that_moves(root: Root, tmp_path: Path) -> None:
+def test_the_root_may_be_a_link_that_moves(root: RootedFiles, tmp_path: Path) -> None:
     """A root such as `current` is followed wherever it leads now, before and after it was first used."""
     current = tmp_path / "current"
     current.symlink_to("root")
-    moving = Root(str(current), root._descriptors)
+    moving = RootedFiles(str(current), root._descriptors)
     assert read(moving, "a/b.txt") == b"inside"
     current.unlink()
     current.symlink_to("root-2")
@@ -104,7 +104,7 @@ def test_a_file_replaced_while_it_is_opened(tmp_path: Path) -> None:
     """Where names have to be resolved again, another file under the same name is not taken for the opened one."""
     file = tmp_path / "a"
     file.write_bytes(b"old")
-    root = Root(str(tmp_path), descriptors="/nowhere")
+    root = RootedFiles(str(tmp_path), descriptors="/nowhere")
     descriptor, _ = root.open("a")
     try:
         file.rename(tmp_path / "b")
@@ -117,11 +117,11 @@ def test_a_file_replaced_while_it_is_opened(tmp_path: Path) -> None:
 
 def test_the_file_system_as_root() -> None:
     """Below / everything is inside."""
-    descriptor, _ = Root("/").open(str(Path(__file__).resolve()).removeprefix("/"))
+    descriptor, _ = RootedFiles("/").open(str(Path(__file__).resolve()).removeprefix("/"))
     os.close(descriptor)
 
 
-def test_what_is_no_regular_file_is_not_found(root: Root) -> None:
+def test_what_is_no_regular_file_is_not_found(root: RootedFiles) -> None:
     """A directory, a FIFO without a writer, a socket and a device raise at once instead of hanging."""
     os.mkfifo(Path(root.directory) / "fifo")
     with socket.socket(socket.AF_UNIX) as listener:
@@ -135,15 +135,15 @@ def test_what_is_no_regular_file_is_not_found(root: Root) -> None:
                 root.open(path)
     assert walk(root) == ["a/b.txt"]
     with pytest.raises(ObjectNotFound, match="'null' is not a regular file"):
-        Root("/dev").open("null")
+        RootedFiles("/dev").open("null")
 
 
-def test_missing(root: Root, tmp_path: Path) -> None:
+def test_missing(root: RootedFiles, tmp_path: Path) -> None:
     """A missing file, a file taken for a directory, and a missing root are told apart."""
     for path in ["c", "a/c", "c/d", "a/b.txt/c"]:
         with pytest.raises(ObjectNotFound, match=f"'{path}' does not exist in "):
             root.open(path)
-    gone = Root(str(tmp_path / "gone"))
+    gone = RootedFiles(str(tmp_path / "gone"))
     with pytest.raises(ObjectNotFound, match=r"the root '.*/gone' is not a directory"):
         gone.open("a")
     for directory in ["", "a"]:
@@ -151,7 +151,7 @@ def test_missing(root: Root, tmp_path: Path) -> None:
             gone.entries(directory, frozenset())
 
 
-def test_names_that_the_system_refuses(root: Root) -> None:
+def test_names_that_the_system_refuses(root: RootedFiles) -> None:
     """A name too long and a link to itself are errors about the path."""
     link(root, "self", "self")
     for path in ["n" * 300, "self"]:
@@ -159,7 +159,7 @@ def test_names_that_the_system_refuses(root: Root) -> None:
             root.open(path)
 
 
-def test_listing_is_in_the_order_of_the_paths(root: Root) -> None:
+def test_listing_is_in_the_order_of_the_paths(root: RootedFiles) -> None:
     """Walking into each directory where it stands gives sorted paths, also beside names like its own."""
     for path in ["a.txt", "a0", "a b", "a/c/d", "a/c.d", "b/b", "B"]:
         file = Path(root.directory) / path
@@ -170,7 +170,7 @@ def test_listing_is_in_the_order_of_the_paths(root: Root) -> None:
     assert set(found) == {"a.txt", "a0", "a b", "a/b.txt", "a/c/d", "a/c.d", "b/b", "B"}
 
 
-def test_listing_refuses_links_that_lead_out(root: Root) -> None:
+def test_listing_refuses_links_that_lead_out(root: RootedFiles) -> None:
     """A link that cannot be read is an error, not a data set that is silently smaller."""
     link(root, "a/evil", "../../root-2/secret")
     with pytest.raises(InvalidPath, match="'a/evil'"):
@@ -181,7 +181,7 @@ def test_listing_refuses_links_that_lead_out(root: Root) -> None:
         walk(root)
 
 
-def test_listing_passes_over_dangling_links_and_cycles(root: Root) -> None:
+def test_listing_passes_over_dangling_links_and_cycles(root: RootedFiles) -> None:
     """A link to nothing lists nothing; a walk through links that lead back comes to an end."""
     link(root, "nothing", "no/such/file")
     link(root, "a/up", "..")
@@ -222,7 +222,7 @@ def test_errors_of_the_system(number: int, kind: type[Exception], tmp_path: Path
 
 
 @pytest.fixture
-def nobody(root: Root) -> Iterator[None]:
+def nobody(root: RootedFiles) -> Iterator[None]:
     """Take the permissions of a/b.txt away, and run as a user for whom permissions count."""
     (Path(root.directory) / "a/b.txt").chmod(0)
     user = os.geteuid()
@@ -232,7 +232,7 @@ def nobody(root: Root) -> Iterator[None]:
     os.seteuid(user)
 
 
-def test_unreadable_file(root: Root, nobody: None) -> None:
+def test_unreadable_file(root: RootedFiles, nobody: None) -> None:
     """A file that we may not read says so."""
     with pytest.raises(AccessDenied, match=r"no permission to read 'a/b\.txt'"):
         root.open("a/b.txt")

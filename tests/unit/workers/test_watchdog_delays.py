@@ -127,7 +127,7 @@ def test_waiting_for_a_lease_does_not_count(clock: Clock, late: Late) -> None:
     watch.asked(0)
     clock.at(100)
     assert late == []
-    watch.leased(0)
+    watch.assignment_sent(0)
     clock.at(104.9)
     assert late == []
     clock.at(105)
@@ -140,12 +140,12 @@ def test_an_answered_lease_hides_nobody(clock: Clock, late: Late) -> None:
     for worker in range(3):
         watch.assigned(worker, worker)
     watch.asked(0)
-    watch.leased(0)
+    watch.assignment_sent(0)
     watch.asked(2)
     clock.at(5)
     assert late == [(0, 5.0), (1, 5.0)]
     clock.at(7)
-    watch.leased(2)
+    watch.assignment_sent(2)
     clock.at(12)
     assert late == [(0, 5.0), (1, 5.0), (2, 5.0)]
 

@@ -1,7 +1,7 @@
-"""Leases of shards: whatever the workers' pace, deaths and interruptions, the run is that of workers in lockstep.
+"""Assignment of shards: whatever the pace, deaths and interruptions, the run equals that of workers in lockstep.
 
-The parts are real (`lease_world.py`); the expected batches come from the rule alone (`lease_rule.py`), or where there
-is a shuffle buffer from a run in which everything happens at once.
+The parts are real (`assignment_world.py`). The expected batches come from the rule (`assignment_rule.py`) or, with a
+shuffle buffer, from a run in which everything happens at once.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import pytest
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
-from tests.property.lease_cases import Case
-from tests.property.lease_rule import expected
-from tests.property.lease_world import World, passed
+from tests.property.assignment_cases import Case
+from tests.property.assignment_rule import expected
+from tests.property.assignment_world import World, passed
 
 EXAMPLES = int(os.environ.get("ASYNCLOADER_CONFIGURATIONS", "150"))
 SETTINGS: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -84,7 +84,7 @@ def check_epoch(case: Case, batches: list[list[int]]) -> None:
 
 
 def there_of(case: Case) -> list[int]:
-    """What comes in an epoch, ascending."""
+    """The samples of an epoch, ascending."""
     there = [number for number in range(case.samples) if number not in case.lost()]
     return [*case.substitutes(), *there] if case.skips and case.replaces else there
 
@@ -100,13 +100,13 @@ def check(case: Case, seed: int, deaths: int, stops: tuple[int, ...]) -> None:
     assert run(case, seed, deaths, stops) == lockstep, "resumed, and deaths"
 
 
-# Lane 3 gives back a sample, and its end is delivered, while lanes with lower numbers have delivered nothing: when the
-# epoch is resumed they ask again, and must not get what was not there when they asked first.
+# Worker 3 gives back a sample, and its end is delivered, while workers with lower indices have delivered nothing. When
+# the epoch is resumed they repeat their requests, and must not get what did not exist when they asked first.
 GIVEN_BACK = Case(
     shards=((1, 7, 0, 2), (0,)), workers=4, batch_size=3, credits=1, sized=False, chunk=1, broken=frozenset({9})
 )
 
-# What is lost of a shard goes back beside a sample of the next piece, which follows it in the shard.
+# The unreadable end of a range is given back together with a sample of the next range of the shard.
 LOST_BESIDE = Case(shards=((1, 1),), sized=False, chunk=1, broken=frozenset({0}), in_order=False)
 
 STOPS = st.lists(st.integers(0, 8), max_size=4).map(tuple)
@@ -136,7 +136,7 @@ def test_many_epochs_are_those_of_workers_in_lockstep(
 @example(LOST_BESIDE, 0, 0, ())
 @given(cases(), st.integers(0, 1 << 32), st.integers(0, 4), STOPS)
 def test_out_of_order_every_sample_comes_once(case: Case, seed: int, deaths: int, stops: tuple[int, ...]) -> None:
-    """``in_order=False``: the order depends on the workers' pace; what comes, and how often, does not."""
+    """``in_order=False``: the order depends on the pace; which samples come, and how often, does not."""
     case = replace(case, in_order=False, drop_last=False, every=1)
     batches = run(case, seed, deaths, stops)
     size = case.batch_size or 1
@@ -147,7 +147,7 @@ def test_out_of_order_every_sample_comes_once(case: Case, seed: int, deaths: int
 @settings(max_examples=EXAMPLES // 3, **SETTINGS)
 @given(cases(), st.integers(0, 1 << 32), st.integers(0, 3))
 def test_a_sample_that_raises_costs_its_batch_and_no_other_sample(case: Case, seed: int, deaths: int) -> None:
-    """``on_error="raise"``, for who goes on after an error: the others all come, in the same order on every run."""
+    """``on_error="raise"``, and the consumer continues after an error: all others come, in a reproducible order."""
     case = replace(case, skips=False, drop_last=False)
     lockstep = run(case)
     there = [number for number in range(case.samples) if number not in case.lost()]
@@ -156,13 +156,13 @@ def test_a_sample_that_raises_costs_its_batch_and_no_other_sample(case: Case, se
 
 
 def test_a_sample_that_comes_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checks bite: a book that leases a piece twice, or none of it, does not pass."""
-    from asyncloader.remote.assignment import Ledger
+    """The checks work: they fail for a log that assigns a range twice, or drops one."""
+    from asyncloader.remote.assignment import AssignmentLog
 
     case = Case(shards=((4,), (4,), (4,), (4,)))
     check(case, 1, 1, (2,))
-    real = Ledger.source
-    for wrong in (lambda book, number: real(book, 0 if number == 2 else number), lambda book, number: ()):
-        monkeypatch.setattr(Ledger, "source", wrong)
+    real = AssignmentLog.source
+    for wrong in (lambda assigner, number: real(assigner, 0 if number == 2 else number), lambda assigner, number: ()):
+        monkeypatch.setattr(AssignmentLog, "source", wrong)
         with pytest.raises(AssertionError):
             check(case, 1, 1, (2,))

@@ -1,4 +1,4 @@
-"""Epochs of leased shards: their options, and shards that hold numbers. Used by the model in `lease_world.py`."""
+"""Epochs of assigned shards: their options, and shards that hold numbers. Used by `assignment_world.py`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from asyncloader import RemoteIterableDataset
 from asyncloader.formats import Located, OnBad, ShardError, ShardFormat
-from asyncloader.remote.assignment import Lease
-from asyncloader.remote.catalog import Piece, Shard
+from asyncloader.remote.assignment import Assignment
+from asyncloader.remote.catalog import CatalogRange, Shard
 
-__all__ = ["Case", "Shards", "pieces_of", "plan_of"]
+__all__ = ["Case", "Shards", "plan_of", "ranges_of"]
 
 
 @dataclass(frozen=True)
@@ -19,22 +19,22 @@ class Case:
     """One epoch's options.
 
     Attributes:
-        shards: of each shard its pieces, and of each piece how many samples it holds.
-        group: pieces of a lease, at most.
-        workers: lanes.
+        shards: per shard the sample counts of its ranges.
+        group: ranges per assignment, at most.
+        workers: number of workers.
         batch_size: samples; None: no batches.
-        credits: tasks a worker.
-        shuffle: samples of a block of the shuffle buffer; 0 for none.
-        unit: bytes of a sample: large ones make lanes ask for the next lease before the end of the one they read.
+        credits: tasks per worker.
+        shuffle: samples per block of the shuffle buffer; 0: no shuffling.
+        unit: bytes per sample; with large ones, workers request an assignment before the end of the current one.
         sized: whether the shards' sizes are known.
         chunk: samples that come with one read.
-        bad: samples that cannot be read, stepped over by the reader.
-        broken: samples at which a shard cannot be read on.
-        skips: bad samples are left out; else they are raised.
-        replaces: instead of being left out, each is replaced; see `substitutes`.
+        bad: samples that cannot be read and are skipped by the reader.
+        broken: samples at which reading a shard fails.
+        skips: bad samples are skipped; otherwise they are raised.
+        replaces: bad samples are replaced instead of skipped; see `substitutes`.
         drop_last: no short batch.
-        in_order: batches come in the order of tasks.
-        every: a lane's state is taken every so many batches.
+        in_order: batches are delivered in the order of tasks.
+        every: batches between two snapshots of a worker stream's state.
     """
 
     shards: tuple[tuple[int, ...], ...] = ((3, 4), (5,))
@@ -60,10 +60,10 @@ class Case:
         return sum(map(sum, self.shards))
 
     def lost(self) -> set[int]:
-        """Samples that nobody can read."""
+        """Samples that cannot be read."""
         lost, first = set(self.bad), 0
-        for pieces in self.shards:
-            for size in pieces:
+        for shard_ranges in self.shards:
+            for size in shard_ranges:
                 places = range(first, first + size)
                 for number in places:
                     if number in self.broken:
@@ -73,12 +73,12 @@ class Case:
         return lost
 
     def substitutes(self) -> list[int]:
-        """What takes the places of bad samples, and of the rests of pieces, ascending."""
+        """What replaces bad samples and unreadable ends of ranges, ascending."""
         found: list[int] = []
         first = 0
-        for shard, pieces in enumerate(self.shards):
+        for shard, shard_ranges in enumerate(self.shards):
             begin = first
-            for size in pieces:
+            for size in shard_ranges:
                 for number in range(first, first + size):
                     if number in self.bad or number in self.broken:
                         found.append(substitute_of(shard, number - begin))
@@ -95,46 +95,48 @@ class Case:
 
 
 def substitute_of(shard: int, place: int) -> int:
-    """What takes the place of a sample."""
+    """The replacement of a sample."""
     return -1 - 1000 * shard - place
 
 
-def plan_of(case: Case) -> list[Lease]:
-    """The leases, in the order of the shards."""
-    pieces = pieces_of(case)
-    return [tuple(pieces[first : first + case.group]) for first in range(0, len(pieces), case.group)]
+def plan_of(case: Case) -> list[Assignment]:
+    """The assignments, in the order of the shards."""
+    shard_ranges = ranges_of(case)
+    return [tuple(shard_ranges[first : first + case.group]) for first in range(0, len(shard_ranges), case.group)]
 
 
-def pieces_of(case: Case) -> list[Piece]:
-    """The pieces, in the order of the shards."""
-    plan: list[Piece] = []
-    for shard, pieces in enumerate(case.shards):
+def ranges_of(case: Case) -> list[CatalogRange]:
+    """The ranges, in the order of the shards."""
+    plan: list[CatalogRange] = []
+    for shard, shard_ranges in enumerate(case.shards):
         start = 0
-        for place, size in enumerate(pieces):
+        for place, size in enumerate(shard_ranges):
             stop = start + size * case.unit
-            plan.append(Piece(shard, start, None if place == len(pieces) - 1 else stop, place > 0))
+            plan.append(CatalogRange(shard, start, None if place == len(shard_ranges) - 1 else stop, place > 0))
             start = stop
     return plan
 
 
 class Shards(RemoteIterableDataset):
-    """The data set: sample `n` is ``{"n": n}``, and `unit` bytes long. Only its catalogue and bytes are made up."""
+    """The dataset: sample `n` is ``{"n": n}`` and `unit` bytes long. Only its catalog and bytes are simulated."""
 
     def __init__(self, case: Case) -> None:
         super().__init__("memory://", shuffle_buffer=case.shuffle)
         self._case = case
         self._first = [sum(map(sum, case.shards[:shard])) for shard in range(len(case.shards))]
         self._shards = [
-            Shard(str(number), ShardFormat("jsonl", None), sum(pieces) * case.unit if case.sized else None)
-            for number, pieces in enumerate(case.shards)
+            Shard(str(number), ShardFormat("jsonl", None), sum(shard_ranges) * case.unit if case.sized else None)
+            for number, shard_ranges in enumerate(case.shards)
         ]
 
-    async def _open(self, shard: Shard, piece: Piece, on_bad: OnBad) -> AsyncGenerator[list[Located], None]:
+    async def _open(
+        self, shard: Shard, shard_range: CatalogRange, on_bad: OnBad
+    ) -> AsyncGenerator[list[Located], None]:
         case = self._case
-        stop = sum(case.shards[piece.shard]) if piece.stop is None else piece.stop // case.unit
+        stop = sum(case.shards[shard_range.shard]) if shard_range.stop is None else shard_range.stop // case.unit
         found: list[Located] = []
-        for place in range(piece.start // case.unit, stop):
-            number = self._first[piece.shard] + place
+        for place in range(shard_range.start // case.unit, stop):
+            number = self._first[shard_range.shard] + place
             if number in case.broken:
                 if found:
                     yield found

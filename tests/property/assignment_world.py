@@ -1,8 +1,9 @@
-"""An epoch of leased shards without processes: real lanes, readers, book, scheduler and states; sockets are queues.
+"""An epoch of assigned shards without processes: real worker streams, readers, assigner and scheduler; simulated
+sockets.
 
-What is simulated: the workers' sockets (each keeps its order, and is as slow as `random` says), their deaths, the
-consumer's pace, and the shards. Every other part is the one that is shipped. `run` ends with the epoch, or with a
-state, or fails where nothing can move any more.
+Simulated are the workers' sockets (each keeps its order and is as slow as `random` says), their deaths, the consumer's
+pace, and the shards. Everything else is the real code. `run` ends with the epoch or with a state, and fails if no part
+can make progress.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from asyncloader.events import (
 )
 from asyncloader.formats import ShardError
 from asyncloader.remote.assignment import Reply
-from asyncloader.remote.assignment_state import EpochLeases, stream_key
+from asyncloader.remote.assignment_state import EpochAssignment, stream_key
 from asyncloader.state.epoch_counter import EpochClock
 from asyncloader.state.progress import Progress, Tally
 from asyncloader.state.schema import check_state
-from asyncloader.workers.fetch.assignment_client import WorkerLeasing
+from asyncloader.workers.fetch.assignment_client import WorkerAssignments
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import BadSample, ErrorPolicy, NoSamples
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.ipc import wire
-from tests.property.lease_cases import Case, Shards, plan_of
+from tests.property.assignment_cases import Case, Shards, plan_of
 
 __all__ = ["World", "passed"]
 
@@ -52,7 +53,7 @@ HEAD = 5  # bytes of a frame before its body
 
 
 class Worker:
-    """One process: what has been sent to it, what it sends, and what it is doing."""
+    """One process: frames sent to it, frames it sends, and its tasks."""
 
     def __init__(self, case: Case, number: int, start: EpochStart) -> None:
         self.outbox: deque[tuple[Any, ...]] = deque()
@@ -60,8 +61,8 @@ class Worker:
         self.alive = True
         self._ended = False
         self._tasks: list[asyncio.Task[None]] = []
-        self._leasing = WorkerLeasing(self._ask)
-        self._leasing.epoch = 1
+        self._assignments = WorkerAssignments(self._ask)
+        self._assignments.epoch = 1
         setup = WorkerSetup(
             dataset=Shards(case),
             iterable=True,
@@ -77,7 +78,9 @@ class Worker:
             snapshot_every=case.every,
             policy=ErrorPolicy(case.replace if case.replaces else "skip") if case.skips else None,
         )
-        self._reader = Reader(setup, setup.dataset, _collate, worker_id=number, in_worker=False, leases=self._leasing)
+        self._reader = Reader(
+            setup, setup.dataset, _collate, worker_id=number, in_worker=False, assignments=self._assignments
+        )
         self._reader.begin(start)
 
     def _ask(self, frame: bytes) -> None:
@@ -86,8 +89,8 @@ class Worker:
     def receive(self) -> None:
         """Take one frame."""
         kind, body = self.inbox.popleft()
-        if kind == wire.LEASE:
-            self._leasing.answered(body)
+        if kind == wire.ASSIGNMENT:
+            self._assignments.answered(body)
         else:
             self._tasks.append(asyncio.ensure_future(self._task(int.from_bytes(body, "little"))))
 
@@ -108,7 +111,7 @@ class Worker:
             self.outbox.append(("error", seq, error, b""))
 
     async def kill(self, sent: int) -> None:
-        """End it; so much of what it sent has left the process."""
+        """Kill it; only the first `sent` of its frames have left the process."""
         self.alive = False
         while len(self.outbox) > sent:
             self.outbox.pop()
@@ -129,12 +132,12 @@ def passed(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class World:
-    """Workers and consumer, each of which moves when `random` says so.
+    """Workers and a consumer; `random` chooses which of them acts next.
 
     Args:
         case: the options.
-        random: chooses what moves next. None: everything at once, in the order of the workers.
-        state: where to begin; None: at the beginning.
+        random: chooses the next step. None: always the first that is possible, in the order of the workers.
+        state: where to resume; None: at the beginning.
         deaths: how many workers die.
     """
 
@@ -159,10 +162,14 @@ class World:
         self.progress = Progress(clock, expects, streams, resumed, None, case.every, Tally())
         _, starts = self.progress.starts(case.workers, 7, None)
         names = [str(number) for number in range(len(case.shards))]
-        leases = EpochLeases(names, plan_of(case), starts, self.progress.saved_leases, key=7, ordered=case.in_order)
-        self.progress.leases = leases
-        self.book = leases.book
-        keyed = [start._replace(stream_key=stream_key(7, 0, case.workers, lane)) for lane, start in enumerate(starts)]
+        assignments = EpochAssignment(
+            names, plan_of(case), starts, self.progress.saved_assignment, key=7, ordered=case.in_order
+        )
+        self.progress.assignment = assignments
+        self.assigner = assignments.assigner
+        keyed = [
+            start._replace(stream_key=stream_key(7, 0, case.workers, worker)) for worker, start in enumerate(starts)
+        ]
         self._places = Places(keyed, iterable=True, replays=True)
         self._workers = [Worker(case, number, start) for number, start in enumerate(keyed)]
         self._scheduler = Scheduler(
@@ -174,11 +181,11 @@ class World:
             max_restarts=1 << 30,
             concurrent=True,
         )
-        # Some move seldom, so that others get far ahead of them.
+        # Some workers act rarely, so that others get far ahead of them.
         self._weights = [10 ** (-3 * random.random()) if random else 1.0 for _ in range(2 * case.workers + 1)]
 
     async def run(self, stop_after: int | None = None) -> dict[str, Any] | None:
-        """Until the consumer has so many batches, or is told of the end. Returns the state then; None at the end."""
+        """Run until the consumer has so many batches, or the epoch ends. Returns the state; None at the end."""
         try:
             await self._handle(Started())
             while not self._finished:
@@ -201,7 +208,7 @@ class World:
                 moves.append((self._weights[2 * number], self._bury, number))
         if self._ready:
             moves.append((self._weights[-1], self._take, 0))
-        assert moves, f"nothing can move: {self.book!r}, {self._scheduler!r}, {self.batches}"
+        assert moves, f"nothing can move: {self.assigner!r}, {self._scheduler!r}, {self.batches}"
         if self._random is None:
             _, move, number = moves[0]
         else:
@@ -222,9 +229,9 @@ class World:
     async def _answer(self, number: int) -> None:
         kind, *values = self._workers[number].outbox.popleft()
         if kind == "ask":
-            epoch, lease, batch, left = values
+            epoch, assignment, batch, left = values
             assert epoch == 1
-            self._lease(self.book.ask(number, lease, batch, pickle.loads(left)))
+            self._assignment(self.assigner.ask(number, assignment, batch, pickle.loads(left)))
             return
         if kind == "end":
             self.progress.ends[number] = values[1]
@@ -236,10 +243,10 @@ class World:
         else:
             self._places.answered(number, cursor)
         await self._handle(Completed(number, seq, (kind, outcome, cursor)))
-        self._lease(self.book.answered(number))
+        self._assignment(self.assigner.answered(number))
 
     async def _bury(self, number: int) -> None:
-        self.book.died(number)
+        self.assigner.died(number)
         obstacle = self._places.obstacle(number)
         await self._handle(Died(number, WorkerDied(number, 1, -9), at_work=False, obstacle=obstacle))
 
@@ -258,12 +265,12 @@ class World:
 
     # ------------------------------------------------------------------------------------------- what follows
 
-    def _lease(self, replies: Sequence[Reply]) -> None:
+    def _assignment(self, replies: Sequence[Reply]) -> None:
         for reply in replies:
-            worker = self._workers[reply.lane]
+            worker = self._workers[reply.worker]
             if worker.alive:
-                answer = pickle.dumps((reply.lease, reply.over, reply.last))
-                worker.inbox.append((wire.LEASE, wire.pack_lease(1, reply.number, answer)[HEAD:]))
+                answer = pickle.dumps((reply.assignment, reply.over, reply.last))
+                worker.inbox.append((wire.ASSIGNMENT, wire.pack_assignment(1, reply.number, answer)[HEAD:]))
 
     async def _handle(self, event: Event) -> None:
         actions: deque[Action] = deque(self._scheduler.handle(event))
@@ -287,7 +294,7 @@ class World:
 
 
 async def _settled() -> None:
-    """Until nothing of what runs here can go on by itself."""
+    """Wait until no task can continue by itself."""
     loop: Any = asyncio.get_running_loop()
     while loop._ready:  # noqa: ASYNC110
         await asyncio.sleep(0)

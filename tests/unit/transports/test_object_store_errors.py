@@ -13,8 +13,8 @@ from asyncloader.transports import (
     TransportClosed,
     TransportError,
 )
-from asyncloader.transports.object_store_client import status_of, trouble_of
-from asyncloader.transports.retry import HEALING_STATUSES
+from asyncloader.transports.object_store_client import classify_error, status_of
+from asyncloader.transports.retry import RETRYABLE_STATUSES
 
 WHERE = "s3://bucket/root"
 
@@ -39,10 +39,10 @@ def broke(kind: str, words: str = "error sending request", inner: str = "") -> s
 
 
 def trouble(error: BaseException, path: str | None = "a") -> tuple[str, bool, str]:
-    found = trouble_of(error, path, WHERE, HEALING_STATUSES)
+    found = classify_error(error, path, WHERE, RETRYABLE_STATUSES)
     assert found is not None
     assert found.cause is error
-    return found.kind, found.heals, found.text
+    return found.kind, found.retryable, found.text
 
 
 @pytest.mark.parametrize("status", [400, 409, 416, 429, 500, 501, 503, 507])
@@ -50,8 +50,8 @@ def test_statuses(status: int) -> None:
     """A status heals if the policy says so; whatever the store writes below it does not change what it is."""
     error = exceptions.GenericError(answered(status, "status: 503, inner: Status { status: 500,"))
     assert status_of(error) == status
-    kind, heals, text = trouble(error)
-    assert (kind, heals) == (f"status {status}", status in HEALING_STATUSES)
+    kind, retryable, text = trouble(error)
+    assert (kind, retryable) == (f"status {status}", status in RETRYABLE_STATUSES)
     assert str(status) in text
     assert "Debug" not in text
     assert "\n" not in text
@@ -71,9 +71,9 @@ def test_statuses(status: int) -> None:
 )
 def test_what_does_not_heal(error: Exception, final: type[Exception]) -> None:
     """Each meaning has its error, with path and place in it."""
-    found = trouble_of(error, "a", WHERE, HEALING_STATUSES)
+    found = classify_error(error, "a", WHERE, RETRYABLE_STATUSES)
     assert found is not None
-    assert not found.heals
+    assert not found.retryable
     assert type(found.final) is final
     assert isinstance(found.final, TransportError)
     assert found.final.path == "a"
@@ -81,7 +81,7 @@ def test_what_does_not_heal(error: Exception, final: type[Exception]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "heals"),
+    ("text", "kind", "retryable"),
     [
         (broke("Connect"), "connection", True),
         (broke("Request"), "connection", True),
@@ -100,10 +100,10 @@ def test_what_does_not_heal(error: Exception, final: type[Exception]) -> None:
         ("", "store", True),
     ],
 )
-def test_connections(text: str, kind: str, heals: bool) -> None:
+def test_connections(text: str, kind: str, retryable: bool) -> None:
     """Broken connections heal; certificates, unknown names and broken protocols do not; what is unknown does."""
-    found_kind, found_heals, _ = trouble(exceptions.GenericError(text))
-    assert (found_kind, found_heals) == (kind, heals)
+    found_kind, found_retryable, _ = trouble(exceptions.GenericError(text))
+    assert (found_kind, found_retryable) == (kind, retryable)
 
 
 def test_hints() -> None:
@@ -113,7 +113,7 @@ def test_hints() -> None:
     )
     assert "skip_signature=True" in trouble(metadata)[2]
     redirect = exceptions.GenericError("Received redirect\n\nDebug source:\ninner: BareRedirect,")
-    found = trouble_of(redirect, "a", WHERE, HEALING_STATUSES)
+    found = classify_error(redirect, "a", WHERE, RETRYABLE_STATUSES)
     assert found is not None
     assert "pass region=" in str(found.final)
     assert "status 403" in trouble(exceptions.PermissionDeniedError(answered(403)))[0]
@@ -127,5 +127,5 @@ def test_long_answers_are_cut() -> None:
 def test_what_is_not_the_stores() -> None:
     """Cancellation, our own errors and bugs pass."""
     for error in [asyncio.CancelledError(), TransportClosed("closed"), KeyError("bug"), KeyboardInterrupt()]:
-        assert trouble_of(error, "a", WHERE, HEALING_STATUSES) is None
+        assert classify_error(error, "a", WHERE, RETRYABLE_STATUSES) is None
     assert trouble(TimeoutError())[:2] == ("no answer", True)

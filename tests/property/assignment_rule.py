@@ -1,7 +1,7 @@
-"""The rule by which shards are leased, in its plainest form: lists, no messages, nothing that is saved.
+"""The rule by which shards are assigned, in its simplest form: lists, no messages, no saved state.
 
-All lanes read as far as they can, until each has asked for a lease and waits for it. Then the earliest request is
-answered: of the earliest batch of its lane, then that of the lane with the fewest leases, then of the first lane.
+All workers read until each waits for the reply to a request. Then the earliest request is answered: that of the
+earliest batch, then of the worker with the fewest assignments, then of the lowest index.
 """
 
 from __future__ import annotations
@@ -9,34 +9,34 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import NamedTuple
 
-from tests.property.lease_cases import Case, plan_of
+from tests.property.assignment_cases import Case, plan_of
 
 __all__ = ["expected"]
 
 AHEAD = 12 << 20
-"""Bytes before a lease's end at which the next one is asked for."""
+"""Bytes before an assignment's end at which the next one is requested."""
 
 
 class Step(NamedTuple):
-    """A sample of a lease; `left`: bytes of the lease behind it, as far as they are known."""
+    """A sample of an assignment; `left`: bytes of the assignment after it, as far as known."""
 
     sample: int
     left: int
 
 
 class Given(NamedTuple):
-    """A lease, and its bytes, as far as they are known."""
+    """An assignment, and its bytes, as far as known."""
 
     steps: list[Step]
     length: int
 
 
 class Wish(NamedTuple):
-    """A request; they are answered in their order. `left`: the samples of a batch that cannot be filled."""
+    """A request; answered in ascending order. `left`: the samples of a batch that cannot be filled."""
 
     batch: int
     number: int
-    lane: int
+    worker: int
     left: tuple[int, ...] | None
 
 
@@ -45,10 +45,10 @@ Answer = Given | str | None
 
 def expected(case: Case) -> list[list[int]]:
     """The batches of an epoch without shuffle buffer and bad samples, in the order of delivery."""
-    supply = _leases(case)
+    supply = _assignments(case)
     made: list[list[list[int]]] = [[] for _ in range(case.workers)]
-    lanes = [_lane(case, lane, made[lane]) for lane in range(case.workers)]
-    waiting = {lane: next(lanes[lane]) for lane in range(case.workers)}
+    streams = [_stream(case, worker, made[worker]) for worker in range(case.workers)]
+    waiting = {worker: next(streams[worker]) for worker in range(case.workers)}
     while waiting:
         wish = min(waiting.values(), key=lambda each: each[:3])
         answer: Answer = None
@@ -59,27 +59,27 @@ def expected(case: Case) -> list[list[int]]:
             if wish.left and answer == "over":
                 supply.append(_given_back(case, wish.left))
         try:
-            waiting[wish.lane] = lanes[wish.lane].send(answer)
+            waiting[wish.worker] = streams[wish.worker].send(answer)
         except StopIteration:
-            del waiting[wish.lane]
+            del waiting[wish.worker]
     batches: list[list[int]] = []
     for turn in range(max(map(len, made))):
-        batches += [lane[turn] for lane in made if len(lane) > turn]
+        batches += [worker[turn] for worker in made if len(worker) > turn]
     size = case.batch_size or 1
     return [batch for batch in batches if len(batch) == size or not case.drop_last]
 
 
-def _leases(case: Case) -> list[Given]:
-    leases: list[Given] = []
+def _assignments(case: Case) -> list[Given]:
+    assignments: list[Given] = []
     first = 0
-    for lease in plan_of(case):
+    for assignment in plan_of(case):
         steps: list[Step] = []
         behind = 0
         counts: list[tuple[int, bool]] = []
-        for piece in lease:
-            whole = sum(case.shards[piece.shard]) * case.unit
-            stop = whole if piece.stop is None else piece.stop
-            counts.append(((stop - piece.start) // case.unit, case.sized or piece.stop is not None))
+        for shard_range in assignment:
+            whole = sum(case.shards[shard_range.shard]) * case.unit
+            stop = whole if shard_range.stop is None else shard_range.stop
+            counts.append(((stop - shard_range.start) // case.unit, case.sized or shard_range.stop is not None))
         last = first + sum(count for count, _ in counts)
         number = last
         for count, known in reversed(counts):
@@ -87,9 +87,9 @@ def _leases(case: Case) -> list[Given]:
                 number -= 1
                 steps.append(Step(number, behind))
                 behind += case.unit if known else 0
-        leases.append(Given(steps[::-1], behind))
+        assignments.append(Given(steps[::-1], behind))
         first = last
-    return leases
+    return assignments
 
 
 def _given_back(case: Case, samples: tuple[int, ...]) -> Given:
@@ -97,8 +97,8 @@ def _given_back(case: Case, samples: tuple[int, ...]) -> Given:
     return Given([Step(n, (count - 1 - at) * case.unit) for at, n in enumerate(samples)], count * case.unit)
 
 
-def _lane(case: Case, lane: int, made: list[list[int]]) -> Generator[Wish, Answer, None]:
-    """Reads until it must wait for the answer to its request, which it gives then."""
+def _stream(case: Case, worker: int, made: list[list[int]]) -> Generator[Wish, Answer, None]:
+    """Read until blocked, and yield the request that is waited for."""
     size = case.batch_size or 1
     todo: list[Step] = []
     taken, asked, dry = 0, 0, False
@@ -114,7 +114,7 @@ def _lane(case: Case, lane: int, made: list[list[int]]) -> Generator[Wish, Answe
                 continue
             if not wants and not dry:
                 wants, asked = True, len(made)
-            answer = yield Wish(len(made), taken, lane, tuple(batch)) if dry else Wish(asked, taken, lane, None)
+            answer = yield Wish(len(made), taken, worker, tuple(batch)) if dry else Wish(asked, taken, worker, None)
             wants = False
             if isinstance(answer, str):
                 if answer == "last" and batch:
