@@ -77,16 +77,16 @@ def test_a_request_that_is_made_again_has_the_same_answer() -> None:
 
 def test_a_dead_process_is_not_answered_and_its_request_keeps_its_turn() -> None:
     """Who takes its place has the answer when it asks: at once if it was due, else together with the others."""
-    book = book_of(4, 2)
-    assert given(book.ask(1, 0, 0)) == []
-    book.died(1)
-    assert given(book.ask(0, 0, 0)) == [(0, 0)]
-    assert given(book.ask(1, 0, 0)) == [(1, 1)]
-    book = book_of(4, 2)
-    assert given(book.ask(1, 0, 0)) == []
-    book.died(1)
-    assert given(book.ask(1, 0, 0)) == []
-    assert given(book.ask(0, 0, 0)) == [(0, 0), (1, 1)]
+    assigner = assigner_of(4, 2)
+    assert given(assigner.ask(1, 0, 0)) == []
+    assigner.died(1)
+    assert given(assigner.ask(0, 0, 0)) == [(0, 0)]
+    assert given(assigner.ask(1, 0, 0)) == [(1, 1)]
+    assigner = assigner_of(4, 2)
+    assert given(assigner.ask(1, 0, 0)) == []
+    assigner.died(1)
+    assert given(assigner.ask(1, 0, 0)) == []
+    assert given(assigner.ask(0, 0, 0)) == [(0, 0), (1, 1)]
 
 
 def test_what_was_refused_stays_refused_when_there_is_more_again() -> None:
