@@ -1,7 +1,7 @@
-"""AsyncDataLoader: the asynchronous loader's public face.
+"""AsyncDataLoader: the asynchronous loader, for ``async for``.
 
-Data path: options -> [async_loader] -> async_iterator (read that one next: it wires the stages), or inline without
-workers.
+Data path: options -> [async_loader] -> epoch/async_iterator.py (read that next: it wires the stages), or
+epoch/async_inline.py without workers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.utils.data import Dataset
 
 from asyncloader.clone import constructor_arguments
 from asyncloader.delivery.transfer import DEFAULT_PREFETCH_DEVICE, DeviceLike, kept_rings_of
-from asyncloader.epoch.async_inline import InlineIterator
+from asyncloader.epoch.async_inline import AsyncInlineIterator
 from asyncloader.epoch.async_iterator import AsyncLoaderIterator
-from asyncloader.epoch.plan import Draws, EpochPlan, epoch_plan
+from asyncloader.epoch.plan import EpochPlan, TorchIterator, epoch_plan
 from asyncloader.epoch.thread_workers import has_thread_workers, refusal
 from asyncloader.errors import LoaderClosed
 from asyncloader.explain import explain
@@ -33,6 +33,7 @@ from asyncloader.options import (
     LoaderSpec,
     OnError,
 )
+from asyncloader.overridable import OverridableProperty
 from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.samplers.distributed import OnUneven
 from asyncloader.state.checkpoint import StateKeeper
@@ -40,7 +41,6 @@ from asyncloader.state.progress import Progress
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch.sample_errors import BadSample
 from asyncloader.workers.pool import WorkerPool
-from asyncloader.yielding import Yielding
 
 __all__ = ["AsyncDataLoader"]
 
@@ -71,7 +71,7 @@ class AsyncDataLoader(Generic[T_co]):
 
     Args:
         ring_bytes: upper bound of each worker's ring in bytes; default None: it follows the batches seen.
-        concurrency: samples that a worker awaits at a time when the dataset's methods are ``async``; default 256.
+        concurrency: samples that a worker awaits at a time, for datasets with ``async`` methods; default 256.
         fetch_threads, decode, decode_threads: see `LoaderSpec`.
         seed, rank, world_size, on_uneven, resume, snapshot_every_n_steps, run_ahead: see `LoaderSpec`.
         worker_timeout, max_worker_restarts, on_error, bad_samples, max_bad_samples, worker_memory_limit: ditto.
@@ -82,8 +82,8 @@ class AsyncDataLoader(Generic[T_co]):
     ``num_workers=0`` a blocking dataset is read in one thread of its own, an async one on the running loop.
 
     Several iterators may run at a time. With ``persistent_workers=True`` the workers outlive an iterator and serve the
-    next one, also under another event loop; `aclose` (or ``async with``) ends them. An epoch begins with its first
-    batch: an iterator that is dropped before it starts nothing, where torch's would have fetched a few batches.
+    next one, also under another event loop; `aclose` (or ``async with``) ends them. Workers start with the first batch:
+    an iterator that is dropped before that starts nothing, while torch's would have fetched a few batches.
 
     Raises:
         ValueError, TypeError: options out of range, in torch's words.
@@ -176,21 +176,21 @@ class AsyncDataLoader(Generic[T_co]):
         self._begin()
 
     def _begin(self) -> None:
-        """What a loader has beyond its options; copies and pickles of it begin anew."""
+        """Set up the loader's state besides its options; copies and pickles begin with a fresh one."""
         self._statistics = Statistics()
         self._keeper = StateKeeper()
-        # Weak: an iterator that is dropped must die, and free its workers, at once.
-        self._iterators: weakref.WeakSet[AsyncLoaderIterator | InlineIterator] = weakref.WeakSet()
+        # Weak: an iterator that is dropped must be freed at once, and its workers with it.
+        self._iterators: weakref.WeakSet[AsyncLoaderIterator | AsyncInlineIterator] = weakref.WeakSet()
         self._pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
-        self._outdated: weakref.WeakSet[WorkerPool] = weakref.WeakSet()  # not to be used for another epoch
-        self._newest: weakref.ref[AsyncLoaderIterator | InlineIterator] | None = None
-        self._kept: tuple[Draws, EpochPlan] | None = None  # of the persistent workers
+        self._outdated: weakref.WeakSet[WorkerPool] = weakref.WeakSet()  # pools that must not be used for another epoch
+        self._newest: weakref.ref[AsyncLoaderIterator | AsyncInlineIterator] | None = None
+        self._kept: tuple[TorchIterator, EpochPlan] | None = None  # what the persistent workers were started with
         self._idle_pool: WorkerPool | None = None
-        self._claim: weakref.ref[_Shelf] | None = None
+        self._claim: weakref.ref[_LoaderPoolCache] | None = None
         self._closed = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # What `_begin` makes stays here; a subclass's attributes go along. An option that is set on a copy is its own.
+        # Without what `_begin` makes; a subclass's attributes are included. The spec is copied: its options can be set.
         state = {name: value for name, value in self.__dict__.items() if name not in _RUNNING}
         return state | {"_spec": copy.copy(self._spec)}
 
@@ -211,14 +211,14 @@ class AsyncDataLoader(Generic[T_co]):
             return
         try:
             setattr(self._spec, name, value)
-        except ValueError as error:  # one that torch does not let anybody set
+        except ValueError as error:  # torch forbids setting this attribute
             raise ValueError(str(error).replace(type(self._spec).__name__, type(self).__name__)) from None
 
     def __len__(self) -> int:
         """Batches in an epoch. TypeError when the sampler or dataset has no length."""
         return len(self._spec)
 
-    def __aiter__(self) -> AsyncLoaderIterator | InlineIterator:
+    def __aiter__(self) -> AsyncLoaderIterator | AsyncInlineIterator:
         """A new epoch. Random numbers are drawn now, as torch's loader does at ``iter()``; workers start at the first
         ``anext()``.
 
@@ -229,45 +229,45 @@ class AsyncDataLoader(Generic[T_co]):
         if self._closed:
             raise LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
         spec = self._spec
-        iterator: AsyncLoaderIterator | InlineIterator
+        iterator: AsyncLoaderIterator | AsyncInlineIterator
         if has_thread_workers(spec):
             raise ValueError(refusal(spec, "`async for` cannot read"))
         if spec.num_workers:
             spec.check_worker_number_rationality()
         with self._keeper.making_iterator():
             if spec.num_workers:
-                iterator = AsyncLoaderIterator(spec, self._statistics, _Shelf(self))
+                iterator = AsyncLoaderIterator(spec, self._statistics, _LoaderPoolCache(self))
             else:
-                iterator = InlineIterator(spec, self._statistics, self._keeper)
+                iterator = AsyncInlineIterator(spec, self._statistics, self._keeper)
         self._newest = weakref.ref(iterator)
         self._iterators.add(iterator)
         return iterator
 
-    def _draw(self, progress: Progress, shelf: _Shelf) -> tuple[Draws, EpochPlan]:
-        """torch's random draws for an iterator: the same numbers from the same generators, in the same order.
+    def _begin_torch_iter(self, progress: Progress, pool_cache: _LoaderPoolCache) -> tuple[TorchIterator, EpochPlan]:
+        """Make torch's iterator base for an iterator: it draws the same numbers from the same generators as in torch.
 
-        Persistent workers keep their base seed and their options, as in torch: only the sampler is begun anew.
+        Persistent workers keep their base seed and their options, as in torch; only the sampler begins again.
         """
         if self._idle_pool is not None and self._idle_pool.broken:
-            # New workers get a seed of their own, or they would draw again what those before drew.
+            # New workers get a new seed, or they would draw the same numbers as their predecessors.
             pool, self._idle_pool = self._idle_pool, None
             pool.stop_soon()
-        if self._kept is not None and self._idle_pool is not None and self._claimant in (None, shelf):
-            self._claim = weakref.ref(shelf)
-            self._kept = self._kept[0].twin(), self._kept[1]
+        if self._kept is not None and self._idle_pool is not None and self._claimant in (None, pool_cache):
+            self._claim = weakref.ref(pool_cache)
+            self._kept = self._kept[0].duplicate(), self._kept[1]
             self._kept[0]._begin_order(self._spec, progress)
             return self._kept
-        draws = Draws(self._spec, progress)
-        shared_seed = draws._shared_seed
+        torch_iter = TorchIterator(self._spec, progress)
+        shared_seed = torch_iter._shared_seed
         plan = epoch_plan(self._spec)
         progress.base_seed_drawn()
-        draws._begin_order(self._spec, progress, first_iter=True)
-        draws._shared_seed = shared_seed  # torch draws another one here, too, but its workers have got the first
-        return draws, plan
+        torch_iter._begin_order(self._spec, progress, first_iter=True)
+        torch_iter._shared_seed = shared_seed  # torch, too, draws another one here, and its workers have the first
+        return torch_iter, plan
 
     @property
-    def _claimant(self) -> _Shelf | None:
-        """Of the iterator that has begun with the idle workers' draws, and not taken the workers yet."""
+    def _claimant(self) -> _LoaderPoolCache | None:
+        """The pool cache of an iterator that begins an epoch of the idle workers and has not taken them yet."""
         return None if self._claim is None else self._claim()
 
     async def __aenter__(self) -> Self:
@@ -288,7 +288,7 @@ class AsyncDataLoader(Generic[T_co]):
         for iterator in list(self._iterators):
             await iterator.aclose()
         self._idle_pool = None
-        # Also those of iterators that were dropped a moment ago, which are ending in threads of their own.
+        # Also those of iterators that were just dropped, which are ending in threads of their own.
         for pool in list(self._pools):
             await asyncio.shield(asyncio.to_thread(pool.stop))
         if rings := kept_rings_of(self._spec):
@@ -308,7 +308,7 @@ class AsyncDataLoader(Generic[T_co]):
             rings.close()
         self._keeper.retire_group()
 
-    def _newest_iterator(self) -> AsyncLoaderIterator | InlineIterator | None:
+    def _newest_iterator(self) -> AsyncLoaderIterator | AsyncInlineIterator | None:
         return None if self._newest is None else self._newest()
 
     def state_dict(self) -> dict[str, Any]:
@@ -318,7 +318,7 @@ class AsyncDataLoader(Generic[T_co]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `DataLoader.load_state_dict`."""
         self._keeper.load(self._spec, state_dict)
-        # The workers' copies of the dataset have gone on: those of running iterators may not be used again, either.
+        # The workers' copies of the dataset have advanced: pools of running iterators must not be reused, either.
         self._outdated.update(self._pools)
         pool, self._idle_pool = self._idle_pool, None
         if pool is not None:
@@ -332,12 +332,12 @@ class AsyncDataLoader(Generic[T_co]):
         """See `DataLoader.feedback`. Call it where the loader is iterated."""
         feedback_target(self._spec)(*args, **kwargs)
 
-    @Yielding
+    @OverridableProperty
     def errors(self) -> list[BadSample]:
         """See `DataLoader.errors`."""
         return list(self._statistics.log.samples)
 
-    @Yielding
+    @OverridableProperty
     def padding(self) -> int:
         """See `DataLoader.padding`."""
         return self._keeper.padding
@@ -368,26 +368,26 @@ class AsyncDataLoader(Generic[T_co]):
         return f"<AsyncDataLoader batch_size={spec.batch_size} num_workers={spec.num_workers}>"
 
 
-class _Shelf:
-    """What an iterator asks of its loader: an epoch, and the persistent workers between two iterators."""
+class _LoaderPoolCache:
+    """Begins an iterator's epoch, and passes persistent workers from one iterator to the next; see `PoolCache`."""
 
-    _drawn: tuple[Draws, EpochPlan]
+    _epoch: tuple[TorchIterator, EpochPlan]
 
     def __init__(self, loader: AsyncDataLoader[Any]) -> None:
         self._loader = loader
 
-    def begin(self) -> tuple[Progress, Draws, EpochPlan]:
+    def begin_epoch(self) -> tuple[Progress, TorchIterator, EpochPlan]:
         progress = self._loader._keeper.begin(self._loader._spec)
-        self._drawn = self._loader._draw(progress, self)
-        return progress, *self._drawn
+        self._epoch = self._loader._begin_torch_iter(progress, self)
+        return progress, *self._epoch
 
     @property
     def idle(self) -> bool:
-        return self._loader._idle_pool is not None and self._drawn is self._loader._kept
+        return self._loader._idle_pool is not None and self._epoch is self._loader._kept
 
     def take(self) -> WorkerPool | None:
-        if self._drawn is not self._loader._kept:
-            return None  # the idle workers have another iterator's seed
+        if self._epoch is not self._loader._kept:
+            return None  # the idle workers have the seed of another iterator
         self._loader._claim = None
         pool, self._loader._idle_pool = self._loader._idle_pool, None
         if pool is not None and pool.broken:
@@ -395,14 +395,14 @@ class _Shelf:
             return None
         return pool
 
-    def note(self, pool: WorkerPool) -> None:
+    def register(self, pool: WorkerPool) -> None:
         self._loader._pools.add(pool)
 
-    def leave(self, pool: WorkerPool) -> bool:
+    def put_back(self, pool: WorkerPool) -> bool:
         loader = self._loader
         if not loader._spec.persistent_workers or loader._closed or loader._idle_pool is not None:
             return False
         if pool.broken or pool in loader._outdated:
             return False
-        loader._idle_pool, loader._kept = pool, self._drawn
+        loader._idle_pool, loader._kept = pool, self._epoch
         return True

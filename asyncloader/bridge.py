@@ -1,15 +1,16 @@
-"""The one place where sync meets async: a private event loop in a daemon thread.
+"""Runs coroutines for sync code: a private event loop in a daemon thread.
 
 Data path: loader -> [bridge] -> pipeline.
 
-The loop never runs in the caller's thread, so it works in scripts, threads, notebooks and under a running loop alike.
-The thread exists only while somebody needs it (`acquire` to `release`): between epochs a process that forks has no
-thread of ours.
+The loop never runs in the caller's thread, so it works in scripts, threads, notebooks and under a running loop. The
+thread exists only between the first `acquire` and the last `release`: between epochs a process that forks has no thread
+of ours.
 
-Guarantees: `call` returns at once and keeps the order of calls from one thread; the loop is woken once for several of
-them. After a fork the child's copy is dead, and says so instead of waiting for a thread that is not there. `leave`, for
-finalizers, takes no lock and waits for nothing: the collector runs them in any thread, which may hold what the loop's
-thread needs, and a daemon thread never runs again once the interpreter is finalizing. Who comes next waits (`settle`).
+Guarantees: `call_soon` returns at once and keeps the order of the calls from one thread; the loop is woken once for
+several calls. After a fork the child's copy raises an error instead of waiting for a thread that does not exist there.
+`release_soon`, for finalizers, takes no lock and does not wait: the garbage collector runs finalizers in any thread,
+which may hold what the loop's thread needs, and a daemon thread never runs again once the interpreter is finalizing.
+`wait_for_releases` waits for the iterators that were dropped this way.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any, TypeVar
 from asyncloader.errors import LoaderClosed
 
 try:
-    # With this module, not at the first `iter()`: it takes as long as starting a worker.
+    # Imported with this module, not at the first `iter()`: it takes as long as starting a worker.
     import uvloop
 except ImportError:  # not on Windows, and not required elsewhere
     uvloop = None  # type: ignore[assignment]
@@ -36,18 +37,17 @@ __all__ = ["Bridge", "join_all", "loop_factory"]
 
 T = TypeVar("T")
 
-SETTLE_SECONDS = 10.0
-"""How long the end of dropped iterators is waited for at most: more than workers and datasets are given."""
+RELEASE_SECONDS = 10.0
+"""Longest wait for the end of dropped iterators: more than workers and datasets get to end."""
 
 # Loop threads of this process that have not ended.
 _running: set[threading.Thread] = set()
 
 
 def join_all(seconds: float) -> None:
-    """Wait until no loop thread runs, so many seconds at most. For the process's exit, once all iterators leave.
+    """Wait until no loop thread runs, at most this long. For the exit of the process, after all iterators were closed.
 
-    A daemon thread that runs on is ended by the interpreter's finalization wherever it stands, which aborts the process
-    if that is in C++ code.
+    Finalization ends a running daemon thread wherever it is, and aborts the process if that is in C++ code.
     """
     deadline = monotonic() + seconds
     for thread in list(_running):
@@ -65,23 +65,23 @@ class Bridge:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
-        self._leaving: deque[object] = deque()  # an entry for each user that has left, and is not released yet
+        self._releasing: deque[object] = deque()  # one entry per `release_soon` that is not finished
         self._thread: threading.Thread | None = None
-        self._newest: threading.Thread | None = None  # the same, and kept when that is to end
+        self._last_thread: threading.Thread | None = None  # the newest thread, also while it is ending
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._over = threading.Event()  # the loop's thread is to end
+        self._over = threading.Event()  # set when the loop's thread must end
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._woken = False
         self._owner = os.getpid()
 
     @property
-    def inside(self) -> bool:
-        """Whether this is the loop's own thread, which must not wait for itself."""
+    def in_loop_thread(self) -> bool:
+        """Whether the caller is the loop's own thread, which must not wait for itself."""
         return self._thread is threading.current_thread()
 
     @property
     def running(self) -> bool:
-        """Whether the thread runs, in this process."""
+        """Whether the thread runs in this process."""
         return self._thread is not None and os.getpid() == self._owner
 
     def acquire(self) -> None:
@@ -97,20 +97,20 @@ class Bridge:
         _running.add(thread)
         try:
             thread.start()
-        except RuntimeError:  # there are no more threads
+        except RuntimeError:  # no more threads can be started
             _running.discard(thread)
             loop.close()
             raise
-        except BaseException:  # Ctrl-C while it waits for the thread, which runs by then
+        except BaseException:  # Ctrl-C while waiting for the thread, which runs already
             over.set()
             loop.call_soon_threadsafe(loop.stop)
             raise
         self._owner = os.getpid()
         self._loop, self._thread, self._over = loop, thread, over
-        self._newest = thread
+        self._last_thread = thread
 
     def release(self) -> None:
-        """End the thread if nobody else needs it; waits for it, except in its own thread."""
+        """End the thread if this was the last user, and wait for it, except in its own thread."""
         with self._lock:
             self._users -= 1
             if self._users or self._thread is None or self._loop is None:
@@ -126,64 +126,64 @@ class Bridge:
         if thread is not threading.current_thread():
             thread.join()
 
-    def leave(self, ending: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
-        """`release` for finalizers, once the loop has run ``ending(*args)``. Does not wait; any thread."""
+    def release_soon(self, ending: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+        """`release` for finalizers: the loop runs ``ending(*args)`` and then releases. Does not wait. Any thread."""
         loop = self._loop
         if loop is None or os.getpid() != self._owner:
             return
-        self._leaving.append(ending)
+        self._releasing.append(ending)
         try:
-            loop.call_soon_threadsafe(self._leave, ending, args)
-        except RuntimeError:  # the loop is closed: nothing of it runs any more
-            self._leaving.pop()
+            loop.call_soon_threadsafe(self._start_ending, ending, args)
+        except RuntimeError:  # the loop is closed, so there is nothing to end
+            self._releasing.pop()
 
-    def _leave(self, ending: Callable[..., Coroutine[Any, Any, None]], args: tuple[Any, ...]) -> None:
+    def _start_ending(self, ending: Callable[..., Coroutine[Any, Any, None]], args: tuple[Any, ...]) -> None:
         task = asyncio.get_running_loop().create_task(ending(*args))
-        task.add_done_callback(self._left)
+        task.add_done_callback(self._on_ended)
 
-    def _left(self, task: asyncio.Task[None]) -> None:
+    def _on_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             asyncio.get_running_loop().call_exception_handler(
                 {"message": "the end of an iterator that was dropped failed", "exception": error}
             )
-        self._leaving.popleft()
+        self._releasing.popleft()
         self.release()
 
-    def settle(self, seconds: float = SETTLE_SECONDS) -> None:
-        """Wait until all who left are gone, and the thread with them; some seconds at most. Returns at once if others
-        use it still. Not for finalizers.
+    def wait_for_releases(self, seconds: float = RELEASE_SECONDS) -> None:
+        """Wait for all pending `release_soon` and the end of the thread, at most this long. Returns at once if the loop
+        has other users. Not for finalizers.
         """
-        thread = self._newest
+        thread = self._last_thread
         if thread is None or os.getpid() != self._owner or thread is threading.current_thread():
             return
-        if self._users <= len(self._leaving):
+        if self._users <= len(self._releasing):
             thread.join(seconds)
 
-    def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Have the loop call `function`, after all that it was asked before. Does not wait.
+    def call_soon(self, function: Callable[..., object], *args: Any) -> None:
+        """Call `function` in the loop, after all earlier calls. Does not wait.
 
         Raises:
             LoaderClosed: the loop is gone.
         """
-        loop = self._alive()
+        loop = self._live_loop()
         self._calls.append((function, args))
         if not self._woken:
             try:
                 self._woken = True
                 loop.call_soon_threadsafe(self._run_calls)
-            except BaseException:  # Ctrl-C, and whoever called calls again; or the next call wakes it
+            except BaseException:  # Ctrl-C: the caller repeats the call, or the next one wakes the loop
                 self._woken = False
                 raise
 
     def _run_calls(self) -> None:
-        # Cleared first: a call that comes from now on wakes the loop again.
+        # Cleared first, so that any later call wakes the loop again.
         self._woken = False
         calls = self._calls
         while calls:
             function, args = calls.popleft()
             try:
                 function(*args)
-            except Exception as error:  # the calls behind it must not wait for the next wake-up
+            except Exception as error:  # the remaining calls must not wait for the next wake-up
                 asyncio.get_running_loop().call_exception_handler(
                     {"message": f"call of {function!r} through the bridge failed", "exception": error}
                 )
@@ -195,15 +195,15 @@ class Bridge:
             LoaderClosed: the loop is gone.
             RuntimeError: called from the loop's own thread.
         """
-        if self.inside:
+        if self.in_loop_thread:
             coroutine.close()
             raise RuntimeError("a loader's own loop cannot wait for itself")
-        # Not run_coroutine_threadsafe: its two futures refer to each other, and would keep the result, a batch
-        # perhaps, until the garbage collector comes.
+        # Not run_coroutine_threadsafe: its two futures refer to each other, and would keep the result, such as a batch,
+        # until the garbage collector runs.
         answers: queue.SimpleQueue[asyncio.Task[T]] = queue.SimpleQueue()
         launched: list[asyncio.Task[T]] = []
         try:
-            loop = self._alive()
+            loop = self._live_loop()
             loop.call_soon_threadsafe(_launch, loop, coroutine, launched, answers)
         except BaseException:
             coroutine.close()
@@ -218,7 +218,7 @@ class Bridge:
         finally:
             del task, launched  # an error's traceback refers to this frame
 
-    def _alive(self) -> asyncio.AbstractEventLoop:
+    def _live_loop(self) -> asyncio.AbstractEventLoop:
         loop = self._loop
         if loop is None or os.getpid() != self._owner:
             where = (
@@ -229,7 +229,7 @@ class Bridge:
 
 
 async def in_thread(function: Callable[[], None]) -> None:
-    """Call what blocks in a thread of its own, which has ended when this returns; here if there are no more threads."""
+    """Call a blocking function in a thread that has ended when this returns; in this thread if none can be started."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 
@@ -256,7 +256,7 @@ def _set(done: asyncio.Future[None]) -> None:
 
 
 def run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run it in a loop of its own, in a thread that has ended when this returns. Works under a running loop, too."""
+    """Run a coroutine in a new loop and thread, which has ended when this returns. Works under a running loop, too."""
     result: list[T] = []
     failure: list[BaseException] = []
 
@@ -297,7 +297,7 @@ def _run(loop: asyncio.AbstractEventLoop, over: threading.Event) -> None:
     asyncio.set_event_loop(loop)
     try:
         while not over.is_set():
-            # A task that exits stops the loop, and has it as its error, too: who waits for the task gets it.
+            # A task that raises one of these stops the loop; whoever awaits the task gets the error, too.
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 loop.run_forever()
     finally:

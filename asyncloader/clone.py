@@ -1,11 +1,11 @@
-"""A loader's constructor arguments, read back from the loader: the same one again, or with some of them changed.
+"""Reads a loader's constructor arguments back from it, to make the same loader again or a changed one.
 
-Data path: none. `clone` and `from_torch` stand on it, and through them the integrations with frameworks that build a
-loader of their own from the attributes of the user's.
+Data path: none. Used by `clone` and `from_torch`, and so by the integrations with frameworks that build a loader of
+their own from the attributes of the user's.
 
 torch keeps what it made of its arguments, not the arguments: a sampler instead of ``shuffle=True``, a batch sampler
-instead of a batch size. Passed back as they are they would exclude one another, or tie a new dataset to the old one's
-length; so what torch made by itself is left to be made again.
+instead of a batch size. Passed back unchanged they would exclude one another, or tie a new dataset to the old one's
+length. So whatever torch made by default is left out, to be made again.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def constructor_arguments(
 
     Args:
         loader: torch's loader or one of ours; its options as they are now.
-        changes: arguments that replace the loader's. ``batch_sampler`` replaces all that speaks of batches;
-            ``sampler`` replaces ``shuffle`` and the other way round. ``num_workers=0`` drops what needs workers.
-        own: the loader that is made again, in its own class: a user's, whose constructor has an argument of the name of
-            an option of ours, keeps that under this name. Default None: the constructor is one of ours.
+        changes: arguments that replace the loader's. ``batch_sampler`` replaces all arguments about batches;
+            ``sampler`` replaces ``shuffle`` and vice versa. ``num_workers=0`` drops the arguments that need workers.
+        own: the loader itself, if its own class is called. A user's subclass whose constructor takes an argument with
+            the name of one of our options keeps the value under that name. Default None: one of our classes is.
     """
     arguments: dict[str, Any] = {"dataset": _plain_dataset(loader.dataset)}
     for name in _PLAIN:
-        if hasattr(loader, name):  # not every torch has all of them
+        if hasattr(loader, name):  # older versions of torch lack some
             arguments[name] = getattr(loader, name)
     arguments |= _ours(loader, own)
     if loader.collate_fn is not (default_collate if loader._auto_collation else default_convert):
@@ -68,13 +68,13 @@ def _ours(loader: torch.utils.data.DataLoader[Any], own: object | None) -> dict[
         if own is not None:
             given |= {name: getattr(own, name) for name in vars(own).keys() & _own_arguments(type(own))}
     else:
-        # Of other classes' attributes just the one that means the same, in torchdata's StatefulDataLoader.
+        # Of other classes' attributes only this one has the same meaning, in torchdata's StatefulDataLoader.
         given = {name: getattr(loader, name) for name in ("snapshot_every_n_steps",) if hasattr(loader, name)}
     return {name: value for name, value in given.items() if value != _DEFAULTS[name]}
 
 
 def _own_arguments(kind: type) -> set[str]:
-    """Options of ours that the constructor of a user's subclass takes by name."""
+    """Our options that the constructor of a user's subclass takes by name."""
     if kind.__init__.__module__.partition(".")[0] == __name__.partition(".")[0]:  # type: ignore[misc]
         return set()
     return inspect.signature(kind).parameters.keys() & set(OUR_OPTION_NAMES)

@@ -1,14 +1,14 @@
-"""What the transports of this process did besides reading: tried again, gave from a cache. Pure.
+"""Counts what this process's transports did besides reading, such as retries and cache hits. Pure.
 
-Data path: transport -> [totals] -> worker's answer -> statistics. A worker tells the main process what was added since
-it told last; `Totals.changes` is that.
+Data path: transport -> [counters] -> worker's answer -> statistics. With each answer a worker reports what was added
+since its last report: `Counters.changes`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["KEYS", "TOTALS", "Totals"]
+__all__ = ["COUNTERS", "KEYS", "Counters"]
 
 KEYS: tuple[str, ...] = (
     "retries",
@@ -20,28 +20,28 @@ KEYS: tuple[str, ...] = (
     "cache_bytes",
     "cache_evictions",
 )
-"""What is counted, in the order in which `stats()` has it, behind ``store/``."""
+"""The counters' names, in the order of `stats()`, where they have the prefix ``store/``."""
 
 
-class Totals:
-    """Sums by name. They only grow. A sum of which two threads add at the same time may miss one of them."""
+class Counters:
+    """Sums by name, which only grow. If two threads add to a sum at the same time, one addition may be lost."""
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = dict.fromkeys(KEYS, 0.0)
 
     def add(self, name: str, number: float = 1) -> None:
-        """Count."""
+        """Add `number` to a sum."""
         self.sums[name] += number
 
-    def changes(self, told: dict[str, float]) -> Mapping[str, float]:
-        """What was added since `told`, which is brought up to date."""
-        if told == self.sums:
+    def changes(self, reported: dict[str, float]) -> Mapping[str, float]:
+        """What was added since `reported`, which is updated to the current sums."""
+        if reported == self.sums:
             return {}
         now = self.sums.copy()
-        added = {name: now[name] - told.get(name, 0.0) for name in KEYS if now[name] != told.get(name, 0.0)}
-        told.update(now)
+        added = {name: now[name] - reported.get(name, 0.0) for name in KEYS if now[name] != reported.get(name, 0.0)}
+        reported.update(now)
         return added
 
 
-TOTALS = Totals()
-"""Of this process. A forked child goes on counting from its parent's: who reports takes differences."""
+COUNTERS = Counters()
+"""The counters of this process. A forked child continues from its parent's sums, so reports are differences."""

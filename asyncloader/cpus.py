@@ -1,14 +1,6 @@
-"""How many CPUs this process may use: its affinity, and its control groups' quota.
+"""Counts the CPUs that this process may use, and limits a thread's torch computations to one core.
 
-Data path: none; read for warnings and `explain`.
-
-A thread of the loader's computes on one core.
-
-Data path: none; the first thing that a stage's thread does.
-
-torch splits what it computes, copies included, among all cores: in a thread beside the training loop they are taken
-from that loop and from the workers. `torch.set_num_threads` would be the wrong call: it also sets what threads begin
-with that have not computed yet, the caller's own among them.
+Data path: none. The count is read for warnings and `explain`; `use_one_core` runs first in the threads of stages.
 """
 
 from __future__ import annotations
@@ -31,7 +23,7 @@ __all__ = [
 
 
 def usable_cpus() -> int:
-    """CPUs that this process may use: affinity, and the control group's quota."""
+    """CPUs that this process may use: the smaller of its affinity and its control groups' quota."""
     quota = cpu_quota()
     return affinity() if quota is None else max(1, min(affinity(), quota))
 
@@ -77,11 +69,15 @@ def _cpu_groups() -> list[Path]:
 
 
 def use_one_core() -> None:
-    """From now on torch computes in this thread alone what it is asked for in this thread. Where torch has another
-    thread pool than OpenMP's, nothing happens.
+    """Make torch compute single-threaded in this thread. No effect if torch does not use OpenMP.
+
+    torch spreads computations, copies included, over all cores. In a thread beside the training loop those cores would
+    be taken from the loop and from the workers. `torch.set_num_threads` is not usable here: it also changes the
+    default for threads that have not computed yet, possibly the caller's.
     """
-    torch.get_num_threads()  # a thread gets its number when it first computes: now, and not over ours
+    # a thread's default is set when it first computes: do that now, so that it does not overwrite ours
+    torch.get_num_threads()
     name = "libtorch_cpu.dylib" if sys.platform == "darwin" else "libtorch_cpu.so"
     with suppress(OSError, AttributeError):
-        # It is loaded already, and finds the OpenMP that torch itself uses, if there are several.
+        # torch's library is loaded already, and resolves to the OpenMP that torch itself uses, if there are several.
         ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)).omp_set_num_threads(ctypes.c_int(1))

@@ -1,25 +1,26 @@
-"""Every error that asyncloader raises by itself, by meaning.
+"""Defines every error that asyncloader itself raises.
 
     LoaderError                     root; catch this to catch all of them
-    +-- WorkerDied                  the world ended a worker (also a RuntimeError, in torch's wording)
-    +-- TaskQuarantined             a task killed three workers and is not tried again (also a RuntimeError)
+    +-- WorkerDied                  a worker ended unexpectedly (also a RuntimeError, in torch's wording)
+    +-- TaskQuarantined             a task killed three workers and is not retried (also a RuntimeError)
     +-- TooManyBadSamples           more samples raised than `max_bad_samples` allows (also a RuntimeError)
     +-- LoaderTimeout               no batch within `timeout` seconds (also a RuntimeError, in torch's wording)
-    +-- LoaderClosed                we ended it: the loader or iterator was closed (also a RuntimeError)
+    +-- LoaderClosed                the loader or iterator was closed (also a RuntimeError)
     +-- StateError                  a saved state cannot be loaded (also a ValueError)
     +-- RanksDisagree               the ranks' epochs end differently (also a RuntimeError)
     +-- RingMemoryError             not enough shared memory (also a MemoryError)
     +-- DeviceUnavailable           this process cannot use the `device` (also a RuntimeError)
     +-- PageLockError               a ring could not be page-locked for the `device` (also a MemoryError)
-    +-- ShardError                  a shard's bytes break the rules of its format, or are too many (also a ValueError)
+    +-- ShardError                  a shard is damaged or too large (also a ValueError)
     +-- UnsupportedPlatform         this system cannot run workers (also a RuntimeError)
 
-Errors that a user's own code raises in a worker keep their own type and are none of these.
-Each error pickles: its constructor arguments are its attributes. Each can also be made from a text alone, as torch's
-`ExceptionWrapper` does to raise an error of another thread or process again: ``str()`` is then that text, numbers among
-the attributes are 0 (`worker_id` -1), texts and tuples are empty, and what may be None is None.
+Errors that a user's own code raises in a worker keep their type.
 
-One warning has a class of its own, so that it can be filtered: `NeverIteratedWarning`.
+Every error can be pickled: its constructor arguments are its attributes. Every error can also be made from a text
+alone, as torch's `ExceptionWrapper` does to re-raise an error of another thread or process. ``str()`` is then that
+text, and the attributes have their defaults: 0 for numbers (-1 for `worker_id`), empty texts and tuples, and None.
+
+`NeverIteratedWarning` is a class of its own so that it can be filtered.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _P = ParamSpec("_P")
 
 
 def _or_from_text(init: Callable[Concatenate[_Error, _P], None]) -> Callable[Concatenate[_Error, _P], None]:
-    """Let the constructor take one text as well. It sets no attribute then: those of the class answer."""
+    """Let the constructor also take a single text. It then sets no attributes, so the class's defaults apply."""
 
     @functools.wraps(init)
     def either(self: _Error, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -82,18 +83,18 @@ class LoaderError(Exception):
         return super().__str__() if _is_text(self.args) else self._sentence()
 
     def _sentence(self) -> str:
-        """What the attributes say, of an error that was not made from a text."""
+        """The text that is made from the attributes, if the error was not made from a text."""
         return super().__str__()
 
 
 class WorkerDied(LoaderError, RuntimeError):
-    """A worker process ended although nobody asked it to, and was not, or could not be, replaced.
+    """A worker process ended unexpectedly, and was not, or could not be, replaced.
 
     Attributes:
         worker_id: number of the worker, 0 to ``num_workers - 1``.
         pid: its process id.
-        exitcode: its exit code; negative for the signal that killed it; None when nobody could tell.
-        reason: what is known beyond that: that the loader killed it, and after how many seconds; else empty.
+        exitcode: its exit code; the negative number of the signal that killed it; None if unknown.
+        reason: further information, such as that the loader killed it, and after how many seconds; may be empty.
         advice: why it was not replaced, and what to do; empty if it was.
         trace: the stacks of its threads, if it could still write them (not after SIGKILL); else empty.
     """
@@ -124,7 +125,7 @@ class WorkerDied(LoaderError, RuntimeError):
     def _sentence(self) -> str:
         more = "".join(f" {text}" for text in (self.reason, self.advice) if text)
         trace = f"\nIts last words:\n{self.trace}" if self.trace else ""
-        # The two wordings are torch's own, so that scripts which look for them go on working.
+        # The two wordings are torch's own, so that scripts that look for them keep working.
         if self.exitcode is not None and self.exitcode < 0:
             text = f"DataLoader worker (pid {self.pid}) is killed by signal: {signal_name(-self.exitcode)}. "
             text += f"It was worker {self.worker_id} of the loader"
@@ -137,13 +138,13 @@ class WorkerDied(LoaderError, RuntimeError):
 
 
 class TaskQuarantined(LoaderError, RuntimeError):
-    """A task killed three workers and is not tried again. The next batches still come.
+    """A task killed three workers and is not retried. The next batches still come.
 
     Attributes:
-        indices: what the sampler gave for the batch: a list of indices, or one; None for a stream.
+        indices: the sampler's item for the batch: a list of indices, or one index; None for a stream.
         deaths: worker number, pid and exit code of each worker that it killed (see `WorkerDied`).
-        stderr: the last lines that the last of them wrote to its standard error; may be empty.
-        advice: what is known beyond that, and what to do.
+        stderr: the last lines of the last worker's standard error; may be empty.
+        advice: further information, and what to do.
     """
 
     indices: Any = None
@@ -177,7 +178,7 @@ class TooManyBadSamples(LoaderError, RuntimeError):
 
     Attributes:
         limit: `max_bad_samples`.
-        last: the last one, in words.
+        last: a description of the last one.
     """
 
     limit: int = 0
@@ -219,19 +220,19 @@ class LoaderClosed(LoaderError, RuntimeError):
 
 
 class RanksDisagree(LoaderError, RuntimeError):
-    """The ranks' epochs end differently, which the loader was told not to even out; or one of them failed or left."""
+    """The ranks' epochs differ in length and `on_uneven` forbids that; or another rank failed or left."""
 
 
 class StateError(LoaderError, ValueError):
-    """A state cannot be loaded: it is broken, newer, of another loader, or cannot be resumed from exactly."""
+    """A state cannot be loaded: it is damaged, newer, of another loader, or cannot be resumed exactly."""
 
 
 class RingMemoryError(LoaderError, MemoryError):
-    """Shared memory for a batch or a ring could not be had.
+    """There is not enough shared memory for a batch or a ring.
 
     Attributes:
         wanted: bytes asked for.
-        limit: bytes that can be had, None when the system did not say.
+        limit: bytes available; None if the system does not say.
         reason: where the limit comes from.
         advice: what to do.
     """
@@ -279,12 +280,12 @@ class DeviceUnavailable(LoaderError, RuntimeError):
 
 
 class PageLockError(LoaderError, MemoryError):
-    """A ring could not be page-locked for the device. Nothing was locked, and the device works on as before.
+    """A ring could not be page-locked for the device. Nothing was locked, and the device keeps working.
 
     Attributes:
         nbytes: the ring's size.
-        limit: bytes of locked memory that this process may have (``ulimit -l``), where that may be why; else None.
-        reason: what the driver said.
+        limit: bytes of locked memory that this process may have (``ulimit -l``), if that may be the cause; else None.
+        reason: the driver's error.
     """
 
     nbytes: int = 0
@@ -299,24 +300,24 @@ class PageLockError(LoaderError, MemoryError):
         self.reason = reason
 
     def _sentence(self) -> str:
-        told = f"a ring of {self.nbytes:,} bytes could not be page-locked: {self.reason}. "
+        text = f"a ring of {self.nbytes:,} bytes could not be page-locked: {self.reason}. "
         if self.limit is not None:
-            told += (
+            text += (
                 f"This process may lock {self.limit:,} bytes (ulimit -l; in a container also its own, docker run "
                 "--ulimit memlock=-1): raise it if that is too little. "
             )
-        return told + "Lower num_workers, prefetch_factor or ring_bytes, or use pin_memory=True instead of device=."
+        return text + "Lower num_workers, prefetch_factor or ring_bytes, or use pin_memory=True instead of device=."
 
 
 class ShardError(LoaderError, ValueError):
-    """A shard's bytes break the rules of its format, or are larger than was allowed.
+    """A shard's bytes violate its format, or are larger than allowed.
 
     Attributes:
         url: the shard.
-        offset: where the trouble is: bytes from the shard's beginning (decompressed bytes, in a compressed shard). None
-            when it is about no single place.
-        resume: of a sample that can be stepped over, where the next one begins: as the shard's reader counts (rows, in
-            Parquet). None where there is nothing to go on with.
+        offset: position of the error in bytes from the shard's beginning (decompressed bytes, in a compressed shard).
+            None if the error has no single position.
+        resume: if the sample can be skipped, where the next one begins, in the units of the shard's reader (rows, for
+            Parquet). None if reading cannot continue.
     """
 
     def __init__(self, message: str, *, url: str = "", offset: int | None = None, resume: int | None = None) -> None:
@@ -326,12 +327,12 @@ class ShardError(LoaderError, ValueError):
         self.resume = resume
 
     def __str__(self) -> str:
-        place = "" if self.offset is None else f" at byte {self.offset:,}"
-        return f"{super().__str__()} ({self.url}{place})" if self.url else super().__str__()
+        location = "" if self.offset is None else f" at byte {self.offset:,}"
+        return f"{super().__str__()} ({self.url}{location})" if self.url else super().__str__()
 
 
 class UnsupportedPlatform(LoaderError, RuntimeError):
-    """Worker processes need a system that asyncloader does not support yet."""
+    """asyncloader does not support worker processes on this system."""
 
 
 class NeverIteratedWarning(UserWarning):
@@ -339,7 +340,7 @@ class NeverIteratedWarning(UserWarning):
 
 
 def signal_name(number: int) -> str:
-    """In the system's words, as torch says it: "Killed"."""
+    """The system's text for a signal, which torch uses, too: "Killed"."""
     return str(signal.strsignal(number))
 
 

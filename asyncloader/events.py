@@ -1,9 +1,9 @@
-"""What the scheduler is told (events) and what it asks for (actions): plain values, no behaviour.
+"""Defines the scheduler's events and actions, and the outcomes of tasks: plain values without behaviour.
 
 Data path: sampler -> [events] -> scheduler -> [actions] -> pool.
 
-Named tuples rather than dataclasses: they are made a few times a batch in the training process, and a named tuple
-costs a third of a frozen dataclass.
+Most are named tuples and not dataclasses: a few are made per batch in the training process, and a named tuple costs a
+third of a frozen dataclass.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ __all__ = [
     "ENDED",
     "NOTHING",
     "Action",
+    "AllDropped",
     "Assign",
-    "Broke",
     "Completed",
     "Deliver",
     "Delivered",
@@ -26,11 +26,11 @@ __all__ = [
     "Exhausted",
     "Fail",
     "Finish",
-    "LeftOut",
     "Notice",
     "Offered",
-    "Placed",
     "Poisoned",
+    "PoolFailed",
+    "PositionedIndex",
     "Pull",
     "Replace",
     "Replaced",
@@ -42,22 +42,22 @@ __all__ = [
 ]
 
 
-class Placed(NamedTuple):
-    """An index, or a list of them, and the global position of its first sample: what a sampler gives in seeded mode."""
+class PositionedIndex(NamedTuple):
+    """An index, or a list of indices, with the global position of its first sample. Used in seeded mode."""
 
     position: int
     index: Any
 
 
 def bare_index(index: Any) -> Any:
-    """The index, or the list of them, without its position."""
-    return index.index if isinstance(index, Placed) else index
+    """The index, or list of indices, without its position."""
+    return index.index if isinstance(index, PositionedIndex) else index
 
 
 class Task(NamedTuple):
-    """Everything needed to make one batch, again if need be.
+    """Everything that is needed to make one batch, repeatedly if necessary.
 
-    `index` is what the sampler gave: a list of indices, one index, or None for an iterable dataset.
+    `index` is the sampler's item: a list of indices, one index, or None for an iterable dataset.
     """
 
     epoch: int
@@ -69,21 +69,21 @@ class Task(NamedTuple):
 
 
 class Started(NamedTuple):
-    """The epoch begins; every worker is ready to be given tasks."""
+    """The epoch begins; every worker can take tasks."""
 
 
 class Offered(NamedTuple):
-    """The sampler gave one index batch."""
+    """The sampler gave the index of one batch."""
 
     index: Any
 
 
 class SamplerEnded(NamedTuple):
-    """The sampler has no more index batches in this epoch."""
+    """The sampler has no more indices in this epoch."""
 
 
 class Completed(NamedTuple):
-    """A worker answered a task. `outcome` is opaque here: a batch's descriptor or a user's error."""
+    """A worker answered a task. `outcome` is opaque to the scheduler: a batch's descriptor or a user's error."""
 
     worker: int
     seq: int
@@ -98,17 +98,17 @@ class Exhausted(NamedTuple):
 
 
 class Delivered(NamedTuple):
-    """The consumer took this task's outcome: its credit returns."""
+    """The consumer took this task's outcome, which returns its credit."""
 
     seq: int
 
 
 class Died(NamedTuple):
-    """A worker process ended unasked; everything that it had sent was reported before.
+    """A worker process ended unexpectedly; all its earlier answers have been reported.
 
-    `at_work` says that it had started up, so that a task may have killed it; `retired` that it left by itself, because
-    it had grown too large. `obstacle` says why a replacement could not go on where it was; empty if it can. `outside`
-    says that somebody else killed it, so that no task is to blame.
+    `at_work`: it had finished its start-up, so a task may have killed it. `retired`: it exited by itself because its
+    memory had grown too large. `obstacle`: why a replacement cannot resume where it was; empty if it can. `outside`:
+    another process killed it, so no task is to blame.
     """
 
     worker: int
@@ -120,31 +120,31 @@ class Died(NamedTuple):
 
 
 class Replaced(NamedTuple):
-    """A new process is in the worker's place."""
+    """A new process has replaced the worker."""
 
     worker: int
 
 
-class Broke(NamedTuple):
-    """The workers' side cannot go on: no descriptors left, a broken stream."""
+class PoolFailed(NamedTuple):
+    """The pool cannot continue: for example no descriptors are left, or a stream is corrupt."""
 
     error: BaseException
 
 
-Event: TypeAlias = Started | Offered | SamplerEnded | Completed | Exhausted | Delivered | Died | Replaced | Broke
+Event: TypeAlias = Started | Offered | SamplerEnded | Completed | Exhausted | Delivered | Died | Replaced | PoolFailed
 
 
 # ------------------------------------------------------------------------------------------------ actions
 
 
 class Pull(NamedTuple):
-    """Ask the sampler for `number` index batches; each comes back as `Offered` or `SamplerEnded`."""
+    """Request `number` indices from the sampler; each comes back as `Offered` or `SamplerEnded`."""
 
     number: int
 
 
 class Assign(NamedTuple):
-    """Give the task to the worker. `suspect`: a worker died over it before."""
+    """Give the task to the worker. `suspect`: it may have killed a worker before."""
 
     worker: int
     task: Task
@@ -152,13 +152,13 @@ class Assign(NamedTuple):
 
 
 class Replace(NamedTuple):
-    """Start a new process in the worker's place; `Replaced` tells that it is there."""
+    """Start a new process to replace the worker; `Replaced` follows once it runs."""
 
     worker: int
 
 
 class Deliver(NamedTuple):
-    """Hand the outcome to the consumer, after all that were delivered before it."""
+    """Pass the outcome to the consumer, after all earlier ones."""
 
     seq: int
     worker: int
@@ -166,18 +166,18 @@ class Deliver(NamedTuple):
 
 
 class Poisoned(NamedTuple):
-    """The outcome of a task that killed its workers and is not tried again."""
+    """The outcome of a task that killed its workers and is not retried."""
 
     task: Task
     deaths: tuple[WorkerDied, ...]
 
 
 class Finish(NamedTuple):
-    """The epoch is over: nothing is outstanding and nothing will be offered."""
+    """The epoch is complete: nothing is outstanding and nothing more will be offered."""
 
 
 class Fail(NamedTuple):
-    """The epoch cannot go on."""
+    """The epoch cannot continue."""
 
     error: BaseException
 
@@ -185,7 +185,7 @@ class Fail(NamedTuple):
 Action: TypeAlias = Pull | Assign | Replace | Deliver | Finish | Fail
 
 
-# ------------------------------------------------------------------- outcomes, and what goes beside the batches
+# ------------------------------------------------------------------- outcomes and notices
 
 
 class _Mark:
@@ -197,15 +197,15 @@ class _Mark:
 
 
 ENDED: Final = _Mark("ENDED")
-"""In place of an index: the sampler has no more."""
+"""Stands for an index: the sampler has no more."""
 
 
 NOTHING: Final = _Mark("NOTHING")
-"""In place of an index: there is no plain sampler, or it ended before."""
+"""Stands for an index: there is no plain sampler, or it had ended before."""
 
 
 class WorkerFailure:
-    """A task's outcome when user code raised: `error` is an exception, or torch's wrapper of one."""
+    """A task's outcome if user code raised: `error` is an exception, or torch's wrapper of one."""
 
     __slots__ = ("bad", "busy", "error")
 
@@ -215,8 +215,8 @@ class WorkerFailure:
         self.bad = bad
 
 
-class LeftOut(NamedTuple):
-    """A task's outcome when all of its samples were left out: there is no batch."""
+class AllDropped(NamedTuple):
+    """A task's outcome if all of its samples were dropped, so that there is no batch."""
 
     busy: float
     cursor: bytes
@@ -224,10 +224,10 @@ class LeftOut(NamedTuple):
 
 
 class Notice(NamedTuple):
-    """A worker was replaced: something that the consumer should know, beside the batches.
+    """Notifies the consumer that a worker is being replaced.
 
     Attributes:
-        retired: it had left by itself, because it had grown.
+        retired: the worker had exited by itself, because its memory had grown.
         warning: a text for the user; may be empty.
     """
 

@@ -1,6 +1,6 @@
-"""The text of ``loader.explain()``: the effective configuration, and one sentence on what bounds the run.
+"""Writes the text of ``loader.explain()``: the effective configuration, and what bounds the run.
 
-Data path: beside the consumer. Pure, but for asking how many CPUs there are.
+Data path: beside the consumer. Pure, except that it counts the CPUs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader.cpus import usable_cpus
-from asyncloader.delivery.transfer import current_mover
+from asyncloader.delivery.transfer import current_transfer
 from asyncloader.epoch.plan import start_method
 from asyncloader.options import LoaderSpec, is_iterable, max_restarts, most_credits
 from asyncloader.samplers.distributed import topology
@@ -25,8 +25,8 @@ _BUSY = 0.8
 
 
 def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: WorkerPool | None) -> str:
-    """Several lines of text for people."""
-    lines = [f"{name}: {_workers(spec)}", *_flights(spec, statistics)]
+    """Several lines of text for the user."""
+    lines = [f"{name}: {_workers(spec)}", *_concurrency(spec, statistics)]
     if spec.num_workers:
         lines.append(f"memory: {_rings(spec, pool)}")
         lines.append(f"collation: {_collation(spec)}")
@@ -65,18 +65,18 @@ def _credits(spec: LoaderSpec[Any]) -> int:
     )
 
 
-def _flights(spec: LoaderSpec[Any], statistics: Statistics) -> list[str]:
-    ours = spec._asyncloader_options
+def _concurrency(spec: LoaderSpec[Any], statistics: Statistics) -> list[str]:
+    options = spec._asyncloader_options
     lines = []
     if _concurrent(spec) and not is_iterable(spec):
         most = _credits(spec)
         room = "" if statistics.credits in (0, most) else f" ({statistics.credits} now, as large as they are)"
-        how = f"by {ours.fetch_threads} threads" if ours.fetch_threads else f"{ours.concurrency} at a time"
+        how = f"by {options.fetch_threads} threads" if options.fetch_threads else f"{options.concurrency} at a time"
         where = "each worker's" if spec.num_workers else "the"
         lines.append(f"samples: fetched {how}, over {where} {most} batches in hand{room}")
-    if ours.decode is not None:
-        threads = ours.decode_threads if _concurrent(spec) else 0
-        name = getattr(ours.decode, "__qualname__", repr(ours.decode))
+    if options.decode is not None:
+        threads = options.decode_threads if _concurrent(spec) else 0
+        name = getattr(options.decode, "__qualname__", repr(options.decode))
         lines.append(f"decoding: {name}, " + (f"in {threads} threads" if threads else "inline"))
     return lines
 
@@ -98,31 +98,35 @@ def _collation(spec: LoaderSpec[Any]) -> str:
 
 
 def _faults(spec: LoaderSpec[Any]) -> str:
-    ours = spec._asyncloader_options
-    most = max_restarts(ours.max_worker_restarts, seeded=ours.seed is not None)
+    options = spec._asyncloader_options
+    most = max_restarts(options.max_worker_restarts, seeded=options.seed is not None)
     deaths = (
         f"a worker that dies is replaced, {most} times an epoch at most" if most else "a worker's death ends the epoch"
     )
-    hangs = "" if ours.worker_timeout is None else f", one that is at a task for {ours.worker_timeout:g} s is killed"
-    if ours.on_error == "raise":
+    hangs = (
+        "" if options.worker_timeout is None else f", one that is at a task for {options.worker_timeout:g} s is killed"
+    )
+    if options.on_error == "raise":
         return f"{deaths}{hangs}; a sample that raises fails its batch"
-    what = "is left out" if ours.on_error == "skip" else "is replaced by on_error"
-    if ours.bad_samples == "refill":
+    what = "is left out" if options.on_error == "skip" else "is replaced by on_error"
+    if options.bad_samples == "refill":
         what = "is replaced by another one"
     return f"{deaths}{hangs}; a sample that raises {what}"
 
 
 def _order(spec: LoaderSpec[Any]) -> str:
-    ours = spec._asyncloader_options
+    options = spec._asyncloader_options
     delivery = "in task order" if spec.in_order else "as batches complete"
-    if ours.seed is None:
+    if options.seed is None:
         return f"the sampler's, {delivery}" if spec.num_workers else "the sampler's"
     rank, world_size = topology(spec)
-    share = f", rank {rank} of {world_size} (on_uneven={ours.on_uneven!r})" if world_size > 1 else ""
+    share = f", rank {rank} of {world_size} (on_uneven={options.on_uneven!r})" if world_size > 1 else ""
     if not spec.num_workers:
-        return f"seeded by {ours.seed}{share}"
-    ahead = f", up to {ours.run_ahead} batches ahead of a slow one" if spec.in_order and not is_iterable(spec) else ""
-    return f"seeded by {ours.seed}{share}, {delivery}{ahead}"
+        return f"seeded by {options.seed}{share}"
+    ahead = (
+        f", up to {options.run_ahead} batches ahead of a slow one" if spec.in_order and not is_iterable(spec) else ""
+    )
+    return f"seeded by {options.seed}{share}, {delivery}{ahead}"
 
 
 def _pinning(spec: LoaderSpec[Any]) -> str:
@@ -138,20 +142,20 @@ def _pinning(spec: LoaderSpec[Any]) -> str:
 def _device(spec: LoaderSpec[Any], statistics: Statistics) -> str:
     import torch
 
-    ours = spec._asyncloader_options
-    device = torch.device(ours.device)  # type: ignore[arg-type]
-    ahead = f"{ours.prefetch_device} {'batch' if ours.prefetch_device == 1 else 'batches'} ahead"
+    options = spec._asyncloader_options
+    device = torch.device(options.device)  # type: ignore[arg-type]
+    ahead = f"{options.prefetch_device} {'batch' if options.prefetch_device == 1 else 'batches'} ahead"
     if device.type == "cpu":
-        if ours.device_transform is None and not ours.static_buffers:
+        if options.device_transform is None and not options.static_buffers:
             return "cpu, where batches are made: nothing to copy"
         return f"cpu, where batches are made; they are prepared {ahead if spec.num_workers else 'when asked for'}"
     if not spec.num_workers:
         return f"{device}, copied when they are asked for"
     if device.type != "cuda":
         return f"{device}, {ahead}, by plain copies: rings are page-locked for CUDA alone"
-    mover = current_mover(spec)
-    if mover is not None and mover.accelerator.lock is None:
-        return f"{device}, {ahead}, by way of page-locked copies: {mover.accelerator.unlocked_because}"
+    transfer = current_transfer(spec)
+    if transfer is not None and transfer.accelerator.lock is None:
+        return f"{device}, {ahead}, by way of page-locked copies: {transfer.accelerator.unlocked_because}"
     if not statistics.locked_bytes:
         if statistics.staged > 1:
             return f"{device}, {ahead}, by way of page-locked copies: batches do not fit into rings of this ring_bytes"

@@ -1,6 +1,6 @@
-"""DataLoader: the sync facade, a real `torch.utils.data.DataLoader` over the async core.
+"""DataLoader: the sync loader, a real `torch.utils.data.DataLoader` whose iterators are ours.
 
-Data path: options -> [loader] -> sync_iterator (read that one next).
+Data path: options -> [loader] -> epoch/sync_iterator.py (read that next), or epoch/sync_inline.py without workers.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from asyncloader.bridge import Bridge
 from asyncloader.clone import constructor_arguments
 from asyncloader.delivery.transfer import kept_rings_of
-from asyncloader.epoch.sync_inline import InlineIterator
+from asyncloader.epoch.sync_inline import SyncInlineIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
 from asyncloader.epoch.thread_workers import ThreadIterator, has_thread_workers, refusal
 from asyncloader.errors import LoaderClosed, StateError
 from asyncloader.explain import explain
 from asyncloader.options import LoaderSpec, async_index_source
-from asyncloader.replaced_loader import tell_if_replaced
+from asyncloader.overridable import OverridableProperty
+from asyncloader.replaced_loader import warn_if_replaced
 from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch.sample_errors import BadSample
-from asyncloader.yielding import Yielding
 
 __all__ = ["DataLoader"]
 
@@ -41,14 +41,14 @@ class DataLoader(LoaderSpec[T_co]):
     Signature, checks, attributes and batches are torch's; arguments of our own come last, by keyword only (see
     `LoaderSpec`). Datasets may have ``async`` methods, samplers may be async iterables.
 
-    Some frameworks replace the user's loader by a stock one, which nothing else would show: that one warns when it is
-    iterated (`NeverIteratedWarning`), if this one was collected before without having been iterated.
+    Some frameworks silently replace the user's loader by a stock one. If a loader is collected without having been
+    iterated, a stock loader that was made from it warns when it is iterated (`NeverIteratedWarning`).
     """
 
     @property
     def _asyncloader_state(self) -> _FacadeState:
-        # Made on demand and kept under a private name: copies and pickles of a loader begin with fresh state.
-        # A forked child begins anew, too: the loop's thread is not there.
+        # Made on demand and kept under a private name, so that copies and pickles of a loader begin with fresh state.
+        # So does a forked child, in which the loop's thread does not exist.
         state: _FacadeState | None = self.__dict__.get("_asyncloader_state")
         if state is None or state.owner != os.getpid():
             state = self.__dict__["_asyncloader_state"] = _FacadeState()
@@ -56,20 +56,20 @@ class DataLoader(LoaderSpec[T_co]):
 
     def __iter__(self) -> Any:
         if isinstance(self._iterator, WorkerIterator) and not self._iterator.owned:
-            self._iterator = None  # persistent workers of the process that this one was forked from
+            self._iterator = None  # it has the persistent workers of the parent process
         return super().__iter__()
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         state = self._asyncloader_state
         if state.closed:
             raise LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
-        iterator: InlineIterator | WorkerIterator | ThreadIterator
+        iterator: SyncInlineIterator | WorkerIterator | ThreadIterator
         if self.num_workers:
             self.check_worker_number_rationality()
         if has_thread_workers(self):
             iterator = ThreadIterator(self)
         else:
-            kind = WorkerIterator if self.num_workers else InlineIterator
+            kind = WorkerIterator if self.num_workers else SyncInlineIterator
             with state.keeper.making_iterator():
                 iterator = kind(self, state.statistics, state.bridge, state.keeper)
             state.newest = weakref.ref(iterator)
@@ -89,52 +89,52 @@ class DataLoader(LoaderSpec[T_co]):
         self._iterator = None
         for iterator in list(state.iterators):
             iterator._shutdown_workers()
-        state.bridge.settle()  # those that were dropped a moment ago
+        state.bridge.wait_for_releases()  # waits for iterators that were just dropped
         if rings := kept_rings_of(self):
             rings.close()
         state.keeper.retire_group()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the newest iterator stands: a fresh dictionary of plain values, O(1). Between epochs: the next epoch.
+        """The newest iterator's position: a new dictionary of plain values, O(1). Between epochs: the next epoch.
 
-        Only batches that were delivered count. Safe for ``torch.load(weights_only=True)``; for JSON, too, if the states
-        of the user's own samplers and datasets are. Empty where the workers are threads, which are torch's.
+        Only batches that were delivered count. Safe for ``torch.load(weights_only=True)``; also for JSON, if the states
+        of the user's own samplers and datasets are. Empty if the workers are threads, which are torch's.
 
         Raises:
-            StateError: in seeded mode, within an epoch: a map dataset has a state of its own, and several workers read
-                it, or one reads several samples at a time.
+            StateError: in seeded mode, within an epoch, if a map dataset has a state of its own and several workers
+                read it, or one worker reads several samples at a time.
         """
         if has_thread_workers(self):
             return {}
         return self._asyncloader_state.keeper.state(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The next ``iter()`` goes on from there. An empty dictionary forgets any position.
+        """Resume at this position with the next ``iter()``. An empty dictionary resets the position.
 
         Raises:
-            StateError: the state is broken, of another version or of another loader, or has no exact position; in its
-                words, what to do.
+            StateError: the state is damaged, of another version or another loader, or has no exact position. The text
+                says what to do.
         """
         if state_dict and has_thread_workers(self):
             raise StateError(refusal(self, "cannot begin from a state"))
         self._asyncloader_state.keeper.load(self, state_dict)
-        # As in torchdata: persistent workers end, whose copies of the dataset have gone on.
+        # As in torchdata: persistent workers end, because their copies of the dataset have advanced.
         self._iterator = None
 
     def set_epoch(self, epoch: int) -> None:
-        """The next ``iter()`` is of this epoch; samplers and datasets that have `set_epoch` are told.
+        """Set the epoch of the next ``iter()``, also on samplers and datasets that have `set_epoch`.
 
-        In seeded mode the epoch advances by itself when one was delivered completely, and the order depends on it. In
-        torch mode it is the sampler's alone.
+        In seeded mode the order depends on the epoch, which advances by itself when one was delivered completely. In
+        torch mode only the sampler uses it.
         """
         self._asyncloader_state.keeper.set_epoch(self, epoch)
 
     def feedback(self, *args: Any, **kwargs: Any) -> None:
-        """Pass something that the trainer learned to the sampler: calls its method `feedback` with these arguments.
+        """Call the sampler's method `feedback` with these arguments, to pass on what the trainer learned.
 
         The sampler is ahead of the trainer by what is in flight: with workers, at most
-        ``num_workers * prefetch_factor + 1`` batches, and `run_ahead` more in seeded mode; by more with async datasets
-        and `fetch_threads`, which need more batches in hand. An async sampler is called in the thread that reads it.
+        ``num_workers * prefetch_factor + 1`` batches, and `run_ahead` more in seeded mode; more with async datasets and
+        `fetch_threads`, which keep more batches in flight. An async sampler is called in the thread that reads it.
 
         Raises:
             TypeError: the sampler has no such method.
@@ -146,25 +146,25 @@ class DataLoader(LoaderSpec[T_co]):
         else:
             state.bridge.run(_call(target, args, kwargs))
 
-    @Yielding
+    @OverridableProperty
     def errors(self) -> list[BadSample]:
-        """The samples of the newest iterator that raised and were left out or replaced (`on_error`), with their
-        tracebacks, in the order of their batches. A copy. Errors that were raised to the user are not in it.
+        """The newest iterator's samples that raised and were dropped or replaced (`on_error`), with their tracebacks,
+        in the order of their batches. A copy. Errors that were raised to the user are not included.
         """
         return list(self._asyncloader_state.statistics.log.samples)
 
-    @Yielding
+    @OverridableProperty
     def padding(self) -> int:
-        """Samples at the end of the newest iterator's last batch that only make the ranks' batches even; mostly 0."""
+        """Samples at the end of the newest iterator's last batch that only keep the ranks even; usually 0."""
         return self._asyncloader_state.keeper.padding
 
     def clone(self, **changes: Any) -> Self:
         """A new loader with this one's options, of its class, `changes` applied.
 
         Args:
-            changes: constructor arguments by name. ``batch_sampler`` takes the place of all that speaks of batches,
-                ``sampler`` that of ``shuffle``, ``num_workers=0`` drops what needs workers. A default sampler is made
-                anew, for the dataset that the clone gets.
+            changes: constructor arguments by name. ``batch_sampler`` replaces all arguments about batches, ``sampler``
+                replaces ``shuffle``, ``num_workers=0`` drops the arguments that need workers. A default sampler is made
+                again, for the clone's dataset.
         """
         return type(self)(**constructor_arguments(self, changes, self))
 
@@ -189,17 +189,19 @@ class DataLoader(LoaderSpec[T_co]):
         state = self.__dict__.copy()
         state.pop("_asyncloader_state", None)
         state.pop("_asyncloader_maker", None)
-        state["_iterator"] = None  # a copy begins anew
+        state["_iterator"] = None  # a copy has no iterator
         return state
 
     def __repr__(self) -> str:
         return f"<DataLoader batch_size={self.batch_size} num_workers={self.num_workers}>"
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        if exiting() or "_asyncloader_state" in self.__dict__:  # the default: at exit this module's names may be gone
+        if (
+            exiting() or "_asyncloader_state" in self.__dict__
+        ):  # a default argument, because at exit this module's names may be gone
             return
         if self.__dict__.get("_asyncloader_maker") == os.getpid():  # else a copy, or what a forked child inherited
-            tell_if_replaced(self)
+            warn_if_replaced(self)
 
 
 async def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -207,7 +209,7 @@ async def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 
 class _FacadeState:
-    """What a loader has beyond its options."""
+    """A loader's state besides its options."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
@@ -215,8 +217,8 @@ class _FacadeState:
         self.bridge = Bridge()
         self.keeper = StateKeeper()
         self.closed = False
-        self.iterators: weakref.WeakSet[InlineIterator | WorkerIterator | ThreadIterator] = weakref.WeakSet()
-        self.newest: weakref.ref[InlineIterator | WorkerIterator] | None = None
+        self.iterators: weakref.WeakSet[SyncInlineIterator | WorkerIterator | ThreadIterator] = weakref.WeakSet()
+        self.newest: weakref.ref[SyncInlineIterator | WorkerIterator] | None = None
 
-    def iterator(self) -> InlineIterator | WorkerIterator | None:
+    def iterator(self) -> SyncInlineIterator | WorkerIterator | None:
         return None if self.newest is None else self.newest()

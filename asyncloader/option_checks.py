@@ -1,6 +1,6 @@
-"""The loaders' options, checked when a loader is made: each by itself, and those that exclude or need one another.
+"""Checks the loaders' options when a loader is made, each one and in combination.
 
-Each check raises ValueError or TypeError with the value that it was given and with what to do instead.
+Data path: none. A failed check raises ValueError or TypeError with the given value and what to do instead.
 """
 
 from __future__ import annotations

@@ -1,21 +1,14 @@
-"""A loader's options: torch's constructor with torch's checks, and ours, validated once.
+"""Defines the loaders' options: torch's constructor and checks, and ours.
 
 Data path: none; read before the first stage starts.
 
-`LoaderSpec` is a `torch.utils.data.DataLoader` whose iteration is replaced. Both loaders stand on it: the sync one *is*
-one, the async one *has* one. Options that torch lets a user change after construction are read when iteration starts.
+`LoaderSpec` is a `torch.utils.data.DataLoader` with our options. Both loaders are based on it: the sync one *is* one,
+the async one *has* one. Options that torch lets a user change after construction are read when iteration starts.
 
-The options that say what becomes of workers that die and samples that raise: their checks and defaults.
-
-Data path: options -> [fault_options] -> scheduler, pool, worker. Pure.
-
-The options of samples in flight, and how many batches a worker has in hand for them. Pure.
-
-Data path: options -> [flight_options] -> epoch_plan -> scheduler, workers.
-
-A worker has `prefetch_factor` batches in hand, as torch's. Where it fetches samples concurrently, it has as many as it
-takes to keep `concurrency` samples in flight (or `fetch_threads` threads at work) while one batch more is finished and
-waits: the slowest sample of a batch then stops no other batch's reads. How much memory they may take is `rings.py`'s.
+`most_credits` computes how many batches a worker has outstanding. In torch that is `prefetch_factor`. A worker that
+fetches samples concurrently gets enough batches to keep `concurrency` samples in flight (or `fetch_threads` threads
+busy), plus one that is finished and waits, so that the slowest sample of a batch does not stall other batches' reads.
+`workers/memory/ring_manager.py` limits their memory.
 """
 
 from __future__ import annotations
@@ -69,10 +62,10 @@ __all__ = [
 def most_credits(
     spec: torch.utils.data.DataLoader[Any], concurrency: int, fetch_threads: int, *, iterable: bool
 ) -> int:
-    """Batches that may be in hand at a time for one copy of the dataset, however small they are.
+    """Most batches that one copy of the dataset may have outstanding, while they are small.
 
-    `prefetch_factor` at least (1 without workers). Not more for streams, which are read one sample after the other; for
-    datasets with a state of their own, which would be saved further ahead; and where batches have no known size.
+    At least `prefetch_factor` (1 without workers). Not more for streams, which are read one sample after the other; for
+    datasets with a state of their own, which would be saved further ahead; and for batches of unknown size.
     """
     least: int = spec.prefetch_factor or 1
     dataset: Any = spec.dataset
@@ -85,7 +78,7 @@ def most_credits(
     if not isinstance(size, int) or size < 1:
         return least
     if fetch_threads and spec.batch_sampler is not None and fetches_batches(dataset):
-        size = 1  # a thread makes a whole batch
+        size = 1  # one thread fetches a whole batch
     batches: int = -(-in_flight // size)
     return max(least, batches + 1)
 
@@ -99,7 +92,7 @@ _SEEDED_RESTARTS = 3
 
 
 def max_restarts(given: int | None, *, seeded: bool) -> int:
-    """How often a worker may be replaced in an epoch: as given; else 3 times where that is exact."""
+    """How often a worker may be replaced in an epoch: as given; by default 3 times in seeded mode, else never."""
     if given is not None:
         return given
     return _SEEDED_RESTARTS if seeded else 0
@@ -112,7 +105,7 @@ DEFAULT_RUN_AHEAD = 16
 
 
 class OurOptions:
-    """What torch's loader has no argument for, by name; see `LoaderSpec`. As given, and fixed from then on."""
+    """The options that torch's loader does not have, as given to the constructor. Fixed; see `LoaderSpec`."""
 
     ring_bytes: int | None
     concurrency: int
@@ -142,51 +135,52 @@ class OurOptions:
 
 
 class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
-    """torch's loader with our options beside torch's. Both can be read, unmodified, under their own names. The
-    instance's `vars` have those of ours that differ from the defaults: they are what a loader made from them must get.
+    """torch's loader with torch's options and ours. All can be read, unmodified, under their own names. The instance's
+    `vars` hold those of our options that differ from the defaults, for code that makes a loader from them.
 
-    A subclass may have attributes of any name: where one is called as an option of ours, it is the subclass's. Of ours,
-    only what the constructor was given counts, and it is read from `_asyncloader_options`.
+    A subclass may have attributes of any name, also of the name of one of our options; such an attribute is the
+    subclass's own. Our options count as they were given to the constructor, and are read from `_asyncloader_options`.
 
     Args:
         ring_bytes: upper bound of each worker's ring in bytes, at least 4096 a slot; default None: the ring follows
             the batches seen. Larger batches then go through memory of their own, once each.
-        concurrency: samples that a worker awaits at a time, over all batches that it has in hand, for datasets with
+        concurrency: samples that a worker awaits at a time, over all its outstanding batches, for datasets with
             ``async`` methods; default 256.
-        fetch_threads: threads in each worker that fetch the samples of a blocking map dataset, which several of them
-            then call at a time; default 0: one sample after the other.
-        decode: a function from a sample as the dataset gives it to the one that is collated, under the sample's random
-            numbers; default None.
-        decode_threads: threads in each worker for `decode`, where samples are awaited or fetched by threads; default 1;
-            0: in the event loop, or in the thread that fetched.
-        seed: 0 to 2**64 - 1: seeded mode, in which order and random numbers are functions of the seed, the epoch and
-            the sample's position alone. Default None: torch mode.
-        rank, world_size: this process's place among those that train together, in seeded mode; default None:
-            torch.distributed's where it is initialized, else one process alone.
-        on_uneven: what becomes of samples that the ranks cannot share evenly at the epoch's end: "drop" (default)
+        fetch_threads: threads per worker that fetch samples of a blocking map dataset, which must then be safe to call
+            from several threads at a time; default 0: one sample after the other.
+        decode: a function that turns a sample of the dataset into the one that is collated. It runs with the sample's
+            random numbers. Default None.
+        decode_threads: threads per worker for `decode`, if samples are awaited or fetched by threads; default 1; 0: in
+            the event loop, or in the thread that fetched.
+        seed: 0 to 2**64 - 1: seeded mode, in which order and random numbers depend on the seed, the epoch and the
+            sample's position alone. Default None: torch mode.
+        rank, world_size: this process's rank, and the number of processes that train together, in seeded mode; default
+            None: torch.distributed's if it is initialized, else a single process.
+        on_uneven: what to do with samples that the ranks cannot share evenly at the epoch's end: "drop" (default)
             leaves out fewer than `world_size`, "repeat" repeats fewer than `world_size`, "pad" fills every rank's last
             batch to `batch_size`, "error" raises.
-        resume: "exact" (default) refuses a state that cannot be resumed from exactly; "replay" reads a stream without
-            a state of its own again from its beginning, and drops what was delivered.
+        resume: "exact" (default) refuses a state that cannot be resumed exactly; "replay" reads a stream without a
+            state of its own again from its beginning, and drops what was delivered.
         snapshot_every_n_steps: stateful samplers and streams are asked for their states every so many batches (default
-            1); a resumed loader reads and drops the batches since. 0 or None: never.
-        run_ahead: in seeded mode, batches that may be ready before an earlier one that takes longer (default 16), as
-            far as their rings have room.
-        worker_timeout: seconds that a worker may take over one task before it is killed and replaced (start-up may take
-            60 in any case); default None: as long as it likes.
-        max_worker_restarts: how often a worker that dies is replaced in an epoch, its tasks done again; default None: 3
-            times in seeded mode, where that is exact, never in torch mode.
-        on_error: what becomes of samples that raise: "raise" (default); "skip" leaves them out; a function of an index
-            and the exception returns a substitute or raises. It is called where the sample was to be made.
+            1); a resumed loader reads and drops the batches since the last one. 0 or None: never.
+        run_ahead: in seeded mode, batches that may be ready before an earlier, slower one (default 16), as far as the
+            rings have room.
+        worker_timeout: seconds that a worker may take for one task before it is killed and replaced (start-up may take
+            60 in any case); default None: no limit.
+        max_worker_restarts: how often a worker that dies is replaced in an epoch, and its tasks repeated; default None:
+            3 times in seeded mode, where the batches stay the same, never in torch mode.
+        on_error: what to do with samples that raise: "raise" (default); "skip" leaves them out; a function of an index
+            and the exception returns a substitute or raises. It is called where the sample would have been made.
         bad_samples: with ``on_error="skip"``, a batch that lost samples is "short" (default), or gets substitutes drawn
             from the seed, the epoch and the position ("refill"; seeded mode, map datasets with a length).
-        max_bad_samples: how many samples of an epoch may raise before `TooManyBadSamples` is (default 1000); None: all.
-        worker_memory_limit: bytes of private memory that a worker may grow by since its start before it is replaced
-            between two tasks; default None. A worker whose stream nobody could read on (no state, ``resume="exact"``)
-            is left alone.
-        device: where batches are delivered, as torch takes it ("cuda", "cuda:1", a `torch.device`); default None: in
-            the CPU's memory. On CUDA they are copied straight from page-locked rings, ahead of the consumer.
-        prefetch_device: batches that may be on the device, or on their way, before the consumer asks; default 1.
+        max_bad_samples: how many samples of an epoch may raise before `TooManyBadSamples` (default 1000); None: any
+            number.
+        worker_memory_limit: bytes by which a worker's private memory may grow since its start before it is replaced
+            between two tasks; default None: no limit. A worker whose stream could not be resumed (no state,
+            ``resume="exact"``) is not replaced.
+        device: the device where batches are delivered, as torch takes it ("cuda", "cuda:1", a `torch.device`); default
+            None: in the CPU's memory. For CUDA they are copied straight from page-locked rings, ahead of the consumer.
+        prefetch_device: batches that may be on the device, or in flight, before the consumer asks; default 1.
         device_transform: a function from a batch on the device to the one that is delivered, run in a thread and a
             stream of the loader's, so not one of ``torch.compile(mode="reduce-overhead")``; default None.
         static_buffers: deliver every batch in the same tensors, for CUDA graphs (each of the first 32 combinations of
@@ -197,10 +191,10 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
     """
 
     _asyncloader_replays = False
-    """Whether `resume` is "replay" whatever it says."""
+    """Whether streams are replayed whatever `resume` says."""
 
     _asyncloader_awaits_workers = False
-    """Whether `iter()` waits until the workers have begun, and raises what one of them raised at that."""
+    """Whether `iter()` waits until the workers have begun, and raises an error of one that could not."""
 
     _asyncloader_options: OurOptions
 
@@ -252,7 +246,7 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
         if ours is not None:
             sampler, shuffle = ours, None
         super().__init__(
-            _AsyncStream() if stream else dataset,  # torch's checks are those of an iterable dataset
+            _AsyncStream() if stream else dataset,  # so that torch checks the arguments as for an iterable dataset
             batch_size,
             shuffle,
             sampler,
@@ -271,7 +265,7 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
             in_order=in_order,
         )
         if stream:
-            self.__dict__["dataset"] = dataset  # torch refuses the plain assignment from here on
+            self.__dict__["dataset"] = dataset  # torch forbids assigning it from here on
         if ring_bytes is not None and (not isinstance(ring_bytes, int) or ring_bytes < 1):
             raise ValueError(
                 f"ring_bytes should be a positive number of bytes or None, but got ring_bytes={ring_bytes!r}"
@@ -339,12 +333,12 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
         for name, value in vars(self._asyncloader_options).items():
             owner = next(base for base in type(self).__mro__ if name in vars(base))
             if owner is OurOptions and name not in vars(self) and value != vars(OurOptions)[name]:
-                setattr(self, name, value)  # else it is the subclass's, or the default, which the class has
-        self.__dict__["_asyncloader_maker"] = os.getpid()  # made here, and not a copy
+                setattr(self, name, value)  # else the name is the subclass's, or the class attribute has the default
+        self.__dict__["_asyncloader_maker"] = os.getpid()  # the process that made it; copies do not have this
 
     @property
     def generator(self) -> torch.Generator | None:
-        """torch's argument; in seeded mode, while an iterator is made, one of the seed's."""
+        """torch's argument; in seeded mode, while an iterator is made, a generator of the seed."""
         return drawing_generator(self) or vars(self).get("generator")
 
     @generator.setter
@@ -353,7 +347,7 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
 
     @property
     def _index_sampler(self) -> Any:
-        # torch's iterator calls `iter()` on it at once; an async sampler answers with nothing and is read elsewhere.
+        # torch's iterator calls `iter()` on it; for an async sampler that is empty, and a task of the loop reads it.
         plain = super()._index_sampler
         source = as_async_source(plain)
         if self._asyncloader_options.seed is None or is_iterable(self):
@@ -364,10 +358,11 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
         return source
 
     def __len__(self) -> int:
-        """Batches in an epoch. On several ranks that share the shards of a stream, about: shards differ in size.
+        """Number of batches in an epoch. Approximate on several ranks that share a stream's shards, as these differ in
+        size.
 
         Raises:
-            TypeError: nobody knows how many.
+            TypeError: the number is unknown.
         """
         ranks = topology(self).world_size
         if ranks == 1 or not (is_iterable(self) and assigns_shards(self.dataset)):
@@ -377,10 +372,10 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
         return share // size if self.drop_last else -(-share // size)
 
     def _asyncloader_workers_begin(self) -> None:
-        """Workers are about to start for an iterator of this loader."""
+        """Hook: called before workers start for an iterator of this loader."""
 
     def check_worker_number_rationality(self) -> None:
-        """torch's warning about too many workers, which knows a container's CPU quota too."""
+        """Give torch's warning about too many workers, but also consider a container's CPU quota."""
         quota = cpu_quota()
         if not self.num_workers or quota is None or quota >= affinity():
             super().check_worker_number_rationality()
@@ -397,7 +392,7 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
 
 
 def default_sampler(dataset: Any, seed: int | None, shuffle: Any, sampler: Any, batch_sampler: Any) -> Any:
-    """The sampler of seeded mode where the user gave none; None where there is one, or nothing to sample."""
+    """The default sampler of seeded mode; None if the user gave one, or there is nothing to sample."""
     if not is_seed(seed) or sampler is not None or batch_sampler is not None or isinstance(dataset, IterableDataset):
         return None
     assert seed is not None
@@ -405,7 +400,7 @@ def default_sampler(dataset: Any, seed: int | None, shuffle: Any, sampler: Any, 
 
 
 class _AsyncStream(IterableDataset[Any]):
-    """Stands for an asynchronous stream that is none of torch's classes while torch's constructor looks at it."""
+    """Stands for an asynchronous stream of another class while torch's constructor checks the dataset."""
 
     def __iter__(self) -> Iterator[Any]:
         raise TypeError("an asynchronous stream cannot be iterated with a plain for")
@@ -415,7 +410,7 @@ OPTION_NAMES = tuple(inspect.signature(LoaderSpec).parameters)
 """Every argument of the loaders; each but `shuffle`, which becomes a sampler, is an attribute under the same name."""
 
 OUR_OPTION_NAMES = tuple(OurOptions.__annotations__)
-"""Those that torch's loader does not have."""
+"""The options that torch's loader does not have."""
 
 for _name in OUR_OPTION_NAMES:
     setattr(OurOptions, _name, inspect.signature(LoaderSpec).parameters[_name].default)

@@ -1,10 +1,10 @@
-"""Tells of a stock loader that a framework made from one of ours, and that is iterated in its place.
+"""Warns when a framework iterates a stock loader that it made from one of ours.
 
-Data path: none. Looked for once, when a loader of ours is collected that nobody used.
+Data path: none. Checked once, when one of our loaders is collected without having been used.
 
-The proof is the batch sampler that our constructor made: nobody else can have it but by reading it off our loader. (A
-batch sampler that the user made proves nothing, and a loader without one has no such mark: silence.) That such a stock
-loader exists is no harm yet; that it is iterated is. So it is its first ``iter()`` that warns.
+The evidence is the batch sampler that our constructor made: only code that read it from our loader can have it. (A
+batch sampler that the user made proves nothing, and a loader without one cannot be recognised: then there is no
+warning.) A stock loader that merely exists does no harm, so its first ``iter()`` warns.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch.utils.data import BatchSampler
 
 from asyncloader.errors import NeverIteratedWarning
 
-__all__ = ["tell_if_replaced"]
+__all__ = ["warn_if_replaced"]
 
 _Torchs: Any = torch.utils.data.DataLoader
 
 
-def tell_if_replaced(loader: Any) -> None:
-    """Let a stock loader that has this loader's batch sampler say so when it is iterated; now, if it has been.
+def warn_if_replaced(loader: Any) -> None:
+    """Make a stock loader with this loader's batch sampler warn when it is iterated; at once, if it has been.
 
-    O(1) where nobody else has the batch sampler, else one pass over the objects that the collector knows.
+    O(1) if nothing else refers to the batch sampler, else one pass over all objects of the garbage collector.
     """
     if loader.batch_size is None or sys.getrefcount(loader.batch_sampler) <= 2:  # the loader's and the argument's
         return
@@ -36,8 +36,8 @@ def tell_if_replaced(loader: Any) -> None:
     if type(mark) is not BatchSampler:
         return
     for stock in [thing for thing in gc.get_objects() if type(thing) is _Torchs]:
-        if _comes_from(getattr(stock, "batch_sampler", None), mark):  # it may be half made
-            if getattr(stock, "_iterator", None) is not None:  # its persistent workers
+        if _comes_from(getattr(stock, "batch_sampler", None), mark):  # its constructor may not have finished
+            if getattr(stock, "_iterator", None) is not None:  # it has persistent workers, so it was iterated
                 _warn(repr(loader))
             else:
                 _replaced[stock] = repr(loader)
@@ -45,7 +45,7 @@ def tell_if_replaced(loader: Any) -> None:
 
 
 def _comes_from(batches: Any, mark: BatchSampler) -> bool:
-    """Whether it is the mark, or a wrapper around it such as those that share batches out among ranks."""
+    """Whether it is the mark, or a wrapper around it, such as those that shard batches among ranks."""
     for _ in range(4):
         if batches is mark:
             return True
@@ -57,7 +57,7 @@ _replaced: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 class _Replacement(_Torchs):  # type: ignore[misc]
-    """The class of such a stock loader until it is iterated: torch's in all else, and to copies and pickles of it."""
+    """The class of such a stock loader until it is iterated. Otherwise, and for copies and pickles, it is torch's."""
 
     __module__, __qualname__ = _Torchs.__module__, _Torchs.__qualname__
 

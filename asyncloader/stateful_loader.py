@@ -1,11 +1,11 @@
 """StatefulDataLoader: our loader under torchdata's name, with torchdata's meanings of a state.
 
-Data path: options -> [stateful_loader] -> loader -> sync_iterator.
+Data path: options -> [stateful_loader] -> loader -> epoch/sync_iterator.py.
 
-Who used `torchdata.stateful_dataloader.StatefulDataLoader` changes the import. The batches are the same from the same
-seeds, shuffled ones too (but for ``generator=`` without workers, where the generator's first number goes to the order
-in torchdata, and here to the base seed, as in torch). States mean the same at every moment of an epoch. Their layout is
-ours (`state_layout.py`): torchdata's are not read.
+Users of `torchdata.stateful_dataloader.StatefulDataLoader` only change the import. The batches are the same from the
+same seeds, shuffled ones too (except for ``generator=`` without workers, whose first number determines the order in
+torchdata, and here the base seed, as in torch). States mean the same at every moment of an epoch. Their layout is ours
+(`state/schema.py`); states of torchdata cannot be loaded.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class StatefulDataLoader(DataLoader[T_co]):
         worker_timeout, max_worker_restarts, on_error, max_bad_samples, worker_memory_limit: see `DataLoader`.
         device, prefetch_device, device_transform, static_buffers: see `DataLoader`.
 
-    ``iter()`` waits until the workers have begun, and raises what `worker_init_fn`, or the dataset's ``__iter__``,
-    raised in one of them.
+    ``iter()`` waits until the workers have begun, and raises an error of `worker_init_fn` or of the dataset's
+    ``__iter__`` in a worker.
 
-    A stream without a state of its own is read again from its beginning when it is resumed, and what was delivered is
-    dropped, with a warning that says how much (``resume="replay"`` of `DataLoader`).
+    A stream without a state of its own is read again from its beginning to resume it; what was delivered is dropped,
+    with a warning that says how much (``resume="replay"`` of `DataLoader`).
 
     Raises:
         ValueError, TypeError: as `DataLoader`.
@@ -128,8 +128,8 @@ class StatefulDataLoader(DataLoader[T_co]):
         )
 
     def _asyncloader_workers_begin(self) -> None:
-        # torchdata's iterator with workers asks its batch sampler for an iterator twice, and uses the second: a
-        # permutation is drawn and dropped before each order.
+        # torchdata's iterator with workers calls `iter(batch_sampler)` twice and uses the second: a permutation is
+        # drawn and dropped before each order.
         sampler: Any = getattr(self.batch_sampler, "sampler", None)
         if draws_when_iterated(sampler):
             iter(sampler)

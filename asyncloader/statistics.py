@@ -1,13 +1,9 @@
-"""What a loader did so far, as numbers: always on, a few additions a batch.
+"""Counts what a loader did so far, and keeps the records of bad samples.
 
-Data path: beside the consumer.
+Data path: beside the consumer. Always on; a few additions per batch.
 
-Time counts while an iterator is in use: from its start to its last batch or its end. Pauses between epochs do not
-count. Updated by the consumer's thread alone; read from any.
-
-What ``loader.errors`` shows: the samples that raised, up to a limit.
-
-Data path: consumer -> [bad_sample_log].
+Time is counted while an iterator is in use: from its start to its last batch or its end, without pauses between epochs.
+Updated by the consumer's thread alone; read from any thread.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 
-from asyncloader.counters import KEYS, TOTALS
+from asyncloader.counters import COUNTERS, KEYS
 from asyncloader.errors import TooManyBadSamples
 from asyncloader.workers.fetch.sample_errors import BadSample
 
@@ -30,7 +26,7 @@ class Statistics:
 
     __slots__ = (
         "_mark",
-        "_told",
+        "_reported",
         "bad_samples",
         "batches",
         "busy_s",
@@ -61,54 +57,54 @@ class Statistics:
         self.wait_s = 0.0
         self.elapsed_s = 0.0
         self.busy_s = 0.0  # seconds that workers spent on tasks
-        self.worker_s = 0.0  # seconds that they existed in iterators' time
+        self.worker_s = 0.0  # seconds that workers existed while an iterator was in use
         self.copy_outs = 0
-        self.credits = 0  # batches that a worker of the newest iterator may have in hand
+        self.credits = 0  # outstanding batches per worker, in the newest iterator
         self.locked_bytes = 0  # of rings that were page-locked
         self.lock_s = 0.0
         self.staged = 0  # batches for a device that were copied to page-locked memory first
         self.restarts = 0  # workers that died and were replaced
-        self.retirements = 0  # workers that had grown and were replaced
+        self.retirements = 0  # workers that were replaced because their memory had grown
         self.bad_samples = 0
         self.refilled = 0
-        self.store: dict[str, float] = dict.fromkeys(KEYS, 0.0)  # what the transports of the workers did
+        self.store: dict[str, float] = dict.fromkeys(KEYS, 0.0)  # the workers' transport counters
         self.log = BadSampleLog(None)  # of the newest iterator
         self.first_batch_s = 0.0
         self._mark = 0.0
-        self._told: dict[str, float] = {}
+        self._reported: dict[str, float] = {}
 
     def begin(self) -> float:
-        """An iterator starts now; returns the time, for `first_batch`."""
-        self._told = TOTALS.sums.copy()
+        """Begin to measure an iterator. Returns the time, for `first_batch`."""
+        self._reported = COUNTERS.sums.copy()
         self._mark = perf_counter()
         return self._mark
 
     def first_batch(self, begun: float) -> None:
-        """An iterator gave its first batch. The figure kept is that of the newest iterator."""
+        """Record the time to an iterator's first batch; the newest iterator's value is kept."""
         self.first_batch_s = perf_counter() - begun
 
     def bad(self, records: Sequence[BadSample]) -> None:
-        """These samples raised.
+        """Record samples that raised.
 
         Raises:
-            TooManyBadSamples: they are more than the newest iterator's limit allows.
+            TooManyBadSamples: the newest iterator's limit is exceeded.
         """
         self.bad_samples += len(records)
         self.refilled += sum(record.action == "refilled" for record in records)
         self.log.add(records)
 
     def count(self, counts: Mapping[str, float]) -> None:
-        """The transports of a worker did this."""
+        """Add a worker's transport counters."""
         for name in self.store.keys() & counts.keys():
             self.store[name] += counts[name]
 
     def count_here(self) -> None:
-        """Without workers: the transports of this process did something since this was called last, or `begin` was."""
-        if counts := TOTALS.changes(self._told):
+        """Without workers: add this process's transport counters since the last call, or since `begin`."""
+        if counts := COUNTERS.changes(self._reported):
             self.count(counts)
 
     def batch(self, samples: int, nbytes: int, pickled: int, waited: float, busy: float, workers: int) -> None:
-        """A batch was delivered, for which the consumer waited `waited` seconds and a worker spent `busy`."""
+        """Count a delivered batch. The consumer waited `waited` seconds for it, and a worker spent `busy` on it."""
         now = perf_counter()
         passed = now - self._mark
         self._mark = now
@@ -122,12 +118,13 @@ class Statistics:
         self.worker_s += passed * workers
 
     def snapshot(self, queue_depth: int) -> dict[str, float]:
-        """A flat dictionary of floats, a fresh one each time.
+        """A new flat dictionary of floats.
 
-        ``data/wait_frac`` is the share of the iterators' time that the consumer waited; ``data/worker_busy_frac`` that
-        of the workers' time in which they had work; rates are per second of the iterators' time. ``data/credits`` is
-        how many batches one worker (without workers: this process) may have in hand now, as large as they are.
-        ``device/staged`` counts batches that could not be copied to the device straight from a page-locked ring.
+        ``data/wait_frac`` is the fraction of the iterators' time that the consumer waited; ``data/worker_busy_frac``
+        the fraction of the workers' time in which they had work; rates are per second of the iterators' time.
+        ``data/credits`` is how many batches of the current size one worker (without workers: this process) may have
+        outstanding. ``device/staged`` counts batches that could not be copied to the device straight from a
+        page-locked ring.
         """
         elapsed = self.elapsed_s or float("inf")
         return {
@@ -159,7 +156,7 @@ class BadSampleLog:
     """The bad samples of one epoch, in the order in which their batches were delivered.
 
     Args:
-        limit: how many there may be; None: any number.
+        limit: most bad samples allowed; None: any number.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -167,10 +164,10 @@ class BadSampleLog:
         self._limit = limit
 
     def add(self, records: Iterable[BadSample]) -> None:
-        """Take the records of one batch.
+        """Add the records of one batch.
 
         Raises:
-            TooManyBadSamples: there are more than the limit now. All of them were taken.
+            TooManyBadSamples: there are now more than the limit. All records were added.
         """
         self.samples += records
         if self._limit is not None and len(self.samples) > self._limit:

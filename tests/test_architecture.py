@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+from collections.abc import Iterable
 
 from docs.house import FLOOR, FOLDERS, MODULES, PICTURE, ROOT, draw, imports, parsed, room
 
@@ -32,13 +33,10 @@ PURE = {
         "formats.jsonl",
         "formats.mds",
         "formats.parquet",
-        "formats.parquet_arrow",
-        "formats.parquet_meta",
-        "formats.parquet_pages",
+        "formats.parquet_file",
         "formats.push_parser",
         "formats.tar",
         "formats.tfrecord",
-        "formats.thrift",
         "remote.assignment",
         "remote.assignment_state",
         "remote.braces",
@@ -70,7 +68,7 @@ PURE = {
 IMPURE_IMPORTS = {"asyncio", "multiprocessing", "select", "selectors", "socket", "subprocess", "threading"}
 
 
-def top_level_names(names: set[str]) -> set[str]:
+def top_level_names(names: Iterable[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.test_architecture import MODULES
+from docs.house import MODULES
 
 WAITS = {"join", "wait", "wait_for", "result", "acquire", "run", "get", "sleep", "settle", "select", "poll", "recv"}
 """Methods and functions that wait; `get` only of a queue."""
@@ -23,7 +23,7 @@ BOUNDED = {
     # What a hook at exit may wait for: it runs while daemon threads still do.
     "join_all: thread.join": "until a deadline that all threads have in common",
     "_leave_all: thread.join": "ditto, of the threads that tell the other ranks",
-    "Bridge.settle: thread.join": "its argument",
+    "Bridge.wait_for_releases: thread.join": "its argument",
     "_settle: time.sleep": "a twentieth of a second",
     # Processes end by themselves once they are told to, whatever the threads of this one are at.
     "hang_up: poll.poll": "five seconds",
@@ -167,7 +167,7 @@ def _waits(function: Function) -> Iterator[str]:
         if isinstance(node, ast.With):
             for item in node.items:
                 text = ast.unparse(item.context_expr)
-                if "lock" in text.lower() or text in {"self._making", "self._turn()"}:
+                if "lock" in text.lower() or text in {"self._making", "self._locked()"}:
                     yield f"{function.name}: with {text}"
         if isinstance(node, ast.Await):
             yield f"{function.name}: {ast.unparse(node)}"

@@ -40,7 +40,7 @@ from datetime import UTC
 from math import isfinite
 from typing import NamedTuple, Self
 
-from asyncloader.counters import TOTALS
+from asyncloader.counters import COUNTERS
 from asyncloader.transports.errors import TransportError
 
 __all__ = [
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 RETRYABLE_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 520, 521, 522, 523, 524, 529, 530})
-"""Statuses that mean "not now": time-outs, throttling, servers and gateways in trouble. S3 sometimes answers 500
+"""Statuses that mean "not now": time-outs, throttling, failing servers and gateways. S3 sometimes answers 500
 temporarily; 509 and 520 to 530 are sent by web hosts and CDNs when their backend fails. Every other 4xx, and 501 and
 505, is about the request itself and will be the same next time.
 """
@@ -224,18 +224,18 @@ class RetryCounts:
         """Count a retry after `delay` seconds."""
         self.kinds[kind] += 1
         self.waited_s += delay
-        TOTALS.add("retries")
-        TOTALS.add("retry_wait_s", delay)
+        COUNTERS.add("retries")
+        COUNTERS.add("retry_wait_s", delay)
 
     def resume(self) -> None:
         """Count a download that continues."""
         self.resumed += 1
-        TOTALS.add("resumed")
+        COUNTERS.add("resumed")
 
     def give_up(self) -> None:
         """Count an operation that failed in the end."""
         self.given_up += 1
-        TOTALS.add("given_up")
+        COUNTERS.add("given_up")
 
     @property
     def total(self) -> int:

@@ -33,7 +33,7 @@ from torch.utils.data import IterDataPipe
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data.graph_settings import apply_random_seed
 
-from asyncloader.counters import TOTALS
+from asyncloader.counters import COUNTERS
 from asyncloader.errors import LoaderError
 from asyncloader.events import bare_index
 from asyncloader.workers.fetch.assignment_client import WorkerAssignments
@@ -80,7 +80,7 @@ class TaskRunner:
         self._ring: WorkerRing | None = None
         self._ring_number = -1
         self._assignments = WorkerAssignments(self.channel_send)
-        self._counted = TOTALS.sums.copy()  # what this process's parent did is not ours
+        self._counted = COUNTERS.sums.copy()  # what this process's parent did is not ours
         self._encoder = Encoder()
         self._last_template = b""
         self._samples = 0
@@ -349,7 +349,7 @@ class TaskRunner:
         self._last_template = encoded.template
 
     def _tell_counts(self) -> None:
-        if counts := TOTALS.changes(self._counted):
+        if counts := COUNTERS.changes(self._counted):
             self.channel_send(wire.pack(wire.COUNTS, pickle.dumps(dict(counts), 5)))
 
     def _tell_bad(self, epoch: int, seq: int, bad: list[BadSample]) -> None:

@@ -1,18 +1,18 @@
-"""Batches on an accelerator, ahead of the consumer.
+"""Turns workers' answers into batches, and copies them to page-locked memory or a device ahead of the consumer.
 
-Data path: reorder -> delivery -> [device] -> consumer. In the order of a batch:
+Data path: reorder -> [delivery] -> consumer. In the order in which a batch passes them:
 
-    options        what the user asked for, checked
-    accelerator    what is asked of a device; which one serves a torch.device
-    cuda, driver   CUDA: a side stream, events, page-locking
-    numa           where there are several nodes: near the device
-    locking        rings are page-locked when their first batch comes
-    stage          a batch is opened, and copied from its slot
-    release        its slot is kept until the copy is done
-    mover          what happens to it on the device, and how the consumer gets it
-    ranges         tensors that lie side by side are copied together
-    tensors        the tensors of a batch, wherever in it they are
-    static         tensors that stay where they are, for CUDA graphs
+    opener         opens an answer: a view of the slot, or a copy
+    stage          a thread that works on each batch in order; the pinning stage
+    device_stage   the stage that copies to a device; page-locks rings, keeps slots until their copies are done
+    transfer       copies one batch to the device and runs the user's `device_transform`
+    byte_ranges    copies tensors that are neighbours in memory together
+    tensors        finds and replaces the tensors of a batch; static tensors for CUDA graphs
+    accelerator    what a device must offer
+    cuda           CUDA: side streams, events, page-locking
+    numa           on machines with several NUMA nodes: memory and threads near the device
+
+This module chooses the accelerator for a `torch.device`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def _open_cuda(device: torch.device) -> Accelerator:
 
 
 OPENERS: dict[str, Callable[[torch.device], Accelerator]] = {"cuda": _open_cuda}
-"""By type of device."""
+"""Factories of accelerators, by device type."""
 
 
 def open_accelerator(device: torch.device) -> Accelerator | None:
-    """What serves this device; None where batches are there already: they are made in the CPU's memory.
+    """Open the accelerator for this device; None for the CPU, in whose memory batches are made.
 
     Raises:
-        DeviceUnavailable: this process cannot use it.
+        DeviceUnavailable: this process cannot use the device.
     """
     if device.type in OPENERS:
         return OPENERS[device.type](device)
@@ -49,7 +49,7 @@ def open_accelerator(device: torch.device) -> Accelerator | None:
         return None
     try:
         torch.empty(0, device=device)
-    except (AssertionError, RuntimeError) as error:  # what torch raises for a backend that it was built without
+    except (AssertionError, RuntimeError) as error:  # torch was built without this backend
         reason = str(error).partition("\n")[0].rstrip(".")
         raise DeviceUnavailable(str(device), f"torch {torch.__version__} says: {reason}") from error
     return PlainAccelerator(device)

@@ -1,9 +1,9 @@
-"""What the loader asks of a device, and which class does it for which device.
+"""Defines what the loader needs from a device: `Accelerator`, and the plain implementation.
 
-Data path: delivery -> stage -> mover -> [accelerator] -> consumer.
+Data path: device_stage -> transfer -> [accelerator] -> consumer.
 
-CUDA copies straight from page-locked rings, in a stream of its own. Other accelerators get plain copies, finished
-before the batch is delivered; so do devices that torch will know in future. The CPU needs none of it.
+CUDA (`cuda.py`) copies straight from page-locked rings, in a stream of its own. Other accelerators, also those that
+torch may add later, get plain copies that are finished before the batch is delivered. The CPU needs none.
 """
 
 from __future__ import annotations
@@ -19,63 +19,63 @@ __all__ = ["Accelerator", "DoneEvent", "Lock", "PlainAccelerator"]
 
 
 Lock: TypeAlias = Callable[[int, int], Callable[[], None]]
-"""Page-locks mapped memory whose pages are there, given its address and its length in bytes; returns what undoes it,
-which may be called in any thread. Raises PageLockError where it cannot be had; the device works on as before."""
+"""Page-locks mapped memory whose pages exist, given its address and length in bytes. Returns a function that unlocks
+it, from any thread. Raises PageLockError if that is refused; the device keeps working."""
 
 
 class DoneEvent(Protocol):
-    """A point in the device's work."""
+    """A point in a device stream."""
 
     def synchronize(self) -> None:
-        """Wait, without the GIL, until the work up to this point is done."""
+        """Wait, without the GIL, until all work up to this point is done."""
         ...
 
 
 class Accelerator(ABC):
-    """One device, for one loader. `work`, and what happens within it, are called by one thread at a time. Every call
-    leaves the calling thread's current device what it was.
+    """One device, for one loader. `work`, and everything inside it, is called by one thread at a time. No call changes
+    the calling thread's current device.
     """
 
     device: torch.device
     lock: Lock | None
-    """Page-locks a ring, so that copies from it are as fast as from memory of the device's own allocator; None: there
-    is no such thing."""
+    """Page-locks a ring, so that copies from it are as fast as from torch's pinned memory; None if the device has no
+    page-locking."""
     node: int | None = None
-    """The device's NUMA node, where there are several."""
+    """The device's NUMA node; None if there is only one, or it is unknown."""
     unlocked_because: str = ""
-    """Why `lock` is None, where the device is one of those that could have it."""
+    """Why `lock` is None, for devices that could have it."""
 
     @abstractmethod
     def work(self) -> AbstractContextManager[None]:
-        """In it, this thread's copies to the device go to the stream of copies."""
+        """Context in which this thread's copies to the device go to the copy stream."""
 
     @abstractmethod
     def compute(self, copies: Sequence[torch.Tensor], copied: DoneEvent | None) -> AbstractContextManager[None]:
-        """Within `work`: in it, this thread's computations on `copies` go to another stream, which begins when
-        `copied` has come. So the next batch is copied meanwhile.
+        """Context, inside `work`, in which this thread's computations on `copies` go to another stream. That waits for
+        `copied`, so that the next batch can be copied meanwhile.
         """
 
-    def follow(self) -> None:  # noqa: B027 - without side streams there is nothing that could
-        """Both streams wait for what the current stream of this thread has been given so far."""
+    def sync_side_streams(self) -> None:  # noqa: B027 - no-op without side streams
+        """Make both side streams wait for all work that this thread's current stream has so far."""
 
     @abstractmethod
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on the device; itself if it is there. It may be read at any time until `event`."""
+        """The tensor on the device; itself if it is there already. The source may be read until `event`."""
 
     @abstractmethod
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in memory from which the device reads fast, made at once, and kept by whoever gave that memory until
-        copies from it are done; or the tensor itself.
+        """A copy in page-locked memory, made synchronously; its allocator keeps that memory until copies from it are
+        done. Or the tensor itself.
         """
 
     @abstractmethod
     def event(self) -> DoneEvent | None:
-        """The end of what this thread's present stream was given so far; None: it is done already."""
+        """An event after all work that this thread's current stream has so far; None if that is done already."""
 
     @abstractmethod
-    def hand_over(self, tensors: Sequence[torch.Tensor], event: DoneEvent | None) -> None:
-        """In the consumer's thread: its current stream waits for the event; the tensors' memory is not used again
-        before what that stream does with them is done.
+    def sync_current_stream(self, tensors: Sequence[torch.Tensor], event: DoneEvent | None) -> None:
+        """Make the current stream of the consumer's thread wait for the event. The tensors' memory is not reused before
+        that stream's work with them is done.
         """
 
 
@@ -104,10 +104,10 @@ class PlainAccelerator(Accelerator):
         return tensor
 
     def event(self) -> DoneEvent | None:
-        """Waits for the device: another thread will use what was copied."""
+        """Waits for the device, because another thread will use the copies."""
         if self.device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(self.device)
         return None
 
-    def hand_over(self, tensors: Sequence[torch.Tensor], event: DoneEvent | None) -> None:
+    def sync_current_stream(self, tensors: Sequence[torch.Tensor], event: DoneEvent | None) -> None:
         """Nothing to wait for."""

@@ -1,13 +1,13 @@
-"""The tensors of a batch as ranges of bytes, each of which is copied once.
+"""Copies the tensors of a batch as few ranges of bytes.
 
-Data path: delivery -> stage -> mover -> [ranges] -> cuda.
+Data path: device_stage -> transfer -> [byte_ranges] -> accelerator.
 
-A copy costs some microseconds whatever its size, and a batch may have hundreds of tensors. They lie side by side in its
-slot, so small neighbours are copied together, and views of the copy take their places. A large tensor has a copy of its
-own: who keeps only a batch's labels should not keep the memory of its images.
+A copy costs some microseconds whatever its size, and a batch may have hundreds of tensors. They are neighbours in their
+slot, so small ones are copied together and replaced by views of the copy. A large tensor is copied by itself: keeping
+only a batch's labels must not keep the memory of its images.
 
-A tensor with gaps, or one that is expanded, is copied as the range of bytes in which it lies, and viewed there.
-torch would make a dense copy of it in ordinary memory first, and wait for the device to read that.
+A tensor with gaps between its elements, or an expanded one, is copied as the byte range that contains it, and viewed
+there. torch would first make a dense copy in ordinary memory, and wait for the device to read that.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 __all__ = ["JOINED_BYTES", "copy_ranges"]
 
 JOINED_BYTES = 1 << 20
-"""The most that is copied together, and so the most that a small tensor keeps of its batch's memory."""
+"""The most bytes that are copied together, and so the most that a small tensor keeps of its batch's memory."""
 
 _ALIGNMENT = 16  # bytes: the widest element
-_MOST_GAPS = 2  # times a tensor's own bytes: more of memory that is not the batch's is not worth copying
+_MOST_GAPS = 2  # a range of more than this many times the tensor's own bytes is not copied whole
 
 
-class _Place(NamedTuple):
-    """Where a tensor lies: bytes `start` to `end` of `memory`, which are those of whatever else lies there, too."""
+class _ByteRange(NamedTuple):
+    """A tensor's bytes: `start` to `end` of `memory`, which other tensors may share. `base` identifies the memory."""
 
     base: int
     start: int
@@ -39,25 +39,25 @@ class _Place(NamedTuple):
 def copy_ranges(
     tensors: Sequence[torch.Tensor], slot: torch.Tensor | None, copy: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[int, torch.Tensor]:
-    """The tensors' copies, by the tensors' identity. Those that are not dense or strided CPU tensors have none here.
+    """Copy the tensors. Returns the copies by ``id(tensor)``; other than plain strided CPU tensors are left out.
 
     Args:
-        tensors: of one batch.
-        slot: the bytes that the batch lies in; None where that is no memory of its own.
-        copy: gives the copy of a tensor.
+        tensors: the tensors of one batch.
+        slot: the bytes that contain the batch; None if there is no such range.
+        copy: copies one tensor.
     """
-    places = sorted((_place(tensor, slot) for tensor in tensors if _is_plain(tensor)), key=lambda each: each[:3])
+    ranges = sorted((_byte_range(tensor, slot) for tensor in tensors if _is_plain(tensor)), key=lambda each: each[:3])
     copies: dict[int, torch.Tensor] = {}
     first = 0
-    while first < len(places):
-        base, start, end, tensor, memory = places[first]
+    while first < len(ranges):
+        base, start, end, tensor, memory = ranges[first]
         last = first + 1
-        while last < len(places) and places[last].base == base:
-            joined = max(end, places[last].end)
-            if places[last].start >= end and (memory is not slot or slot is None or joined - start > JOINED_BYTES):
+        while last < len(ranges) and ranges[last].base == base:
+            joined = max(end, ranges[last].end)
+            if ranges[last].start >= end and (memory is not slot or slot is None or joined - start > JOINED_BYTES):
                 break
             end, last = joined, last + 1
-        group = places[first:last]
+        group = ranges[first:last]
         if len(group) == 1 and _dense_bytes(tensor) == end - start:
             copies[id(tensor)] = copy(tensor)
         elif memory is None:
@@ -65,8 +65,8 @@ def copy_ranges(
         else:
             start -= start % _ALIGNMENT
             there = copy(memory[start:end])
-            for place in group:
-                copies[id(place.tensor)] = _view(there, place.start - start, place.tensor)
+            for part in group:
+                copies[id(part.tensor)] = _view(there, part.start - start, part.tensor)
         first = last
     return copies
 
@@ -81,20 +81,20 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _place(tensor: torch.Tensor, slot: torch.Tensor | None) -> _Place:
+def _byte_range(tensor: torch.Tensor, slot: torch.Tensor | None) -> _ByteRange:
     address, item = tensor.data_ptr(), tensor.element_size()
     reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     nbytes = (reach + 1) * item
     if slot is not None:
         start = address - slot.data_ptr()
         if start in range(slot.numel() - nbytes + 1) and start % item == 0:
-            return _Place(slot.data_ptr(), start, start + nbytes, tensor, slot)
+            return _ByteRange(slot.data_ptr(), start, start + nbytes, tensor, slot)
     if nbytes > _MOST_GAPS * _dense_bytes(tensor):
-        return _Place(-address, 0, nbytes, tensor, None)
+        return _ByteRange(-address, 0, nbytes, tensor, None)
     storage = tensor.untyped_storage()
     memory = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
     start = address - storage.data_ptr()
-    return _Place(storage.data_ptr(), start, start + nbytes, tensor, memory)
+    return _ByteRange(storage.data_ptr(), start, start + nbytes, tensor, memory)
 
 
 def _dense_bytes(tensor: torch.Tensor) -> int:

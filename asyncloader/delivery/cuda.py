@@ -1,29 +1,24 @@
-"""What is asked of CUDA's driver itself: a few functions of libcuda.so.1, called without the GIL if they take time.
+"""CUDA: copies in a side stream from page-locked rings, ahead of the consumer.
 
-Data path: ring -> locking -> cuda -> [driver].
+Data path: device_stage -> transfer -> [cuda] -> consumer.
 
-The driver's own interface and not the runtime's, because a runtime call that fails leaves its error behind, and the
-next call of anybody in the process reports it as its own. Memory that was locked here is page-locked for the runtime,
-and for all devices (CU_MEMHOSTREGISTER_PORTABLE). Source: CUDA Driver API, "Memory Management" and "Primary Context
-Management".
+`CudaAccelerator` works with streams and events. The consumer's *stream* waits for the copies, so the consumer's thread
+does not. `record_stream` tells torch's allocator that the consumer's stream uses memory that belongs to a side stream;
+without it the memory of a dropped batch would be given to the next copy while kernels still read it. Every call is made
+with the loader's device as the thread's current one: a thread begins on device 0, and a call made there, or the return
+from a stream of another device, opens a context on it, which costs some 0.5 GB per process.
 
-While a CUDA graph is captured in torch's default mode, "global", many calls of *other* threads fail, and spoil the
-capture: memory that is locked, an event that is waited for. A thread whose own mode is "relaxed" is exempt. Source:
-CUDA Driver API, `cuThreadExchangeStreamCaptureMode`.
+`Driver` calls libcuda.so.1 itself, without the GIL where a call takes time. The driver API is used, and not the
+runtime, because a failed runtime call leaves its error behind for the next call of anyone in the process. Memory that
+was locked here is page-locked for the runtime and for all devices (CU_MEMHOSTREGISTER_PORTABLE). Sources: CUDA Driver
+API, "Memory Management" and "Primary Context Management".
+
+While a CUDA graph is captured in torch's default mode, "global", many calls of *other* threads fail and invalidate the
+capture, such as locking memory or waiting for an event. A thread in "relaxed" mode is exempt. Source: CUDA Driver API,
+`cuThreadExchangeStreamCaptureMode`.
 
 Assumption: the mapping is shared memory. A private one would be copied page by page after a fork, and the device would
-go on reading the old pages.
-
-CUDA: copies in a side stream, from page-locked memory, ahead of the consumer.
-
-Data path: delivery -> stage -> mover -> [cuda] -> consumer.
-
-The consumer's stream waits for the copies on the device, not the consumer for them in its thread. `record_stream` tells
-torch's allocator that the consumer's stream uses memory that belongs to a side stream; without it the memory of a
-batch that is dropped would be given to the next copy while kernels still read it.
-
-Every call is made with the loader's device as the thread's current one. A thread begins on device 0, and a call made
-there, or the return from a stream of another device, opens a context on it: some 0.5 GB for each process of a machine.
+keep reading the old pages.
 """
 
 from __future__ import annotations
@@ -60,16 +55,16 @@ _HOST_REGISTER_SUPPORTED = 99  # CUdevice_attribute
 
 
 class LockingUnsupported(Exception):
-    """This device cannot read from memory of ours that is page-locked, whatever its size. It works all the same."""
+    """This device cannot use memory that we page-lock, whatever its size. It works without."""
 
 
 class Driver:
-    """The driver, for one device.
+    """The CUDA driver, for one device.
 
     Args:
         library: libcuda, loaded.
         index: of the device.
-        quick: the same, for calls that keep the GIL; default None: there is only the one.
+        quick: libcuda, loaded so that calls keep the GIL; default None: `library` serves for these calls, too.
     """
 
     def __init__(self, library: Any, index: int, quick: Any = None) -> None:
@@ -77,14 +72,14 @@ class Driver:
         self._quick = library if quick is None else quick
         self._index = index
         self.refusal = ""
-        """Why this device can have no memory locked, once that is known."""
+        """Why no memory can be locked for this device, once that is known."""
 
     def lock(self, address: int, nbytes: int) -> Callable[[], None]:
-        """Page-lock a range; returns what unlocks it. Both take about 0.1 s for a GB whose pages are there.
+        """Page-lock a range. Returns a function that unlocks it. Each takes about 0.1 s per GB of existing pages.
 
         Raises:
-            LockingUnsupported: this device can have no memory locked: its own attribute says so, or the driver does
-                (CUDA_ERROR_NOT_SUPPORTED: under confidential computing, for one).
+            LockingUnsupported: no memory can be locked for this device, according to its attribute or to the driver
+                (CUDA_ERROR_NOT_SUPPORTED, for example under confidential computing).
             PageLockError: the driver refuses this range.
         """
         if not self.refusal and not self._can_lock():
@@ -106,12 +101,12 @@ class Driver:
         device, supported = ctypes.c_int(), ctypes.c_int(1)
         library = self._library
         if library.cuDeviceGet(ctypes.byref(device), ctypes.c_int(self._index)) == _SUCCESS:
-            # A driver that does not know the attribute leaves the answer as it is.
+            # A driver that does not know the attribute leaves `supported` unchanged.
             library.cuDeviceGetAttribute(ctypes.byref(supported), ctypes.c_int(_HOST_REGISTER_SUPPORTED), device)
         return bool(supported.value)
 
     def pci_address(self) -> str:
-        """As "0000:3B:00.0"; empty where the driver does not say."""
+        """The device's PCI address, as "0000:3B:00.0"; empty if the driver does not say."""
         device, text = ctypes.c_int(), ctypes.create_string_buffer(32)
         library = self._library
         if library.cuDeviceGet(ctypes.byref(device), ctypes.c_int(self._index)) == _SUCCESS:
@@ -119,9 +114,9 @@ class Driver:
         return text.value.decode()
 
     def new_stream(self) -> int | None:
-        """The handle of a new stream that waits for no other by itself; None: the driver refuses.
+        """The handle of a new non-blocking stream; None if the driver refuses.
 
-        The stream is the process's for good, and so is the device's primary context, which is retained for it.
+        The stream lives as long as the process; so does the device's primary context, which is retained for it.
         """
         device, context, stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
         library = self._library
@@ -138,7 +133,7 @@ class Driver:
 
     @contextmanager
     def relaxed(self) -> Generator[None]:
-        """In it, nothing that this thread asks of the device fails over a CUDA graph that is captured, or spoils it."""
+        """Context in which this thread's calls neither fail because of a CUDA graph capture nor invalidate it."""
         mode = ctypes.c_int(_RELAXED)
         exchanged = self._exchange_mode(mode)
         try:
@@ -148,23 +143,24 @@ class Driver:
                 self._exchange_mode(mode)
 
     def _exchange_mode(self, mode: ctypes.c_int) -> bool:
-        """`mode` has the thread's former one then. A refusal costs graphs that are captured now, no batch.
+        """Set the thread's capture mode; `mode` then holds the former one. If the driver refuses, a graph that is
+        being captured may fail, but no batch is lost.
 
-        It only sets a variable of the thread: to give up the GIL for it, twice a batch, would be to wait for it.
+        The call only sets a thread-local variable, so it keeps the GIL: releasing it twice per batch costs more.
         """
         return bool(self._quick.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)) == _SUCCESS)
 
     def _unlock(self, owner: int, address: int) -> None:
         if os.getpid() != owner:
-            return  # a fork's copy: the parent's device still reads there
+            return  # in a forked child: the parent's device still reads the memory
         with self.relaxed(), self._context() as refused:
             if not refused:
-                # At the interpreter's end the driver may be gone already, and its locks with it: no error of ours.
+                # At interpreter exit the driver, and its locks, may be gone already; that is not an error.
                 self._library.cuMemHostUnregister(ctypes.c_void_p(address))
 
     @contextmanager
     def _context(self) -> Generator[int]:
-        """Makes the device's primary context, which is torch's as well, this thread's; gives an error code."""
+        """Make the device's primary context, which torch uses too, current in this thread; yields an error code."""
         device, context, popped = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
         library = self._library
         code: int = library.cuDeviceGet(ctypes.byref(device), ctypes.c_int(self._index))
@@ -191,8 +187,8 @@ class Driver:
 
 
 def open_driver(index: int) -> Driver | None:
-    """The driver; None where there is none that we know: ROCm's, for one. A process has one for each device, so what
-    it has learned of a device holds for all loaders.
+    """The driver of a device; None if there is no CUDA driver, as with ROCm. Cached per process and device, so that all
+    loaders share what was learned about the device.
     """
     return None if torch.version.cuda is None else _driver(index)
 
@@ -207,9 +203,9 @@ def _driver(index: int) -> Driver | None:
 def _load() -> Any:
     try:
         library = ctypes.CDLL("libcuda.so.1")
-        if library.cuInit(ctypes.c_uint(0)) != _SUCCESS:  # a no-op where torch has called it
+        if library.cuInit(ctypes.c_uint(0)) != _SUCCESS:  # a no-op if torch has called it
             return None
-        _ = library.cuDevicePrimaryCtxRelease_v2  # CUDA 11's, the youngest of what is used here
+        _ = library.cuDevicePrimaryCtxRelease_v2  # from CUDA 11, the newest function used here
     except (OSError, AttributeError):
         return None
     return library
@@ -221,7 +217,7 @@ def _memlock_limit() -> int | None:
 
 
 _Here: TypeAlias = Callable[[], AbstractContextManager[None]]
-"""In it, the loader's device is the thread's current one, and CUDA graphs that others capture are left alone."""
+"""Context in which the loader's device is current, and CUDA graph captures are not disturbed."""
 
 
 class CudaAccelerator(Accelerator):
@@ -260,61 +256,61 @@ class CudaAccelerator(Accelerator):
 
     @contextmanager
     def work(self) -> Generator[None]:
-        """Makes the stream of copies this thread's current one."""
+        """Makes the copy stream this thread's current one."""
         with self._here(), torch.cuda.stream(self._kept.copies):
             yield
 
     @contextmanager
     def compute(self, copies: Sequence[torch.Tensor], copied: DoneEvent | None) -> Generator[None]:
-        """Makes the stream of computations this thread's current one."""
+        """Makes the compute stream this thread's current one."""
         stream = self._kept.computations
         _use(stream, copies, copied)
         with torch.cuda.stream(stream):
             yield
 
-    def follow(self) -> None:
-        """A transform may use tensors that the consumer's stream still computes."""
+    def sync_side_streams(self) -> None:
+        """See `Accelerator`. A transform may use tensors that the consumer's stream is still computing."""
         with self._here():
             event = self.event()
             for stream in (self._kept.copies, self._kept.computations):
                 stream.wait_event(event.raw)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Asks for the copy; from memory that is not page-locked, waits for it."""
+        """Starts the copy; from memory that is not page-locked, waits for it."""
         return tensor.to(self.device, non_blocking=True)
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in memory of torch's page-locking allocator."""
+        """A copy in torch's pinned memory."""
         return tensor.pin_memory() if _can_be_pinned(tensor) else tensor
 
     def event(self) -> _Event:
         """See `_Event`."""
         return _Event(torch.cuda.current_stream(self.device), self._kept.events, self._here)
 
-    def hand_over(self, tensors: Sequence[torch.Tensor], event: DoneEvent | None) -> None:
+    def sync_current_stream(self, tensors: Sequence[torch.Tensor], event: DoneEvent | None) -> None:
         """See `Accelerator`. The consumer's stream is the current one of its thread."""
         with self._here():
             _use(torch.cuda.current_stream(self.device), tensors, event)
 
 
 class _Kept:
-    """What a process keeps of a device, for all loaders and for good.
+    """A device's streams and events, shared by all loaders of the process and never freed.
 
-    torch's allocator keeps freed memory for the stream that it was allocated in: with streams of its own each loader
-    would leave the memory of its last batches to nobody. And the streams are not of torch's pool, of which there are
-    32 in all: one of those is another user's as well, who may be capturing a graph in it.
+    torch's allocator keeps freed memory for the stream in which it was allocated, so the memory of a loader's last
+    batches would be lost if each loader had streams of its own. They are not from torch's pool of 32 streams, which
+    other code shares and may be capturing a graph in.
     """
 
     def __init__(self, device: torch.device, driver: Driver | None) -> None:
         self.copies = _new_stream(device, driver)
         self.computations = _new_stream(device, driver)
         self.events: deque[torch.cuda.Event] = deque()
-        """That nobody waits for. To destroy an event could spoil a graph that somebody captures, so none is."""
+        """Unused events. Destroying an event could invalidate a graph capture, so none is destroyed."""
 
 
 @cache
-def _kept(owner: int, index: int) -> _Kept:  # noqa: ARG001 - a part of the key
-    """Those of this process: `owner` is its number. A forked child has none of its parent's."""
+def _kept(owner: int, index: int) -> _Kept:  # noqa: ARG001 - part of the cache key
+    """The streams and events of the process `owner`. A forked child must not use its parent's."""
     return _Kept(torch.device("cuda", index), open_driver(index))
 
 
@@ -324,8 +320,8 @@ def _new_stream(device: torch.device, driver: Driver | None) -> torch.cuda.Strea
 
 
 class _Event:
-    """The end of what a stream was given so far. Waiters sleep instead of spinning, and spoil no CUDA graph that the
-    consumer captures meanwhile. It is used again when nobody refers to it.
+    """An event after all work that a stream has so far. Waiters sleep instead of spinning, and do not invalidate a
+    graph that the consumer is capturing. The CUDA event is reused once this object is freed.
     """
 
     def __init__(self, stream: torch.cuda.Stream, unused: deque[torch.cuda.Event], here: _Here) -> None:
@@ -342,13 +338,13 @@ class _Event:
             self.raw.synchronize()
 
     def __del__(self) -> None:
-        # In any thread, also within the garbage collector: no lock, and nothing is asked of the device.
+        # Runs in any thread, also inside the garbage collector: takes no lock and makes no device call.
         if hasattr(self, "_unused"):
             self._unused.append(self.raw)
 
 
 def _use(stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor], event: DoneEvent | None) -> None:
-    """The stream waits for the event; what it does with the tensors is done before their memory is used again."""
+    """Make the stream wait for the event, and keep the tensors' memory until the stream's work with them is done."""
     if event is not None:
         stream.wait_event(event.raw)  # type: ignore[attr-defined]
     for tensor in tensors:
@@ -356,7 +352,7 @@ def _use(stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor], event: Done
 
 
 def _can_be_pinned(tensor: torch.Tensor) -> bool:
-    """Whether torch can copy it to page-locked memory: as it is, so that no element may be in two places of it."""
+    """Whether torch can pin the tensor with its strides, which needs elements that do not overlap."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_nested:
         return False
     return all(step or size < 2 for size, step in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,26 +1,15 @@
-"""The stage in which batches are copied to the device, ahead of the consumer.
+"""Copies batches to the device ahead of the consumer, from page-locked rings where possible.
 
-Data path: reorder -> delivery -> [device stage] -> consumer.
+Data path: reorder -> opener -> [device_stage] -> consumer.
 
-A batch is opened and its copy is begun; the next one's follows while that is under way, so that the device's copy
-engine has always something to do. A slot is held until its copy's *event* has come, not until Python lets go of the
-batch.
+`DeviceStage` opens a batch and starts its copy; the next batch follows while that copy runs, so that the device's copy
+engine is always busy. `RingLocker` page-locks a ring when its first batch arrives. It locks the whole ring at once,
+which takes about 0.1 s per GB, and several times as long for slots whose pages do not exist yet. The lock lasts as long
+as the ring's memory.
 
-What copies to the device read from is kept until they are done, by a thread that waits for nothing else.
-
-Data path: delivery -> stage -> [release] -> ring.
-
-The stage's own thread must not wait for a copy while it could begin the next one: the device's copy engine would stand
-still between the two. So it hands over each copy's event, with what holds the slot, and hears of the end.
-
-No locks, for the reason given in `stage.py`.
-
-Rings are page-locked, each when the first batch comes in it.
-
-Data path: reorder -> delivery -> [locking] -> stage -> consumer.
-
-A whole ring at a time: it costs about 0.1 s for a GB, and several times as much to get the pages of slots that were
-never used. The locks go with the ring's memory, when nobody looks into it any more.
+`Releaser` keeps each slot until its copy's *event* has completed. It waits in a thread of its own: if the stage's
+thread waited for a copy, it could not start the next one, and the copy engine would idle. No locks, for the reason
+given in `stage.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +30,7 @@ from asyncloader.delivery.cuda import LockingUnsupported
 from asyncloader.delivery.numa import prefer_node, stay_near
 from asyncloader.delivery.opener import Opener
 from asyncloader.delivery.stage import Stage
-from asyncloader.delivery.transfer import Mover, Ready
+from asyncloader.delivery.transfer import DeviceTransfer, Ready
 from asyncloader.events import Action
 from asyncloader.statistics import Statistics
 from asyncloader.workers.ipc import wire
@@ -55,11 +44,11 @@ __all__ = [
     "RingLocker",
 ]
 
-_IN_FLIGHT = 2  # copies that the device has been asked for when a batch is passed on: one is under way, one is next
+_IN_FLIGHT = 2  # copies in flight when a batch is passed on: one running, one queued
 
 
 class OnDevice(NamedTuple):
-    """A batch on its way to the device, with the descriptor that it came with."""
+    """A batch whose copy to the device was started, with its result descriptor."""
 
     ready: Ready
     result: wire.Result
@@ -68,32 +57,37 @@ class OnDevice(NamedTuple):
 
 
 class DeviceStage(Stage):
-    """Copies what passes.
+    """The stage that copies each batch to the device.
 
     Args:
         opener: opens the answers; used by this stage's thread alone.
-        mover: of the device.
-        statistics: where is counted what was not copied straight from a ring.
-        forward: as `Stage`'s.
-        ahead: batches that may be on the device, or on their way, and not taken by the consumer.
+        transfer: copies a batch to the device.
+        statistics: counts batches that were not copied straight from a ring.
+        forward: see `Stage`.
+        ahead: batches that may be on the device, or in flight, and not taken by the consumer.
     """
 
     def __init__(
-        self, opener: Opener, mover: Mover, statistics: Statistics, forward: Callable[[Action], None], ahead: int
+        self,
+        opener: Opener,
+        transfer: DeviceTransfer,
+        statistics: Statistics,
+        forward: Callable[[Action], None],
+        ahead: int,
     ) -> None:
-        super().__init__("asyncloader-device", forward, ahead, partial(stay_near, mover.accelerator.node))
+        super().__init__("asyncloader-device", forward, ahead, partial(stay_near, transfer.accelerator.node))
         self._opener = opener
-        self._mover = mover
-        self._locker = RingLocker(mover.accelerator, statistics)
+        self._transfer = transfer
+        self._locker = RingLocker(transfer.accelerator, statistics)
         self._statistics = statistics
         self._releaser = Releaser()
 
     def prepare(self, answer: Answer) -> OnDevice:
-        """Begin its copy."""
+        """Start the copy."""
         try:
             locked = self._locker.lock(answer.ring)
             while (held := self._releaser.count()) and self._opener.will_copy(answer):
-                self._releaser.wait(held - 1)  # a slot is free then, and the batch need not leave its own
+                self._releaser.wait(held - 1)  # frees a slot, so that this batch need not be copied out of its own
         except BaseException:
             answer.discard()
             raise
@@ -102,29 +96,29 @@ class DeviceStage(Stage):
         if not locked and answer.result.nbytes:
             self._statistics.staged += 1
         slot = torch.frombuffer(source, dtype=torch.uint8) if locked else None
-        ready = self._mover.move(batch, locked=locked, slot=slot)
-        del slot  # it keeps the source
+        ready = self._transfer.start(batch, locked=locked, slot=slot)
+        del slot  # it keeps the source alive
         if ready.copied is not None:
             self._releaser.hold(ready.copied, batch if source is None else source)
             self._releaser.wait(_IN_FLIGHT)
         return OnDevice(ready, answer.result, answer.cursor, answer.bad)
 
     def take(self, outcome: OnDevice) -> Any:
-        """The batch, for the consumer, in its thread."""
+        """The batch for the consumer. In the consumer's thread."""
         try:
-            return self._mover.take(outcome.ready)
+            return self._transfer.take(outcome.ready)
         finally:
             self.taken()
 
     def finish(self) -> None:
-        """The slots of all batches come back."""
+        """Wait until the slots of all batches are free."""
         try:
             self._releaser.wait(0)
         finally:
             self._releaser.stop()
 
     def threads(self) -> tuple[threading.Thread, ...]:
-        """Its own, and the one that it waits for."""
+        """The stage's thread and the releaser's."""
         return (*super().threads(), self._releaser.thread)
 
 
@@ -133,28 +127,28 @@ _Done: TypeAlias = "queue.SimpleQueue[Exception | None]"
 
 
 class Releaser:
-    """Lets go of sources in the order of their copies. One thread uses it. Dropped without `stop` it ends, too."""
+    """Releases sources in the order of their copies. Used by one thread. Also ends if it is dropped without `stop`."""
 
     def __init__(self) -> None:
         held: _Held = queue.SimpleQueue()
         self._held = held
-        self._done: _Done = queue.SimpleQueue()  # a message for each copy that has ended: None, or its error
+        self._done: _Done = queue.SimpleQueue()  # one message per finished copy: None, or its error
         self._count = 0
         weakref.finalize(self, held.put, None).atexit = False
-        # A daemon, as the stage's.
+        # A daemon, as is the stage's thread.
         self.thread = threading.Thread(target=_serve, args=(held, self._done), name="asyncloader-release", daemon=True)
         self.thread.start()
 
     def hold(self, event: DoneEvent, source: Any) -> None:
-        """Keep `source` until the event has come."""
+        """Keep `source` until the event has completed."""
         self._count += 1
         self._held.put((event, source))
 
     def wait(self, most: int) -> None:
-        """Until no more than so many are held.
+        """Wait until at most `most` sources are held.
 
         Raises:
-            Exception: what waiting for an event raised: the device has failed.
+            Exception: waiting for an event failed, so the device has failed.
         """
         while self._count > most:
             error = self._done.get()
@@ -166,13 +160,13 @@ class Releaser:
                     del error  # its traceback refers to this frame
 
     def count(self) -> int:
-        """How many are held, as far as is known. Raises as `wait`."""
+        """Number of sources held, without waiting. Raises as `wait`."""
         while not self._done.empty():
             self.wait(self._count - 1)
         return self._count
 
     def stop(self) -> None:
-        """Nothing more will be held; returns when nothing is. Not in the releaser's own thread. Idempotent."""
+        """Wait until nothing is held, and end the thread. Not in the releaser's own thread. Idempotent."""
         self._held.put(None)
         self.thread.join()
 
@@ -185,18 +179,18 @@ def _serve(held: _Held, done: _Done) -> None:
             event.synchronize()
         except Exception as error:
             failure = error.with_traceback(None)
-        # Between two copies this thread refers to nothing of them; who hears of the end finds the slot free.
+        # Deleted before the message: whoever receives it must find the slot free.
         del item, event, source
         done.put(failure)
         del failure
 
 
 class RingLocker:
-    """Locks rings for one device.
+    """Page-locks rings for one device.
 
     Args:
         accelerator: the device.
-        statistics: where bytes and seconds are counted.
+        statistics: counts locked bytes and seconds.
     """
 
     def __init__(self, accelerator: Accelerator, statistics: Statistics) -> None:
@@ -204,12 +198,12 @@ class RingLocker:
         self._statistics = statistics
 
     def lock(self, ring: Ring | None) -> bool:
-        """Whether a batch in this ring lies in page-locked memory, which this call sees to.
+        """Page-lock the ring unless it is locked. Returns whether its batches lie in page-locked memory.
 
         Raises:
-            PageLockError: the device's driver refuses this ring. (Where it would refuse any, a warning says so, and
-                batches are copied to page-locked memory of torch's from then on.)
-            RingMemoryError: there is no memory for all of the ring's pages.
+            PageLockError: the driver refuses to lock this ring. (If it would refuse any ring, this warns instead, and
+                batches are copied to torch's pinned memory from then on.)
+            RingMemoryError: there is not enough memory for all of the ring's pages.
         """
         lock = self._accelerator.lock
         if ring is None or lock is None:

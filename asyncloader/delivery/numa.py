@@ -1,9 +1,8 @@
-"""Pages and threads near the device, on machines with several NUMA nodes. Elsewhere, and where the system does not say
-or allow it, nothing happens.
+"""Keeps memory pages and threads near the device, on machines with several NUMA nodes. Otherwise does nothing.
 
-Data path: ring -> locking -> [numa] -> stage.
+Data path: ring -> device_stage: lock -> [numa].
 
-A copy from the other node's memory crosses the link between the two, which other copies want, too. Sources: Linux's
+A copy from another node's memory crosses the link between the nodes, which other copies need, too. Sources: Linux's
 sysfs-bus-pci (`numa_node`), mbind(2), sched_setaffinity(2).
 """
 
@@ -25,7 +24,7 @@ _MOST_NODES = 64  # one word of a mask
 
 
 def node_of(pci: str) -> int | None:
-    """The node of the device at this PCI address ("0000:3B:00.0"); None: there is but one, or nobody knows."""
+    """The node of the device at this PCI address ("0000:3B:00.0"); None if there is only one, or it is unknown."""
     try:
         node = int((_PCI / pci.lower() / "numa_node").read_text())
         several = len(list(_NODES.glob("node[0-9]*"))) > 1
@@ -35,7 +34,7 @@ def node_of(pci: str) -> int | None:
 
 
 def stay_near(node: int | None) -> None:
-    """This thread runs on the node's cores from now on, as far as it may run there. No other thread is affected."""
+    """Bind this thread to the node's cores, as far as it may run there. No other thread is affected."""
     if node is None:
         return
     with suppress(OSError, ValueError, AttributeError):
@@ -45,12 +44,12 @@ def stay_near(node: int | None) -> None:
 
 
 def prefer_node(address: int, nbytes: int, node: int | None) -> None:
-    """Pages of this range that are not there yet will be the node's, as long as it has any."""
+    """Let pages of this range that do not exist yet be allocated on the node, as long as it has free memory."""
     number = _MBIND.get(platform.machine())
     if node is None or number is None or platform.system() != "Linux":
         return
     mask = ctypes.c_ulong(1 << node)
-    ctypes.CDLL(None).syscall(  # a refusal leaves the pages to chance, as ever
+    ctypes.CDLL(None).syscall(  # if it fails, the kernel chooses as by default
         ctypes.c_long(number),
         ctypes.c_void_p(address),
         ctypes.c_ulong(nbytes),

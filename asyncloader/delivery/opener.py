@@ -1,9 +1,9 @@
-"""An answer becomes a batch: a view of the slot if the ring can spare it, a private copy if not.
+"""Opens an answer as a batch: a view of the slot if the ring can spare it, else a private copy.
 
-Data path: reorder -> [delivery] -> pin_memory / device -> consumer.
+Data path: reorder -> [opener] -> stage -> consumer.
 
-Threads: all answers of a pool are opened by one thread at a time (the consumer's, or the pinning stage's). The rule
-that decides between view and copy, and why it cannot deadlock, is in `workers/memory/ring.py`.
+Threads: all answers of a pool are opened by one thread at a time (the consumer's or a stage's). The rule that decides
+between view and copy, and why it cannot deadlock, is in `workers/memory/ring.py`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from asyncloader.workers.memory.ring import Anchor, oneoff_anchor
 __all__ = ["LARGE", "Opener", "raise_worker_error"]
 
 LARGE = 1 << 20
-"""Bytes from which on a copy is too long for an event loop's thread (about 0.1 ms)."""
+"""Batches of this many bytes are not copied in an event loop's thread (it would take about 0.1 ms)."""
 
 _PICKLE_WARNING_BYTES = 1 << 20
 
 _MOST_ONEOFFS = 16
-"""Batches in segments of their own that a consumer may hold as views: each mapping costs a descriptor (`mmap` keeps a
-duplicate), and their number must be bounded."""
+"""Most batches in segments of their own that a consumer may hold as views. Each mapping costs a file descriptor
+(`mmap` keeps a duplicate), so their number is bounded."""
 
 
 class Opener:
     """Opens answers for one iterator.
 
     Args:
-        statistics: where copies are counted.
+        statistics: counts the copies.
     """
 
     def __init__(self, statistics: Statistics) -> None:
@@ -45,7 +45,7 @@ class Opener:
         self._oneoffs: list[weakref.ref[Anchor]] = []
 
     def will_copy(self, answer: Answer) -> bool:
-        """Whether opening the answer now copies its bytes."""
+        """Whether opening the answer now would copy its bytes."""
         if answer.fd is not None:
             return not self._room_for_oneoff()
         return answer.ring is not None and not answer.ring.may_lend()
@@ -55,34 +55,34 @@ class Opener:
         return self.open_held(answer)[0]
 
     def open_held(self, answer: Answer) -> tuple[Any, Anchor | None]:
-        """The same, and what holds its slot beside the batch; None where there is none, or it was copied out of it."""
+        """The batch, and the anchor that holds its slot; None if it has no slot, or was copied out of it."""
         try:
             return self.build(answer)
         finally:
-            self.let_go(answer, [] if answer.fd is None else [answer.fd])
+            self.release(answer, [] if answer.fd is None else [answer.fd])
 
     def forget(self, answer: Answer) -> None:
-        """`build` was interrupted, and nobody has got the batch: it may be called again."""
+        """Undo an interrupted `build` whose batch nobody has, so that it can be called again."""
         if answer.ring is not None:
             answer.ring.take_back(answer.result.slot)
 
-    def let_go(self, answer: Answer, descriptors: list[int]) -> None:
-        """The batch is built: what it does not hold comes back now. `descriptors`: the answer's, to be closed once."""
+    def release(self, answer: Answer, descriptors: list[int]) -> None:
+        """Release what a built batch does not hold. `descriptors`: the answer's, which are popped and closed."""
         if answer.ring is not None:
             answer.ring.reclaim()
         if descriptors:
-            # Out of the list and closed by one call into C: Ctrl-C comes before or after that.
+            # One call into C pops and closes them, so Ctrl-C can neither leak nor double-close one.
             list(map(os.close, map(descriptors.pop, repeat(0, len(descriptors)))))
 
     def build(self, answer: Answer) -> tuple[Any, Anchor | None]:
-        """As `open_held`, and `let_go` is left to the caller."""
+        """As `open_held`, but the caller must call `release`."""
         result, template, ring, fd = answer[:4]
         if result.pickled > _PICKLE_WARNING_BYTES and not self._warned:
             self._warned = True
             _warn_pickled(result.pickled)
         if ring is not None:
             may_lend = ring.may_lend()
-            anchor = ring.lend(result.slot, result.nbytes)  # to ourselves, perhaps: the slot comes back all the same
+            anchor = ring.lend(result.slot, result.nbytes)  # for a copy only until it is made
             if may_lend:
                 return template.build(anchor), anchor
             self._statistics.copy_outs += 1
@@ -117,7 +117,7 @@ def raise_worker_error(error: Any) -> NoReturn:
             raise AssertionError("torch's ExceptionWrapper did not raise")
         except Exception as caught:
             raised = caught.with_traceback(None)
-            for note in getattr(error, "notes", ()):  # a wrapper that is not of our making has none
+            for note in getattr(error, "notes", ()):  # a wrapper that we did not make has none
                 add_note(raised, note)
     try:
         raise raised

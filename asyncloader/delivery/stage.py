@@ -1,21 +1,16 @@
-"""A stage between the pipeline and the consumer that works on each batch in a thread of its own.
+"""Works on each batch in a thread of its own, between the pipeline and the consumer: the base class, and pinning.
 
-Data path: reorder -> delivery -> [stage: pin_memory, device] -> consumer.
+Data path: reorder -> opener -> [stage] -> consumer.
 
-One thread, so that order is kept: every item that goes to the consumer passes through it, whether there is something
-to be done or not. `put` and `taken` never block; what the stage does, however long, holds up neither the event loop nor
-the consumer.
+Every item for the consumer passes through the stage's one thread, whether there is work to do or not, so that order is
+kept. `put` and `taken` never block: however long the work takes, it delays neither the event loop nor the consumer.
 
-No locks: the thread alone knows what was prepared, and is told by messages. `put`, `taken` and `close` may therefore be
-called by whatever the garbage collector runs, in the middle of each other, which an executor's `submit` and `shutdown`
-may not. The thread refers to the stage only while it has a message in hand, so a stage that is dropped ends by itself.
+No locks: only the thread knows what was prepared, and it receives messages. `put`, `taken` and `close` may therefore be
+called by finalizers, in the middle of each other, which an executor's `submit` and `shutdown` may not. The thread
+refers to the stage only while it handles a message, so a stage that is dropped ends by itself.
 
-Page-locked copies, made ahead of the consumer.
-
-Data path: reorder -> delivery -> [pin_memory, a stage] -> consumer.
-
-A batch is opened in the stage's thread, copied into CUDA's page-locked memory by torch's own `pin_memory` (which knows
-all container types and custom types with a `pin_memory()` method), and its slot is free again at once.
+`PinStage` copies batches to page-locked memory with torch's own `pin_memory`, which supports all container types, and
+custom types with a `pin_memory()` method. A batch's slot is free again right after the copy.
 """
 
 from __future__ import annotations
@@ -50,16 +45,16 @@ __all__ = [
 _TAKEN: Final = object()
 _END: Final = None
 
-_Messages: TypeAlias = "queue.SimpleQueue[Any]"  # of actions, _TAKEN and _END
+_Messages: TypeAlias = "queue.SimpleQueue[Any]"  # actions, _TAKEN and _END
 
 
 class Stage(ABC):
-    """Prepares batches, in order.
+    """Prepares batches in order, in a thread of its own.
 
     Args:
-        name: of the thread.
+        name: the thread's name.
         forward: called in the stage's thread with each item, in order.
-        ahead: batches that may be prepared and not taken by the consumer, which then calls `taken`; None: any number.
+        ahead: batches that may be prepared and not taken; the consumer calls `taken` for each. None: any number.
         initializer: called in the thread before the first item.
     """
 
@@ -73,58 +68,59 @@ class Stage(ABC):
         self._forward = forward
         self._ahead = ahead
         self._initializer = initializer
-        self._items: deque[Action] = deque()  # the thread's, as is the number below
+        self._items: deque[Action] = deque()  # used by the thread alone, as is `_prepared`
         self._prepared = 0  # batches that the consumer has not taken
         self._closed = False
         self._ended = False
         messages: _Messages = queue.SimpleQueue()
         self._messages = messages
         reference = weakref.ref(self, lambda _: messages.put(_END))
-        # A daemon: iterators that are left open are closed by a hook at exit, which comes after other threads are
-        # waited for.
+        # A daemon: iterators that are left open are closed by a hook at exit, which runs after Python has joined all
+        # other threads.
         self._thread = threading.Thread(target=_serve, args=(reference, messages), name=name, daemon=True)
         self._thread.start()
 
     @abstractmethod
     def prepare(self, answer: Answer) -> Any:
-        """The outcome to be delivered in the answer's place. An error fails the epoch. In the stage's thread."""
+        """The outcome to deliver for this answer. An error fails the epoch. In the stage's thread."""
 
-    def finish(self) -> None:  # noqa: B027 - most stages have nothing to do then
-        """Nothing more will be prepared. In the stage's thread, before `close` returns; not where it was dropped."""
+    def finish(self) -> None:  # noqa: B027 - most stages need not do anything
+        """Called in the stage's thread after the last batch, before `close` returns; not if the stage was dropped."""
 
     def threads(self) -> tuple[threading.Thread, ...]:
-        """Those without which it does not go on."""
+        """The threads that the stage needs to make progress."""
         return (self._thread,)
 
     def put(self, item: Action) -> None:
-        """Take an item; returns at once. Any thread."""
+        """Add an item. Returns at once. Any thread."""
         self._messages.put(item)
         if self._ended:
             self._discard()
 
     def taken(self) -> None:
-        """The consumer took a batch that was prepared. Any thread."""
+        """Report that the consumer took a prepared batch. Any thread."""
         self._messages.put(_TAKEN)
 
     def close(self) -> None:
-        """Let the batch in hand be finished and discard the rest. Idempotent."""
+        """Finish the current batch and discard the rest. Idempotent."""
         self.close_soon()
-        # The last reference to an iterator may go while one of the stage's own threads collects garbage.
+        # The iterator may be freed by the garbage collector in one of the stage's own threads, which cannot join
+        # itself.
         if threading.current_thread() not in self.threads():
             self._thread.join()
 
     def close_soon(self) -> None:
-        """`close` without waiting: the batch in hand may be forwarded yet. For finalizers."""
+        """`close` without waiting: the current batch may still be forwarded. For finalizers."""
         self._closed = True
         self._messages.put(_END)
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         if not exiting() and hasattr(self, "_messages"):  # else it was never made
-            self._discard()  # dropped without an end
+            self._discard()  # dropped without `close`
 
     def _work(self, message: Any) -> bool:
-        """Deal with messages, this one first, until there are none; whether there may be more. In the thread, which
-        lets go of the stage when there are none.
+        """Handle this message and all that are queued. Returns False at the end. In the thread, which drops its
+        reference to the stage before it waits for the next message.
         """
         while message is not _END:
             if message is _TAKEN:
@@ -140,7 +136,7 @@ class Stage(ABC):
             except queue.Empty:
                 return True
         self._finish()
-        self._ended = True  # what is put from here on is discarded by whoever puts it
+        self._ended = True  # from here on `put` discards what it adds
         self._discard()
         return False
 
@@ -176,7 +172,7 @@ class Stage(ABC):
             self._forward(Fail(error))
 
     def _discard(self) -> None:
-        """Nobody will take what is left. By any number of threads at a time."""
+        """Discard all items that are left. Several threads may do so at a time."""
         with suppress(queue.Empty):
             while True:
                 self._items.append(self._messages.get_nowait())
@@ -188,7 +184,7 @@ class Stage(ABC):
 
 
 def _serve(reference: weakref.ref[Stage], messages: _Messages) -> None:
-    """The thread. Between two messages it refers to nothing of them, nor to the stage."""
+    """The thread's loop. Between two messages it refers neither to them nor to the stage."""
     use_one_core()
     while True:
         message = messages.get()
@@ -203,7 +199,7 @@ def _is_batch(item: Action) -> bool:
 
 
 class Pinned(NamedTuple):
-    """A batch that was opened and pinned already, with the descriptor that it came with."""
+    """A batch that was opened and pinned, with its result descriptor."""
 
     batch: Any
     result: wire.Result
@@ -212,17 +208,17 @@ class Pinned(NamedTuple):
 
 
 def torch_pin(device: str | None) -> Callable[[Any], Any]:
-    """torch's pinning for this accelerator (None: the current one)."""
+    """A function that pins a batch with torch, for this accelerator (None: the current one)."""
     return lambda batch: torch_pin_memory(batch, device)
 
 
 class PinStage(Stage):
-    """Pins what passes.
+    """The stage that pins each batch.
 
     Args:
         opener: opens the answers; used by this stage's thread alone.
         pin: gives the pinned copy of a batch.
-        forward: as `Stage`'s.
+        forward: see `Stage`.
     """
 
     def __init__(self, opener: Opener, pin: Callable[[Any], Any], forward: Callable[[Action], None]) -> None:
@@ -231,12 +227,12 @@ class PinStage(Stage):
         self._pin = pin
 
     def prepare(self, answer: Answer) -> Pinned:
-        """Its pinned copy."""
+        """A pinned copy of the batch."""
         return Pinned(self._pin(self._opener.open(answer)), answer.result, answer.cursor, answer.bad)
 
 
 def use_current_device() -> Callable[[], None]:
-    """What makes the current device of this thread that of another one, which calls it; threads begin on device 0."""
+    """A function that gives the thread that calls it this thread's current device. Threads begin on device 0."""
     if not torch.accelerator.is_available():
         return lambda: None
     device = torch.accelerator.current_device_index()

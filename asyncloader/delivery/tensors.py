@@ -1,21 +1,16 @@
-"""The tensors of a batch, in whatever containers and objects they are. Pure.
+"""Finds and replaces the tensors of a batch, in any containers and objects; keeps static tensors for CUDA graphs. Pure.
 
-Data path: delivery -> stage -> mover -> [tensors] -> consumer.
+Data path: device_stage -> transfer -> [tensors] -> consumer.
 
-Containers are those that torch's own `pin_memory` and `default_collate` know (mappings, sequences, named tuples), and
-dataclasses; they come back as what they were. An object that has a method `to`, as most batch classes do, is moved by
-that (``.to(device, non_blocking=True)``) and by nothing else: a PackedSequence, for one, is a named tuple of which one
-tensor belongs on the CPU.
+Containers are those that torch's `pin_memory` and `default_collate` know (mappings, sequences, named tuples), and
+dataclasses; their types are kept. An object with a method `to`, as most batch classes have, is moved by that method
+(``.to(device, non_blocking=True)``) and not looked into: a PackedSequence, for example, is a named tuple of which one
+tensor belongs on the CPU. An object that occurs twice in a batch is replaced by the same object at both positions, and
+circular references are kept.
 
-What is in two places of a batch is in both of them afterwards. A reference back to what it is part of stays what it
-was.
-
-Tensors that stay where they are: each batch is copied into those that were made for the first one of its shapes.
-
-Data path: delivery -> stage -> mover -> [static] -> consumer.
-
-A CUDA graph reads from the addresses that it was captured with. The copy is one within the device, in the consumer's
-own stream, behind whatever that stream still does with the batch before: no step sees a batch change under it.
+`StaticTensors` copies each batch into the tensors that were made for the first batch of its shapes: a CUDA graph reads
+from the addresses that it was captured with. The copy runs on the device, in the consumer's own stream and after its
+work with the batch before, so no step sees a batch change while it is used.
 """
 
 from __future__ import annotations
@@ -45,16 +40,16 @@ _PLAIN = (str, bytes, range, int, float, complex, bool, type(None))
 _LOOK_INSIDE: Final[Any] = object()
 
 _Known: TypeAlias = dict[int, tuple[Any, Any]]
-"""What was met, by identity: it (or another could get its identity), and what comes in its place."""
+"""Visited objects by ``id``: the object (kept alive, so that its id stays unique) and its replacement."""
 
 
 def move(batch: Any, device: torch.device, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The batch on the device. What is no tensor stays itself.
+    """Move the batch to the device. Objects without tensors are not copied.
 
     Args:
-        batch: anywhere.
-        device: for the `to` of objects that have one.
-        copy_tensor: gives a tensor's copy on the device, or the tensor itself if it is there.
+        batch: the batch, on any device.
+        device: passed to the method `to` of objects that have one.
+        copy_tensor: returns a tensor's copy on the device, or the tensor itself if it is there.
     """
 
     def moved(value: Any) -> Any:
@@ -67,13 +62,13 @@ def move(batch: Any, device: torch.device, copy_tensor: Callable[[torch.Tensor],
             result = to(device, non_blocking=True)
         except TypeError:
             result = to(device)
-        return value if result is None else result  # some change themselves, and return nothing
+        return value if result is None else result  # some move in place and return None
 
     return _mapped(batch, moved, {}, attributes=False)
 
 
 def moved_tensors(batch: Any) -> list[torch.Tensor]:
-    """Each tensor that `move` would copy, once."""
+    """The tensors that `move` would copy, each once."""
     found: list[torch.Tensor] = []
 
     def noted(value: Any) -> Any:
@@ -92,7 +87,7 @@ def _own_way(value: Any) -> Callable[..., Any] | None:
 
 
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The batch with each tensor replaced, also those that are attributes of its objects, which are copied for that."""
+    """Replace each tensor of the batch, also in attributes of objects, which are copied for that."""
 
     def replaced(value: Any) -> Any:
         return function(value) if isinstance(value, torch.Tensor) else _LOOK_INSIDE
@@ -101,7 +96,7 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:
-    """Each tensor of the batch once, in the order in which `map_tensors` meets them."""
+    """The tensors of the batch, each once, in the order of `map_tensors`."""
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,8 +108,8 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
 
 
 def only_tensors(batch: Any, accepted: Callable[[torch.Tensor], bool]) -> bool:
-    """Whether there is nothing in the batch but accepted tensors, and plain values, in plain containers: nothing that
-    could look into other memory.
+    """Whether the batch consists only of accepted tensors and plain values in plain containers, and so cannot refer to
+    other memory.
     """
     if type(batch) is torch.Tensor:
         return accepted(batch)
@@ -144,8 +139,8 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _without_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, without the conjugate or negative bit: operations that know no such bits would compute a copy
-    of the tensor, or fail.
+    """A view without the conjugate or negative bit: operations that do not support these bits would copy the tensor or
+    fail.
     """
     if tensor.is_conj():
         tensor = tensor.conj()
@@ -160,7 +155,7 @@ def _mapped(value: Any, function: Callable[[Any], Any], known: _Known, *, attrib
         return met[1]
     result = function(value)
     if result is _LOOK_INSIDE:
-        known[id(value)] = value, value  # objects may refer to each other in circles
+        known[id(value)] = value, value  # ends recursion where objects refer to each other in circles
         result = _rebuilt(
             value, lambda inner: _mapped(inner, function, known, attributes=attributes), attributes=attributes
         )
@@ -169,7 +164,7 @@ def _mapped(value: Any, function: Callable[[Any], Any], known: _Known, *, attrib
 
 
 def _rebuilt(value: Any, deeper: Callable[[Any], Any], *, attributes: bool) -> Any:
-    """A container or an object with other things in it; the value itself if they are the same."""
+    """A copy of a container or object with its contents replaced; the value itself if nothing changed."""
     if isinstance(value, (type, ModuleType)):
         return value
     if isinstance(value, Mapping):
@@ -201,7 +196,7 @@ def _mapping(value: Mapping[Any, Any], deeper: Callable[[Any], Any]) -> Any:
 def _sequence(value: Sequence[Any], deeper: Callable[[Any], Any]) -> Any:
     old = list(value)
     items = [deeper(item) for item in old]
-    changed = [place for place, item in enumerate(items) if item is not old[place]]
+    changed = [index for index, item in enumerate(items) if item is not old[index]]
     if not changed:
         return value
     make = getattr(value, "_make", None)
@@ -209,8 +204,8 @@ def _sequence(value: Sequence[Any], deeper: Callable[[Any], Any]) -> Any:
         return make(items)
     if isinstance(value, MutableSequence):
         clone = copy.copy(value)
-        for place in changed:
-            clone[place] = items[place]
+        for index in changed:
+            clone[index] = items[index]
         return clone
     try:
         return type(value)(items)  # type: ignore[call-arg]
@@ -234,13 +229,13 @@ def _with_attributes(value: Any, names: list[str], deeper: Callable[[Any], Any])
 
 
 MOST_SETS = 32
-"""A set takes the memory of a batch for good: it cannot be given to other shapes, since a graph may read from it."""
+"""Most sets of static tensors. A set keeps the memory of a batch for good, because a graph may read from it."""
 
 
 class StaticTensors:
-    """The sets of tensors, one for each combination of shapes, strides and dtypes; an epoch's short last batch has its
-    own. They live as long as this object. The first `MOST_SETS` combinations have one; batches of others are delivered
-    as they are, with one warning.
+    """Static tensors: one set for each combination of shapes, strides and dtypes, so an epoch's short last batch has
+    its own. The sets live as long as this object. The first `MOST_SETS` combinations get one; batches of others are
+    delivered as they are, with one warning.
     """
 
     def __init__(self) -> None:
@@ -248,14 +243,14 @@ class StaticTensors:
         self._warned = False
 
     def fill(self, batch: Any, tensors: list[torch.Tensor]) -> Any:
-        """The batch, its tensors being the static ones, which hold its values once the current stream is there.
+        """The batch with its tensors replaced by static ones, into which its values are copied in the current stream.
 
         Args:
-            batch: on the device.
-            tensors: of the batch, each once. Sparse and nested ones are delivered as they are.
+            batch: the batch on the device.
+            tensors: the batch's tensors, each once. Sparse and nested ones are delivered as they are.
         """
         tensors = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_nested]
-        with torch.inference_mode(False), torch.no_grad():  # they serve training and validation
+        with torch.inference_mode(False), torch.no_grad():  # the same tensors serve training and validation
             kept = self._filled(tensors)
         replaced = {id(tensor): static for tensor, static in zip(tensors, kept, strict=True)}
         return map_tensors(batch, lambda tensor: replaced.get(id(tensor), tensor))
@@ -267,7 +262,7 @@ class StaticTensors:
             self._warn()
             return tensors
         if kept is None:
-            # Made by the consumer's stream, unlike the batch's own: no other stream ever has a claim on their memory.
+            # Allocated in the consumer's stream, unlike the batch's own: no side stream ever uses their memory.
             kept = self._sets[key] = [tensor.clone() for tensor in tensors]
         else:
             for static, tensor in zip(kept, tensors, strict=True):

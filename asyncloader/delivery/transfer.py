@@ -1,10 +1,12 @@
-"""What becomes of a batch between its slot and the consumer's stream.
+"""Copies batches to one device, runs `device_transform` on them, and passes them to the consumer's stream.
 
-Data path: delivery -> stage -> [mover] -> consumer.
+Data path: opener -> device_stage -> [transfer] -> consumer.
 
-`move` is called ahead of the consumer, by one thread: copies in one side stream, then the user's `device_transform` in
-another. Each has an event of its own: memory is free again when it was copied, however long the transform takes.
-`take` is called by the consumer's thread, and waits for nothing but on the device.
+`start` is called ahead of the consumer, by one thread at a time. It copies in one side stream, then runs the user's
+`device_transform` in another. Each has an event of its own, so that a slot is free once it was copied, however long the
+transform takes. `take` is called in the consumer's thread; only the device's stream waits.
+
+The second half of the module keeps one `DeviceTransfer` per loader.
 """
 
 from __future__ import annotations
@@ -29,24 +31,24 @@ from asyncloader.workers.memory.kept_rings import KeptRings
 __all__ = [
     "DEFAULT_PREFETCH_DEVICE",
     "DeviceLike",
-    "Mover",
+    "DeviceTransfer",
     "Ready",
-    "current_mover",
+    "current_transfer",
     "kept_rings_of",
-    "mover_of",
+    "transfer_of",
 ]
 
 _Copy: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Ready(NamedTuple):
-    """A batch whose copies have been asked for.
+    """A batch whose copies were started.
 
     Attributes:
         batch: the batch on the device.
-        tensors: those of its tensors that are there.
-        event: when they hold their values; None: now.
-        copied: when nothing is read from the CPU's memory any more; None: now.
+        tensors: the batch's tensors that are on the device.
+        event: completes when the tensors hold their values; None: they do.
+        copied: completes when the source memory is no longer read; None: it is not.
     """
 
     batch: Any
@@ -55,52 +57,52 @@ class Ready(NamedTuple):
     copied: DoneEvent | None
 
 
-class Mover:
-    """Moves batches to one device.
+class DeviceTransfer:
+    """Copies batches to one device.
 
     Args:
         accelerator: the device.
-        transform: the user's, from a batch on the device to the one that is delivered; None: it is delivered as it is.
-        static: deliver every batch in the same tensors.
+        transform: the user's `device_transform`; None: the batch is delivered as it is.
+        static: whether every batch is delivered in the same tensors (`static_buffers`).
     """
 
     def __init__(self, accelerator: Accelerator, transform: Callable[[Any], Any] | None, *, static: bool) -> None:
         self.accelerator = accelerator
         self._transform = transform
         self._static = StaticTensors() if static else None
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
-    def move(self, batch: Any, *, locked: bool, slot: torch.Tensor | None = None) -> Ready:
-        """Begin to copy a batch. Its memory must stay as it is until `Ready.copied`.
+    def start(self, batch: Any, *, locked: bool, slot: torch.Tensor | None = None) -> Ready:
+        """Start to copy a batch. Its memory must not change before `Ready.copied`.
 
         Args:
-            batch: in the CPU's memory.
-            locked: that is page-locked; other memory is copied to such first.
-            slot: the bytes that all of the batch lies in; None: its tensors are here and there.
+            batch: the batch in the CPU's memory.
+            locked: whether that memory is page-locked; if not, it is copied to page-locked memory first.
+            slot: the bytes that contain the whole batch; None if there is no such range.
 
         Raises:
-            Exception: the transform's, or the device's; the memory is not read any more then.
+            Exception: the transform's, or the device's. The memory is no longer read then.
         """
         accelerator = self.accelerator
-        # Two iterators of a loader have a stage each; and a batch that takes the place of a lost one is moved by the
-        # consumer's own thread.
-        with self._turn, accelerator.work():
+        # Two iterators of a loader have a stage each; and a batch of substitutes is transferred by the consumer's own
+        # thread.
+        with self._lock, accelerator.work():
             with self._ended_by_error():
                 moved = self._copied(batch, accelerator.copy if locked else self._copy_pinned, slot)
                 copied = accelerator.event()
-            there = self._there(moved)
+            on_device = self._on_device_tensors(moved)
             if self._transform is None:
-                return Ready(moved, there, copied, copied)
-            # What is left of the CPU's memory in the batch may be read by the transform's stream, too.
-            only_copies = only_tensors(moved, self._is_there)
-            with accelerator.compute(self._parts(there), copied), self._ended_by_error():
+                return Ready(moved, on_device, copied, copied)
+            # If the batch still refers to CPU memory, the transform's stream may read that, too.
+            only_copies = only_tensors(moved, self._is_on_device)
+            with accelerator.compute(self._parts(on_device), copied), self._ended_by_error():
                 moved = _called(self._transform, moved)
                 done = accelerator.event()
-            return Ready(moved, self._there(moved), done, copied if only_copies else done)
+            return Ready(moved, self._on_device_tensors(moved), done, copied if only_copies else done)
 
     @contextmanager
     def _ended_by_error(self) -> Generator[None]:
-        """An error comes out when what was begun before it has ended."""
+        """On an error, wait for the work that was started before it."""
         try:
             yield
         except BaseException:
@@ -122,18 +124,18 @@ class Mover:
     def _copy_pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.accelerator.copy(self.accelerator.pin(tensor))
 
-    def _there(self, batch: Any) -> list[torch.Tensor]:
-        return [tensor for tensor in tensors_of(batch) if self._is_there(tensor)]
+    def _on_device_tensors(self, batch: Any) -> list[torch.Tensor]:
+        return [tensor for tensor in tensors_of(batch) if self._is_on_device(tensor)]
 
     def _parts(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [part for tensor in tensors for part in dense_parts(tensor) if self._is_there(part)]
+        return [part for tensor in tensors for part in dense_parts(tensor) if self._is_on_device(part)]
 
-    def _is_there(self, tensor: torch.Tensor) -> bool:
+    def _is_on_device(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self.accelerator.device.type
 
     def take(self, ready: Ready) -> Any:
-        """The batch, for the current stream of this thread."""
-        self.accelerator.hand_over(self._parts(ready.tensors), ready.event)
+        """The batch, for use in this thread's current stream."""
+        self.accelerator.sync_current_stream(self._parts(ready.tensors), ready.event)
         return ready.batch if self._static is None else self._static.fill(ready.batch, ready.tensors)
 
 
@@ -153,7 +155,7 @@ def _called(transform: Callable[[Any], Any], batch: Any) -> Any:
 
 
 DeviceLike: TypeAlias = torch.device | str | int | None
-"""As torch takes it: ``"cuda"``, ``"cuda:1"``, a `torch.device`, a number."""
+"""A device as torch takes it: ``"cuda"``, ``"cuda:1"``, a `torch.device`, a number."""
 
 DEFAULT_PREFETCH_DEVICE = 1
 
@@ -169,10 +171,10 @@ class _Loader(Protocol):
     def _asyncloader_options(self) -> _Options: ...
 
 
-def mover_of(loader: _Loader) -> Mover | None:
-    """What moves this loader's batches; None where nothing is to be done to them. All epochs of a loader share one: its
-    static tensors keep their addresses. Called at the beginning of each epoch, by the thread that iterates: what its
-    stream was given before is done before the epoch's copies and transforms.
+def transfer_of(loader: _Loader) -> DeviceTransfer | None:
+    """The loader's transfer; None if its batches stay as they are. All epochs share one, so that static tensors keep
+    their addresses. Called at the beginning of each epoch in the iterating thread: the epoch's copies and transforms
+    wait for the work that this thread's stream has so far.
 
     Raises:
         DeviceUnavailable: this process cannot use the device.
@@ -181,48 +183,48 @@ def mover_of(loader: _Loader) -> Mover | None:
         return None
     kept = _kept_of(loader)
     if not kept.opened:
-        kept.mover = _make_mover(loader)
+        kept.transfer = _make_transfer(loader)
         kept.opened = True
-    if kept.mover is not None:
-        kept.mover.accelerator.follow()
-    return kept.mover
+    if kept.transfer is not None:
+        kept.transfer.accelerator.sync_side_streams()
+    return kept.transfer
 
 
 def kept_rings_of(loader: _Loader) -> KeptRings | None:
-    """Where this loader's page-locked rings are between epochs; None: it delivers to no device. The device is not
-    opened for it.
+    """The store of the loader's page-locked rings between epochs; None if it has no `device`. Does not open the
+    device.
     """
     return None if loader._asyncloader_options.device is None else _kept_of(loader).rings
 
 
-def current_mover(loader: _Loader) -> Mover | None:
-    """What moved this loader's batches last; None: nothing did."""
+def current_transfer(loader: _Loader) -> DeviceTransfer | None:
+    """The transfer that the loader's last epoch used; None if there was none."""
     kept: _Kept | None = loader.__dict__.get(_KEPT)
-    return None if kept is None else kept.mover
+    return None if kept is None else kept.transfer
 
 
-_KEPT = "_asyncloader_mover"
+_KEPT = "_asyncloader_transfer"
 
 
 def _kept_of(loader: _Loader) -> _Kept:
     kept: _Kept | None = loader.__dict__.get(_KEPT)
     if kept is None or not kept.serves(loader):
-        # In the loader, which a transform may refer to: anywhere else the two would keep each other for ever.
+        # Kept in the loader: a transform may refer to the loader, and only so can the collector free the cycle.
         kept = loader.__dict__[_KEPT] = _Kept(loader)
     return kept
 
 
 class _Kept:
-    """A loader's mover, and its rings. Copies of the loader, also those that are pickled, and the loader in a forked
+    """A loader's transfer and rings. Copies of the loader, also those that are pickled, and the loader in a forked
     child, have their own.
     """
 
     def __init__(self, loader: _Loader | None = None) -> None:
         self._loader = None if loader is None else weakref.ref(loader)
         self._owner = os.getpid()
-        self.mover: Mover | None = None
+        self.transfer: DeviceTransfer | None = None
         self.opened = False
-        """Whether it is known that there is a mover, or is none."""
+        """Whether `transfer` was set; None is then the final value."""
         self.rings = KeptRings()
 
     def serves(self, loader: _Loader) -> bool:
@@ -232,7 +234,7 @@ class _Kept:
         return _Kept, ()
 
 
-def _make_mover(loader: _Loader) -> Mover | None:
+def _make_transfer(loader: _Loader) -> DeviceTransfer | None:
     options = loader._asyncloader_options
     device = torch.device(options.device)  # type: ignore[arg-type]
     accelerator = open_accelerator(device)
@@ -240,4 +242,4 @@ def _make_mover(loader: _Loader) -> Mover | None:
         if options.device_transform is None and not options.static_buffers:
             return None
         accelerator = PlainAccelerator(device)
-    return Mover(accelerator, options.device_transform, static=options.static_buffers)
+    return DeviceTransfer(accelerator, options.device_transform, static=options.static_buffers)

@@ -1,1 +1,1 @@
-"""One epoch: what a loader asks for, gives out and recovers between `iter()` and the last batch."""
+"""One epoch of a loader, from `iter()` to the last batch: scheduling, delivery, recovery of workers."""

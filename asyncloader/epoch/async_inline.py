@@ -1,11 +1,13 @@
-"""Loading without workers, for AsyncDataLoader with ``num_workers=0``.
+"""Iterates an AsyncDataLoader without workers (``num_workers=0``).
 
-Data path: sampler -> [inline: fetch -> collate] -> consumer.
+Data path: sampler -> [async_inline: fetch -> collate] -> the user.
 
-A blocking dataset is read in one executor thread (always the same, so that thread-bound handles and the global random
-generators see one caller), an async one on the running loop. Of async map datasets, and with `fetch_threads`, samples
-are read ahead (`read_ahead.py`). Nothing else is: the sampler, and a blocking dataset, are advanced by `__anext__`
-alone, so random numbers are drawn in torch's order.
+A blocking dataset is read in one executor thread, always the same one, so that thread-bound handles and the global
+generators see a single caller. An async dataset is read on the running loop. For async map datasets, and with
+`fetch_threads`, samples are prefetched (`prefetch.py`). The sampler and a blocking dataset are advanced only by
+`__anext__`, so that random numbers are drawn in torch's order.
+
+The helpers above the class also serve `sync_inline.py`.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from asyncloader.delivery.stage import torch_pin, use_current_device
-from asyncloader.delivery.transfer import mover_of
+from asyncloader.delivery.transfer import transfer_of
 from asyncloader.epoch.consumer import NO_BATCH
-from asyncloader.epoch.plan import Draws, shared_seed, warn_over_length, worker_setup
-from asyncloader.epoch.prefetch import ReadAhead
+from asyncloader.epoch.plan import TorchIterator, shared_seed, warn_over_length, worker_setup
+from asyncloader.epoch.prefetch import BatchPrefetcher
 from asyncloader.epoch.shard_assignment import InlineAssignments
 from asyncloader.errors import LoaderClosed, TooManyBadSamples
 from asyncloader.options import LoaderSpec, async_index_source, is_iterable, most_credits
@@ -45,30 +47,30 @@ from asyncloader.workers.fetch.sample_errors import BadSample, NoSamples, places
 from asyncloader.workers.memory.recycle import recycling_collate
 
 __all__ = [
-    "InlineIterator",
+    "AsyncInlineIterator",
     "batch_nbytes",
     "count_samples",
     "make_inline_reader",
-    "make_read_ahead",
+    "make_prefetcher",
     "warn_of_exit",
 ]
 
 
-def make_inline_reader(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter, progress: Progress) -> Reader:
-    """The dataset's reader in this process, at the iterator's position."""
-    dataset: Any = draws._dataset
+def make_inline_reader(spec: LoaderSpec[Any], torch_iter: _BaseDataLoaderIter, progress: Progress) -> Reader:
+    """Make the dataset's reader for this process, at the iterator's position."""
+    dataset: Any = torch_iter._dataset
     collate = spec.collate_fn
     if collate is default_collate:
         collate = recycling_collate()
     if isinstance(dataset, (IterDataPipe, MapDataPipe)):
-        apply_sharding(dataset, draws._world_size, draws._rank)
-    drawn = shared_seed(draws)
-    base_seed, (start,) = progress.starts(1, int(draws._base_seed), drawn)
+        apply_sharding(dataset, torch_iter._world_size, torch_iter._rank)
+    drawn = shared_seed(torch_iter)
+    base_seed, (start,) = progress.starts(1, int(torch_iter._base_seed), drawn)
     if isinstance(dataset, IterDataPipe) and start.shared_seed not in (None, drawn):
         generator = torch.Generator()
         generator.manual_seed(start.shared_seed or 0)
         dataset = apply_random_seed(dataset, generator)
-    setup = worker_setup(spec, 0, draws, base_seed, [start])
+    setup = worker_setup(spec, 0, torch_iter, base_seed, [start])
     assignments = InlineAssignments(spec, progress, start) if assigns_shards(dataset) else None
     reader = Reader(setup, dataset, collate, in_worker=False, assignments=assignments)
     reader.begin(start)
@@ -76,11 +78,11 @@ def make_inline_reader(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter, progre
     return reader
 
 
-def make_read_ahead(spec: LoaderSpec[Any], reader: Reader, context: DatasetContext) -> ReadAhead | None:
-    """What reads ahead in this process; None for blocking datasets and streams."""
+def make_prefetcher(spec: LoaderSpec[Any], reader: Reader, context: DatasetContext) -> BatchPrefetcher | None:
+    """Make the prefetcher; None for blocking datasets and streams."""
     if not reader.asynchronous or is_iterable(spec):
         return None
-    return ReadAhead(
+    return BatchPrefetcher(
         reader,
         context,
         most_credits(
@@ -90,21 +92,21 @@ def make_read_ahead(spec: LoaderSpec[Any], reader: Reader, context: DatasetConte
 
 
 def warn_of_exit(error: BaseException | None) -> None:
-    """Tell what a dataset's `__aexit__` raised, if it did: the batches were delivered."""
+    """Warn of an error of the dataset's `__aexit__`. All batches were delivered, so it is not raised."""
     if error is not None:
         warnings.warn(f"the dataset's __aexit__ raised {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
 
 
 def count_samples(spec: LoaderSpec[Any], index: Any, bad: Sequence[BadSample]) -> int:
-    """How many samples a batch of this index has (an iterable dataset's last one may have fewer)."""
+    """Number of samples in a batch of this index (an iterable dataset's last batch may have fewer)."""
     if spec._asyncloader_options.seed is not None and not is_iterable(spec):
-        index = index[1]  # it comes with its position
+        index = index[1]  # seeded mode: (position, index)
     count = len(index) if spec._auto_collation and hasattr(index, "__len__") else 1
     return count - places_lost(bad) if bad else count
 
 
 def batch_nbytes(batch: Any) -> int:
-    """Bytes of the tensors of a batch, as far as plain containers show them."""
+    """Bytes of the tensors in a batch, in plain containers only."""
     if isinstance(batch, torch.Tensor):
         return batch.numel() * batch.element_size()
     if isinstance(batch, dict):
@@ -114,7 +116,7 @@ def batch_nbytes(batch: Any) -> int:
     return 0
 
 
-class InlineIterator:
+class AsyncInlineIterator:
     """Iterates once over a loader without workers. A cancelled `__anext__` loses no batch."""
 
     queue_depth = 0
@@ -126,49 +128,50 @@ class InlineIterator:
         self._statistics = statistics
         self._keeper = keeper
         progress = keeper.begin(spec)
-        self._draws = Draws(spec, progress)
+        self._torch_iter = TorchIterator(spec, progress)
         self._begin(progress)
         self._source = async_index_source(spec)
         self._indices: AsyncIterator[Any] | None = None
-        self._mover = mover_of(spec)
-        self._pin = torch_pin(self._draws._pin_memory_device) if self._draws._pin_memory else None
-        # The dataset's code, and pinning, find the device that is current here. Else nothing is asked of any device.
+        self._transfer = transfer_of(spec)
+        self._pin = torch_pin(self._torch_iter._pin_memory_device) if self._torch_iter._pin_memory else None
+        # The dataset's code, and pinning, must see this thread's current device. If nothing uses a device, none is
+        # touched.
         uses_device = self._pin is not None or torch.cuda.is_initialized()
         initializer = use_current_device() if uses_device else None
         self._executor = ThreadPoolExecutor(1, "asyncloader-fetch", initializer)
         self._owner = os.getpid()
-        self._turn = asyncio.Lock()  # several tasks may share this iterator; each gets batches of its own
+        self._lock = asyncio.Lock()  # several tasks may share this iterator; each gets batches of its own
         self._pending: asyncio.Future[tuple[Any, int, bytes]] | None = None
-        self._ended: str | None = None  # as in async_iterator.py
+        self._ended: str | None = None  # why there are no more batches, as in async_iterator.py
         self._begun = statistics.begin()
         statistics.log = BadSampleLog(spec._asyncloader_options.max_bad_samples)
 
     def _begin(self, progress: Progress) -> None:
         self._progress = progress
         self._agreement = progress.agreement
-        self._agreeing = False  # waiting for the other ranks
+        self._agreeing = False  # while waiting for the other ranks
         self._tasks = 0
-        self._given = 0  # indices that were given to what reads ahead
+        self._given = 0  # indices that were passed to the prefetcher
         self._fresh = True
         self._bad: list[BadSample] = []  # of the batch that is being fetched
-        self._reader = make_inline_reader(self._spec, self._draws, progress)
+        self._reader = make_inline_reader(self._spec, self._torch_iter, progress)
         self._context = self._reader.context()
-        self._ahead = make_read_ahead(self._spec, self._reader, self._context)
+        self._prefetcher = make_prefetcher(self._spec, self._reader, self._context)
 
-    def __aiter__(self) -> InlineIterator:
+    def __aiter__(self) -> AsyncInlineIterator:
         return self
 
     def __len__(self) -> int:
-        return len(self._draws)
+        return len(self._torch_iter)
 
     def __repr__(self) -> str:
-        return f"<InlineIterator {'running' if self._ended is None else 'over'}>"
+        return f"<AsyncInlineIterator {'running' if self._ended is None else 'over'}>"
 
     def __reduce__(self) -> Any:
         raise NotImplementedError("{} cannot be pickled", type(self).__name__)
 
     async def __anext__(self) -> Any:
-        async with self._turn:
+        async with self._lock:
             while (batch := await self._one()) is NO_BATCH:
                 pass
             return batch
@@ -180,15 +183,15 @@ class InlineIterator:
         if self._fresh:
             if self._progress.outdated:
                 progress = self._keeper.begin(self._spec)
-                self._draws._begin_order(self._spec, progress)
+                self._torch_iter._begin_order(self._spec, progress)
                 self._begin(progress)
             self._fresh = False
         pending = self._pending
         if pending is None:
-            if self._ahead is not None:
-                self._read_ahead(self._ahead)
+            if self._prefetcher is not None:
+                self._fill_prefetcher(self._prefetcher)
             pending = self._pending = asyncio.ensure_future(self._next())
-        # Shielded: if the caller is cancelled, the batch stays pending and the next call gives it.
+        # Shielded: if the caller is cancelled, the batch stays pending and the next call returns it.
         try:
             batch, samples, cursor = await asyncio.shield(pending)
         except asyncio.CancelledError:
@@ -207,7 +210,7 @@ class InlineIterator:
             self._record()
             raise
         finally:
-            del pending  # an error that it raised refers to this frame, which must not refer back to the error
+            del pending  # its error refers to this frame, which must not refer back to the error
         self._pending = None
         self._progress.delivered(self._tasks, 0, cursor)
         self._tasks += 1
@@ -215,19 +218,19 @@ class InlineIterator:
             self._record()
         if batch is NO_BATCH:
             return batch
-        if self._mover is not None:
-            batch = self._mover.take(batch)
+        if self._transfer is not None:
+            batch = self._transfer.take(batch)
         nbytes = batch_nbytes(batch)
-        if self._ahead is not None:
-            self._ahead.learn(nbytes)
-            self._statistics.credits = self._ahead.credits
+        if self._prefetcher is not None:
+            self._prefetcher.note_batch_size(nbytes)
+            self._statistics.credits = self._prefetcher.credits
         passed = perf_counter() - begin
-        if not self._draws._num_yielded:
+        if not self._torch_iter._num_yielded:
             self._statistics.first_batch(self._begun)
         self._statistics.batch(samples, nbytes, 0, passed, passed, 1)
         self._statistics.count_here()
-        self._draws._num_yielded += 1
-        warn_over_length(self._draws)
+        self._torch_iter._num_yielded += 1
+        warn_over_length(self._torch_iter)
         return batch
 
     def _record(self) -> None:
@@ -236,19 +239,19 @@ class InlineIterator:
             self._statistics.bad(bad)
         except TooManyBadSamples:
             self._end("")
-            self._leave_soon()
+            self._close_soon()
             raise
 
     async def _next(self) -> tuple[Any, int, bytes]:
-        """A batch, its samples, and where the dataset stands after it."""
+        """A batch, its number of samples, and the dataset's cursor after it."""
         try:
             return await self._agreed_next()
         except StopAsyncIteration:
             if self._agreement is not None:
                 await in_daemon(self._agreement.end)
-            await self._leave()
+            await self._close_reader()
             raise
-        except asyncio.CancelledError:  # by `aclose`, which tells the other ranks
+        except asyncio.CancelledError:  # by `aclose`, which notifies the other ranks
             raise
         except BaseException:
             if self._agreement is not None:
@@ -259,8 +262,8 @@ class InlineIterator:
         index = None
         try:
             with Unasked("the dataset's or sampler's"):
-                if self._ahead is not None:
-                    index, batch = await self._ahead.take(self._bad)
+                if self._prefetcher is not None:
+                    index, batch = await self._prefetcher.take(self._bad)
                 else:
                     index = await self._next_index()
                     batch = await self._fetch_now(index)
@@ -272,8 +275,8 @@ class InlineIterator:
         cursor = self._reader.cursor()
         if self._agreement is not None and not await self._agreed(self._agreement):
             raise StopAsyncIteration
-        if self._mover is not None:
-            batch = await self._in_thread(partial(self._mover.move, locked=False), batch)
+        if self._transfer is not None:
+            batch = await self._in_thread(partial(self._transfer.start, locked=False), batch)
         elif self._pin is not None:
             batch = await self._in_thread(self._pin, batch)
         return batch, count_samples(self._spec, index, self._bad), cursor
@@ -285,22 +288,22 @@ class InlineIterator:
         finally:
             self._agreeing = False
 
-    def _read_ahead(self, ahead: ReadAhead) -> None:
-        """Give out as many indices as there is room for."""
-        while ahead.room > 0:
-            if self._draws.order is None:
-                ahead.start_next(self._next_index)
+    def _fill_prefetcher(self, prefetcher: BatchPrefetcher) -> None:
+        """Start as many batches as there is room for."""
+        while prefetcher.room > 0:
+            if self._torch_iter.order is None:
+                prefetcher.start_next(self._next_index)
                 continue
             task, self._given = self._given, self._given + 1
             try:
-                step, index = self._draws.pull()
+                step, index = self._torch_iter.pull()
             except StopIteration:
                 return
-            except Exception as error:  # its turn is after the batches that were asked for before
-                ahead.fail(error)
+            except Exception as error:  # raised after the batches that were started before
+                prefetcher.add_error(error)
                 return
             self._progress.pulled(task, step)
-            ahead.start(index)
+            prefetcher.start(index)
 
     async def _fetch_now(self, index: Any) -> Any:
         if not self._reader.asynchronous:
@@ -308,10 +311,10 @@ class InlineIterator:
         await self._context.open()
         return await self._reader.fetch_async(index, self._bad)
 
-    async def _leave(self) -> None:
-        """Nothing more is read."""
-        if self._ahead is not None:
-            warn_of_exit(await self._ahead.aclose())
+    async def _close_reader(self) -> None:
+        """Stop reading and leave the dataset's context."""
+        if self._prefetcher is not None:
+            warn_of_exit(await self._prefetcher.aclose())
         else:
             await self._reader.aclose()
             warn_of_exit(await self._context.close())
@@ -324,7 +327,7 @@ class InlineIterator:
             return self._reader.fetch(index, self._bad)
         except StopIteration:
             raise StopAsyncIteration from None  # a future cannot carry StopIteration
-        except StopAsyncIteration as error:  # no end of a blocking dataset
+        except StopAsyncIteration as error:  # not how a blocking dataset ends
             raise RuntimeError("the dataset's code raised StopAsyncIteration") from error
 
     async def _next_index(self) -> Any:
@@ -333,10 +336,10 @@ class InlineIterator:
                 self._indices = self._source.reading(self._progress)
             return await anext(self._indices)
         try:
-            step, index = self._draws.pull()
+            step, index = self._torch_iter.pull()
         except StopIteration:
             raise StopAsyncIteration from None
-        if self._draws.order is None:  # an iterable dataset's indices say no more than how many samples
+        if self._torch_iter.order is None:  # an iterable dataset's index only says how many samples
             return index
         self._progress.pulled(self._tasks, step)
         return index
@@ -346,15 +349,15 @@ class InlineIterator:
         self._pending = None
         self._executor.shutdown(wait=False)
 
-    def _leave_soon(self) -> None:
-        """`_leave`, from any thread, without waiting."""
-        if self._ahead is not None:
-            self._ahead.cancel_soon()
+    def _close_soon(self) -> None:
+        """`_close_reader`, from any thread, without waiting."""
+        if self._prefetcher is not None:
+            self._prefetcher.cancel_soon()
         self._context.close_soon()
         self._reader.close()
 
     async def aclose(self) -> None:
-        """Let a fetch in progress end, and stop. Idempotent."""
+        """Let the current fetch end, then stop. Idempotent."""
         pending, self._pending = self._pending, None
         if self._ended is None:
             self._end("this iterator was closed")
@@ -366,7 +369,7 @@ class InlineIterator:
             await asyncio.wait([pending])
             if not pending.cancelled():
                 pending.exception()
-        await self._leave()
+        await self._close_reader()
         indices, self._indices = self._indices, None
         if isinstance(indices, AsyncGenerator):
             await indices.aclose()
@@ -376,7 +379,7 @@ class InlineIterator:
         """`aclose` for code that is not async."""
         if self._ended is None:
             self._end("this iterator was closed")
-        self._leave_soon()
+        self._close_soon()
         if self._agreement is not None:
             self._agreement.give_up()
         self._executor.shutdown(wait=True)
@@ -386,4 +389,4 @@ class InlineIterator:
         if not exiting() and getattr(self, "_owner", None) == os.getpid():
             if self._agreement is not None:
                 self._agreement.give_up()
-            self._leave_soon()
+            self._close_soon()

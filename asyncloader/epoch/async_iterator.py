@@ -1,19 +1,21 @@
-"""One epoch of an AsyncDataLoader: the stages wired together, in the order in which a batch passes them.
+"""Iterates an AsyncDataLoader with workers: wires the stages of one epoch together.
 
-Data path: sampler -> scheduler -> pool -> worker -> ring -> reorder -> delivery -> pin_memory -> [async_iterator].
+Data path: sampler -> scheduler -> pool -> worker -> ring -> reorder -> delivery -> stage -> [async_iterator].
+
+The stages, in the order in which a batch passes them:
 
     __init__     consumer      sampler, opener, counters                   consumer.py
-                 scheduler     who gets which task; order                  scheduler.py
-                 queue         what is ready                               here
+                 scheduler     which worker gets which task; order         scheduler.py
+                 queue         batches that are ready                      here
     _start       pool          worker processes and their rings            workers/pool.py
-                 pipeline      the scheduler's hands                       pipeline.py
-                 stage         copies to page-locked memory, or a device   pin_memory.py, device/
+                 pipeline      carries out the scheduler's actions         pipeline.py
+                 stage         copies to page-locked memory, or a device   delivery/stage.py, delivery/device_stage.py
     __anext__    wait          for the queue
-                 open          a view of the slot, or a copy               delivery.py
-                 advance       the sampler by one; the credit goes back    pipeline.py
+                 open          a view of the slot, or a copy               delivery/opener.py
+                 advance       the sampler by one; returns the credit      pipeline.py
 
 Ownership: the event loop refers to the pool, the pool to the pipeline, the pipeline to the queue, and none of them to
-the iterator. So an iterator that is dropped (``break``) dies at once, and takes its workers with it.
+the iterator. An iterator that is dropped (``break``) is therefore freed at once, and its workers with it.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
-from asyncloader.delivery.transfer import mover_of
+from asyncloader.delivery.transfer import transfer_of
 from asyncloader.epoch.consumer import NO_BATCH, Consumer, discard
 from asyncloader.epoch.pipeline import Pipeline
 from asyncloader.epoch.plan import (
-    Draws,
     EpochPlan,
+    TorchIterator,
     make_pool,
     quarantine,
     shared_seed,
@@ -42,7 +44,7 @@ from asyncloader.epoch.plan import (
     warn_over_length,
     worker_setup,
 )
-from asyncloader.epoch.respawn import Replacer, Request, weakly
+from asyncloader.epoch.respawn import Request, WorkerRespawner, weakly
 from asyncloader.epoch.shard_assignment import open_assignment
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManyBadSamples
 from asyncloader.events import Action, Deliver, Fail, Finish
@@ -52,36 +54,36 @@ from asyncloader.statistics import BadSampleLog, Statistics
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.pool import WorkerPool
 
-__all__ = ["AsyncLoaderIterator", "LoaderShelf"]
+__all__ = ["AsyncLoaderIterator", "PoolCache"]
 
 
-class LoaderShelf(Protocol):
-    """What an iterator asks of its loader: an epoch, and where it gets its workers from and leaves them."""
+class PoolCache(Protocol):
+    """The loader, as its iterator sees it: begins epochs, and keeps persistent workers between iterators."""
 
-    def begin(self) -> tuple[Progress, Draws, EpochPlan]:
-        """A new epoch: its position, torch's random draws for it, and the options that shape it."""
+    def begin_epoch(self) -> tuple[Progress, TorchIterator, EpochPlan]:
+        """Begin an epoch: its position, torch's iterator base with its random numbers, and the epoch's plan."""
         ...
 
     @property
     def idle(self) -> bool:
-        """Whether there are workers to be taken."""
+        """Whether there are idle workers to take."""
         ...
 
     def take(self) -> WorkerPool | None:
-        """Idle workers to be used again; None: start new ones."""
+        """The idle workers, to be used again; None: start new ones."""
         ...
 
-    def note(self, pool: WorkerPool) -> None:
-        """New workers were started."""
+    def register(self, pool: WorkerPool) -> None:
+        """Register newly started workers."""
         ...
 
-    def leave(self, pool: WorkerPool) -> bool:
-        """Offer the workers for the next iterator; False: stop them."""
+    def put_back(self, pool: WorkerPool) -> bool:
+        """Keep the workers for the next iterator; False if the caller must stop them."""
         ...
 
 
 class ReadyQueue:
-    """What is ready for the consumer. `put` never blocks; `wait` loses nothing when cancelled."""
+    """Items that are ready for the consumer. `put` never blocks; cancelling `wait` loses nothing."""
 
     def __init__(self) -> None:
         self.items: deque[Action] = deque()
@@ -89,9 +91,9 @@ class ReadyQueue:
         self._closed = False
 
     def put(self, item: Action) -> None:
-        """In the loop's thread. Wakes one of those who wait."""
+        """Add an item and wake one waiter. In the loop's thread."""
         if self._closed:
-            discard(item)  # on its way here from another thread when the iterator was closed
+            discard(item)  # was in flight from another thread when the iterator was closed
             return
         self.items.append(item)
         self._wake_one()
@@ -104,7 +106,7 @@ class ReadyQueue:
                 return
 
     def close(self) -> None:
-        """Nothing will be taken any more; those who wait must look for themselves."""
+        """Discard all items and wake all waiters, who check whether the iterator has ended."""
         self._closed = True
         while self.items:
             discard(self.items.popleft())
@@ -112,14 +114,14 @@ class ReadyQueue:
             self._wake_one()
 
     async def wait(self) -> None:
-        """Until something may be there. The caller looks, and waits again if another task was faster."""
+        """Wait until there may be an item. The caller checks, and waits again if another task took it."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         try:
             await waiter
         except asyncio.CancelledError:
             if self.items:
-                self._wake_one()  # this one was told, but will not take it
+                self._wake_one()  # this waiter was woken, but will not take the item
             raise
 
 
@@ -130,12 +132,12 @@ class AsyncLoaderIterator:
     iterator, or `aclose`, frees the workers.
     """
 
-    def __init__(self, spec: LoaderSpec[Any], statistics: Statistics, shelf: LoaderShelf) -> None:
+    def __init__(self, spec: LoaderSpec[Any], statistics: Statistics, pool_cache: PoolCache) -> None:
         self._spec = spec
-        self._shelf = shelf
+        self._pool_cache = pool_cache
         self._statistics = statistics
         self._begin()
-        self._timeout = min(spec.timeout, threading.TIMEOUT_MAX)  # infinity is no number of ticks
+        self._timeout = min(spec.timeout, threading.TIMEOUT_MAX)  # asyncio cannot wait for infinity
         self._queue = ReadyQueue()
         self.pool: WorkerPool | None = None
         self._pipeline: Pipeline | None = None
@@ -143,31 +145,34 @@ class AsyncLoaderIterator:
         self._copying: tuple[Deliver, asyncio.Future[Any]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
-        # Why there are no more batches: None while there are, "" for the end. A text, not an exception: one that
-        # was raised refers to the consumer's frames, and through them to the batches that they hold.
+        # Why there are no more batches: None while there are, "" at the end of the epoch. A text, not an exception: a
+        # raised one refers to the consumer's frames, and so to the batches that those hold.
         self._ended: str | None = None
         self._closed = False
         self._owner = os.getpid()
         self._yielded = 0
 
     def _begin(self) -> None:
-        """Draw the epoch's random numbers, and what the sampler gives first. No worker starts yet."""
-        self._progress, self._draws, self._plan = self._shelf.begin()
+        """Draw the epoch's random numbers and take the sampler's first indices. No worker starts yet."""
+        self._progress, self._torch_iter, self._plan = self._pool_cache.begin_epoch()
         self._starts: Sequence[EpochStart]
         self._base_seed, self._starts = self._progress.starts(
-            self._plan.workers, int(self._draws._base_seed), shared_seed(self._draws), anew=not self._shelf.idle
+            self._plan.workers,
+            int(self._torch_iter._base_seed),
+            shared_seed(self._torch_iter),
+            new_workers=not self._pool_cache.idle,
         )
-        self._draws._base_seed = self._base_seed  # of later epochs, too, if the workers are persistent
-        # Kept beyond the start: workers that die are replaced.
-        self._setup = worker_setup(self._spec, self._plan.workers, self._draws, self._base_seed, self._starts)
+        self._torch_iter._base_seed = self._base_seed  # for later epochs, too, if the workers are persistent
+        # Kept after the start, for replacements of workers that die.
+        self._setup = worker_setup(self._spec, self._plan.workers, self._torch_iter, self._base_seed, self._starts)
         self._statistics.log = BadSampleLog(self._spec._asyncloader_options.max_bad_samples)
         self._consumer = Consumer(
             self._plan,
-            self._draws,
+            self._torch_iter,
             self._statistics,
             self._progress,
-            quarantine(self._spec, self._draws),
-            mover_of(self._spec),
+            quarantine(self._spec, self._torch_iter),
+            transfer_of(self._spec),
             self._spec._asyncloader_options.prefetch_device,
         )
 
@@ -175,7 +180,7 @@ class AsyncLoaderIterator:
         return self
 
     def __len__(self) -> int:
-        return len(self._draws)
+        return len(self._torch_iter)
 
     def __repr__(self) -> str:
         state = "over" if self._ended is not None else "running" if self._pipeline else "new"
@@ -186,7 +191,7 @@ class AsyncLoaderIterator:
 
     @property
     def queue_depth(self) -> int:
-        """Batches that are ready and not taken."""
+        """Number of batches that are ready and not taken."""
         return len(self._queue.items)
 
     # ------------------------------------------------------------------------------------------- starting
@@ -207,20 +212,20 @@ class AsyncLoaderIterator:
         if self._closed:  # `close` does not wait for this
             return
         if assignments is not None:
-            self._setup = self._setup._replace(starts=self._starts, dataset=self._draws._dataset)
-        pool = self._shelf.take()
+            self._setup = self._setup._replace(starts=self._starts, dataset=self._torch_iter._dataset)
+        pool = self._pool_cache.take()
         if pool is None:
             make = self._pool_maker()
-            # A fork must happen in the thread that the user's code runs in; the other methods need not block the loop.
+            # A fork must happen in the user's thread; other start methods need not block the loop.
             pool = make() if start_method(spec) == "fork" else await asyncio.to_thread(make)
-            self._shelf.note(pool)
+            self._pool_cache.register(pool)
             if self._closed:
                 pool.stop_soon()
                 return
         self.pool = pool
         put_from_thread = partial(_put_from_thread, asyncio.get_running_loop(), self._queue)
-        replacer = Replacer(pool, weakly(self._setup_for), None)
-        self._pipeline = self._consumer.pipeline(pool, self._queue.put, put_from_thread, replacer)
+        respawner = WorkerRespawner(pool, weakly(self._setup_for), None)
+        self._pipeline = self._consumer.pipeline(pool, self._queue.put, put_from_thread, respawner)
         self._pipeline.start(self._consumer.offers, self._starts)
 
     def _pool_maker(self) -> Callable[[], WorkerPool]:
@@ -237,8 +242,8 @@ class AsyncLoaderIterator:
         begin = perf_counter()
         items = self._queue.items
         try:
-            while True:  # once, unless several tasks share this iterator, or all samples of a batch are left out
-                self._consumer.hear()
+            while True:  # once, unless several tasks share this iterator, or all samples of a batch were dropped
+                self._consumer.drain_notices()
                 copying = self._copying
                 if copying is not None:
                     copied, copy = copying
@@ -255,7 +260,7 @@ class AsyncLoaderIterator:
                         try:
                             error = await self._end(item)
                         except asyncio.CancelledError:
-                            items.append(item)  # or the next call would take the end for a good one
+                            items.append(item)  # or the next call would report a normal end
                             raise
                         try:
                             raise error
@@ -281,7 +286,7 @@ class AsyncLoaderIterator:
             raise LoaderClosed("this iterator was closed")
         try:
             batch = self._consumer.deliver(item, waited, self._pipeline.advance, opened)
-        except StopAsyncIteration as error:  # of a worker: here it would pass for the end of the epoch
+        except StopAsyncIteration as error:  # from a worker: here it would look like the end of the epoch
             raise RuntimeError("the dataset's code raised StopAsyncIteration") from error
         finally:
             delivery = self._consumer.delivery
@@ -289,12 +294,12 @@ class AsyncLoaderIterator:
         if batch is NO_BATCH:
             return batch
         self._yielded += 1
-        self._draws._num_yielded = self._yielded
-        warn_over_length(self._draws)
+        self._torch_iter._num_yielded = self._yielded
+        warn_over_length(self._torch_iter)
         return batch
 
     async def _wait(self) -> None:
-        """Until something may be there, or there will be nothing; the caller looks again."""
+        """Wait until there may be an item, or raise if there will be none."""
         if self._ended is not None:
             raise StopAsyncIteration if not self._ended else LoaderClosed(self._ended)
         pipeline = self._pipeline
@@ -315,15 +320,15 @@ class AsyncLoaderIterator:
             raise error from None
 
     async def _end(self, item: Action) -> BaseException:
-        """End with this item; returns what is to be raised."""
+        """End the epoch with this item. Returns the exception to raise."""
         if isinstance(item, Finish):
             self._ended = ""
             self._progress.finish()
             await self.aclose()
-            self._consumer.hear()
+            self._consumer.drain_notices()
             return StopAsyncIteration()
         assert isinstance(item, Fail)
-        self._ended = ""  # raised once; a caller that goes on regardless must come to an end
+        self._ended = ""  # raised once; a caller that ignores it gets a normal end next
         await self.aclose()
         return item.error
 
@@ -337,26 +342,28 @@ class AsyncLoaderIterator:
             if self._ended is None:
                 self._ended = "this iterator was closed"
             await self._consumer.end_stage()
-        pool, reader = self._let_go()
+        pool, reader = self._detach()
         try:
             if reader is not None:
-                await asyncio.wait([reader])  # it was cancelled; that is not the caller's cancellation
+                await asyncio.wait([reader])  # not awaited: its cancellation is not the caller's
         except asyncio.CancelledError:
             assert reader is not None
-            reader.cancel()  # once more: also what it does at its end
+            reader.cancel()  # once more: this also cancels the sampler's clean-up
             raise
         finally:
             if pool is not None:
                 await asyncio.shield(asyncio.to_thread(pool.stop))
 
     def close(self) -> None:
-        """`aclose` for code that is not async: blocks until the workers are gone. In the loop's thread, or after it."""
-        pool, _ = self._let_go()
+        """`aclose` for code that is not async: blocks until the workers are gone. In the loop's thread, or after the
+        loop has ended.
+        """
+        pool, _ = self._detach()
         if pool is not None:
             pool.stop()
 
-    def _let_go(self) -> tuple[WorkerPool | None, asyncio.Task[None] | None]:
-        """Stop the pipeline; return the pool if it is to be stopped, and the task that must still be awaited."""
+    def _detach(self) -> tuple[WorkerPool | None, asyncio.Task[None] | None]:
+        """Stop the pipeline. Returns the pool if it must be stopped, and the task that must still be awaited."""
         if self._closed:
             return None, None
         self._closed = True
@@ -364,36 +371,36 @@ class AsyncLoaderIterator:
             self._ended = "this iterator was closed"
         pipeline, self._pipeline = self._pipeline, None
         self._consumer.close()
-        return _release(pipeline, self._queue, self._shelf, self.pool)
+        return _release(pipeline, self._queue, self._pool_cache, self.pool)
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         if exiting() or getattr(self, "_closed", True) or os.getpid() != self._owner:
             return
-        loop, parts = self._loop, (self._pipeline, self._consumer, self._queue, self._shelf, self.pool)
+        loop, parts = self._loop, (self._pipeline, self._consumer, self._queue, self._pool_cache, self.pool)
         if loop is None or loop.is_closed() or threading.get_ident() == self._thread:
             _abandon(*parts)
-        else:  # collected in another thread: the loop's own must let go of the readers
+        else:  # collected in another thread: the loop's readers must be removed in the loop's own thread
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(_abandon, *parts)
 
 
 def _release(
-    pipeline: Pipeline | None, queue: ReadyQueue, shelf: LoaderShelf, pool: WorkerPool | None
+    pipeline: Pipeline | None, queue: ReadyQueue, pool_cache: PoolCache, pool: WorkerPool | None
 ) -> tuple[WorkerPool | None, asyncio.Task[None] | None]:
-    """End an iterator's parts but for the consumer. In the loop's thread."""
+    """End an iterator's parts except the consumer. In the loop's thread."""
     reader = pipeline.close() if pipeline is not None else None
     queue.close()
-    if pool is None or shelf.leave(pool):
+    if pool is None or pool_cache.put_back(pool):
         return None, reader
     return pool, reader
 
 
 def _abandon(
-    pipeline: Pipeline | None, consumer: Consumer, queue: ReadyQueue, shelf: LoaderShelf, pool: WorkerPool | None
+    pipeline: Pipeline | None, consumer: Consumer, queue: ReadyQueue, pool_cache: PoolCache, pool: WorkerPool | None
 ) -> None:
-    """End the parts of an iterator that nobody refers to any more. Waits for nothing."""
+    """End the parts of an iterator that was dropped. Does not wait."""
     consumer.close_soon()
-    pool, _ = _release(pipeline, queue, shelf, pool)
+    pool, _ = _release(pipeline, queue, pool_cache, pool)
     if pool is not None:
         pool.stop_soon()
 
@@ -401,5 +408,5 @@ def _abandon(
 def _put_from_thread(loop: asyncio.AbstractEventLoop, queue: ReadyQueue, item: Action) -> None:
     try:
         loop.call_soon_threadsafe(queue.put, item)
-    except RuntimeError:  # the loop was closed under a copy in flight
+    except RuntimeError:  # the loop was closed while a copy was in flight
         discard(item)

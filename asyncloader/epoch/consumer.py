@@ -1,9 +1,9 @@
-"""The consumer's side of one epoch, the same for `for` and ``async for``: sampler, opening of batches, counting.
+"""Does the per-batch work in the iterating thread, for both loaders: advances the sampler, opens batches, counts them.
 
 Data path: sampler -> [consumer] -> scheduler ... reorder -> delivery -> [consumer] -> the user.
 
-Everything here runs in the thread that iterates. The order of things for each batch is torch's: a plain sampler is
-advanced after the batch has come, and before an error in its place is raised.
+The order per batch is torch's: a plain sampler is advanced after the batch has arrived, and before an error in place of
+the batch is raised.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any, Final
 from asyncloader.delivery.device_stage import DeviceStage, OnDevice
 from asyncloader.delivery.opener import LARGE, Opener, raise_worker_error
 from asyncloader.delivery.stage import Pinned, PinStage, torch_pin
-from asyncloader.delivery.transfer import Mover
-from asyncloader.epoch.pipeline import Begun, Pipeline
-from asyncloader.epoch.plan import Draws, EpochPlan
+from asyncloader.delivery.transfer import DeviceTransfer
+from asyncloader.epoch.pipeline import Pipeline, WorkerBegun
+from asyncloader.epoch.plan import EpochPlan, TorchIterator
 from asyncloader.epoch.quarantine import Quarantine
-from asyncloader.epoch.respawn import Replacer
-from asyncloader.events import ENDED, NOTHING, Action, Deliver, LeftOut, Notice, Poisoned, WorkerFailure
+from asyncloader.epoch.respawn import WorkerRespawner
+from asyncloader.events import ENDED, NOTHING, Action, AllDropped, Deliver, Notice, Poisoned, WorkerFailure
 from asyncloader.ranks.agreement import AgreementStage
 from asyncloader.samplers.distributed import without_batch
 from asyncloader.state.progress import Progress
@@ -35,88 +35,88 @@ from asyncloader.workers.pool import WorkerPool
 __all__ = ["NO_BATCH", "Consumer", "discard"]
 
 NO_BATCH: Final[Any] = object()
-"""In place of a batch all of whose samples were left out: take the next one."""
+"""Returned instead of a batch whose samples were all dropped: take the next one."""
 
 
-# How far a delivery has come, in this order.
-_BEGUN, _OPENING, _OPENED, _LET_GO, _PULLED, _TOLD, _COUNTED, _DONE = range(8)
+# The steps of a delivery, in order.
+_BEGUN, _OPENING, _OPENED, _RELEASED, _PULLED, _ADVANCED, _COUNTED, _DONE = range(8)
 
 
 class Delivery:
-    """What was done for the item that is under way: Ctrl-C may end the call of `deliver`, and the next one goes on."""
+    """The progress of the current delivery. Ctrl-C may end a call of `deliver`; the next call continues from here."""
 
     __slots__ = ("batch", "descriptors", "error", "item", "offer", "reached")
 
     def __init__(self) -> None:
         self.item: Deliver | None = None
-        """Who calls `deliver` sets it, `batch` and `error` to None when the batch, or the error, is the user's."""
+        """The caller of `deliver` sets `item`, `batch` and `error` to None once the user has the batch or the error."""
         self.batch: Any = None
-        self.error: Any = None  # in its place: an exception, or torch's wrapper of one
-        self.descriptors: list[int] | None = None  # the answer's, while they are to be closed
-        self.offer: Any = NOTHING  # what the sampler gave
+        self.error: Any = None  # instead of a batch: an exception, or torch's wrapper of one
+        self.descriptors: list[int] | None = None  # the answer's descriptors that must still be closed
+        self.offer: Any = NOTHING  # the sampler's next index
         self.reached = _BEGUN
 
     def begin(self, item: Deliver) -> None:
-        """Nothing was done for this item."""
-        # Nothing is called in here, so that Ctrl-C does not come in between.
+        """Start over with this item."""
+        # No calls in here, so that Ctrl-C cannot interrupt it halfway.
         self.batch, self.error, self.descriptors, self.offer, self.reached = NO_BATCH, None, None, NOTHING, _BEGUN
         self.item = item
 
 
 class Consumer:
-    """What an iterator does with each batch, and what it hands to the pipeline.
+    """The consumer's side of one epoch.
 
     Args:
         plan: the options that shape the epoch.
-        draws: torch's iterator base, which has drawn this iterator's random numbers.
+        torch_iter: torch's iterator base, which has drawn this iterator's random numbers.
         statistics: the loader's counters.
-        progress: the iterator's position.
-        quarantine: deals with tasks that kill their workers.
-        mover: to the device where batches are delivered; None: that is the CPU.
-        ahead: batches that may be there before they are asked for.
+        progress: tracks the iterator's position.
+        quarantine: resolves tasks that kill their workers.
+        transfer: copies batches to the device where they are delivered; None for the CPU.
+        ahead: batches that may be on the device before they are asked for.
     """
 
     def __init__(
         self,
         plan: EpochPlan,
-        draws: Draws,
+        torch_iter: TorchIterator,
         statistics: Statistics,
         progress: Progress,
         quarantine: Quarantine,
-        mover: Mover | None = None,
+        transfer: DeviceTransfer | None = None,
         ahead: int = 1,
     ) -> None:
         self._statistics = statistics
         self._plan = plan
         self._quarantine = quarantine
-        self._notices: deque[Notice | Begun | Mapping[str, float]] = deque()
+        self._notices: deque[Notice | WorkerBegun | Mapping[str, float]] = deque()
         self._progress = progress
-        self._tasks = 0  # indices of a plain sampler that were given out
+        self._tasks = 0  # indices taken from a plain sampler
         self._taken = 0  # deliveries
         self._begun = statistics.begin()
-        # Nothing here keeps `draws`, which in the sync loader is the iterator itself: it must die when dropped.
+        # A weak reference: in the sync loader `torch_iter` is the iterator itself, which must die when it is dropped.
         self._workers = plan.workers
         self._source = plan.source
-        self._scheduler = plan.scheduler(progress.turn)
-        self._draws = weakref.ref(draws)
-        # False when there is nothing to advance here: no sampler, or one that a task of the loop reads.
-        self._reads = draws.order is not None
+        self._scheduler = plan.scheduler(progress.next_worker)
+        self._torch_iter = weakref.ref(torch_iter)
+        # False if there is nothing to advance here: no sampler, or an async one, which a task of the loop reads.
+        self._reads = torch_iter.order is not None
         self._first = True
         self.delivery = Delivery()
         self._opener = Opener(statistics)
-        self._pins = draws._pin_memory
-        self._pin_device = draws._pin_memory_device
-        self._mover = mover
+        self._pins = torch_iter._pin_memory
+        self._pin_device = torch_iter._pin_memory_device
+        self._transfer = transfer
         self._ahead = ahead
         self._stage: PinStage | DeviceStage | None = None
         self._agreement = progress.agreement
         self._agreeing: AgreementStage | None = None
         self.offers = self._prime(plan.offers)
-        """What the sampler gave before the first wait; in torch mode as much as torch takes then."""
+        """Indices taken before the first batch; in torch mode as many as torch takes."""
 
     @property
     def outstanding(self) -> int:
-        """Indices given out and not delivered; 0 where there is no plain sampler."""
+        """Indices that were taken from a plain sampler and not delivered; 0 without one."""
         return max(0, self._tasks - self._taken)
 
     def _prime(self, count: int) -> list[Any]:
@@ -128,13 +128,13 @@ class Consumer:
         return offers
 
     def _pull(self, left: int) -> Any:
-        """The sampler's next index, while `left` are outstanding. The same until `_tasks` is moved on."""
-        draws = self._draws()
-        assert draws is not None
+        """The sampler's next index, while `left` are outstanding. The same again until `_tasks` is incremented."""
+        torch_iter = self._torch_iter()
+        assert torch_iter is not None
         try:
-            step, offer = draws.pull(self._tasks)
+            step, offer = torch_iter.pull(self._tasks)
         except StopIteration:
-            return NOTHING if left else ENDED  # as in torch it is asked again after the next batch
+            return NOTHING if left else ENDED  # as torch, ask again after the next batch
         self._progress.pulled(self._tasks, step)
         return offer
 
@@ -143,15 +143,15 @@ class Consumer:
         pool: WorkerPool,
         put: Callable[[Action], None],
         put_from_thread: Callable[[Action], None],
-        replacer: Replacer,
+        respawner: WorkerRespawner,
     ) -> Pipeline:
-        """The epoch's pipeline, which hands items to `put`; `put_from_thread` is used by the pinning stage's thread."""
+        """Make the epoch's pipeline. It passes items to `put`; stages that have a thread use `put_from_thread`."""
         sink = put
         if self._agreement is not None:
             self._agreeing = AgreementStage(self._agreement, put_from_thread, discard)
             sink = put_from_thread = self._agreeing.put
-        if self._mover is not None:
-            self._stage = DeviceStage(self._opener, self._mover, self._statistics, put_from_thread, self._ahead)
+        if self._transfer is not None:
+            self._stage = DeviceStage(self._opener, self._transfer, self._statistics, put_from_thread, self._ahead)
             sink = self._stage.put
         elif self._pins:
             self._stage = PinStage(self._opener, torch_pin(self._pin_device), put_from_thread)
@@ -163,7 +163,7 @@ class Consumer:
             sink,
             indices,
             self._progress.ends,
-            replacer=replacer,
+            respawner=respawner,
             exact=self._plan.seeded,
             replays=self._plan.replays,
             assigner=None if self._progress.assignment is None else self._progress.assignment.assigner,
@@ -173,14 +173,14 @@ class Consumer:
         return pipeline
 
     async def end_stage(self) -> None:
-        """Let the stage finish the batch in hand and end, without holding up the loop meanwhile. If this is cancelled,
-        it ends all the same.
+        """Let the stage finish its current batch and end, without blocking the loop. It ends even if this is
+        cancelled.
         """
         if self._stage is not None:
             await asyncio.shield(asyncio.to_thread(self._stage.close))
 
     def close(self) -> None:
-        """End the stages, once the batch in hand is finished."""
+        """End the stages, once their current batch is finished."""
         if self._stage is not None:
             self._stage.close()
         if self._agreeing is not None:
@@ -189,7 +189,7 @@ class Consumer:
             self._agreement.give_up()  # made, but never iterated
 
     def close_soon(self) -> None:
-        """`close` for finalizers: waits for nothing, so something may be forwarded yet."""
+        """`close` for finalizers: does not wait, so an item may still be forwarded afterwards."""
         if self._stage is not None:
             self._stage.close_soon()
         if self._agreeing is not None:
@@ -197,7 +197,7 @@ class Consumer:
         elif self._agreement is not None:
             self._agreement.give_up()
 
-    # ---------------------------------------------------------------------------------------- for each batch
+    # ---------------------------------------------------------------------------------------- per batch
 
     def opening_blocks(self, item: Deliver) -> bool:
         """Whether `open` would copy so much that an event loop must not wait for it."""
@@ -205,7 +205,7 @@ class Consumer:
         return isinstance(outcome, Answer) and outcome.result.nbytes >= LARGE and self._opener.will_copy(outcome)
 
     def open(self, outcome: Any) -> Any:
-        """The batch; `NO_BATCH` when there is none yet, or an error in its place, which `deliver` will raise."""
+        """The batch; `NO_BATCH` for outcomes without one, which `deliver` resolves."""
         if isinstance(outcome, Answer):
             return self._opener.open(outcome)
         if isinstance(outcome, OnDevice):
@@ -217,36 +217,36 @@ class Consumer:
         self,
         item: Deliver,
         waited: float,
-        tell: Callable[[int, Any], None],
+        advance: Callable[[int, Any], None],
         opened: Callable[[], Any] | None = None,
     ) -> Any:
         """The batch for the user, or `NO_BATCH`.
 
-        After a KeyboardInterrupt, called again with the same item, it goes on where it was: the user gets the batch, or
-        the error in its place, once, and the sampler's next index is asked for once. What cannot be taken up again is
-        the user's own code: a sampler that is a generator has ended when KeyboardInterrupt came out of it, and with it
-        the epoch; an `on_error` function, and `collate_fn` after it, are called anew. Statistics may lack the batch.
+        After a KeyboardInterrupt, a second call with the same item continues where the first stopped: the user gets the
+        batch, or its error, once, and the sampler is advanced once. The user's own code cannot be continued: a sampler
+        that is a generator ends with the KeyboardInterrupt, and the epoch with it; an `on_error` function, and
+        `collate_fn` after it, are called again. The statistics may lack the batch.
 
         Args:
-            item: what the pipeline gave.
+            item: the pipeline's item.
             waited: seconds that the user waited for it.
-            tell: tells the pipeline that it was taken, and what a plain sampler gave next.
-            opened: gives the batch if it was opened already.
+            advance: `Pipeline.advance`: reports that the item was taken, and a plain sampler's next index.
+            opened: returns the batch, if it was opened already.
 
         Raises:
-            Exception: the worker's, if there is an error in the batch's place; or the sampler's. The batches asked
-                for before still come, as in torch.
-            TooManyBadSamples: this batch's bad samples are more than are allowed. Nothing should be taken any more.
+            Exception: the worker's error for this batch, or the sampler's. Batches that were asked for before still
+                come, as in torch.
+            TooManyBadSamples: there are more bad samples than allowed. Nothing should be taken any more.
         """
         delivery = self.delivery
         if delivery.item is not item:
             delivery.begin(item)
-        if delivery.reached < _TOLD:
+        if delivery.reached < _ADVANCED:
             self._open(delivery, item.outcome, opened)
             if delivery.reached < _PULLED:
                 self._advance(delivery)
-            tell(item.seq, delivery.offer)
-            delivery.reached = _TOLD
+            advance(item.seq, delivery.offer)
+            delivery.reached = _ADVANCED
         if delivery.error is None and delivery.reached < _DONE:
             self._count(delivery, item, item.outcome, waited)
         error = delivery.error
@@ -261,20 +261,20 @@ class Consumer:
             del error  # its traceback refers to this frame
 
     def abandon(self, item: Deliver) -> None:
-        """Nobody will take the item, whose delivery Ctrl-C ended: its memory comes back."""
+        """Free the memory of an item whose delivery was interrupted by Ctrl-C and will not be continued."""
         delivery, outcome = self.delivery, item.outcome
         if delivery.item is not item or delivery.reached < _OPENED:
             if isinstance(outcome, Answer):
                 self._opener.forget(outcome)
             discard(item)
         elif delivery.reached == _OPENED and isinstance(outcome, Answer):
-            self._let_go(delivery, outcome)
+            self._release(delivery, outcome)
         delivery.item, delivery.batch, delivery.error = None, None, None
 
-    def _let_go(self, delivery: Delivery, answer: Answer) -> None:
+    def _release(self, delivery: Delivery, answer: Answer) -> None:
         if delivery.descriptors is None:
             delivery.descriptors = [] if answer.fd is None else [answer.fd]
-        self._opener.let_go(answer, delivery.descriptors)
+        self._opener.release(answer, delivery.descriptors)
 
     def _open(self, delivery: Delivery, outcome: Any, opened: Callable[[], Any] | None) -> None:
         answer = outcome if opened is None and isinstance(outcome, Answer) else None
@@ -282,30 +282,30 @@ class Consumer:
             try:
                 if answer is None:
                     delivery.batch = self.open(outcome) if opened is None else opened()
-                    delivery.reached = _LET_GO
+                    delivery.reached = _RELEASED
                 else:
                     if delivery.reached == _OPENING:
                         self._opener.forget(answer)
                     delivery.reached = _OPENING
                     batch, held = self._opener.build(answer)
-                    delivery.batch, delivery.reached = batch, _OPENED if held is None else _LET_GO
+                    delivery.batch, delivery.reached = batch, _OPENED if held is None else _RELEASED
             except Exception as error:
                 delivery.error, delivery.reached = error, _OPENED
         if delivery.reached == _OPENED:
             if answer is not None:
-                self._let_go(delivery, answer)
-            delivery.reached = _LET_GO
+                self._release(delivery, answer)
+            delivery.reached = _RELEASED
 
     def _advance(self, delivery: Delivery) -> None:
-        """Ask the sampler for the next index."""
+        """Take the next index from the sampler."""
         error, offer, left = delivery.error, NOTHING, self._tasks - self._taken - 1
         if self._reads:
             try:
                 offer = self._pull(left)
             except Exception as raised:
-                # As in torch it is asked again after the next batch, unless there is none to come.
+                # As torch, ask again after the next batch, unless no batch is outstanding.
                 error, offer = raised, NOTHING if left > 0 else ENDED
-        # Nothing is called from here on, so that Ctrl-C does not come in between.
+        # No calls from here on, so that Ctrl-C cannot interrupt it halfway.
         if offer is ENDED:
             self._reads = False
         elif offer is not NOTHING:
@@ -315,8 +315,8 @@ class Consumer:
         error = None  # its traceback refers to this frame
 
     def _count(self, delivery: Delivery, item: Deliver, outcome: Any, waited: float) -> None:
-        """In the statistics at most once; in the position exactly once, and last: a state that is saved after Ctrl-C
-        says nothing of a batch that has not come.
+        """Count the batch in the statistics at most once, then in the position exactly once: a state that is saved
+        after Ctrl-C must not include a batch that was not delivered.
         """
         first = delivery.reached < _COUNTED
         delivery.reached = _COUNTED
@@ -336,7 +336,9 @@ class Consumer:
         delivery.reached = _DONE
 
     def _without_answer(self, delivery: Delivery, item: Deliver, outcome: Any, waited: float | None) -> None:
-        """There is no worker's batch: a substitute, `NO_BATCH`, or an error. `waited` is None if it was counted."""
+        """Resolve an outcome without a worker's batch: to a substitute, `NO_BATCH` or an error. `waited` is None if it
+        was counted already.
+        """
         if isinstance(outcome, WorkerFailure):
             self._progress.failed(item.seq)
             if waited is not None:
@@ -346,7 +348,7 @@ class Consumer:
             # Moved: raised, it refers to frames that refer to the outcome.
             delivery.error, outcome.error = outcome.error, None
             return
-        if isinstance(outcome, LeftOut):
+        if isinstance(outcome, AllDropped):
             batch, records = None, pickle.loads(outcome.bad)
         else:
             assert isinstance(outcome, Poisoned)
@@ -356,30 +358,30 @@ class Consumer:
                 delivery.error = error
                 return
         failed = batch is None and self._plan.ranks > 1
-        if failed and isinstance(outcome, LeftOut):
+        if failed and isinstance(outcome, AllDropped):
             self._progress.failed(item.seq)
         else:
-            self._progress.delivered(item.seq, item.worker, outcome.cursor if isinstance(outcome, LeftOut) else b"")
+            self._progress.delivered(item.seq, item.worker, outcome.cursor if isinstance(outcome, AllDropped) else b"")
         if waited is not None:
             self._statistics.bad(records)
         if failed:
             delivery.error = without_batch(self._plan.ranks)
             return
         if batch is not None:
-            if self._mover is not None:
-                batch = self._mover.take(self._mover.move(batch, locked=False))
+            if self._transfer is not None:
+                batch = self._transfer.take(self._transfer.start(batch, locked=False))
             elif self._pins:
                 batch = torch_pin(self._pin_device)(batch)
             delivery.batch = batch
         delivery.reached = _DONE
 
-    def hear(self) -> None:
-        """Take note of what happened beside the batches. Call it before taking one: a warning may be an error to the
-        user, and no batch may be lost over that.
+    def drain_notices(self) -> None:
+        """Process notices about workers. Call it before taking a batch: the user may have turned warnings into errors,
+        and no batch may be lost to one.
         """
         while self._notices:
             notice = self._notices.popleft()
-            if isinstance(notice, Begun):
+            if isinstance(notice, WorkerBegun):
                 self._progress.begun(notice.worker, notice.cursor)
                 continue
             if not isinstance(notice, Notice):
@@ -394,6 +396,6 @@ class Consumer:
 
 
 def discard(item: Action) -> None:
-    """Nobody will take the item; its memory comes back."""
+    """Free the memory of an item that will not be delivered."""
     if isinstance(item, Deliver) and isinstance(item.outcome, Answer):
         item.outcome.discard()

@@ -1,14 +1,12 @@
-"""The shell around the scheduler: carries its actions out and feeds it what comes of them.
+"""Runs the scheduler for one epoch: carries out its actions and feeds it the events that result.
 
-Data path: sampler -> [pipeline: scheduler -> pool -> reorder] -> delivery -> consumer.
+Data path: sampler -> [pipeline: scheduler -> pool -> scheduler] -> delivery -> consumer.
 
-One pipeline serves one iterator, in one event loop's thread. What is for the consumer leaves through `sink`, in order:
-`Deliver`, and at last `Finish` or `Fail`. The consumer answers each delivery with `advance`, and with it hands in what
-the sampler gave (a plain sampler is advanced in the consumer's thread, see `sampler.py`).
+One pipeline serves one iterator, in one event loop's thread. Items for the consumer leave through `sink`, in order:
+`Deliver` for each batch, and finally `Finish` or `Fail`. The consumer answers each delivery with `advance`, which also
+passes on the sampler's next index (a plain sampler is advanced in the consumer's thread, see `consumer.py`).
 
-What an epoch waits for, in words: for the error that says that it waited too long.
-
-Data path: beside the pipeline, in its loop's thread; only when there is something to explain.
+`report` describes what the epoch is waiting for. It is used for the text of a timeout error.
 """
 
 from __future__ import annotations
@@ -19,16 +17,16 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from asyncloader.epoch.respawn import Replacer, Request
-from asyncloader.epoch.resume_points import Places
+from asyncloader.epoch.respawn import Request, WorkerRespawner
+from asyncloader.epoch.resume_points import ResumePoints
 from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.errors import WorkerDied, shortened
 from asyncloader.events import (
     ENDED,
     NOTHING,
     Action,
+    AllDropped,
     Assign,
-    Broke,
     Completed,
     Deliver,
     Delivered,
@@ -37,9 +35,9 @@ from asyncloader.events import (
     Exhausted,
     Fail,
     Finish,
-    LeftOut,
     Notice,
     Offered,
+    PoolFailed,
     Pull,
     Replace,
     Replaced,
@@ -56,11 +54,11 @@ from asyncloader.workers.listener import Answer, Listener
 from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.process import WorkerProcess
 
-__all__ = ["Begun", "Pipeline", "report"]
+__all__ = ["Pipeline", "WorkerBegun", "report"]
 
 
-class Begun(NamedTuple):
-    """A worker has begun the epoch, where the pickled cursor says."""
+class WorkerBegun(NamedTuple):
+    """A worker began the epoch; the pickled cursor says at which state of its dataset."""
 
     worker: int
     cursor: bytes
@@ -72,14 +70,14 @@ class Pipeline(Listener):
     Args:
         pool: started workers.
         scheduler: a fresh one for this epoch.
-        sink: takes what is for the consumer; must not block.
-        source: an async source of indices; None when the consumer hands them in, or the dataset is iterable.
-        ends: filled with where each worker's copy of an iterable dataset stood at its end (a pickled cursor).
-        replacer: has processes made in the place of workers that died.
-        exact: whether a replacement makes the same batches as the worker before (seeded mode); else there is a warning.
-        replays: a stream without a state may be read again from its beginning.
-        assigner: assigns shards to the workers; None: the dataset has no shards to assign.
-        adapts: how many tasks are given out depends on how many batches the rings have room for.
+        sink: receives the items for the consumer; must not block.
+        source: an async source of indices; None if the consumer passes them in, or the dataset is iterable.
+        ends: filled with each worker's final state of an iterable dataset (a pickled cursor).
+        respawner: starts replacements for workers that died.
+        exact: whether a replacement makes the same batches as its predecessor (seeded mode); if not, it warns.
+        replays: whether a stream without a state may be read again from its beginning.
+        assigner: assigns shards to the workers; None if the dataset has no shards to assign.
+        adapts: whether credits follow how many batches the rings have room for.
     """
 
     def __init__(
@@ -90,14 +88,14 @@ class Pipeline(Listener):
         source: AsyncIterable[Any] | None = None,
         ends: dict[int, bytes] | None = None,
         *,
-        replacer: Replacer,
+        respawner: WorkerRespawner,
         exact: bool = False,
         replays: bool = False,
         assigner: ShardAssigner | None = None,
         adapts: bool = False,
     ) -> None:
-        # A dictionary, and nothing that refers to a sampler or dataset: those may refer to the loader, and so to the
-        # iterator, which the loop must not keep.
+        # A plain dictionary, without a reference to a sampler or dataset: those may refer to the loader and so to the
+        # iterator, which the loop must not keep alive.
         self._ends = {} if ends is None else ends
         self._adapts = adapts
         self._pool = pool
@@ -105,35 +103,35 @@ class Pipeline(Listener):
         self._sink = sink
         self._source = source
         self._offers: deque[Any] = deque()
-        self._allowed = 0  # how many more indices the scheduler wants
+        self._allowed = 0  # how many more indices the scheduler has requested
         self._allow: asyncio.Event | None = None
         self._reader: asyncio.Task[None] | None = None
         self._source_error: Exception | None = None
         self._closed = False
-        self._advanced: int | None = None  # the delivery that was taken last
-        self._replacer = replacer
+        self._advanced: int | None = None  # the last delivery that was taken
+        self._respawner = respawner
         self._exact = exact
         self._replays = replays
         self._assigner = assigner
-        self._places: Places | None = None  # where the workers' datasets stand; None: not begun
+        self._resume_points: ResumePoints | None = None  # None: not started
         self._starts: Sequence[EpochStart] = ()
-        self._handovers: dict[int, bytes | None] = {}  # what the workers that left did hand over; None: killed
-        self._unbegun: set[int] = set()  # workers that have not begun the epoch
+        self._handovers: dict[int, bytes | None] = {}  # RNG states of workers that retired; None: the worker was killed
+        self._unbegun: set[int] = set()  # workers that have not begun the epoch yet
         self._begun = asyncio.Event()
         self._start_error = b""
-        self.notices: deque[Notice | Begun | Mapping[str, float]] = deque()
-        """For the consumer's thread: what happened beside the batches; counts of transports."""
+        self.notices: deque[Notice | WorkerBegun | Mapping[str, float]] = deque()
+        """For the consumer's thread: replaced workers, started workers, and the counters of transports."""
 
-    # ------------------------------------------------------------------------------- from the consumer's side
+    # ------------------------------------------------------------------------------- called by the consumer
 
     def start(self, offers: Iterable[Any], starts: Sequence[EpochStart]) -> None:
-        """Begin: attach to the running loop and give the workers their first tasks."""
+        """Attach to the running loop and give the workers their first tasks."""
         if self._closed:
             return
         loop = asyncio.get_running_loop()
-        self._replacer.attach(self._on_made)
+        self._respawner.attach(self._on_made)
         self._starts = starts
-        self._places = Places(starts, iterable=self._scheduler.iterable, replays=self._replays)
+        self._resume_points = ResumePoints(starts, iterable=self._scheduler.iterable, replays=self._replays)
         self._scheduler.epoch = self._pool.attach(loop, self, starts)
         self._unbegun.update(range(len(starts)))
         if self._source is not None:
@@ -144,8 +142,8 @@ class Pipeline(Listener):
         self._handle(Started())
 
     def advance(self, seq: int, offer: Any) -> None:
-        """The consumer took delivery `seq`, and the sampler gave `offer` (an index, `ENDED` or `NOTHING`). Told twice
-        in a row, after Ctrl-C, is told once.
+        """The consumer took delivery `seq`, and the sampler gave `offer` (an index, `ENDED` or `NOTHING`). A repeated
+        call, as after Ctrl-C, has no effect.
         """
         if self._closed or seq == self._advanced:
             return
@@ -157,12 +155,12 @@ class Pipeline(Listener):
             self._handle(None)
 
     def close(self) -> asyncio.Task[None] | None:
-        """Stop at once. The reader of an async source is cancelled and returned, to be awaited. Idempotent."""
+        """Stop at once. Returns the cancelled task that reads an async source, to be awaited. Idempotent."""
         if self._closed:
             return None
         self._closed = True
         self._begun.set()
-        self._replacer.close()
+        self._respawner.close()
         self._pool.detach()
         for held in self._scheduler.abandon():
             if isinstance(held.outcome, Answer):
@@ -173,26 +171,26 @@ class Pipeline(Listener):
         return reader
 
     async def begun(self) -> bytes:
-        """Wait until every worker has begun the epoch. Returns the pickled error of one that could not. Comes to an end
-        also when a worker dies, or nothing goes on; the consumer hears of that where it hears of all else.
+        """Wait until every worker has begun the epoch. Returns the pickled error of one that could not. Also returns
+        when a worker dies or the pipeline stops; the consumer then gets that error with its next item.
         """
         if self._unbegun:
             await self._begun.wait()
         return self._start_error
 
     async def report(self) -> str:
-        """What is waited for, and what each worker is doing, in words. Takes a second at most."""
+        """Describe what is waited for, and what each worker is doing. Takes a second at most."""
         return await report(self._pool, self._scheduler)
 
-    # ---------------------------------------------------------------------------------- from the pool's side
+    # ---------------------------------------------------------------------------------- called by the pool
 
     def on_started(self, worker: int, error: bytes, cursor: bytes) -> None:
         """See `Listener`."""
         if worker not in self._unbegun:
-            return  # a replacement: where it begins is behind answers that are not delivered yet
+            return  # a replacement: it begins behind answers that are not delivered yet
         self._unbegun.discard(worker)
         if cursor:
-            self.notices.append(Begun(worker, cursor))
+            self.notices.append(WorkerBegun(worker, cursor))
         self._start_error = self._start_error or error
         if error or not self._unbegun:
             self._begun.set()
@@ -200,26 +198,26 @@ class Pipeline(Listener):
     def on_answer(self, worker: int, answer: Answer) -> None:
         """See `Listener`."""
         if self._scheduler.over:
-            answer.discard()  # it was on its way when the epoch failed
+            answer.discard()  # it was in flight when the epoch failed
             return
-        if self._places is not None:
-            self._places.answered(worker, answer.cursor)
+        if self._resume_points is not None:
+            self._resume_points.answered(worker, answer.cursor)
         self._adapt()
         self._handle(Completed(worker, answer.result.seq, answer))
         self._made_batch(worker)
 
     def on_error(self, worker: int, seq: int, busy: float, error: Any, bad: bytes) -> None:
         """See `Listener`."""
-        if self._places is not None:
-            self._places.failed(worker)
+        if self._resume_points is not None:
+            self._resume_points.failed(worker)
         self._handle(Completed(worker, seq, WorkerFailure(error, busy, bad)))
         self._made_batch(worker)
 
     def on_nothing(self, worker: int, seq: int, busy: float, cursor: bytes, bad: bytes) -> None:
         """See `Listener`."""
-        if self._places is not None:
-            self._places.answered(worker, cursor)
-        self._handle(Completed(worker, seq, LeftOut(busy, cursor, bad)))
+        if self._resume_points is not None:
+            self._resume_points.answered(worker, cursor)
+        self._handle(Completed(worker, seq, AllDropped(busy, cursor, bad)))
         self._made_batch(worker)
 
     def on_exhausted(self, worker: int, seq: int, cursor: bytes) -> None:
@@ -254,52 +252,52 @@ class Pipeline(Listener):
         self._begun.set()
         if self._assigner is not None:
             self._assigner.died(worker)
-        obstacle = "" if self._places is None else self._places.obstacle(worker)
+        obstacle = "" if self._resume_points is None else self._resume_points.obstacle(worker)
         self._handle(Died(worker, death, at_work, retired is not None, obstacle, outside))
 
     def on_failure(self, error: Exception) -> None:
         """See `Listener`."""
         self._begun.set()
-        self._handle(Broke(error))
+        self._handle(PoolFailed(error))
 
     def _replace(self, worker: int) -> None:
-        start = self._starts[worker] if self._places is None else self._places.start(worker)
+        start = self._starts[worker] if self._resume_points is None else self._resume_points.start(worker)
         handed = self._handovers.pop(worker, None)
         retired, handover, warning = handed is not None, handed or b"", ""
         if not self._exact and not handover:
             warning = (
-                f"DataLoader worker {worker} died and was replaced. Its random numbers begin anew: where they stood "
-                "was lost with it, so random augmentations differ from those of an undisturbed run. With seed= they "
-                "do not."
+                f"DataLoader worker {worker} died and was replaced. Its random numbers begin anew: the states of its "
+                "generators were lost with it, so random augmentations differ from those of an undisturbed run. With "
+                "seed= they do not."
             )
         self.notices.append(Notice(retired, warning))
-        self._replacer.request(Request(worker, start, handover, self._pool.epoch))
+        self._respawner.request(Request(worker, start, handover, self._pool.epoch))
 
     def _on_made(self, made: WorkerProcess | Exception) -> None:
-        """A replacement is there, or why there is none."""
+        """Take a replacement, or the reason why there is none."""
         try:
             if isinstance(made, Exception):
                 raise made
             adopted = self._pool.adopt(made)
         except Exception as error:
-            self._handle(Broke(error))
+            self._handle(PoolFailed(error))
             return
         if adopted:
             self._handle(Replaced(made.worker_id))
-        else:  # Ctrl-C between its making and its being noted had it made twice
-            self._replacer.discard_soon(made)
+        else:  # Ctrl-C right after it was made caused it to be made a second time
+            self._respawner.discard_soon(made)
 
-    # ------------------------------------------------------------------------------------------- the shell
+    # ------------------------------------------------------------------------------------- running the scheduler
 
     def _handle(self, event: Event | None) -> None:
-        """Tell the scheduler; None: only look for offers that it is waiting for."""
+        """Pass an event to the scheduler. None: only pass on the indices that it has requested."""
         try:
             if event is None:
                 self._offer()
             else:
                 self._carry_out(self._scheduler.handle(event))
         except Exception as error:
-            # No memory for a grown ring, no descriptors left, an index that does not pickle: the consumer must hear it.
+            # No memory for a larger ring, no descriptors left, an index that does not pickle: the consumer must get it.
             self._sink(Fail(error))
             self.close()
 
@@ -322,12 +320,12 @@ class Pipeline(Listener):
                 self._sink(action)
 
     def _adapt(self) -> None:
-        """Rings may have become larger, and fewer slots."""
+        """Update run-ahead and credits: larger rings have fewer slots."""
         if self._adapts:
             self._scheduler.run_ahead, self._scheduler.credits = self._pool.run_ahead, self._pool.credits
 
     def _offer(self) -> None:
-        """Hand over what the scheduler wants, as far as it is there."""
+        """Pass on as many of the requested indices as are available."""
         if self._allow is not None:
             self._allow.set()
             return
@@ -351,7 +349,7 @@ class Pipeline(Listener):
                             self._allow.clear()
                             await self._allow.wait()
                 finally:
-                    # Closed in this task, rather than whenever the loop finds it abandoned.
+                    # Closed in this task, not later by the loop's hook for abandoned generators.
                     if isinstance(indices, AsyncGenerator):
                         await indices.aclose()
         except Exception as error:  # raised to the consumer after the batches that were asked for before it
@@ -364,10 +362,10 @@ _SECONDS = 1.0
 
 
 async def report(pool: WorkerPool, scheduler: Scheduler) -> str:
-    """The oldest task, and each worker: its state, its tasks, its ring, and the Python stacks of its threads."""
-    processes = list(pool.processes)  # others may be in their places when these have answered
+    """Describe the oldest task, and each worker: its state, tasks, ring, and the Python stacks of its threads."""
+    processes = list(pool.processes)  # a worker may be replaced while the answers are awaited
     alive = [process for process in processes if not process.released]
-    lines = [_head(scheduler)]  # before the signal, which may end what a worker waits for
+    lines = [_head(scheduler)]  # before the signal, which may interrupt what a worker waits for
     answers = await stacks.ask([stacks.Target(p.pid, p.death_fd, p.stacks) for p in alive], _SECONDS)
     found = {process.worker_id: answer for process, answer in zip(alive, answers, strict=True)}
     for process in processes:
@@ -382,14 +380,14 @@ async def report(pool: WorkerPool, scheduler: Scheduler) -> str:
             f"{scheduler.unanswered(worker)} tasks unanswered; ring: {pool.rings[worker].ring or 'none yet'}"
         )
         lines.append(textwrap.indent(stacks.worker_calls(text), "    "))
-        process.stacks.clear()  # they are not its last words
+        process.stacks.clear()  # or they would be reported again if it died
     return "\n".join(lines)
 
 
 def _head(scheduler: Scheduler) -> str:
     head = scheduler.head
     if head is None:
-        return "No worker has a task that is waited for: the sampler, or what comes after the workers, takes that long."
+        return "No worker has a pending task: the sampler, or a stage after the workers, takes that long."
     task, worker = head
     what = "the next batch of its stream" if task.index is None else f"indices {shortened(bare_index(task.index))}"
     return f"Waiting for task {task.seq} at worker {worker}: {what}."

@@ -1,16 +1,16 @@
-"""What one epoch is made with: the workers' set-up, and the options that shape the scheduling.
+"""Sets up one epoch: its options, its random numbers and sampler order, and the workers' setup.
 
-Data path: options -> [epoch_plan] -> pool, scheduler. Read when iteration starts: torch lets a user change most options
-until then.
+Data path: options -> [plan] -> pool, scheduler, iterators.
 
-torch's iterator base under our iterators: its random numbers, and the order that is read from it.
+Everything is read when iteration starts, because torch lets a user change most options until then. `EpochPlan` holds
+the options that shape the scheduling; `worker_setup` and `make_pool` build what the workers get.
 
-Data path: options -> [draws] -> the iterators. `_BaseDataLoaderIter` draws an iterator's base seed, and asks the
-sampler for an iterator, in torch's order and from torch's generators: that keeps torch mode torch's. In seeded mode the
-same base draws from the seed instead.
+`TorchIterator` is torch's iterator base under our iterators. `_BaseDataLoaderIter` draws the base seed and asks the
+sampler for an iterator, in torch's order and from torch's generators; that is what makes torch mode equal to torch. In
+seeded mode the same base draws from a generator that is derived from the seed.
 
-Libraries patch that base, and reach into what it holds. So it is given the loader itself, and what it holds is what is
-read: `_sampler_iter`, which begins as the epoch's `IndexStream`, through `_next_index`.
+Libraries patch that base and use its attributes. It is therefore given the loader itself, and indices are read through
+the attributes that it has: `_next_index` and `_sampler_iter`, which starts as the epoch's `IndexStream`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_in
 from asyncloader.delivery.transfer import kept_rings_of
 from asyncloader.epoch.quarantine import Quarantine
 from asyncloader.epoch.scheduler import Scheduler
-from asyncloader.events import Placed
+from asyncloader.events import PositionedIndex
 from asyncloader.options import LoaderSpec, async_index_source, is_iterable, max_restarts, most_credits
 from asyncloader.samplers.async_sampler import AsyncIndexSource
 from asyncloader.samplers.distributed import RankView, even_ranks, topology
@@ -45,8 +45,8 @@ from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
 from asyncloader.workers.pool import WorkerPool
 
 __all__ = [
-    "Draws",
     "EpochPlan",
+    "TorchIterator",
     "epoch_plan",
     "make_pool",
     "quarantine",
@@ -59,8 +59,8 @@ __all__ = [
 
 
 def worker_context(spec: LoaderSpec[Any]) -> Any:
-    """The multiprocessing context, torch's default when none was given; "forkserver" in place of "fork" for datasets
-    that the main process has read from itself: threads and connections of a store's client do not survive a fork.
+    """The multiprocessing context; torch's default when none was given. For remote datasets "forkserver" replaces
+    "fork": the main process has read from the store, and a client's threads and connections do not survive a fork.
     """
     if spec.multiprocessing_context is not None:
         return spec.multiprocessing_context
@@ -70,26 +70,26 @@ def worker_context(spec: LoaderSpec[Any]) -> Any:
 
 
 def start_method(spec: LoaderSpec[Any]) -> str:
-    """The start method that workers will have."""
+    """The start method of the workers."""
     return str(worker_context(spec).get_start_method())
 
 
 def worker_setup(
-    spec: LoaderSpec[Any], workers: int, draws: _BaseDataLoaderIter, base_seed: int, starts: Sequence[EpochStart]
+    spec: LoaderSpec[Any], workers: int, torch_iter: _BaseDataLoaderIter, base_seed: int, starts: Sequence[EpochStart]
 ) -> WorkerSetup:
-    """What readers of the dataset need, from the options as they are now.
+    """The setup for readers of the dataset, from the current options.
 
     Args:
         spec: the loader.
-        workers: their number; 0 for the consumer's own process.
-        draws: torch's iterator base, which has drawn this iterator's random numbers.
-        base_seed: the workers' seeds count from it.
-        starts: one a worker.
+        workers: number of workers; 0 to read in the consumer's own process.
+        torch_iter: torch's iterator base, which has drawn this iterator's random numbers.
+        base_seed: worker i is seeded with ``base_seed + i``.
+        starts: one per worker.
     """
     init = spec.worker_init_fn
-    dataset = draws._dataset
+    dataset = torch_iter._dataset
     if isinstance(dataset, (IterDataPipe, MapDataPipe)):
-        init = functools.partial(_sharding_worker_init_fn, init, draws._world_size, draws._rank)
+        init = functools.partial(_sharding_worker_init_fn, init, torch_iter._world_size, torch_iter._rank)
     return WorkerSetup(
         dataset=dataset,
         iterable=is_iterable(spec),
@@ -103,7 +103,7 @@ def worker_setup(
         concurrency=spec._asyncloader_options.concurrency,
         starts=starts,
         snapshot_every=_snapshot_every(spec),
-        seeded=_seeded_setup(spec, workers, draws),
+        seeded=_seeded_setup(spec, workers, torch_iter),
         memory_limit=spec._asyncloader_options.worker_memory_limit,
         replays=_replays(spec),
         policy=_policy(spec),
@@ -113,9 +113,9 @@ def worker_setup(
     )
 
 
-def quarantine(spec: LoaderSpec[Any], draws: _BaseDataLoaderIter) -> Quarantine:
-    """What deals with tasks that kill their workers."""
-    setup = _seeded_setup(spec, spec.num_workers, draws)
+def quarantine(spec: LoaderSpec[Any], torch_iter: _BaseDataLoaderIter) -> Quarantine:
+    """The handler for tasks that kill their workers."""
+    setup = _seeded_setup(spec, spec.num_workers, torch_iter)
     return Quarantine(
         spec._asyncloader_options.on_error,
         spec.collate_fn,
@@ -132,28 +132,28 @@ def _decode(spec: LoaderSpec[Any]) -> Any:
 
 def _snapshot_every(spec: LoaderSpec[Any]) -> int:
     if assigns_shards(spec.dataset) and not spec.in_order:
-        return 1  # read again with shards assigned in another order, the stream would have other batches
+        return 1  # after a resume shards are assigned in another order, and a replayed stream would have other batches
     return spec._asyncloader_options.snapshot_every_n_steps or 0
 
 
 def _replays(spec: LoaderSpec[Any]) -> bool:
-    # A worker is assigned the same shards again, so its stream is the same.
+    # A worker stream is assigned the same shards again, so replaying it gives the same samples.
     return spec._asyncloader_options.resume == "replay" or spec._asyncloader_replays or assigns_shards(spec.dataset)
 
 
 def _policy(spec: LoaderSpec[Any]) -> ErrorPolicy | None:
-    ours = spec._asyncloader_options
-    if ours.on_error == "raise":
+    options = spec._asyncloader_options
+    if options.on_error == "raise":
         return None
-    refill = ours.bad_samples == "refill"
+    refill = options.bad_samples == "refill"
     length = len(spec.dataset) if refill else None  # type: ignore[arg-type]
-    return ErrorPolicy(ours.on_error, refill, length, ours.seed)
+    return ErrorPolicy(options.on_error, refill, length, options.seed)
 
 
-def _seeded_setup(spec: LoaderSpec[Any], workers: int, draws: _BaseDataLoaderIter) -> SeededSetup | None:
+def _seeded_setup(spec: LoaderSpec[Any], workers: int, torch_iter: _BaseDataLoaderIter) -> SeededSetup | None:
     if spec._asyncloader_options.seed is None:
         return None
-    share = getattr(draws._index_sampler, "share", None)
+    share = getattr(torch_iter._index_sampler, "share", None)
     return SeededSetup(
         seed=spec._asyncloader_options.seed,
         replicas=1 if share is None or share.of_batches else share.replicas,
@@ -163,7 +163,7 @@ def _seeded_setup(spec: LoaderSpec[Any], workers: int, draws: _BaseDataLoaderIte
 
 
 def make_pool(spec: LoaderSpec[Any], setup: WorkerSetup, plan: EpochPlan) -> WorkerPool:
-    """Start workers. Blocks; with the start method "fork" it must be called in the thread that iterates."""
+    """Start the workers. Blocks. With the start method "fork", call it in the iterating thread."""
     return WorkerPool(
         worker_context(spec),
         setup,
@@ -177,13 +177,13 @@ def make_pool(spec: LoaderSpec[Any], setup: WorkerSetup, plan: EpochPlan) -> Wor
 
 
 class EpochPlan(NamedTuple):
-    """The options that shape an epoch with workers. Persistent workers keep those that they were started with."""
+    """The options that shape an epoch with workers. Persistent workers keep the plan that they were started with."""
 
     workers: int
     credits: int
-    """Tasks that a worker may have outstanding while batches are small."""
+    """Outstanding tasks per worker while batches are small."""
     least_credits: int
-    """Tasks that it may in any case: torch's `prefetch_factor`."""
+    """Outstanding tasks per worker in any case: torch's `prefetch_factor`."""
     in_order: bool
     iterable: bool
     source: AsyncIndexSource | None
@@ -193,50 +193,50 @@ class EpochPlan(NamedTuple):
     max_restarts: int
     """How often each worker may be replaced."""
     concurrent: bool
-    """Whether a worker has several tasks in hand at a time."""
+    """Whether a worker processes several tasks at a time."""
     ranks: int
-    """How many ranks share the samples of a map dataset evenly, and wait for one another; 1 in torch mode."""
+    """Number of ranks that share a map dataset's samples evenly and wait for one another; 1 in torch mode."""
     replays: bool
-    """Whether a stream without a state may be read again from its beginning."""
+    """Whether a stream without a state may be read again from its beginning to resume it."""
 
     @property
     def free(self) -> bool:
-        """Whether no promise binds a batch to a worker."""
+        """Whether any worker may make any batch."""
         return self.source is not None or (self.seeded and not self.iterable)
 
     @property
     def offers(self) -> int:
-        """Indices that the scheduler may want before the first delivery."""
+        """Number of indices that the scheduler may request before the first delivery."""
         return self.credits * self.workers + self.run_ahead
 
-    def scheduler(self, turn: int) -> Scheduler:
-        """A scheduler for one epoch, in which worker `turn` comes first."""
+    def scheduler(self, first_worker: int) -> Scheduler:
+        """A scheduler for one epoch, in which worker `first_worker` comes first."""
         return Scheduler(
             workers=self.workers,
             credits=self.credits,
             in_order=self.in_order,
             iterable=self.iterable,
-            # Neither seeded mode nor an async sampler's order is torch's promise: whoever is free may work. The order
-            # of an iterable dataset's copies is.
+            # torch defines which worker makes which batch. That matters in torch mode and for iterable datasets, whose
+            # copies are read in turn. In seeded mode and with an async sampler any worker may take a task.
             assignment="least_loaded" if self.free else "round_robin",
             run_ahead=self.run_ahead,
-            turn=turn,
+            first_worker=first_worker,
             max_restarts=self.max_restarts,
             concurrent=self.concurrent,
         )
 
     @property
     def adapts(self) -> bool:
-        """Whether the scheduler is to be told how many batches the rings have room for."""
+        """Whether the scheduler must follow how many batches the rings have room for."""
         return self.run_ahead > 0 or self.credits > self.least_credits
 
 
 def epoch_plan(spec: LoaderSpec[Any]) -> EpochPlan:
-    """The plan of the options as they are now.
+    """The plan from the current options.
 
     Raises:
-        AssertionError, TypeError: a number that the constructor would not have taken, or prefetch_factor=0, in torch's
-            words and as late as torch finds it.
+        AssertionError, TypeError: a number was set that the constructor would have refused, or prefetch_factor=0. Text
+            and moment are torch's.
     """
     prefetch: Any = spec.prefetch_factor
     for name, value in (("num_workers", spec.num_workers), ("prefetch_factor", prefetch)):
@@ -262,34 +262,37 @@ def epoch_plan(spec: LoaderSpec[Any]) -> EpochPlan:
     )
 
 
-class Draws(_BaseDataLoaderIter):
-    """torch's iterator base for an iterator of ours.
+class TorchIterator(_BaseDataLoaderIter):
+    """torch's iterator base under our iterators.
 
     Args:
-        loader: whose iterator it is.
+        loader: the loader that is iterated.
         progress: the iterator's position.
     """
 
     order: IndexStream | None = None
-    """The epoch's order from the iterator's position on; None where no plain sampler makes one."""
-    _awaited: Progress | None = None  # the position of the order that torch's base is about to make
-    _states: dict[str, torch.Tensor] | None = None  # of the generators, before that
+    """The epoch's indices from the iterator's position on; None without a plain sampler."""
+    _awaited: Progress | None = None  # set while torch's base makes the sampler's iterator
+    _states: dict[str, torch.Tensor] | None = None  # the generators' states before that
 
     def __init__(self, loader: LoaderSpec[Any], progress: Progress) -> None:
         with self._drawing(loader, progress):
             super().__init__(loader)
 
     def _begin_order(self, loader: LoaderSpec[Any], progress: Progress, *, first_iter: bool = False) -> None:
-        """torch's `_reset`, for an iterator at this position."""
+        """Call torch's `_reset` for an epoch that begins at this position."""
         with self._drawing(loader, progress):
             if loader._asyncloader_options.seed is not None and not first_iter:
-                self._index_sampler = loader._index_sampler  # the ranks may be others, and the share with them
+                self._index_sampler = (
+                    loader._index_sampler
+                )  # rank and world size, and with them the share, may have changed
             _BaseDataLoaderIter._reset(self, loader, first_iter)
 
     @contextlib.contextmanager
     def _drawing(self, loader: LoaderSpec[Any], progress: Progress) -> Generator[None]:
-        """Inside, the first iterator that becomes `_sampler_iter` is the epoch's; in seeded mode, random numbers are of
-        the seed and the epoch, and the process's generators stay where they are.
+        """In this context the first iterator that is assigned to `_sampler_iter` becomes the epoch's order. In seeded
+        mode random numbers are drawn from a generator of the seed and the epoch, and the global generators do not
+        advance.
         """
         seed = loader._asyncloader_options.seed
         self._awaited = progress
@@ -306,7 +309,7 @@ class Draws(_BaseDataLoaderIter):
             self._awaited = self._states = None
 
     def _note_states(self) -> None:
-        """A user's sampler may draw when it is asked for an iterator, which comes next."""
+        """Save the generators' states: a user's sampler may draw in `__iter__`, which is called next."""
         sampler = self._index_sampler
         known = isinstance(sampler, (AsyncIndexSource, RankView)) or type(sampler) is BatchSampler
         if self._awaited is not None and sampler is not None and not known and not iterates_plainly(sampler):
@@ -328,7 +331,7 @@ class Draws(_BaseDataLoaderIter):
     @_sampler_iter.setter
     def _sampler_iter(self, iterator: Any) -> None:
         progress, self._awaited = self._awaited, None
-        if progress is not None:  # else somebody has put an iterator of his own in its place
+        if progress is not None:  # else a library replaced the iterator
             sampler = self._index_sampler
             self.order = None
             if self._dataset_kind != DatasetKind.Iterable and not isinstance(sampler, AsyncIndexSource):
@@ -338,45 +341,45 @@ class Draws(_BaseDataLoaderIter):
         self.__dict__["_sampler_iter"] = iterator
 
     def pull(self, task: int | None = None) -> tuple[int | None, Any]:
-        """The next step's number and index. The number is None if the index is not of the epoch's order. One that is,
-        is given again if it is asked for again for the same task.
+        """The next step's number and index. The number is None if a library replaced `_sampler_iter`, so that the index
+        is not from the epoch's order. A second call for the same task returns the same again.
 
         Raises:
             StopIteration: at the end.
-            TypeError: in seeded mode, what was put in the order's place gives indices without positions.
+            TypeError: in seeded mode, if the replaced `_sampler_iter` gives indices without positions.
         """
         if self.order is not None and self._sampler_iter is self.order:
             return self.order.pull(task)
         index: Any = self._next_index()  # type: ignore[no-untyped-call]
-        if isinstance(self._index_sampler, RankView) and not isinstance(index, Placed):
+        if isinstance(self._index_sampler, RankView) and not isinstance(index, PositionedIndex):
             raise TypeError(
                 f"in seeded mode random numbers follow from positions, which {type(self._sampler_iter).__name__}, put "
                 "in the place of the iterator's _sampler_iter, does not give: advance that one, or leave out seed="
             )
         return None, index
 
-    def twin(self) -> Self:
-        """The same draws, for another iterator."""
+    def duplicate(self) -> Self:
+        """A copy, with the same random numbers, for another iterator."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
         return made
 
 
-def shared_seed(draws: _BaseDataLoaderIter) -> int | None:
+def shared_seed(torch_iter: _BaseDataLoaderIter) -> int | None:
     """The seed that all workers and ranks share, for torch's datapipes; None for other datasets."""
-    return None if draws._shared_seed is None else int(draws._shared_seed)
+    return None if torch_iter._shared_seed is None else int(torch_iter._shared_seed)
 
 
-def warn_over_length(draws: _BaseDataLoaderIter) -> None:
-    """torch's warning when an iterable dataset gives more than its length said. Call after counting a batch."""
-    reported = draws._IterableDataset_len_called
-    if draws._dataset_kind != DatasetKind.Iterable or reported is None or draws._num_yielded <= reported:
+def warn_over_length(torch_iter: _BaseDataLoaderIter) -> None:
+    """Give torch's warning if an iterable dataset yields more than its length. Call after counting a batch."""
+    reported = torch_iter._IterableDataset_len_called
+    if torch_iter._dataset_kind != DatasetKind.Iterable or reported is None or torch_iter._num_yielded <= reported:
         return
     message = (
-        f"Length of IterableDataset {draws._dataset} was reported to be {reported}"
-        f"(when accessing len(dataloader)), but {draws._num_yielded} samples have been fetched. "
+        f"Length of IterableDataset {torch_iter._dataset} was reported to be {reported}"
+        f"(when accessing len(dataloader)), but {torch_iter._num_yielded} samples have been fetched. "
     )
-    if draws._num_workers > 0:
+    if torch_iter._num_workers > 0:
         message += (
             "For multiprocessing data-loading, this could be caused by not properly configuring the "
             "IterableDataset replica at each worker. Please see "

@@ -1,13 +1,13 @@
-"""Batches of a map dataset that are being fetched ahead of the consumer, in this process: loading without workers.
+"""Fetches samples of the next batches ahead of the consumer in this process, for loading without workers.
 
-Data path: sampler -> [read_ahead: fetch] -> inline: collate -> consumer. For datasets whose samples are awaited, or
-fetched by threads.
+Data path: sampler -> [prefetch: fetch] -> inline: collate -> consumer. For map datasets that are async or fetched by
+threads.
 
-What is fetched ahead is samples. The sampler is advanced, and batches are collated, while the consumer waits for one:
-what those draw from the process-global generators comes in the order that it would have without reading ahead. A batch
-that raises does so in its turn.
+Only samples are fetched ahead. The sampler is advanced and batches are collated while the consumer waits for a batch,
+so draws from the global generators happen in the same order as without prefetching. An error is raised when its batch
+is due.
 
-A line lives in one loop's thread. Only `room` may be asked by the consumer's thread, while that does not wait.
+A prefetcher belongs to one loop's thread. The consumer's thread may only read `room`, while the loop is not using it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import BadSample
 from asyncloader.workers.memory.ring_manager import CREDIT_BYTES
 
-__all__ = ["ReadAhead"]
+__all__ = ["BatchPrefetcher"]
 
 
 class _Entry:
-    """One batch. `index` is there when `samples` are."""
+    """One batch. `index` is set before `samples` is done."""
 
     __slots__ = ("bad", "index", "samples")
 
@@ -37,97 +37,97 @@ class _Entry:
         self.samples: asyncio.Future[Any] | None = None
 
 
-class ReadAhead:
-    """The batches in hand, in order.
+class BatchPrefetcher:
+    """The batches that are being fetched, in order.
 
     Args:
-        reader: reads the dataset; `asynchronous`, and of a map dataset.
-        context: the dataset's, entered before the first sample.
-        credits: batches in hand at a time, as long as they are small; at least 1.
+        reader: reads the dataset, which must be a map dataset; must be `asynchronous`.
+        context: the dataset's context, entered before the first sample.
+        credits: batches in flight while they are small; at least 1.
     """
 
     def __init__(self, reader: Reader, context: DatasetContext, credits: int) -> None:
         self._reader = reader
         self._context = context
         self.credits = credits
-        self._line: deque[_Entry] = deque()
-        self._turn: asyncio.Lock | None = None
+        self._entries: deque[_Entry] = deque()
+        self._index_lock: asyncio.Lock | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def room(self) -> int:
-        """How many more indices are wanted."""
-        return self.credits - len(self._line)
+        """How many more batches may be started."""
+        return self.credits - len(self._entries)
 
     def start(self, index: Any) -> None:
-        """Have the samples of this index fetched."""
+        """Start to fetch the samples of this index."""
         entry = _Entry()
         entry.index = index
         self._add(entry, self._fetch(entry))
 
     def start_next(self, next_index: Callable[[], Awaitable[Any]]) -> None:
-        """Have the samples fetched of the index that `next_index` gives, which is asked in the order of these calls."""
+        """Start to fetch the samples of the index that `next_index` gives. It is called in the order of these calls."""
         entry = _Entry()
         self._add(entry, self._fetch_next(entry, next_index))
 
-    def fail(self, error: BaseException) -> None:
-        """There is an error in the next batch's place."""
+    def add_error(self, error: BaseException) -> None:
+        """Raise this error in place of the next batch."""
         entry = _Entry()
         entry.samples = asyncio.get_running_loop().create_future()
         entry.samples.set_exception(error)
-        entry.samples.exception()  # it may be that nobody gets there
-        self._line.append(entry)
+        entry.samples.exception()  # marks it as retrieved, in case the consumer stops before it
+        self._entries.append(entry)
 
     def _add(self, entry: _Entry, coroutine: Any) -> None:
         self._loop = asyncio.get_running_loop()
         entry.samples = self._loop.create_task(coroutine)
         entry.samples.add_done_callback(_look)
-        self._line.append(entry)
+        self._entries.append(entry)
 
     async def _fetch(self, entry: _Entry) -> Any:
         await self._context.open()
         return await self._reader.samples(entry.index, entry.bad)
 
     async def _fetch_next(self, entry: _Entry, next_index: Callable[[], Awaitable[Any]]) -> Any:
-        if self._turn is None:
-            self._turn = asyncio.Lock()
-        async with self._turn:  # those who wait get it in their order
+        if self._index_lock is None:
+            self._index_lock = asyncio.Lock()
+        async with self._index_lock:  # a fair lock: waiters get it in order
             entry.index = await next_index()
         return await self._fetch(entry)
 
     async def take(self, bad: list[BadSample]) -> tuple[Any, Any]:
-        """The next batch, with its index. `bad` gets its records, however the call ends.
+        """The next batch, with its index. The records of its bad samples are added to `bad`, also if this raises.
 
         Raises:
-            StopAsyncIteration: there is nothing in hand.
+            StopAsyncIteration: nothing was started.
             Exception: the batch's.
         """
-        if not self._line:
+        if not self._entries:
             raise StopAsyncIteration
-        entry = self._line[0]
+        entry = self._entries[0]
         assert entry.samples is not None
         try:
             samples = await entry.samples
             return entry.index, self._reader.collated(entry.index, samples)
         finally:
             bad += entry.bad
-            if self._line and self._line[0] is entry:
-                self._line.popleft()
+            if self._entries and self._entries[0] is entry:
+                self._entries.popleft()
             entry.samples = None
 
-    def learn(self, nbytes: int) -> None:
-        """A batch had so many bytes. As many of the largest are in hand as fit into `CREDIT_BYTES`; one at least."""
+    def note_batch_size(self, nbytes: int) -> None:
+        """Lower `credits` so that batches of this size fit into `CREDIT_BYTES` together; at least one stays."""
         if nbytes:
             self.credits = min(self.credits, max(1, CREDIT_BYTES // nbytes))
 
     def cancel(self) -> None:
-        """Nobody will take what is in hand. In the loop's thread."""
-        for entry in self._line:
+        """Cancel all batches in flight. In the loop's thread."""
+        for entry in self._entries:
             if entry.samples is not None:
                 entry.samples.cancel()
 
     def cancel_soon(self) -> None:
-        """`cancel` and leave the dataset's context, from any thread; does not wait."""
+        """`cancel`, and leave the dataset's context. Any thread; does not wait."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing runs any more
                 self._loop.call_soon_threadsafe(self.cancel)
@@ -135,14 +135,14 @@ class ReadAhead:
         self._reader.close()
 
     async def aclose(self) -> BaseException | None:
-        """Cancel what is in hand, wait until it has ended, and leave the dataset's context.
+        """Cancel all batches in flight, wait until they have ended, and leave the dataset's context.
 
         Returns:
-            What leaving raised.
+            The error that leaving the context raised, if any.
         """
         self.cancel()
-        pending = [entry.samples for entry in self._line if entry.samples is not None]
-        self._line.clear()
+        pending = [entry.samples for entry in self._entries if entry.samples is not None]
+        self._entries.clear()
         if pending:
             await asyncio.wait(pending)
         self._reader.close()
@@ -150,6 +150,6 @@ class ReadAhead:
 
 
 def _look(samples: asyncio.Future[Any]) -> None:
-    """So that the loop does not log an error that nobody waited for; who takes the batch gets it."""
+    """Mark the error as retrieved, so that the loop does not log it; `take` raises it."""
     if not samples.cancelled():
         samples.exception()

@@ -1,6 +1,6 @@
-"""What becomes of a task that killed its workers: an error, or what `on_error` says.
+"""Turns a task that killed its workers into an error, or into what `on_error` says.
 
-Data path: consumer -> [quarantine] -> the user. Runs in the thread that iterates, since there is no worker left to try.
+Data path: consumer -> [quarantine] -> the user. Runs in the iterating thread.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncloader.epoch.scheduler import quarantined
 from asyncloader.errors import TaskQuarantined
-from asyncloader.events import Placed, Poisoned, bare_index
+from asyncloader.events import Poisoned, PositionedIndex, bare_index
 from asyncloader.options import OnError
 from asyncloader.workers.fetch.sample_errors import ERROR_CHARACTERS, TRACEBACK_CHARACTERS, BadSample
 
@@ -19,13 +19,13 @@ __all__ = ["Quarantine"]
 
 
 class Quarantine:
-    """Settles poisoned tasks of one loader.
+    """Resolves the poisoned tasks of one loader.
 
     Args:
         on_error: the loader's option.
-        collate_fn: the loader's, for substitutes.
-        batched: whether an index is a list of them.
-        replicas: difference of the positions of neighbouring samples.
+        collate_fn: the loader's; collates the substitutes.
+        batched: whether a task's index is a list of indices.
+        replicas: distance between the positions of neighbouring samples.
     """
 
     def __init__(self, on_error: OnError, collate_fn: Any, *, batched: bool, replicas: int) -> None:
@@ -35,7 +35,7 @@ class Quarantine:
         self._replicas = replicas
 
     def settle(self, poisoned: Poisoned) -> tuple[Any, list[BadSample]]:
-        """The batch of substitutes, None if there is none, and the records of the samples.
+        """The batch of substitutes (None without substitutes), and a record per sample.
 
         Raises:
             TaskQuarantined: `on_error` is "raise".
@@ -43,19 +43,19 @@ class Quarantine:
         """
         error = quarantined(poisoned)
         index = poisoned.task.index
-        first = index.position if isinstance(index, Placed) else None
+        first = index.position if isinstance(index, PositionedIndex) else None
         index = bare_index(index)
         if self._on_error == "raise":
             raise error
         indices: Sequence[Any] = index if self._batched else [index]
-        places = [None if first is None else first + place * self._replicas for place in range(len(indices))]
+        positions = [None if first is None else first + offset * self._replicas for offset in range(len(indices))]
         brief = TaskQuarantined(
             error.indices, error.deaths, advice=error.advice
-        )  # the words of standard error are in the record anyway
+        )  # without standard error, which is in the record anyway
         text = f"{type(brief).__name__}: {brief}"[:ERROR_CHARACTERS]
         substitutes: list[Any] = []
         records: list[BadSample] = []
-        for one, place in zip(indices, places, strict=True):
+        for one, position in zip(indices, positions, strict=True):
             if callable(self._on_error):
                 substitute: Any = self._on_error(one, error)
                 if inspect.iscoroutine(substitute):
@@ -64,7 +64,9 @@ class Quarantine:
                 substitutes.append(substitute)
             action = "replaced" if callable(self._on_error) else "skipped"
             worker, pid, _ = error.deaths[-1]
-            records.append(BadSample(one, place, worker, pid, text, error.stderr[-TRACEBACK_CHARACTERS:], action, None))
+            records.append(
+                BadSample(one, position, worker, pid, text, error.stderr[-TRACEBACK_CHARACTERS:], action, None)
+            )
         if not callable(self._on_error):
             return None, records
         return self._collate_fn(substitutes if self._batched else substitutes[0]), records

@@ -1,12 +1,12 @@
-"""Has processes made for workers that died, where a process may be started.
+"""Starts replacements for workers that died, in a thread where a process may be started.
 
-Data path: pipeline -> [replacing] -> pool.
+Data path: pipeline -> [respawn] -> pool.
 
-*Where.* A fork copies the whole process at one moment, with every lock that some other thread holds then. So a forked
-replacement is made in the thread that iterates, inside `next()`, as the first workers were: there the user's code, and
-the libraries that it calls, are known to be at rest. The async loader's loop runs in that thread. The sync facade's
-does not: it leaves the request for `next()`, and wakes it. Spawned workers, and those of a fork server, are started in
-a thread of their own, at once.
+A fork copies the whole process at one moment, including every lock that another thread holds then. A forked replacement
+is therefore made in the iterating thread, inside `next()`, as the first workers were: the user's code and the libraries
+it calls are at rest there. The async loader's loop runs in that thread. The sync loader's loop does not, so it queues
+the request for `next()` and wakes it. Workers that are spawned, or started by a fork server, are made at once in a
+thread of their own.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.process import WorkerProcess
 
-__all__ = ["Replacer", "Request", "weakly"]
+__all__ = ["Request", "WorkerRespawner", "weakly"]
 
 
 class Request(NamedTuple):
-    """A worker's place is empty.
+    """A request to replace a worker.
 
     Attributes:
-        worker: its number.
-        start: what the replacement begins with.
-        handover: the random numbers' state of the worker before, if it could give it.
-        attachment: the pool's number for this epoch.
+        worker: the worker's number.
+        start: where the replacement begins.
+        handover: the RNG state of its predecessor, if that could send it; else empty.
+        attachment: the pool's number of this epoch.
     """
 
     worker: int
@@ -42,20 +42,19 @@ class Request(NamedTuple):
     attachment: int
 
     def setup(self, common: WorkerSetup) -> WorkerSetup:
-        """The set-up for the replacement, from that of the pool."""
+        """The replacement's setup, from that of the pool."""
         starts = list(common.starts)
         starts[self.worker] = self.start
         return common._replace(starts=starts, attachment=self.attachment, handover=self.handover)
 
 
-class Replacer:
-    """Makes replacements for one epoch.
+class WorkerRespawner:
+    """Makes one epoch's replacements.
 
     Args:
         pool: the workers.
-        setup: gives the set-up for this request; None once there is no iterator any more. It must not keep the iterator
-            alive.
-        wake: has the iterating thread call `work`; None: the loop's thread is the iterating one.
+        setup: gives the setup for a request; None once the iterator is gone. It must not keep the iterator alive.
+        wake: makes the iterating thread call `work`; None if the loop runs in the iterating thread.
     """
 
     def __init__(
@@ -67,14 +66,14 @@ class Replacer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._done: Callable[[WorkerProcess | Exception], None] | None = None
         self.requests: deque[Request] = deque()
-        """For the iterating thread."""
+        """Pending requests, for the iterating thread."""
 
     def attach(self, done: Callable[[WorkerProcess | Exception], None]) -> None:
-        """In the loop's thread. `done` is called there with each process, or with why there is none."""
+        """Set the callback for new processes and errors. It runs in the loop's thread, where this is called, too."""
         self._loop, self._done = asyncio.get_running_loop(), done
 
     def request(self, request: Request) -> None:
-        """Have a process made. In the loop's thread; returns at once, but for a fork where that is the place for it."""
+        """Request a process. In the loop's thread; returns at once, unless it forks here."""
         if self._pool.start_method != "fork":
             threading.Thread(target=self._make, args=(request,), name="asyncloader-start", daemon=True).start()
             return
@@ -85,10 +84,11 @@ class Replacer:
             self._wake()
 
     def work(self) -> None:
-        """Make what was requested. In the thread that iterates."""
+        """Make the requested processes. In the iterating thread."""
         while self.requests:
             self._make(self.requests[0])
-            # Now: Ctrl-C in the middle leaves it to the next call. `close`, in another thread, may have been faster.
+            # Removed only now: after Ctrl-C the next call makes it. `close`, in another thread, may have cleared the
+            # list.
             with contextlib.suppress(IndexError):
                 self.requests.popleft()
 
@@ -115,7 +115,7 @@ class Replacer:
             self._done(made)
 
     def discard_soon(self, made: WorkerProcess | Exception) -> None:
-        """Nobody wants it. In a thread, which waits for the process's end."""
+        """Discard a process that is not needed, in a thread that waits for its end."""
         threading.Thread(target=self._discard, args=(made,), name="asyncloader-stop", daemon=True).start()
 
     def _discard(self, made: WorkerProcess | Exception) -> None:
@@ -123,13 +123,13 @@ class Replacer:
             self._pool.discard(made)
 
     def close(self) -> None:
-        """Processes that are still being made are for nobody. In the loop's thread."""
+        """Discard the processes that are still being made. In the loop's thread."""
         self._done = None
         self.requests.clear()
 
 
 def weakly(setup: Callable[[Request], WorkerSetup]) -> Callable[[Request], WorkerSetup | None]:
-    """A bound method that does not keep its object alive: None once that is gone."""
+    """Wrap a bound method without keeping its object alive; the wrapper returns None once that is gone."""
     method = weakref.WeakMethod(setup)
 
     def call(request: Request) -> WorkerSetup | None:

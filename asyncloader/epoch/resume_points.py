@@ -1,9 +1,9 @@
-"""Where each worker's copy of the dataset stands, by what it has answered; and where a replacement begins.
+"""Tracks how far each worker has read its copy of the dataset, to decide where a replacement begins. Pure.
 
-Data path: beside the pipeline. Pure.
+Data path: beside the pipeline.
 
-What a worker answered is in the main process, and will be delivered whatever becomes of the worker: so its replacement
-goes on behind its last *answer*. (A saved state goes on behind the last *delivery*; that is `progress.py`'s.)
+An answer that has arrived in the main process is delivered even if its worker dies, so a replacement resumes behind the
+worker's last *answer*. (A saved state resumes behind the last *delivery*; see `state/progress.py`.)
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Sequence
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.setup import EpochStart
 
-__all__ = ["Places"]
+__all__ = ["ResumePoints"]
 
 
-class Places:
-    """The copies' places in one epoch.
+class ResumePoints:
+    """The workers' resume points in one epoch.
 
     Args:
-        starts: what each worker began the epoch with.
-        iterable: whether the dataset is iterated; a place in it must be found again.
-        replays: a stream without a state may be read again from its beginning.
+        starts: where each worker began the epoch.
+        iterable: whether the dataset is a stream, in which the position must be found again.
+        replays: whether a stream without a state may be read again from its beginning.
     """
 
     def __init__(self, starts: Sequence[EpochStart], *, iterable: bool, replays: bool) -> None:
@@ -32,10 +32,10 @@ class Places:
         self._replays = replays
         self._answered = [0] * len(starts)
         self._cursors = [b""] * len(starts)
-        self._failures: list[list[int]] = [[] for _ in starts]  # how many batches had been made at each error
+        self._failures: list[list[int]] = [[] for _ in starts]  # per error, the number of batches made before it
 
     def failed(self, worker: int) -> None:
-        """A worker read a batch that raised."""
+        """Record that a worker's batch raised."""
         self._failures[worker].append(self._made(worker))
 
     def _made(self, worker: int) -> int:
@@ -43,7 +43,7 @@ class Places:
         return (0 if began.cursor is None else began.cursor.batches) + began.skip + self._answered[worker]
 
     def answered(self, worker: int, cursor: bytes) -> None:
-        """A worker made a batch; `cursor` is its pickled cursor, if it took one then."""
+        """Record that a worker made a batch; `cursor` is its pickled cursor if it took one."""
         self._answered[worker] += 1
         if cursor:
             self._cursors[worker] = cursor
@@ -53,7 +53,7 @@ class Places:
         return Cursor(*pickle.loads(data)) if data else self._starts[worker].cursor
 
     def obstacle(self, worker: int) -> str:
-        """Why a replacement cannot go on where the worker was; empty if it can."""
+        """Why a replacement cannot resume where the worker was; empty if it can."""
         if not self._iterable or self._replays or not (self._answered[worker] or self._failures[worker]):
             return ""
         cursor = self._cursor(worker)
@@ -67,7 +67,7 @@ class Places:
         )
 
     def start(self, worker: int) -> EpochStart:
-        """What a replacement begins with; there must be no `obstacle`."""
+        """Where a replacement begins. Only valid without an `obstacle`."""
         began = self._starts[worker]
         cursor = self._cursor(worker)
         if cursor is not None and cursor.problem:

@@ -1,31 +1,28 @@
-"""Who gets which task, and when a batch may go to the consumer. A pure state machine: no I/O, no clock, no asyncio.
+"""Assigns tasks to workers and decides when a batch may go to the consumer. A pure state machine: no I/O, no clock.
 
-Data path: sampler -> [scheduler] -> pool -> worker -> ring -> [scheduler: reorder] -> consumer.
+Data path: sampler -> [scheduler] -> pool -> worker -> ring -> [scheduler: reorder] -> delivery -> consumer.
 
-`handle(event)` returns actions; the shell (`pipeline.py`) carries them out, and what comes of an action is the next
-event. The rules:
+`handle(event)` returns actions. `pipeline.py` carries them out and reports the results as further events. The rules:
 
 * A task is outstanding from `Assign` until the consumer took its outcome (`Delivered`). At most ``credits * workers``
-  are (`credits` is torch's `prefetch_factor`, or what keeps enough samples in flight, see `flight_options.py`), so no
-  more batches exist ahead of the consumer; a worker has as many unanswered ones as `credits` at a time. The shell
-  lowers `credits` when batches turn out to be too large for so many; nothing is pulled then until enough were taken.
-* ``assignment="round_robin"`` is torch's: the next worker in turn that still has data. With ``in_order=False`` it takes
-  only a worker with fewer than its share outstanding. The same batches then come from the same workers as in torch,
-  which decides what a worker's random numbers are used for.
-* ``assignment="least_loaded"`` gives the task to the worker with the fewest unanswered ones; it is used where no
-  promise binds a batch to a worker. There, workers may run ahead: of the batches that are ready but held back by an
-  earlier one, `run_ahead` do not count as outstanding. So a slow batch at the head of the line stops only the worker
-  that makes it; a slow consumer holds nothing back, and stops all of them as ever.
-* Iterable datasets have no sampler: the scheduler offers itself a task a credit, and another when a worker's copy ends
-  (the tasks that this worker still held are void).
-* Tasks are idempotent. A worker that dies is replaced as often as `max_restarts` allows, and its unanswered tasks are
-  assigned again under the same sequence numbers: to the replacement where a promise binds them to it, and where a death
-  may have been their doing, else to workers that live. What `recovery.py` finds poisoned is delivered as `Poisoned`.
-  Without restarts left the epoch ends with `Fail`.
+  tasks are outstanding, so no more batches exist ahead of the consumer. `credits` is torch's `prefetch_factor`, or more
+  where that many batches are needed to keep enough samples in flight (`options.most_credits`). The pipeline lowers
+  `credits` when batches turn out to be large; nothing is pulled then until enough batches were taken.
+* ``assignment="round_robin"`` is torch's rule: the next worker in turn that still has data. With ``in_order=False`` a
+  worker is skipped while it has its share outstanding. So the same batches come from the same workers as in torch,
+  which determines what each worker's random numbers are used for.
+* ``assignment="least_loaded"`` gives the task to the worker with the fewest unanswered ones. It is used where any
+  worker may make any batch. Workers may then run ahead: up to `run_ahead` batches that are ready, but held back by an
+  earlier one, do not count as outstanding. A slow batch therefore stalls only the worker that makes it, while a slow
+  consumer still stops all workers.
+* Iterable datasets have no sampler: the scheduler offers itself one task per credit, and another one when a worker's
+  copy of the dataset ends (the tasks that this worker still had are void).
+* Tasks are idempotent. A worker that dies is replaced up to `max_restarts` times, and its unanswered tasks are assigned
+  again under the same sequence numbers: to the replacement if they are bound to this worker or may have caused the
+  death, else to any live worker. Tasks that `recovery.py` finds poisoned are delivered as `Poisoned`. Without restarts
+  left the epoch ends with `Fail`.
 
-Completion order becomes task order. Pure: a cursor and a dictionary.
-
-Data path: worker -> ring -> [reorder] -> pin_memory / device -> consumer.
+`ReorderBuffer` turns completion order into task order.
 """
 
 from __future__ import annotations
@@ -67,19 +64,19 @@ Assignment = Literal["round_robin", "least_loaded"]
 
 
 class Scheduler:
-    """Decides one epoch.
+    """The state machine of one epoch.
 
     Args:
         workers: number of workers, at least 1.
-        credits: tasks outstanding a worker, at least 1; may be lowered, and raised again up to this, at any time.
+        credits: outstanding tasks per worker, at least 1; may be lowered, and raised up to this again, at any time.
         in_order: deliver in task order (True) or as they complete.
-        iterable: the workers iterate their own copies; there is no sampler.
-        assignment: see the module's text.
-        run_ahead: see the module's text; may be lowered, and raised again, at any time.
-        turn: the worker that gets the first task (round robin).
-        epoch: goes into each task, so that answers of an abandoned epoch are told apart.
+        iterable: whether the workers iterate their own copies of the dataset, without a sampler.
+        assignment: see the module's docstring.
+        run_ahead: see the module's docstring; may be lowered, and raised again, at any time.
+        first_worker: the worker that gets the first task (round robin).
+        epoch: part of each task, to recognise answers of an abandoned epoch.
         max_restarts: how often each worker may be replaced.
-        concurrent: workers have several tasks in hand at a time (asynchronous datasets).
+        concurrent: whether a worker processes several tasks at a time (asynchronous datasets).
     """
 
     def __init__(
@@ -91,7 +88,7 @@ class Scheduler:
         iterable: bool = False,
         assignment: Assignment = "round_robin",
         run_ahead: int = 0,
-        turn: int = 0,
+        first_worker: int = 0,
         epoch: int = 0,
         max_restarts: int = 0,
         concurrent: bool = False,
@@ -105,19 +102,19 @@ class Scheduler:
         self.assignment: Assignment = assignment
         self.run_ahead = run_ahead
         self.epoch = epoch
-        self._asked = 0  # indices that were pulled and not yet offered
+        self._asked = 0  # indices that were requested and not yet offered
         self._most = credits * workers + run_ahead
         self._most_credits = credits
-        self._share = credits + run_ahead  # of them one worker may have
+        self._share = credits + run_ahead  # most tasks that one worker may have outstanding
         self._active = [True] * workers
         self._load = [0] * workers  # tasks assigned and not yet delivered (or void)
         self._unanswered = [0] * workers  # tasks assigned and not yet completed (or void)
-        self._owner: dict[int, int] = {}  # seq -> worker, for every task that is not delivered or void
+        self._owner: dict[int, int] = {}  # seq -> worker, for every task that is neither delivered nor void
         self._unanswered_tasks: dict[int, Task] = {}
         self._reorder: ReorderBuffer[Deliver] = ReorderBuffer()
         self._send_seq = 0
         self._recovery = Recovery(workers, max_restarts, concurrent=concurrent)
-        self._turn = turn  # the worker whose turn it is
+        self._next_worker = first_worker  # round robin: the worker that gets the next task
         self._offers_ended = False
         self._over = False
 
@@ -125,18 +122,18 @@ class Scheduler:
 
     @property
     def outstanding(self) -> dict[int, Task]:
-        """Tasks given to workers and not answered yet, by sequence number (a copy)."""
+        """Tasks that workers have not answered yet, by sequence number (a copy)."""
         return dict(self._unanswered_tasks)
 
     @property
     def head(self) -> tuple[Task, int] | None:
-        """The task that the consumer waits for, and its worker; None if there is none, or its batch is on its way."""
+        """The task that the consumer waits for, and its worker; None if no worker has such a task."""
         seq = self._reorder.next_seq if self.in_order else next(iter(self._unanswered_tasks), -1)
         task = self._unanswered_tasks.get(seq)
         return None if task is None else (task, self._owner[seq])
 
     def unanswered(self, worker: int) -> int:
-        """How many tasks the worker has not answered."""
+        """Number of tasks that the worker has not answered."""
         return self._unanswered[worker]
 
     @property
@@ -146,7 +143,7 @@ class Scheduler:
 
     @property
     def over(self) -> bool:
-        """`Finish` or `Fail` was issued."""
+        """Whether `Finish` or `Fail` was issued."""
         return self._over
 
     def __repr__(self) -> str:
@@ -158,14 +155,14 @@ class Scheduler:
     # -------------------------------------------------------------------------------------------- deciding
 
     def handle(self, event: Event) -> list[Action]:
-        """Take one event; return what is to be done now, in order.
+        """Process one event. Returns the actions to carry out now, in order.
 
         Raises:
-            ValueError: an event that cannot be (an answer that nobody waits for, a task beyond the credits).
+            ValueError: the event is impossible (an answer to no outstanding task, a task beyond the credits).
         """
         if self._over:
             return []
-        # Ordered by how often each comes.
+        # Ordered by frequency.
         if isinstance(event, Completed):
             return self._completed(event)
         if isinstance(event, Delivered):
@@ -187,7 +184,7 @@ class Scheduler:
         return self._fail(event.error)
 
     def abandon(self) -> list[Deliver]:
-        """The epoch is given up: the outcomes that were held back for an earlier one and that nobody will take."""
+        """Give the epoch up. Returns the outcomes that were held back and will not be delivered."""
         self._over = True
         return self._reorder.drain()
 
@@ -212,7 +209,7 @@ class Scheduler:
         self._asked -= 1
         worker = self._choose()
         if worker is None:
-            return []  # every copy of the iterable dataset has ended
+            return []  # every worker's copy of the iterable dataset has ended
         seq = self._send_seq
         self._send_seq += 1
         task = Task(self.epoch, seq, index)
@@ -233,13 +230,13 @@ class Scheduler:
             return min(candidates, key=self._unanswered.__getitem__, default=None)
         share = 0 if self.in_order else self.credits * self.workers // max(1, sum(self._active))
         for _ in range(self.workers):
-            worker = self._turn
-            self._turn = (worker + 1) % self.workers
+            worker = self._next_worker
+            self._next_worker = (worker + 1) % self.workers
             if self._active[worker] and (self.in_order or self._load[worker] < share):
                 return worker
         if self.iterable:
             return None
-        # What was pulled before `credits` was lowered: to whoever has the least.
+        # An index that was pulled before `credits` was lowered: to the least loaded worker.
         return min(filter(self._active.__getitem__, range(self.workers)), key=self._load.__getitem__, default=None)
 
     def _completed(self, event: Completed) -> list[Action]:
@@ -260,7 +257,7 @@ class Scheduler:
             return [deliver, *waiting]
         ready = self._reorder.push(seq, deliver)
         more = [] if ready or self.iterable else self._pull_ahead()
-        # A pull comes last: the shell may offer an index, and have its task assigned, before it carries out the rest.
+        # A pull comes last: the pipeline may offer an index, and so assign its task, before it carries out the rest.
         return [*ready, *waiting, *more]
 
     def _delivered(self, event: Delivered) -> list[Action]:
@@ -282,7 +279,7 @@ class Scheduler:
         return [Pull(number)]
 
     def _pull_ahead(self) -> list[Action]:
-        """Indices for which there is a credit now, or a worker without work that may run ahead."""
+        """Request the indices for which there is a credit now, or an idle worker that may run ahead."""
         if self.assignment == "round_robin" or self._offers_ended:
             return []
         credits = self.credits * self.workers
@@ -299,7 +296,7 @@ class Scheduler:
         poisoned = recovery.died(event, lost)
         needed = self._active[worker] and (self.iterable or not self._offers_ended or len(lost) > len(poisoned))
         if poisoned and (self.iterable or not recovery.may_replace(worker)):
-            # A stream cannot go on behind a place that it cannot pass.
+            # A stream cannot go on behind a batch that it cannot make.
             task = self._unanswered_tasks[poisoned[0]]
             why = recovery.advice(worker) if not recovery.may_replace(worker) else "A stream cannot go on behind it."
             return self._fail(quarantined(Poisoned(task, recovery.deaths(task.seq)), f"The epoch ends with it. {why}"))
@@ -316,12 +313,12 @@ class Scheduler:
         for seq in lost:
             if seq not in poisoned:
                 actions += self._assign_again(seq, worker)
-        for seq in poisoned:  # last: what is pulled for them comes behind what was lost, at every worker
+        for seq in poisoned:  # last: tasks that are pulled in their stead must queue behind the reassigned ones
             actions += self._outcome(seq, Poisoned(self._unanswered_tasks[seq], recovery.deaths(seq)))
         return actions
 
     def _was_at(self) -> str:
-        """What the worker that died last was doing, for the user."""
+        """Describe what the worker that died last was doing, for the error."""
         struck = self._recovery.struck
         if not struck or self.iterable:
             return ""
@@ -331,8 +328,8 @@ class Scheduler:
         return f"It was at {len(struck)} tasks, the first of them for indices {indices}. "
 
     def _assign_again(self, seq: int, worker: int) -> list[Action]:
-        """To a worker that lives, if any may have it; else it waits for the replacement."""
-        # Popped and put back: a worker's tasks are found in the order in which they were given to it.
+        """Assign the task to a live worker if any worker may make it; else it waits for the replacement."""
+        # Popped and put back: a worker's tasks must be listed in the order in which it gets them.
         task = self._unanswered_tasks[seq] = self._unanswered_tasks.pop(seq)
         if self.assignment == "least_loaded" and not (self.iterable or self._recovery.suspected(seq)):
             free = [w for w in range(self.workers) if self._active[w] and self._recovery.free(w)]
@@ -392,13 +389,13 @@ T = TypeVar("T")
 
 
 class ReorderBuffer(Generic[T]):
-    """Gives items back in the order of their sequence numbers, whatever the order in which they come.
+    """Returns items in the order of their sequence numbers, whatever the order in which they arrive.
 
-    Every number from 0 on must be either pushed or skipped, once. Nothing is held longer than it must be: `push`
-    returns at once what has become deliverable.
+    Every number from 0 on must be either pushed or skipped, once. `push` and `skip` return at once what has become
+    deliverable.
 
     Raises:
-        ValueError: a number comes twice.
+        ValueError: a number was passed twice.
     """
 
     __slots__ = ("_held", "_next", "_skipped")
@@ -410,15 +407,15 @@ class ReorderBuffer(Generic[T]):
 
     @property
     def next_seq(self) -> int:
-        """The number that is waited for."""
+        """The number of the next item to be returned."""
         return self._next
 
     def __len__(self) -> int:
-        """Items held back because an earlier one is missing."""
+        """Number of items held back because an earlier one is missing."""
         return len(self._held)
 
     def push(self, seq: int, item: T) -> list[T]:
-        """Take item number `seq`; return the items that are now in order (perhaps none)."""
+        """Add item number `seq`. Returns the items that are now in order (perhaps none)."""
         if seq == self._next and not self._held and not self._skipped:
             self._next += 1  # the common case: nothing waits, nothing is skipped
             return [item]
@@ -427,13 +424,13 @@ class ReorderBuffer(Generic[T]):
         return self._release()
 
     def skip(self, seq: int) -> list[T]:
-        """Number `seq` will never come; return the items that this sets free."""
+        """Skip number `seq`, which will never come. Returns the items that are now in order."""
         self._check_new(seq)
         self._skipped.add(seq)
         return self._release()
 
     def drain(self) -> list[T]:
-        """Give up: everything that is held back, in order. Nothing is held afterwards."""
+        """Remove and return everything that is held back, in order."""
         held = [self._held[seq] for seq in sorted(self._held)]
         self._held.clear()
         return held

@@ -1,10 +1,14 @@
-"""One epoch of a DataLoader without workers: what `iter()` gives then.
+"""Iterates a DataLoader without workers; also holds what both sync iterators share.
 
 Data path: sampler -> [sync_inline: fetch -> collate] -> the user.
 
-A blocking dataset is read in the caller's thread, by `next()` alone, as torch does; async datasets and samplers on the
-bridge's loop, while the caller waits. There samples of async map datasets, and with `fetch_threads`, are read ahead
-while it does not (`read_ahead.py`); the sampler is advanced, and batches are collated, in `next()` alone.
+A blocking dataset is read in the caller's thread, only inside `next()`, as torch does. Async datasets and samplers are
+read on the bridge's loop while the caller waits. There the samples of async map datasets, and with `fetch_threads`, are
+prefetched while the caller does other work (`prefetch.py`); the sampler is advanced and batches are collated only
+inside `next()`.
+
+`CountedNext` is the base of both sync iterators; `close_at_exit` ends iterators that are still alive when the process
+exits.
 """
 
 from __future__ import annotations
@@ -22,16 +26,16 @@ import torch
 
 from asyncloader.bridge import Bridge, join_all
 from asyncloader.delivery.stage import torch_pin
-from asyncloader.delivery.transfer import mover_of
+from asyncloader.delivery.transfer import transfer_of
 from asyncloader.epoch.async_inline import (
     batch_nbytes,
     count_samples,
     make_inline_reader,
-    make_read_ahead,
+    make_prefetcher,
     warn_of_exit,
 )
-from asyncloader.epoch.plan import Draws, warn_over_length
-from asyncloader.epoch.prefetch import ReadAhead
+from asyncloader.epoch.plan import TorchIterator, warn_over_length
+from asyncloader.epoch.prefetch import BatchPrefetcher
 from asyncloader.errors import LoaderClosed, TooManyBadSamples
 from asyncloader.options import LoaderSpec, async_index_source, is_iterable
 from asyncloader.samplers.distributed import even_ranks, without_batch
@@ -43,14 +47,14 @@ from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import BadSample, NoSamples
 from asyncloader.workers.pool import install_exit_hook
 
-__all__ = ["CountedNext", "InlineIterator", "end_at_exit"]
+__all__ = ["CountedNext", "SyncInlineIterator", "close_at_exit"]
 
 _EXIT_SECONDS = 6.0
-"""How long a process that ends waits for its iterators, all together: a little more than workers are given."""
+"""How long an exiting process waits for all its iterators together: a little longer than workers are given."""
 
 
-class CountedNext(Draws):
-    """torch's `__next__`, with the profiler's range only while a profiler looks (it costs 10 microseconds)."""
+class CountedNext(TorchIterator):
+    """torch's `__next__`, but the profiler range (10 microseconds) is only entered while a profiler is active."""
 
     def __next__(self) -> Any:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
@@ -64,8 +68,8 @@ class CountedNext(Draws):
         return data
 
 
-class InlineIterator(CountedNext):
-    """Without workers: torch's fetcher in the caller's thread; async datasets and samplers on the bridge's loop."""
+class SyncInlineIterator(CountedNext):
+    """Iterates without workers: in the caller's thread, or on the bridge's loop if dataset or sampler is async."""
 
     queue_depth = 0
 
@@ -84,28 +88,29 @@ class InlineIterator(CountedNext):
         self._begin(progress)
         self._uses_loop = self._reader.asynchronous or self._source is not None
         if self._uses_loop:
-            bridge.settle()  # an iterator that was dropped leaves the dataset's context before this one enters it
+            # An iterator that was dropped leaves the dataset's context before this one enters it.
+            bridge.wait_for_releases()
             bridge.acquire()
             self._bridge = bridge
-            end_at_exit(self)
-        self._mover = mover_of(loader)
+            close_at_exit(self)
+        self._transfer = transfer_of(loader)
         self._pin = torch_pin(self._pin_memory_device) if self._pin_memory else None
         self._begun = self._statistics.begin()
         self._statistics.log = BadSampleLog(loader._asyncloader_options.max_bad_samples)
-        self._over = False  # too many samples were bad
+        self._over = False  # more samples raised than allowed
         self._closed = False
 
     def _begin(self, progress: Progress) -> None:
         self._progress = progress
         self._agreement = progress.agreement
         self._tasks = 0
-        self._given = 0  # indices that were given to what reads ahead
+        self._given = 0  # indices that were passed to the prefetcher
         self._fresh = True
         self._reader = make_inline_reader(self._spec, self, progress)
         if not self._reader.asynchronous:
             progress.live = weakref.WeakMethod(self._reader.live_cursor)
         self._context = self._reader.context()
-        self._ahead = make_read_ahead(self._spec, self._reader, self._context)
+        self._prefetcher = make_prefetcher(self._spec, self._reader, self._context)
 
     def _next_data(self) -> Any:
         if self._closed:
@@ -124,8 +129,8 @@ class InlineIterator(CountedNext):
                 if self._agreement is not None and not self._agreement.batch():
                     raise StopIteration
                 cursor = self._reader.cursor()
-                if self._mover is not None:
-                    data = self._mover.take(self._mover.move(data, locked=False))
+                if self._transfer is not None:
+                    data = self._transfer.take(self._transfer.start(data, locked=False))
                 elif self._pin is not None:
                     data = self._pin(data)
             except NoSamples:
@@ -157,9 +162,9 @@ class InlineIterator(CountedNext):
             self._progress.delivered(self._tasks, 0, cursor)
             self._tasks += 1
             nbytes = batch_nbytes(data)
-            if self._ahead is not None:
-                self._ahead.learn(nbytes)
-                self._statistics.credits = self._ahead.credits
+            if self._prefetcher is not None:
+                self._prefetcher.note_batch_size(nbytes)
+                self._statistics.credits = self._prefetcher.credits
             passed = perf_counter() - begin
             if not self._num_yielded:
                 self._statistics.first_batch(self._begun)
@@ -184,8 +189,8 @@ class InlineIterator(CountedNext):
         if self._bridge is None:
             raise StopIteration
         try:
-            if self._ahead is not None:
-                return self._bridge.run(self._take(self._ahead, self._more(self._ahead), bad))
+            if self._prefetcher is not None:
+                return self._bridge.run(self._take(self._prefetcher, self._more(self._prefetcher), bad))
             return self._bridge.run(self._fetch(bad))
         except StopAsyncIteration:
             self._release()
@@ -199,39 +204,39 @@ class InlineIterator(CountedNext):
                 return index, await self._reader.fetch_async(index, bad)
             return index, self._reader.fetch(index, bad)
 
-    def _more(self, ahead: ReadAhead) -> list[Any]:
-        """Indices to be given out, from a plain sampler, which is advanced here, in the caller's thread. An exception
-        in place of the last: what the sampler raised.
+    def _more(self, prefetcher: BatchPrefetcher) -> list[Any]:
+        """Indices for the prefetcher, from a plain sampler, which is advanced here in the caller's thread. If the
+        sampler raised, the last item is a `_SamplerFailure`.
         """
         more: list[Any] = []
-        while self.order is not None and len(more) < ahead.room:
+        while self.order is not None and len(more) < prefetcher.room:
             task, self._given = self._given, self._given + 1
             try:
                 step, index = self.pull()
             except StopIteration:
                 break
             except Exception as error:
-                more.append(_Broken(error))
+                more.append(_SamplerFailure(error))
                 break
             else:
                 self._progress.pulled(task, step)
                 more.append(index)
         return more
 
-    async def _take(self, ahead: ReadAhead, more: list[Any], bad: list[BadSample]) -> tuple[Any, Any]:
+    async def _take(self, prefetcher: BatchPrefetcher, more: list[Any], bad: list[BadSample]) -> tuple[Any, Any]:
         for index in more:
-            if isinstance(index, _Broken):
-                ahead.fail(index.error)
+            if isinstance(index, _SamplerFailure):
+                prefetcher.add_error(index.error)
             else:
-                ahead.start(index)
-        while self.order is None and ahead.room > 0:
-            ahead.start_next(self._next_index_async)
+                prefetcher.start(index)
+        while self.order is None and prefetcher.room > 0:
+            prefetcher.start_next(self._next_index_async)
         with Unasked("the dataset's or sampler's"):
-            return await ahead.take(bad)
+            return await prefetcher.take(bad)
 
     def _next_index_plain(self) -> Any:
         step, index = self.pull()
-        if self.order is None:  # an iterable dataset's indices say no more than how many samples
+        if self.order is None:  # an iterable dataset's index only says how many samples
             return index
         self._progress.pulled(self._tasks, step)
         return index
@@ -249,12 +254,12 @@ class InlineIterator(CountedNext):
     def _release(self) -> None:
         bridge, self._bridge = self._bridge, None
         if bridge is None or os.getpid() != self._owner:
-            return  # nothing of it runs in a forked child
-        if bridge.inside:  # which cannot wait for itself
-            bridge.leave(_leave_and_tell, self._ahead, self._reader, self._context)
+            return  # in a forked child nothing of it runs
+        if bridge.in_loop_thread:  # the loop's own thread cannot wait for the loop
+            bridge.release_soon(_close_reader_and_warn, self._prefetcher, self._reader, self._context)
             return
         try:
-            warn_of_exit(bridge.run(_leave(self._ahead, self._reader, self._context)))
+            warn_of_exit(bridge.run(_close_reader(self._prefetcher, self._reader, self._context)))
         except LoaderClosed:
             pass
         finally:
@@ -267,63 +272,65 @@ class InlineIterator(CountedNext):
             self._agreement.give_up()
         self._release()
 
-    def _leave_soon(self) -> None:
+    def _close_soon(self) -> None:
         self._closed = True
         if self._agreement is not None:
             self._agreement.give_up()
         bridge, self._bridge = self._bridge, None
         if bridge is not None:
-            bridge.leave(_leave_and_tell, self._ahead, self._reader, self._context)
+            bridge.release_soon(_close_reader_and_warn, self._prefetcher, self._reader, self._context)
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         if not exiting() and getattr(self, "_owner", None) == os.getpid():
-            self._leave_soon()
+            self._close_soon()
 
 
-async def _leave(ahead: ReadAhead | None, reader: Reader, context: DatasetContext) -> BaseException | None:
-    """Nothing more is read. Returns what leaving the dataset's context raised."""
-    if ahead is not None:
-        return await ahead.aclose()
+async def _close_reader(
+    prefetcher: BatchPrefetcher | None, reader: Reader, context: DatasetContext
+) -> BaseException | None:
+    """Stop reading. Returns the error that leaving the dataset's context raised, if any."""
+    if prefetcher is not None:
+        return await prefetcher.aclose()
     await reader.aclose()
     return await context.close()
 
 
-async def _leave_and_tell(ahead: ReadAhead | None, reader: Reader, context: DatasetContext) -> None:
-    warn_of_exit(await _leave(ahead, reader, context))
+async def _close_reader_and_warn(prefetcher: BatchPrefetcher | None, reader: Reader, context: DatasetContext) -> None:
+    warn_of_exit(await _close_reader(prefetcher, reader, context))
 
 
-class _Broken:
-    """In place of an index: what the sampler raised."""
+class _SamplerFailure:
+    """Stands for an index: the sampler raised this error instead."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
-class Endable(Protocol):
-    """An iterator that has something to be ended."""
+class ClosesAtExit(Protocol):
+    """An iterator that must be closed before the process exits."""
 
-    def _leave_soon(self) -> None:
-        """Ask for its end, and wait for nothing, as finalizers must."""
-
-
-# Those that live. At exit they are ended, and all loop threads with them, also those of iterators that were dropped a
-# moment ago: once the interpreter is finalizing no daemon thread runs, and finalizers do nothing at all.
-_live: weakref.WeakSet[Endable] = weakref.WeakSet()
+    def _close_soon(self) -> None:
+        """Begin to close, without waiting, as in a finalizer."""
 
 
-def end_at_exit(iterator: Endable) -> None:
-    """Have this iterator ended when the process ends, if it still lives."""
+# Live iterators. At exit they are closed, and all loop threads end, including those of iterators that were dropped just
+# before: once the interpreter is finalizing, no daemon thread runs and our finalizers do nothing.
+_live: weakref.WeakSet[ClosesAtExit] = weakref.WeakSet()
+
+
+def close_at_exit(iterator: ClosesAtExit) -> None:
+    """Close this iterator when the process exits, if it is still alive."""
     _install_exit_hook()
     _live.add(iterator)
 
 
 @functools.cache
 def _install_exit_hook() -> None:
-    install_exit_hook()  # first, hence called after ours: pools are stopped when nobody listens to them any more
-    atexit.register(_end_all)
+    install_exit_hook()  # registered first, so called last: pools stop after their iterators
+    atexit.register(_close_all)
 
 
-def _end_all() -> None:
+def _close_all() -> None:
     for iterator in list(_live):
-        iterator._leave_soon()
+        iterator._close_soon()
     join_all(_EXIT_SECONDS)

@@ -1,9 +1,9 @@
-"""One epoch of a DataLoader with workers: what `iter()` gives then. (Without workers: `sync_inline.py`.)
+"""Iterates a DataLoader with workers. (Without workers: `sync_inline.py`.)
 
-Data path: sampler -> scheduler -> pool -> worker -> ring -> reorder -> delivery -> pin_memory -> [sync_iterator].
+Data path: sampler -> scheduler -> pool -> worker -> ring -> reorder -> delivery -> stage -> [sync_iterator].
 
-What runs where: the sampler is advanced and batches are opened in the caller's thread, in `next()`; the pipeline runs
-in the bridge's loop thread; between the two there is one queue each way. Workers are started in the caller's thread.
+Threads: the sampler is advanced and batches are opened in the caller's thread, inside `next()`; the pipeline runs in
+the bridge's loop thread; one queue in each direction connects the two. Workers are started in the caller's thread.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any
 
 from asyncloader.bridge import Bridge, in_thread, run_in_thread
 from asyncloader.delivery.opener import raise_worker_error
-from asyncloader.delivery.transfer import mover_of
+from asyncloader.delivery.transfer import transfer_of
 from asyncloader.epoch.consumer import NO_BATCH, Consumer, discard
 from asyncloader.epoch.pipeline import Pipeline
 from asyncloader.epoch.plan import epoch_plan, make_pool, quarantine, shared_seed, worker_setup
-from asyncloader.epoch.respawn import Replacer, Request, weakly
+from asyncloader.epoch.respawn import Request, WorkerRespawner, weakly
 from asyncloader.epoch.shard_assignment import open_assignment
-from asyncloader.epoch.sync_inline import CountedNext, end_at_exit
+from asyncloader.epoch.sync_inline import CountedNext, close_at_exit
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManyBadSamples
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.options import LoaderSpec
@@ -46,7 +46,9 @@ __all__ = ["WorkerIterator"]
 
 
 class WorkerIterator(CountedNext):
-    """With workers. The loop's thread refers to the pipeline and the queue, never to this object: dropped, it dies."""
+    """Iterates with workers. The loop's thread refers to the pipeline and the queue, never to this object, so that it
+    is freed as soon as it is dropped.
+    """
 
     def __init__(self, loader: LoaderSpec[Any], statistics: Statistics, bridge: Bridge, keeper: StateKeeper) -> None:
         self._keeper = keeper
@@ -56,21 +58,21 @@ class WorkerIterator(CountedNext):
             loader._asyncloader_workers_begin()
         super().__init__(loader, self._progress)
         self._progress.base_seed_drawn()
-        self._shutdown = True  # until there is something to shut down
-        # More than a lock can wait for, infinity above all, is for ever.
+        self._shutdown = True  # until workers have been started
+        # A timeout longer than a lock can wait for, such as infinity, means no timeout.
         self._timeout_or_none = self._timeout if 0 < self._timeout <= threading.TIMEOUT_MAX else None
         self._statistics = statistics
         self._bridge = bridge
         self._owner = os.getpid()
         self._pipeline: Pipeline | None = None
         self._consumer: Consumer | None = None
-        self._acquired: Sequence[EpochStart] | None = None  # what workers that were just started begin with
+        self._acquired: Sequence[EpochStart] | None = None  # where newly started workers begin
         self._ended: str | None = None  # as in async_iterator.py
-        self._queue: queue.SimpleQueue[Action | None] = queue.SimpleQueue()  # None: look for other work
-        self._taken: deque[Action | None] = deque()  # out of the queue, and not dealt with; one at most
-        self._delivering: Consumer | None = None  # has begun to deliver that one
+        self._queue: queue.SimpleQueue[Action | None] = queue.SimpleQueue()  # None: check for respawn requests
+        self._taken: deque[Action | None] = deque()  # taken from the queue and not finished; one at most
+        self._delivering: Consumer | None = None  # the consumer that has begun to deliver it
         self._acquire(loader)
-        end_at_exit(self)
+        close_at_exit(self)
         try:
             self._reset(loader, first_iter=True)
         except BaseException:
@@ -78,10 +80,10 @@ class WorkerIterator(CountedNext):
             raise
 
     def _acquire(self, loader: LoaderSpec[Any]) -> None:
-        """Start workers and the loop's thread; `_shutdown_workers` gives both back."""
-        self._bridge.settle()  # no thread of an iterator that was dropped is in the way of the forks
+        """Start workers and the loop's thread; `_shutdown_workers` ends both."""
+        self._bridge.wait_for_releases()  # no thread of an iterator that was dropped is in the way of the forks
         plan = self._plan = epoch_plan(loader)
-        base_seed, starts = self._begin_workers(loader, anew=True)
+        base_seed, starts = self._begin_workers(loader, new_workers=True)
         self._base_seed, self._acquired = base_seed, starts
         self._setup = worker_setup(loader, plan.workers, self, base_seed, starts)
         # Forked here, in the caller's thread and before the loop's thread exists.
@@ -89,24 +91,24 @@ class WorkerIterator(CountedNext):
         self._bridge.acquire()
         self._shutdown = False
 
-    def _begin_workers(self, loader: LoaderSpec[Any], *, anew: bool = False) -> tuple[int, Sequence[EpochStart]]:
-        """The base seed, and what each worker begins with."""
+    def _begin_workers(self, loader: LoaderSpec[Any], *, new_workers: bool = False) -> tuple[int, Sequence[EpochStart]]:
+        """The base seed, and where each worker begins."""
         base_seed, starts = self._progress.starts(
-            self._plan.workers, int(self._base_seed), shared_seed(self), anew=anew
+            self._plan.workers, int(self._base_seed), shared_seed(self), new_workers=new_workers
         )
         if not assigns_shards(loader.dataset):
             return base_seed, starts
-        # In a loop of its own, in a thread that has ended before a worker is forked.
+        # In a loop and a thread of its own, which have ended before a worker is forked.
         return base_seed, run_in_thread(open_assignment(loader, self._progress, starts))[1]
 
     @property
     def _workers(self) -> list[Any]:
-        """The processes, as they are now. The name is torch's."""
+        """The current worker processes. The name is torch's."""
         return [process.process for process in self._pool.processes]
 
     @property
     def _tasks_outstanding(self) -> int:
-        """Batches of a plain sampler that were asked for and not delivered. The name is torch's, as the next two."""
+        """Batches of a plain sampler that were requested and not delivered. The name is torch's, as the next two."""
         return 0 if self._consumer is None else self._consumer.outstanding
 
     @property
@@ -119,34 +121,34 @@ class WorkerIterator(CountedNext):
 
     @property
     def owned(self) -> bool:
-        """Whether this is the process that made it, and not a fork of that."""
+        """Whether this process made the iterator, and is not a fork of the one that did."""
         return os.getpid() == self._owner
 
     @property
     def queue_depth(self) -> int:
-        """Batches that are ready and not taken."""
+        """Number of batches that are ready and not taken."""
         return self._queue.qsize()
 
     def _setup_for(self, request: Request) -> WorkerSetup:
         return request.setup(self._setup)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        """Begin an epoch; with persistent workers torch's loader calls this for every one after the first."""
+        """Begin an epoch. With persistent workers torch's loader calls this for every epoch after the first."""
         if not first_iter:
             self._progress = self._keeper.begin(loader)
         begun_with = self._shared_seed
         self._begin_order(loader, self._progress, first_iter=first_iter)
         if first_iter:
-            self._shared_seed = begun_with  # torch draws another one here, too, but its workers have got the first
+            self._shared_seed = begun_with  # torch, too, draws another one here, and its workers have the first
         if not first_iter:
             if not self._shutdown:
-                self._end_epoch()  # first: until then the loop lets go of workers that die
+                self._end_epoch()  # first: the loop handles dying workers until then
                 if self._pool.broken:
                     self._shutdown_workers()
-            if self._shutdown:  # a worker died in the last epoch, or since: begin with new ones
+            if self._shutdown:  # a worker died in or after the last epoch: start new ones
                 if loader._asyncloader_options.seed is None:
-                    # Or they would draw again what those before drew since their first epoch. The user's generator
-                    # stays where it is: it may be the sampler's, too.
+                    # With the old base seed they would draw the same numbers again. It is derived, not drawn: the
+                    # user's generator may also be the sampler's.
                     self._base_seed = derive(int(self._base_seed), "anew") >> 1
                 self._acquire(loader)
         self._drop_taken()
@@ -164,23 +166,23 @@ class WorkerIterator(CountedNext):
             self._statistics,
             self._progress,
             quarantine(loader, self),
-            mover_of(loader),
+            transfer_of(loader),
             loader._asyncloader_options.prefetch_device,
         )
-        self._replacer = Replacer(self._pool, weakly(self._setup_for), partial(put, None))
-        self._pipeline = self._consumer.pipeline(self._pool, put, put, self._replacer)
-        self._tell = partial(self._bridge.call, self._pipeline.advance)
-        self._bridge.call(_start, self._pipeline, self._consumer.offers, starts, put)
+        self._respawner = WorkerRespawner(self._pool, weakly(self._setup_for), partial(put, None))
+        self._pipeline = self._consumer.pipeline(self._pool, put, put, self._respawner)
+        self._advance = partial(self._bridge.call_soon, self._pipeline.advance)
+        self._bridge.call_soon(_start, self._pipeline, self._consumer.offers, starts, put)
         if loader._asyncloader_awaits_workers:
             self._await_workers(self._pipeline, self._consumer)
 
     def _await_workers(self, pipeline: Pipeline, consumer: Consumer) -> None:
-        """Until they have begun the epoch. Raises what one of them raised at that."""
+        """Wait until all workers have begun the epoch. Raises the error of one that could not."""
         try:
             error = self._bridge.run(asyncio.wait_for(pipeline.begun(), self._timeout_or_none))
         except TimeoutError:
             raise self._timed_out() from None
-        consumer.hear()
+        consumer.drain_notices()
         if error:
             self._shutdown_workers()
             raise_worker_error(pickle.loads(error))
@@ -197,16 +199,16 @@ class WorkerIterator(CountedNext):
                 self._reset(loader)
             self._fresh = False
         consumer = self._consumer
-        if consumer is None:  # another thread has closed it this moment
+        if consumer is None:  # another thread has just closed it
             raise LoaderClosed(self._ended or "this iterator has ended")
         while True:
-            consumer.hear()
-            if self._replacer.requests:
-                self._replacer.work()
+            consumer.drain_notices()
+            if self._respawner.requests:
+                self._respawner.work()
             begin = perf_counter()
             taken = self._taken
             if not taken:
-                # Out of the queue and into the deque by one call into C: Ctrl-C comes before or after that.
+                # One call into C moves the item from the queue to the deque, so Ctrl-C cannot lose it.
                 try:
                     taken.extend(islice(map(self._queue.get, repeat(True), repeat(self._timeout_or_none)), 1))
                 except queue.Empty:
@@ -224,12 +226,12 @@ class WorkerIterator(CountedNext):
                     del item, error  # the traceback refers to this frame, which must not refer back to the error
             self._delivering, delivery = consumer, consumer.delivery
             try:
-                batch = consumer.deliver(item, perf_counter() - begin, self._tell)
+                batch = consumer.deliver(item, perf_counter() - begin, self._advance)
             except TooManyBadSamples as error:
                 self._fail(error)
                 raise
             except Exception:
-                # Nothing is called from here on, so that Ctrl-C does not come before the error is the caller's.
+                # No calls from here on, so that Ctrl-C cannot come before the caller has the error.
                 del taken[0]
                 self._delivering, delivery.item, delivery.batch, delivery.error = None, None, None, None
                 raise
@@ -240,7 +242,7 @@ class WorkerIterator(CountedNext):
                 return batch
 
     def _drop_taken(self) -> None:
-        """What Ctrl-C kept from being delivered, nobody wants any more. In the iterating thread."""
+        """Discard the item whose delivery Ctrl-C interrupted. In the iterating thread."""
         consumer, self._delivering = self._delivering, None
         while self._taken:
             item = self._taken.pop()
@@ -252,12 +254,12 @@ class WorkerIterator(CountedNext):
     def _timed_out(self) -> LoaderTimeout:
         error = LoaderTimeout(self._timeout)
         if self._pipeline is not None:
-            with contextlib.suppress(LoaderClosed):  # by another thread, this moment
+            with contextlib.suppress(LoaderClosed):  # closed by another thread just now
                 error.add_note(self._bridge.run(self._pipeline.report()))
         return error
 
     def _end(self, item: Action) -> BaseException:
-        """End with this item; returns what is to be raised."""
+        """End the epoch with this item. Returns the exception to raise."""
         consumer = self._consumer
         if isinstance(item, Finish):
             self._ended = ""
@@ -267,20 +269,20 @@ class WorkerIterator(CountedNext):
             else:
                 self._shutdown_workers()
             if consumer is not None:
-                consumer.hear()
+                consumer.drain_notices()
             return StopIteration()
         assert isinstance(item, Fail)
         self._fail(item.error)
         return item.error
 
     def _fail(self, error: BaseException) -> None:
-        """End with this error, which the caller raises."""
+        """End the epoch with this error, which the caller raises."""
         self._ended = f"{type(error).__name__}: {error}"  # for the next call, if Ctrl-C comes in between
         self._shutdown_workers()
-        self._ended = ""  # raised once; a caller that goes on regardless must come to an end
+        self._ended = ""  # raised once; a caller that ignores it gets a normal end next
 
     def _end_epoch(self) -> None:
-        """Take the pool out of the loop and drop what nobody will take."""
+        """Detach the pool from the loop and discard the batches that were not taken."""
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
             self._bridge.run(_close(pipeline))
@@ -290,15 +292,15 @@ class WorkerIterator(CountedNext):
         _discard_ready(self._queue)
 
     def _shutdown_workers(self) -> None:
-        """End the epoch and the workers; wait until they are gone. Idempotent. The name is torch's."""
+        """End the epoch and the workers, and wait until they are gone. Idempotent. The name is torch's."""
         if os.getpid() != self._owner:
             return
         if self._shutdown:
-            if hasattr(self, "_pool") and not self._bridge.inside:
-                self._pool.stop()  # waits for another thread that is at it
+            if hasattr(self, "_pool") and not self._bridge.in_loop_thread:
+                self._pool.stop()  # waits if another thread is stopping it
             return
-        if self._bridge.inside:  # which cannot wait for itself
-            self._leave_soon()
+        if self._bridge.in_loop_thread:  # which cannot wait for itself
+            self._close_soon()
             return
         self._shutdown = True
         if self._ended is None:
@@ -308,21 +310,23 @@ class WorkerIterator(CountedNext):
         finally:
             self._bridge.release()
             self._pool.stop()
-            self._queue.put(Fail(LoaderClosed(self._ended or "this iterator has ended")))  # a thread may wait there
+            self._queue.put(
+                Fail(LoaderClosed(self._ended or "this iterator has ended"))
+            )  # wakes a thread that may be waiting in `next`
 
-    def _leave_soon(self) -> None:
+    def _close_soon(self) -> None:
         if self._shutdown or os.getpid() != self._owner:
             return
         self._shutdown = True
         if self._ended is None:
             self._ended = "this iterator was shut down"
-        self._bridge.leave(_leave, self._pipeline, self._consumer, self._queue, self._pool)
+        self._bridge.release_soon(_close_dropped, self._pipeline, self._consumer, self._queue, self._pool)
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         if not exiting() and not getattr(self, "_shutdown", True):
-            self._leave_soon()
-            if not self._bridge.inside:
-                self._pool.hang_up()  # as torch's iterator: the workers are gone with it, though not yet the threads
+            self._close_soon()
+            if not self._bridge.in_loop_thread:
+                self._pool.hang_up()  # as with torch's iterator the workers end with it; the threads end later
 
 
 def _start(pipeline: Pipeline, offers: list[Any], starts: Sequence[EpochStart], sink: Any) -> None:
@@ -340,10 +344,10 @@ async def _close(pipeline: Pipeline) -> None:
             await reader
 
 
-async def _leave(
+async def _close_dropped(
     pipeline: Pipeline | None, consumer: Consumer | None, ready: queue.SimpleQueue[Action | None], pool: WorkerPool
 ) -> None:
-    """The end of an iterator that was dropped."""
+    """End the parts of an iterator that was dropped."""
     if pipeline is not None:
         await _close(pipeline)
 

@@ -1,10 +1,10 @@
-"""Workers that are threads: a multiprocessing context whose `Process` is one is served by torch's own iterator.
+"""Serves loaders whose multiprocessing context makes threads: torch's own iterator with workers reads them.
 
-Data path: options -> [thread_workers] -> the user; nothing of ours is in between.
+Data path: options -> [thread_workers] -> the user.
 
-Our workers have a process's memory, signals and descriptors to themselves, and are killed when they hang: a thread of
-this process can give none of that. torch's worker gets by with one, so that such a loader goes on giving torch's
-batches, at torch's speed. What torch has no notion of is refused.
+Our workers need a process: memory, signals and descriptors of their own, and the possibility to be killed when they
+hang. torch's workers can run in a thread, so such a loader keeps giving torch's batches at torch's speed. Options that
+torch does not know are refused.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def has_thread_workers(spec: LoaderSpec[Any]) -> bool:
     kind = context.Process
     if isinstance(kind, type):
         return issubclass(kind, threading.Thread)
-    return isinstance(kind(target=print, args=()), threading.Thread)  # a function that makes them; it is not started
+    return isinstance(kind(target=print, args=()), threading.Thread)  # a factory function; the thread is not started
 
 
 class ThreadIterator(_MultiProcessingDataLoaderIter):
-    """torch's iterator with workers, over a loader of ours whose workers are threads. Warns.
+    """torch's iterator with workers, over a loader of ours whose workers are threads. Warns when it is made.
 
     Raises:
-        ValueError: the loader has options, or a dataset or sampler, that torch does not know.
+        ValueError: the loader has options, or a dataset or sampler, that torch does not support.
     """
 
     def __init__(self, loader: LoaderSpec[Any]) -> None:

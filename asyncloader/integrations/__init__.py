@@ -1,10 +1,10 @@
-"""Bridges to frameworks that replace a user's loader by one of their own making.
+"""Integrations with frameworks that replace a user's loader by one of their own.
 
     accelerate     `prepare`, `skip_first_batches`
     lightning      `LoaderCallback`
     ray            `prepare_data_loader`
     transformers   `AsyncTrainerMixin`
 
-Each module imports its framework; none is imported before it is asked for. Where no class can be given at all, there is
+Each module imports its framework, and is only imported when it is used. For code that accepts no loader class there is
 `asyncloader.install`.
 """

@@ -1,8 +1,8 @@
-"""Accelerate: `Accelerator.prepare` builds a stock DataLoader from the user's attributes; here it gets ours.
+"""Makes Accelerate keep our loader: `Accelerator.prepare` would build a stock one from its attributes.
 
-Accelerate's wrapper (`DataLoaderShard`) stays: it moves batches to the device, feeds the gradient state and counts
-epochs. Only the loader inside it is exchanged. In return `accelerator.save_state` and `load_state` include the loader's
-state, whatever `use_stateful_dataloader` says: a run that is stopped within an epoch goes on at the next batch.
+Accelerate's wrapper (`DataLoaderShard`) stays: it moves batches to the device, updates the gradient state and counts
+epochs. Only the loader inside it is replaced. `accelerator.save_state` and `load_state` then include the loader's
+state, whatever `use_stateful_dataloader` says: a run that was stopped within an epoch resumes at the next batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TORCHS_OPTIONS = inspect.signature(torch.utils.data.DataLoader).parameters
 
 
 def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
-    """`accelerator.prepare(*objects, **options)`, in which our loaders stay ours.
+    """`accelerator.prepare(*objects, **options)`, but our loaders stay ours.
 
     Args:
         accelerator: an `accelerate.Accelerator`.
@@ -35,7 +35,7 @@ def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
         options: `prepare`'s own, for example ``device_placement``.
 
     Returns:
-        What `prepare` returns: one object for one, a tuple for several, in their order.
+        The result of `prepare`: one object for one, a tuple for several, in the same order.
 
     Raises:
         ValueError: see `adopt`.
@@ -48,11 +48,10 @@ def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
 
 
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
-    """`accelerate.skip_first_batches`, which builds a stock loader anew, for a prepared loader of ours.
+    """`accelerate.skip_first_batches`, which builds a stock loader, for a prepared loader of ours.
 
-    Not needed after `accelerator.load_state`, which finds the position by itself; a position that was loaded is
-    forgotten here. In seeded mode nothing is read for what is skipped, and the rest is that of the whole epoch to the
-    bit.
+    Not needed after `accelerator.load_state`, which resumes at the position by itself; a loaded position is reset here.
+    In seeded mode nothing is read for skipped batches, and the others are bit-identical to those of the whole epoch.
     """
     wrapper = issubclass(type(loader), DataLoaderAdapter)
     inside = loader.base_dataloader if wrapper else loader
@@ -60,39 +59,39 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     if not isinstance(inside, DataLoader):
         return skipping
     if wrapper:
-        inside.load_state_dict({})  # or the next epoch would begin there
+        inside.load_state_dict({})  # or the next epoch would resume there
     if inside._asyncloader_options.seed is None or is_iterable(inside):
         return adopt(skipping, inside)
     ours = _skipping(type(inside), num_batches)(**constructor_arguments(inside, {}, inside))
     if not wrapper:
         return ours
-    _tell(ours, getattr(inside.batch_sampler, "num_processes", 1))
+    _set_num_processes(ours, getattr(inside.batch_sampler, "num_processes", 1))
     skipping.base_dataloader = ours
     return skipping
 
 
 def adopt(prepared: Any, like: DataLoader[Any] | None = None) -> Any:
-    """Exchange the loader inside one of Accelerate's wrappers by ours with the same arguments.
+    """Replace the loader inside one of Accelerate's wrappers by ours with the same arguments.
 
-    In seeded mode the loader shares batches out among the processes by itself, as it does without Accelerate, in the
-    place of Accelerate's `BatchSamplerShard` (unless that wraps the user's own batch sampler, or ``even_batches`` is
-    False). Where that would fill the last batches up, ``on_uneven="drop"`` becomes ``"pad"``: nothing is left out.
+    In seeded mode the loader itself shards batches among the processes, as without Accelerate, instead of Accelerate's
+    `BatchSamplerShard` (unless that wraps the user's own batch sampler, or ``even_batches`` is False). If that would
+    fill up the last batches, ``on_uneven="drop"`` becomes ``"pad"``, so that no sample is left out.
 
     Args:
         prepared: a `DataLoaderShard`, `DataLoaderDispatcher` or `SkipDataLoader`; or a plain loader, which is rebuilt.
-        like: a loader of ours whose own options, and class, the new one gets. Default: our `StatefulDataLoader` in the
-            place of torchdata's, else our `DataLoader`; with their defaults.
+        like: one of our loaders, whose class and options the new one gets. Default: our `StatefulDataLoader` for
+            torchdata's, else our `DataLoader`, with default options.
 
     Returns:
         `prepared` itself; a new loader if it was a plain one.
 
     Raises:
-        TypeError: it is neither (on a TPU Accelerate wraps once more), or what is inside is a loader of somebody else
-            that keeps a state, which would be lost.
+        TypeError: `prepared` is neither (on a TPU Accelerate adds another wrapper), or the loader inside is of a third
+            class that has a state, which would be lost.
         ValueError: ``use_stateful_dataloader=True``, but several processes get their batches from one, or each reads a
-            stream: Accelerate keeps one state for all processes. Or `like` names another rank than Accelerate's.
+            stream, while Accelerate keeps one state for all. Or `like` has another rank than Accelerate's.
     """
-    # `type`, here and below: the wrappers claim the class of what is inside them.
+    # `type`, here and below: the wrappers report the class of the loader inside them.
     wrapper = issubclass(type(prepared), DataLoaderAdapter)
     if not wrapper and not issubclass(type(prepared), torch.utils.data.DataLoader):
         raise TypeError(
@@ -103,7 +102,7 @@ def adopt(prepared: Any, like: DataLoader[Any] | None = None) -> Any:
         return inside if isinstance(inside, DataLoader) else _class_for(inside, like).from_torch(inside, **_own(like))
     stateful = _one_state_for_all(prepared, inside)
     if not isinstance(inside, DataLoader):
-        inside = prepared.base_dataloader = _exchanged(prepared, inside, like)
+        inside = prepared.base_dataloader = _replacement(prepared, inside, like)
         if like is not None and like._asyncloader_options.seed is not None and not getattr(prepared, "iteration", 1):
             prepared.iteration = like.state_dict()["epoch"]
     _keep_state(prepared, inside, stateful)
@@ -131,7 +130,7 @@ def _own(like: DataLoader[Any] | None) -> dict[str, Any]:
     return {name: value for name, value in constructor_arguments(like, {}).items() if name not in _TORCHS_OPTIONS}
 
 
-def _exchanged(prepared: Any, inside: Any, like: DataLoader[Any] | None) -> DataLoader[Any]:
+def _replacement(prepared: Any, inside: Any, like: DataLoader[Any] | None) -> DataLoader[Any]:
     kind, changes = _class_for(inside, like), _own(like)
     seeded, batches, processes = changes.get("seed") is not None, inside.batch_sampler, 1
     if is_iterable(inside):
@@ -139,7 +138,7 @@ def _exchanged(prepared: Any, inside: Any, like: DataLoader[Any] | None) -> Data
     for each in (batches, getattr(batches, "batch_sampler", None)):
         sampler = getattr(each, "sampler", None)
         if isinstance(sampler, SeedableRandomSampler) and getattr(sampler, "generator", None) is None:
-            # It would make one when its first epoch begins, too late to be set to a state.
+            # It would make one at its first epoch, too late for a loaded state.
             sampler.generator = torch.Generator(torch.get_default_device())
     if type(batches) is BatchSampler:
         changes |= _parts(batches)
@@ -149,7 +148,7 @@ def _exchanged(prepared: Any, inside: Any, like: DataLoader[Any] | None) -> Data
     if seeded and issubclass(type(prepared), DataLoaderDispatcher):
         changes |= {"rank": 0, "world_size": 1}  # one process reads for all
     ours: DataLoader[Any] = kind.from_torch(inside, **changes)
-    _tell(ours, processes)
+    _set_num_processes(ours, processes)
     return ours
 
 
@@ -162,7 +161,7 @@ def _parts(batches: BatchSampler) -> dict[str, Any]:
 
 
 def _shared_out(shard: Any, own: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by which a seeded loader gives a process what the shard would."""
+    """Arguments that make a seeded loader give a process the same batches as the shard would."""
     here = shard.process_index, shard.num_processes
     named = own.get("rank"), own.get("world_size")
     if named not in ((None, None), here):
@@ -178,8 +177,8 @@ def _shared_out(shard: Any, own: dict[str, Any]) -> dict[str, Any]:
     return changes
 
 
-def _tell(ours: DataLoader[Any], processes: int) -> None:
-    """Accelerate asks the batch sampler how many processes share a batch: `gather_for_metrics` goes by it."""
+def _set_num_processes(ours: DataLoader[Any], processes: int) -> None:
+    """Set the number of processes that share a batch on the batch sampler, where `gather_for_metrics` reads it."""
     if processes > 1:
         ours.batch_sampler.num_processes = processes  # type: ignore[union-attr]
 
@@ -204,7 +203,7 @@ def _skipping(kind: type[DataLoader[Any]], first: int) -> type[DataLoader[Any]]:
 
 
 def _one_state_for_all(prepared: Any, inside: Any) -> bool:
-    """Whether the state of one process is right for all of them, of which Accelerate keeps one."""
+    """Whether one process's state is valid for all of them, as Accelerate keeps only one."""
     processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     dispatched = issubclass(type(prepared), DataLoaderDispatcher)
     stream = is_iterable(inside)
@@ -221,35 +220,37 @@ def _one_state_for_all(prepared: Any, inside: Any) -> bool:
 
 
 def _keep_state(prepared: Any, ours: DataLoader[Any], stateful: bool) -> None:
-    """Make Accelerate save and load the loader's state, and with it the number of the epoch, which it does not save."""
+    """Make Accelerate save and load the loader's state, with the epoch's number, which it does not save itself."""
     prepared.use_stateful_dataloader = stateful
     if not stateful:
         return
     epoch = _Epoch(prepared)
     prepared.dl_state_dict = ours.state_dict()
-    prepared.adjust_state_dict_for_prefetch = epoch.note
+    prepared.adjust_state_dict_for_prefetch = epoch.save
     prepared.load_state_dict = epoch.load
-    epoch.note()
+    epoch.save()
 
 
 class _Epoch:
-    """Puts the number of a wrapper's epoch into its state, and takes it from there.
+    """Saves the number of a wrapper's epoch in its state, and restores it.
 
-    The wrapper tells its samplers the number before each epoch: without it a resumed run would go back to epoch 0.
+    The wrapper passes the number to its samplers before each epoch; without it a resumed run would return to epoch 0.
     """
 
     def __init__(self, wrapper: Any) -> None:
-        self._wrapper = weakref.ref(wrapper)  # which holds this: a cycle would keep workers until a collection
+        self._wrapper = weakref.ref(
+            wrapper
+        )  # weak, because the wrapper refers to this: a cycle would keep workers alive
 
-    def note(self) -> None:
-        """Called by Accelerate when it has taken the loader's state. There is nothing to adjust besides: that state
-        counts the batches that the user got.
+    def save(self) -> None:
+        """Called by Accelerate after it has taken the loader's state. That needs no other adjustment, because it
+        counts only delivered batches.
         """
         wrapper = self._alive()
         wrapper.dl_state_dict["iteration"] = getattr(wrapper, "iteration", 0)
 
     def load(self, state_dict: dict[str, Any]) -> None:
-        """In the place of the wrapper's `load_state_dict`."""
+        """Replaces the wrapper's `load_state_dict`."""
         wrapper = self._alive()
         wrapper.base_dataloader.load_state_dict(state_dict)
         if state_dict:

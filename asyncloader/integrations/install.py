@@ -1,17 +1,17 @@
-"""`install`: for a while, code that makes torch's DataLoader makes ours.
+"""`install`: inside a block, code that creates torch's DataLoader gets ours.
 
 Data path: none.
 
-The last resort, for code that builds loaders itself and takes no class. It is explicit and it ends with its ``with``
-block. No module's names are replaced: the class is torch's wherever it is held, so it does not matter when and how
-libraries were imported. Inside the block its constructor makes the instance one of ours:
+A last resort for code that builds loaders itself and accepts no class. It is explicit, and ends with its ``with``
+block. No module's names are replaced, so it does not matter when and how libraries imported the class: its constructor
+turns the new instance into one of ours:
 
 - an instance of torch's class becomes one of our `DataLoader`;
 - an instance of a subclass becomes one of a class of the same name, derived from the subclass and from ours, in which
-  the subclass's ``super()`` is ours. The subclass itself is not touched.
+  the subclass's ``super()`` is ours. The subclass itself is not changed.
 
-The metaclass of both is torch's, `type`, which agrees with any other. Inside the block the iterators' base class tells
-which loaders torch's own engine reads all the same.
+The metaclass of both is torch's, `type`, which is compatible with any other. Inside the block the constructor of
+torch's iterators warns of loaders that torch's own engine still reads.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ _Torchs: Any = torch.utils.data.DataLoader
 
 
 def install() -> AbstractContextManager[type[DataLoader[Any]]]:
-    """Make torch's `DataLoader` class make ours until the block ends; gives our class.
+    """Make torch's `DataLoader` class create ours until the block ends. The context value is our class.
 
-    Inside the block, in all threads, ``torch.utils.data.DataLoader(...)`` makes an `asyncloader.DataLoader`, under
-    whatever name and from wherever it is called, and so do its subclasses: their loaders are of their class and of
-    ours. Loaders that were made inside stay ours; those that were made before stay what they are. Blocks may be nested.
+    Inside the block, in all threads, ``torch.utils.data.DataLoader(...)`` makes an `asyncloader.DataLoader`, whatever
+    name it is called by, and so do its subclasses: their loaders are instances of their class and of ours. Loaders that
+    were made inside the block stay ours; earlier ones do not change. Blocks may be nested.
 
-    A library that makes torch's *iterators* itself is not reached: a warning names it, once, when that happens inside
+    A library that makes torch's *iterators* itself is not affected; a warning names it once when that happens inside
     the block.
     """
     return _Block()
 
 
 class _Block(ContextDecorator):
-    """Has no finalizer: a block that is never left does nothing when the interpreter exits."""
+    """The context manager. It has no finalizer, so a block that is never left does nothing at interpreter exit."""
 
     def __enter__(self) -> type[DataLoader[Any]]:
         _hooks.enter()
@@ -67,7 +67,7 @@ class _Block(ContextDecorator):
 
 
 class _Hooks:
-    """The two constructors that do more while at least one block is open."""
+    """Replaces two constructors while at least one block is open."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -89,7 +89,7 @@ class _Hooks:
             self.blocks -= 1
             if not self.blocks:
                 for kind, hook in self._put:
-                    if kind.__init__ is hook:  # else somebody wrapped it; it does nothing from here on
+                    if kind.__init__ is hook:  # else other code has wrapped it; it does nothing from here on
                         kind.__init__ = hook.__wrapped__
                 self._put.clear()
                 self.named.clear()
@@ -109,7 +109,7 @@ def _making(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def make(self: Any, /, *args: Any, **kwargs: Any) -> None:
         if _hooks.blocks and not issubclass(type(self), LoaderSpec) and _become_ours(self):
-            DataLoader.__init__(self, *args, **kwargs)  # comes by here again
+            DataLoader.__init__(self, *args, **kwargs)  # calls this function again, for our class
         else:
             original(self, *args, **kwargs)
 
@@ -120,21 +120,25 @@ def _become_ours(loader: Any) -> bool:
     kind = type(loader)
     try:
         object.__setattr__(loader, "__class__", DataLoader if kind is _Torchs else _ours_from(kind))
-    except Exception as error:  # whatever the class's own metaclass or `__init_subclass__` raises
+    except Exception as error:  # the class's own metaclass or `__init_subclass__` may raise anything
         _hooks.warn(_name(kind), f"no class can be derived from it ({error}). Its batches come from torch's engine")
         return False
     return True
 
 
 def _ours_from(kind: type[Any]) -> type[Any]:
-    """The class of ours that stands for a subclass of torch's; the same one as long as anybody has it."""
+    """Our class for a subclass of torch's; the same one as long as it is referenced."""
     for made in type.__subclasses__(kind):
         if made.__dict__.get("_asyncloader_of") is kind:
             return made
     body = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")} | {"_asyncloader_of": kind}
     reduce: Any = kind.__reduce__
     if reduce is object.__reduce__:
-        body["__reduce__"] = lambda self: (_new, (kind,), self.__getstate__())  # pickle knows classes by their names
+        body["__reduce__"] = lambda self: (
+            _new,
+            (kind,),
+            self.__getstate__(),
+        )  # pickle would look it up by name, and find the original
     return types.new_class(kind.__name__, (kind, DataLoader), exec_body=lambda names: names.update(body))
 
 
@@ -157,7 +161,7 @@ def _iterating(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _was_made_before(iterator: Any, loader: Any) -> bool:
-    """Whether torch's engine is what one expects of this loader: torch's, and not made inside a block."""
+    """Whether torch's engine is expected for this loader, because it was not made inside a block."""
     plain = type(iterator) in (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter)
     return plain and issubclass(type(loader), _Torchs) and not issubclass(type(loader), LoaderSpec)
 

@@ -1,8 +1,8 @@
-"""Lightning keeps a loader's class, saves and loads its state, and drops its iterators when a stage ends, so ours needs
-nothing to be used.
+"""Logs a loader's counters in Lightning, and corrects two positions that Lightning saves wrongly.
 
-This callback puts the loader's counters (`DataLoader.stats`) among the metrics that a run logs, and makes checkpoints
-exact in the two places where Lightning saves another position than the one that it goes on from.
+Lightning keeps a loader's class, saves and loads its state, and drops its iterators when a stage ends, so our loaders
+work without this. The callback adds the counters of `DataLoader.stats` to the logged metrics, and makes checkpoints
+exact in the two cases in which Lightning saves another position than the one from which it continues.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class LoaderCallback(Callback):
     In checkpoints it corrects the states of our training loaders. Without it a run that is resumed from a checkpoint of
     ``on_train_batch_end`` (as `ModelCheckpoint` with ``every_n_train_steps`` saves them) loses
 
-    - the next epoch, if that batch was the last of its epoch: Lightning begins a new epoch with a loader that stands at
-      the end of the old one (with `limit_train_batches` the new epoch has what was left of the old one);
+    - the next epoch, if that batch was the last of its epoch: Lightning begins a new epoch with a loader that is at the
+      end of the old one (with `limit_train_batches` the new epoch gets the rest of the old one);
     - one batch of a loader without a length, of which Lightning reads one batch more than it trains on.
 
     Args:
@@ -37,28 +37,28 @@ class LoaderCallback(Callback):
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps should be at least 1 or None, but got every_n_steps={every_n_steps}")
         self._every = every_n_steps
-        self._logged = 0  # the step at which it was done last
+        self._logged = 0  # the step of the last logging
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A new run, perhaps a resumed one."""
+        """Begin a run, perhaps a resumed one."""
         self._logged = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log if it is time."""
-        step = trainer.global_step  # batches that are only accumulated do not move it
+        """Log every `every_n_steps`."""
+        step = trainer.global_step  # batches of an accumulation do not advance it
         if self._every is not None and step % self._every == 0 and step != self._logged:
             self._logged = step
             self._log(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log once an epoch."""
+        """Log once per epoch, if `every_n_steps` is None."""
         if self._every is None:
             self._log(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Called when all states are in the checkpoint: put ours right."""
+        """Correct our loaders' states, after Lightning has put all states into the checkpoint."""
         saved: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {})
         states = saved.get("state_dict", {}).get("combined_loader")
         if not states:
@@ -67,9 +67,9 @@ class LoaderCallback(Callback):
         ready, completed = progress["current"]["ready"], progress["current"]["completed"]
         last = progress["is_last_batch"] or ready == trainer.num_training_batches
         if last and completed == ready:
-            return  # at the epoch's end; Lightning goes on from this position only to find that nothing is left
+            return  # at the epoch's end: Lightning resumes here and finds the epoch exhausted, which is right
         fetcher: Any = trainer.fit_loop._data_fetcher
-        # What it has read ahead; after `fit` it is gone, but not what it had read.
+        # Whether it has read ahead. After `fit` the fetcher is gone, but the batch was read.
         ahead = (
             trainer.num_training_batches == float("inf") if fetcher is None else bool(getattr(fetcher, "batches", ()))
         )

@@ -1,4 +1,4 @@
-"""Ray Train: with several ranks `prepare_data_loader` builds a stock loader to add a sampler. Here we add it."""
+"""Ray Train: keeps our loader and adds the sampler for several ranks, for which Ray would build a stock loader."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["prepare_data_loader"]
 
 
 def prepare_data_loader(data_loader: Any, add_dist_sampler: bool = True, **options: Any) -> Any:
-    """`ray.train.torch.prepare_data_loader`, in which our loader stays ours.
+    """`ray.train.torch.prepare_data_loader`, but our loader stays ours.
 
     Args:
-        data_loader: a loader; one that is not ours goes to Ray as it is.
+        data_loader: a loader; one that is not ours is passed to Ray unchanged.
         add_dist_sampler: shard a map dataset among the ranks by a `DistributedSampler`, shuffled if the loader was
             (default True). It replaces the loader's own sampler, as Ray's does.
         options: Ray's own, for example ``move_to_device``.
@@ -30,7 +30,7 @@ def prepare_data_loader(data_loader: Any, add_dist_sampler: bool = True, **optio
 
 
 def shard(loader: DataLoader[Any], world_size: int, rank: int) -> DataLoader[Any]:
-    """A loader of this rank's share; the loader itself where there is nothing to share out, or it is done already."""
+    """A loader of this rank's share; the loader itself if it needs no sharding, or is sharded already."""
     if world_size == 1 or isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler):
         return loader
     shuffle = not isinstance(loader.sampler, SequentialSampler)

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer: it makes its loaders itself and has them prepared by Accelerate. A mixin exchanges them."""
+"""The Hugging Face Trainer: a mixin that replaces the loaders that it makes and prepares with Accelerate."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["AsyncTrainerMixin"]
 
 
 class AsyncTrainerMixin:
-    """Put before `Trainer`, its loaders are ours: ``class MyTrainer(AsyncTrainerMixin, Trainer): ...``.
+    """As the first base of a `Trainer` class, makes its loaders ours: ``class MyTrainer(AsyncTrainerMixin, Trainer)``.
 
-    The Trainer's arguments (``dataloader_num_workers`` and so on) hold, and so does what Accelerate adds. When a run is
-    resumed, the Trainer has Accelerate skip the batches of the epoch that it was in, through a stock loader; from the
-    next epoch on it is ours again. To have that epoch too, train inside `asyncloader.install`.
+    The Trainer's arguments (``dataloader_num_workers`` and so on) and Accelerate's additions stay in effect. When a run
+    is resumed, the Trainer lets Accelerate skip batches of the current epoch through a stock loader; from the next
+    epoch on the loader is ours again. To have ours in that epoch, too, train inside `asyncloader.install`.
     """
 
     def get_train_dataloader(self) -> Any:

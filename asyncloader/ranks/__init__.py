@@ -1,1 +1,1 @@
-"""What the ranks of a distributed run tell one another."""
+"""Agreement of several ranks on when an epoch ends."""

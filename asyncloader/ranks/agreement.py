@@ -1,20 +1,18 @@
-"""Ranks with streams of uneven length end their epochs at the same step.
+"""Ends the epoch at the same step on all ranks, where their streams differ in length.
 
-Data path: reorder -> pin_memory -> [agreement, by its stage] -> consumer. In seeded mode, for iterable datasets on
-several ranks; map datasets need none of it, their counts follow from the length.
+Data path: reorder -> [agreement] -> stage -> consumer. For iterable datasets on several ranks, in seeded mode or with
+shards that the ranks share; the ranks of a map dataset know their equal counts.
 
-A rank that runs out of batches while the others go on would leave them waiting in their next collective for ever. So
-the ranks agree on each step before it is delivered: one small reduction of a number, on a gloo group of the loader's
-own (never the trainer's), in a thread of its own, as far ahead as batches are ready. Where every rank knows its number
-of batches, one reduction at the beginning does for the epoch.
+A rank that runs out of batches while the others continue would leave them waiting for ever in their next collective. So
+the ranks agree on each step before it is delivered: one small all-reduce, on a gloo group of the loader's own (never
+the trainer's), in a separate thread, as far ahead as batches are ready. If every rank knows its number of batches, a
+single reduction at the beginning of the epoch is enough.
 
-All ranks take part in the same reductions, in the same order: each of them sees the same results, and an epoch that one
-rank leaves early ends with a last one that says so. A loader's epochs follow one another: the first reduction of one is
-made when the epoch before is over on this rank, given up for it if need be.
+All ranks take part in the same reductions in the same order, so each sees the same results. A rank that leaves an epoch
+early makes a last reduction that says so. The epochs of a loader are strictly ordered: an epoch's first reduction is
+made only when the epoch before is over on this rank, or has been given up for it.
 
-The stage of the pipeline in which the ranks agree on each batch, ahead of its delivery.
-
-Data path: reorder -> pin_memory -> [agreement_stage] -> consumer. See `agreement.py` for what is agreed, and why.
+`Agreement` holds one epoch's protocol; `AgreementStage` runs it in the pipeline, ahead of the delivery.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from time import monotonic
 from typing import Any
 
 from asyncloader.errors import LoaderClosed, LoaderError, RanksDisagree
-from asyncloader.events import Action, Deliver, Fail, Finish, LeftOut, WorkerFailure
+from asyncloader.events import Action, AllDropped, Deliver, Fail, Finish, WorkerFailure
 from asyncloader.ranks.process_group import RankGroup
 
 __all__ = [
@@ -48,20 +46,20 @@ _BATCH, _ENDED, _FAILED, _LEFT = 3, 2, 1, 0
 _UNKNOWN = -1
 
 _EXIT_SECONDS = 2.0
-"""How long a process that ends waits for the other ranks to hear of it."""
+"""How long an exiting process waits for the other ranks to be notified."""
 
 _REPLACED = (
-    "a newer iterator of this loader has taken this one's place: on several ranks a stream has one iterator at a time"
+    "a newer iterator of this loader has replaced this one: on several ranks a stream has one iterator at a time"
 )
 
 
 class Agreement:
-    """One epoch's agreement, as one rank sees it. Its methods block, but for `give_up`; any thread.
+    """One rank's side of one epoch's agreement. All methods block, except `give_up`. Any thread.
 
     Args:
-        group: of `make_group`.
-        count: batches that this rank will have; None when nobody knows.
-        uneven_is_error: raise where the ranks' epochs have different lengths, instead of ending with the shortest.
+        group: from `make_group`.
+        count: number of batches of this rank; None if unknown.
+        uneven_is_error: whether to raise if the ranks' epochs differ in length, instead of ending with the shortest.
     """
 
     def __init__(self, group: RankGroup, count: int | None, *, uneven_is_error: bool) -> None:
@@ -72,16 +70,16 @@ class Agreement:
         self._limit: int | None = None
         self._begun = False
         self._over = False
-        self._closed: str | None = None  # why, if this rank gave the epoch up
+        self._closed: str | None = None  # the reason, if this rank gave the epoch up
         self._owner = os.getpid()
         _install_exit_hook(self._owner)
         _live.add(self)
-        # Held while reducing: the epoch may be given up in another thread than the one that asks for its steps.
+        # Held while reducing: another thread may give the epoch up while one waits for its steps.
         self._lock = threading.Lock()
         self._before = group.begin(self)
 
     @contextlib.contextmanager
-    def _turn(self) -> Generator[None]:
+    def _locked(self) -> Generator[None]:
         with self._lock:
             try:
                 yield
@@ -90,13 +88,13 @@ class Agreement:
                     self._group.end(self)
 
     def batch(self) -> bool:
-        """This rank has a batch for the next step: whether it is to be delivered. False: the epoch is over.
+        """Report a batch for the next step. Returns whether to deliver it; False: the epoch is over.
 
         Raises:
-            RanksDisagree: another rank failed, left, ended, or has none, and that is an error.
+            RanksDisagree: another rank failed or left; or it has no batch, and that is an error.
             LoaderClosed: this rank has given the epoch up.
         """
-        with self._turn():
+        with self._locked():
             self._check_open()
             self._begin()
             if self._limit is not None:
@@ -107,13 +105,14 @@ class Agreement:
             return not self._over
 
     def end(self) -> None:
-        """This rank has no more batches.
+        """Report that this rank has no more batches.
 
         Raises:
-            RanksDisagree: another rank has, and that is an error; or it failed or left; or this one said to have more.
+            RanksDisagree: another rank has more, and that is an error; or it failed or left; or this rank had announced
+                more.
             LoaderClosed: this rank has given the epoch up.
         """
-        with self._turn():
+        with self._locked():
             self._check_open()
             self._begin()
             if self._over:
@@ -128,41 +127,42 @@ class Agreement:
                 )
 
     def fail(self) -> bool:
-        """This rank has an error in the place of its next batch: the others must not wait for it.
+        """Report an error instead of the next batch, so that the other ranks do not wait for it.
 
-        Where all know how many batches there will be, nobody does, and the epoch goes on; otherwise it ends.
+        If all ranks know their number of batches, none waits, and the epoch continues; otherwise it ends.
 
         Returns:
-            Whether the epoch goes on.
+            Whether the epoch continues.
         """
-        with self._turn():
+        with self._locked():
             self._last(_FAILED)
             self._step += not self._over
             return not self._over
 
     def leave(self) -> None:
-        """This rank gives the epoch up."""
+        """Give the epoch up."""
         self._close("this iterator was closed")
 
     def give_up(self) -> None:
-        """`leave` without waiting: in a thread of its own, which ends once the other ranks know. Any thread."""
+        """`leave` without waiting, in a thread that ends once the other ranks were notified. Any thread."""
         if os.getpid() != self._owner or self._over or self._limit is not None or sys.is_finalizing():
             return
         self._closed = self._closed or "this iterator was closed"
-        with contextlib.suppress(RuntimeError):  # no threads any more: the process ends, and the others will notice
+        with contextlib.suppress(RuntimeError):  # at exit no thread can start; the other ranks will notice
             start_thread(self.leave)
 
-    # ------------------------------------------------------------------------------- with the lock held, or taking it
+    # ------------------------------------------------------------------------------- take the lock, or are called with
+    # it
 
     def _close(self, why: str) -> None:
-        self._closed = self._closed or why  # at once: who holds the lock may go on for many steps
-        with self._turn():
+        self._closed = self._closed or why  # set before the lock is taken: its holder may run for many steps
+        with self._locked():
             self._last(_LEFT)
             self._over = True
 
     def _make_way(self) -> None:
-        """A newer epoch is to begin: this one must make no further reduction."""
-        with self._turn():
+        """End this epoch's reductions, because a newer epoch begins."""
+        with self._locked():
             with contextlib.suppress(RanksDisagree):
                 self._begin()
             if not self._over and self._limit is None:
@@ -175,7 +175,7 @@ class Agreement:
             raise LoaderClosed(self._closed)
 
     def _last(self, flag: int) -> None:
-        """Tell the others, if they would wait for this rank."""
+        """Notify the other ranks, if they would wait for this one."""
         with contextlib.suppress(RanksDisagree):  # the epoch is over all the same
             self._begin()
             if not self._over and self._limit is None:
@@ -223,7 +223,7 @@ class Agreement:
             return self._group.reduce(number)
         except Exception as error:
             self._over = True
-            # Those that are connected to this rank but not to the one that is gone must not wait for this one.
+            # Ranks that are still connected to this one must not wait for it.
             self._group.close()
             raise RanksDisagree(
                 f"the ranks could not agree on step {self._step}: another rank has ended, torch.distributed was shut "
@@ -232,7 +232,7 @@ class Agreement:
 
 
 async def in_daemon(function: Callable[[], Any]) -> Any:
-    """Call a method that blocks, in a thread that keeps neither loop nor process if the other ranks never join."""
+    """Call a blocking method in a daemon thread, so that other ranks that never join delay neither loop nor process."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -258,19 +258,19 @@ async def in_daemon(function: Callable[[], Any]) -> Any:
     return await future
 
 
-# What may still reduce, and the threads that do.
+# Agreements and stages that may still reduce, and the threads that do.
 _live: weakref.WeakSet[Agreement] = weakref.WeakSet()
 _stages: weakref.WeakSet[Any] = weakref.WeakSet()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def close_at_exit(stage: Any) -> None:
-    """Have the stage's `close_soon` called when the process ends, if it still lives."""
+    """Call the stage's `close_soon` when the process exits, if it is still alive."""
     _stages.add(stage)
 
 
 def start_thread(function: Callable[[], None]) -> None:
-    """Run a function that reduces in a thread of its own."""
+    """Run a function that reduces, in a thread of its own."""
     # A daemon: a reduction that the other ranks never join must not keep the process.
     thread = threading.Thread(target=function, name="asyncloader-agree", daemon=True)
     _threads.add(thread)
@@ -283,11 +283,11 @@ def _install_exit_hook(owner: int) -> None:
 
 
 def _leave_all(owner: int) -> None:
-    """At exit: tell the other ranks. A reduction that returned while the interpreter ends would abort the process (its
-    thread is unwound through C++), and it would when they end, too: so they get a moment to hear it.
+    """At exit, notify the other ranks and give them a moment to answer. A reduction that returned while the interpreter
+    is finalizing would abort the process, because its thread is unwound through C++.
     """
     if os.getpid() != owner:
-        return  # a forked child has none of the threads, and locks may be as they were
+        return  # a forked child has none of the threads, and the locks may be held for ever
     for stage in list(_stages):
         stage.close_soon()
     for agreement in list(_live):
@@ -299,12 +299,12 @@ def _leave_all(owner: int) -> None:
 
 
 class AgreementStage:
-    """Passes items on once the ranks have agreed on them.
+    """The pipeline stage that passes items on once the ranks have agreed on them.
 
     Args:
-        agreement: of this epoch.
+        agreement: this epoch's agreement.
         forward: called in the stage's thread with each item, in order.
-        discard: called with an item that nobody will take.
+        discard: called with an item that will not be delivered.
     """
 
     def __init__(
@@ -320,7 +320,7 @@ class AgreementStage:
         start_thread(self._run)
 
     def put(self, item: Action) -> None:
-        """Take an item; returns at once. Any thread."""
+        """Add an item. Returns at once. Any thread."""
         self._items.put(item)
 
     def _run(self) -> None:
@@ -342,9 +342,9 @@ class AgreementStage:
         self._discard(item)
 
     def _agreed(self, item: Action) -> list[Action]:
-        """What is to be forwarded for this item."""
+        """The items to forward for this item."""
         try:
-            if isinstance(item, Deliver) and isinstance(item.outcome, LeftOut):
+            if isinstance(item, Deliver) and isinstance(item.outcome, AllDropped):
                 return [item]  # no batch: nothing to agree on
             if isinstance(item, Deliver) and not isinstance(item.outcome, WorkerFailure):
                 if self._agreement.batch():
@@ -361,11 +361,11 @@ class AgreementStage:
         return [item]
 
     def close(self) -> None:
-        """Nothing will come any more. Does not wait: the thread ends once the other ranks know."""
+        """End the stage. Does not wait: the thread ends once the other ranks were notified."""
         with self._lock:
             self.close_soon()
 
     def close_soon(self) -> None:
-        """`close` without its lock, for finalizers and at exit: an item may be forwarded yet."""
+        """`close` without its lock, for finalizers and at exit: an item may still be forwarded."""
         self._closed = True
         self._items.put(None)

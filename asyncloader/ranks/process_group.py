@@ -1,8 +1,9 @@
-"""The process group on which the ranks of one loader agree: gloo, never the trainer's.
+"""Manages the gloo process group on which one loader's ranks agree. It is never the trainer's group.
 
-Data path: beside the agreement. Made when a loader's first iterator is. torch keeps each group, with its sockets and
-threads, until it is told; a finalizer must not tell it, because that waits for the group's threads. So the group of a
-loader that is gone is only noted, and destroyed when the next one is made, or another loader is closed.
+Data path: beside the agreement. The group is made with a loader's first iterator. torch keeps each group, with its
+sockets and threads, until it is destroyed explicitly. A finalizer must not do that, because it waits for the group's
+threads. So the group of a loader that is gone is only recorded, and destroyed when the next group is made or another
+loader is closed.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from asyncloader.samplers.distributed import Topology
 __all__ = ["RankGroup", "destroy_unused", "make_group"]
 
 _TIMEOUT = timedelta(days=1)
-"""Of a reduction. A rank that is ahead waits in one while the others validate or save, which is no failure; one that
-ends is noticed at once."""
+"""Timeout of a reduction. It is long because a rank that is ahead waits while others validate or save, which is not a
+failure. A rank that dies is noticed at once."""
 _DESTROY_SECONDS = 2.0
-"""How long the destruction of a group may hold up who asked for it."""
+"""How long a caller waits for the destruction of a group."""
 
 
 class RankGroup:
     """A gloo group of all ranks, for one loader and its epochs.
 
     Args:
-        group: of torch.distributed.
+        group: a process group of torch.distributed.
     """
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        # One tensor for all reductions, kept until the group is destroyed. A thread of gloo's lets go of a reduction
-        # after that was answered; if it had the last reference to the tensor it would need the GIL to free it, and
-        # torch 2.6 holds that while it waits for gloo's threads to end.
+        # One tensor for all reductions, kept until the group is destroyed. A gloo thread drops a reduction only after
+        # that has returned; with the last reference to the tensor it would need the GIL to free it, and torch 2.6
+        # holds the GIL while it waits for gloo's threads to end.
         self._numbers = torch.empty(2, dtype=torch.int64, device="cpu")
         self._world = weakref.ref(torch.distributed.group.WORLD)
         self._finalizer = weakref.finalize(self, _unused.append, (os.getpid(), group, self._numbers))
@@ -50,26 +51,26 @@ class RankGroup:
 
     @property
     def stale(self) -> bool:
-        """Whether torch.distributed was initialized anew since."""
+        """Whether torch.distributed was initialized again since."""
         return torch.distributed.group.WORLD is not self._world()
 
     def begin(self, agreement: Any) -> Any:
-        """This epoch's agreement reduces from now on. Returns the one before it, if that may still do so, else None."""
+        """Register a new epoch's agreement. Returns the one before it, if that may still reduce, else None."""
         with self._lock:
             before, self._newest = self._newest, agreement
             return before
 
     def end(self, agreement: Any) -> None:
-        """It will reduce no more."""
+        """Unregister an agreement, which will not reduce any more."""
         with self._lock:
             if self._newest is agreement:
                 self._newest = None
 
     def reduce(self, number: int) -> tuple[int, int]:
-        """The least and the largest of all ranks' numbers. Blocks until every rank has called it.
+        """The smallest and the largest of all ranks' numbers. Blocks until every rank has called this.
 
         Raises:
-            RuntimeError: a rank is gone, or the network failed; now, or at an earlier call.
+            RuntimeError: a rank is gone, or the network failed; in this call or an earlier one.
         """
         both = self._numbers
         if self._broken is None:
@@ -82,31 +83,31 @@ class RankGroup:
         raise RuntimeError(self._broken)  # not the error itself: its traceback holds the group
 
     def retire(self) -> None:
-        """`close` it unless the other ranks may still have to hear of this one: then it goes with the last user."""
+        """`close`, unless an agreement may still notify the other ranks: the group then ends with its last user."""
         if self._newest is None:
             self.close()
 
     def close(self) -> None:
-        """Destroy the group. Local; the other ranks' reductions fail, unless all that they wait for has been sent.
+        """Destroy the group on this rank. The other ranks' reductions fail, unless they have all data that they need.
 
-        Takes two seconds at most: what is not done by then goes on in a thread that nobody waits for. Idempotent.
+        Takes two seconds at most; after that the destruction continues in a daemon thread. Idempotent.
         """
         self._group = None
         self._finalizer()
         destroy_unused()
 
 
-# Groups that nobody uses any more: the process that made each, the group, its tensor.
+# Groups that are no longer used: the process that made it, the group, its tensor.
 _unused: deque[tuple[int, Any, torch.Tensor]] = deque()
 
 
 def destroy_unused() -> None:
     """Destroy the groups of loaders that are gone. Not for finalizers: it waits for each, some seconds at most.
 
-    In a thread: torch waits there for the group's own, for as long as one of them is at a reduction.
+    Each is destroyed in a thread, where torch waits for the group's own threads until their reductions end.
     """
     while _unused:
-        with contextlib.suppress(IndexError):  # another thread was faster
+        with contextlib.suppress(IndexError):  # another thread took it
             unused = [_unused.popleft()]
             if unused[0][0] != os.getpid():
                 continue  # a forked child has none of the threads that this would wait for
@@ -116,15 +117,15 @@ def destroy_unused() -> None:
 
 
 def _destroy(unused: list[tuple[int, Any, torch.Tensor]]) -> None:
-    _, group, numbers = unused.pop()  # the last reference is this thread's
+    _, group, numbers = unused.pop()  # this thread now has the last reference
     with contextlib.suppress(Exception):  # torch.distributed was shut down already
         torch.distributed.destroy_process_group(group)
-    del group  # first, and the tensor then: see `RankGroup`
+    del group  # before the tensor: see `RankGroup`
     del numbers
 
 
 def make_group(topology: Topology, old: RankGroup | None = None) -> RankGroup:
-    """A gloo group of all ranks; `old` if that is still good.
+    """A gloo group of all ranks; `old` if that is still valid.
 
     Collective: every rank must make its loaders' first iterators in the same order.
 

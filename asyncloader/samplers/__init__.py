@@ -1,1 +1,1 @@
-"""Which samples make the next batch: samplers, their order and their cut among ranks."""
+"""Samplers and index streams: seeded, length-aware, mixed, stateful and async samplers, and one rank's share."""

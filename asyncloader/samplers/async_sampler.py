@@ -1,9 +1,9 @@
-"""Samplers that are asynchronous: what they must offer, and how their indices become batches.
+"""Reads async samplers ahead, and turns their items into steps.
 
-Data path: [sampler] -> scheduler.
+Data path: [async_sampler] -> scheduler.
 
-A plain sampler is torch's business and is advanced as torch does it: in the caller's thread, once a delivery. An async
-one may wait (for a queue, a server, feedback), so it is read ahead by a task of the loop, as far as credits allow.
+A plain sampler is advanced as in torch: in the caller's thread, once per delivery. An async sampler may wait (for a
+queue, a server, feedback), so a task of the loop reads it ahead, as far as credits allow.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AsyncSampler(Protocol):
 
 
 def is_async_sampler(sampler: object) -> TypeGuard[AsyncIterable[Any]]:
-    """Whether it can only be read with ``async for``."""
+    """Whether the sampler can only be read with ``async for``."""
     return hasattr(type(sampler), "__aiter__") and not hasattr(type(sampler), "__iter__")
 
 
@@ -40,7 +40,7 @@ _END = object()
 
 
 class ReadingPosition(Protocol):
-    """What a reader of an async sampler is told, and tells: see `checkpoint.Progress`."""
+    """The part of `state.progress.Progress` that a reader of an async sampler uses."""
 
     log: StateLog | None
     every: int
@@ -57,35 +57,35 @@ class ReadingPosition(Protocol):
 
 
 class AsyncIndexSource:
-    """What the scheduler is fed from when the sampler is async: single indices, the user's batches, or batches of ours.
+    """The scheduler's source of steps if the sampler is async: single indices, the user's batches, or batches of ours.
 
     Args:
         sampler: an async iterable.
-        batch_size: gather as many indices into a list; None to pass on what the sampler gives.
+        batch_size: gather this many indices into a list; None to pass on each item.
         drop_last: leave out a last short batch.
     """
 
     def __init__(self, sampler: AsyncIterable[Any], batch_size: int | None, drop_last: bool) -> None:
         self.sampler = sampler
         self.seeded = False
-        """Whether indices go with their positions."""
+        """Whether indices are given with their positions."""
         self.share = Share(batch_size, drop_last, Topology(0, 1), "drop")
-        """This rank's part of what the sampler gives."""
+        """This rank's share of the sampler's items."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Nothing: torch's machinery asks for a plain iterator, which an async sampler does not have."""
+        """An empty iterator: torch's iterator base calls `iter`, which an async sampler does not support."""
         return iter(())
 
     def __len__(self) -> int:
         return len(RankView(self.sampler, self.share))
 
     def first_log(self, every: int) -> StateLog | None:
-        """The log of a stateful sampler that begins an epoch; None if it has no state of its own."""
+        """The state log of a sampler that begins an epoch; None if it has no state of its own."""
         log = StateLog(every, None)
         return log if is_stateful(self.sampler) and log.note(0, self.sampler) else None
 
     async def reading(self, position: ReadingPosition) -> AsyncIterator[Any]:
-        """The indices from a position on, a step each; what was delivered beyond it is left out."""
+        """The indices from a position on, one per step; steps that were delivered out of order are skipped."""
         sampler = self.sampler
         items, first = await self._found(position)
         step = 0 if position.saved_sampler is None else position.saved_sampler["at"]
@@ -98,26 +98,26 @@ class AsyncIndexSource:
                 group.append(item)
                 if len(group) < cutter.stride:
                     continue
-                placed, group = cutter.cut(group), []
+                item, group = cutter.cut(group), []
                 step += 1
                 if position.log is not None and not position.log.note(step, sampler, items):
                     position.log = None
-                if placed is None or step <= position.first_step or step - 1 in position.skipped:
+                if item is None or step <= position.first_step or step - 1 in position.skipped:
                     continue
                 position.pulled(task, step - 1)
                 task += 1
-                yield placed if self.seeded else placed.index
-            placed = cutter.cut(group)
-            if placed is not None and step >= position.first_step and step not in position.skipped:
+                yield item if self.seeded else item.index
+            item = cutter.cut(group)
+            if item is not None and step >= position.first_step and step not in position.skipped:
                 position.pulled(task, step)
-                yield placed if self.seeded else placed.index
+                yield item if self.seeded else item.index
         finally:
-            # Closed with this generator, rather than whenever the loop finds it abandoned.
+            # Closed with this generator, not later by the loop's hook for abandoned generators.
             if isinstance(items, AsyncGenerator):
                 await items.aclose()
 
     async def _found(self, position: ReadingPosition) -> tuple[Any, Any]:
-        """The sampler's iterator at the position or before, and an item that was taken from it already (or `_END`)."""
+        """The sampler's iterator at or before the position, and an item that was already taken from it (or `_END`)."""
         sampler: Any = self.sampler
         if position.drained is not None:
             await _drain(sampler, position.drained)
@@ -130,7 +130,7 @@ class AsyncIndexSource:
             items.load_state_dict(copy.deepcopy(saved["iterator"]))
         first: Any = _END
         if saved is not None and not saved["at"]:
-            # It may have stood at the end of its last epoch still, as an iterator of its own says at once.
+            # It may still have been at the end of its last epoch: then its iterator ends at once.
             first = await anext(items, _END)
             if first is _END:
                 items = aiter(sampler)
@@ -142,7 +142,7 @@ class AsyncIndexSource:
 
 
 async def _drain(sampler: Any, saved: dict[str, Any]) -> None:
-    """Bring a sampler to the end of the epoch that its state is of."""
+    """Advance a sampler to the end of its saved state's epoch."""
     if saved["sampler"] is not None:
         sampler.load_state_dict(copy.deepcopy(saved["sampler"]))
     items: Any = aiter(sampler)
@@ -153,7 +153,7 @@ async def _drain(sampler: Any, saved: dict[str, Any]) -> None:
 
 
 def as_async_source(index_sampler: Any) -> AsyncIndexSource | None:
-    """The async source behind a loader's index sampler, None when the sampler is a plain one."""
+    """The async source for a loader's index sampler; None for a plain sampler."""
     if type(index_sampler) is BatchSampler and is_async_sampler(index_sampler.sampler):
         return AsyncIndexSource(index_sampler.sampler, index_sampler.batch_size, index_sampler.drop_last)
     if is_async_sampler(index_sampler):

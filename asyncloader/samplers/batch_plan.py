@@ -1,18 +1,18 @@
-"""Which samples make which batch, from their lengths alone: windows, cuts, and where in the epoch a batch is. Pure.
+"""Plans batches from the samples' lengths: windows, cuts, and the position of each batch in the epoch. Pure.
 
-Data path: [batch plan] -> length-aware batch samplers -> scheduler.
+Data path: [batch_plan] -> by_length -> scheduler.
 
-The epoch's shuffled order is cut into windows. A window is sorted by length, the longest first, and cut greedily: a
-batch that starts at a sample takes as many of those after it as the limits allow. The batches are then shuffled among
-themselves. In a sorted window the cost of a batch is its first sample's length times the number of samples, so where
-every batch would have to end is one division of arrays; only the walk from cut to cut is a loop.
+The epoch's shuffled order is cut into windows. A window is sorted by length, longest first, and cut greedily: a batch
+takes as many of the following samples as the limits allow. The batches are then shuffled among themselves. In a sorted
+window the cost of a batch is the length of its first sample times the number of samples, so the last possible end of
+every batch takes one array division; only the walk from cut to cut is a loop.
 
-A greedy cut leaves one batch that could be fuller. Were it always the last, it would hold a window's shortest samples,
-and those would be what `drop_last` leaves out. So the cuts are made from both sides and meet at the batch that the
-shuffle puts last, whatever its lengths. Cuts from the right are as few as those from the left: a part of an allowed
-batch is allowed, and then both are the fewest possible.
+A greedy cut leaves one batch that is not full. Were it always the last one, it would hold a window's shortest samples,
+and `drop_last` would always leave those out. So cuts are made from both ends and meet at the batch that the shuffle
+puts last, whatever its lengths. Cutting from the right takes as few batches as from the left: any part of an allowed
+batch is allowed, so both numbers are minimal.
 
-A plan is a function of its arguments alone and is kept for ever, as the permutation is.
+A plan depends on its arguments alone, and will never change between versions, as the permutation.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Lengths = npt.NDArray[np.integer]
 
 @dataclass(frozen=True)
 class Limits:
-    """What a batch may hold. At least one of the two maxima is given.
+    """The limits of a batch. At least one of the two maxima is given.
 
     Args:
-        max_batch_size: samples.
-        max_tokens: the batch's cost: its longest length times its samples, or the sum of its lengths.
+        max_batch_size: most samples.
+        max_tokens: highest cost: the longest length times the number of samples, or the sum of the lengths.
         pad_to: each length counts as the next multiple of this.
-        padding: whether a sample costs as much as the longest of its batch. Without it there is nothing to gain by
-            sorting, and the window keeps its order.
+        padding: whether a sample costs as much as the longest of its batch. Without padding sorting gains nothing, and
+            the window keeps its order.
     """
 
     max_batch_size: int | None
@@ -51,22 +51,22 @@ class Limits:
     padding: bool = True
 
     def costs(self, lengths: Lengths) -> Indices:
-        """What each sample counts by itself."""
+        """The cost of each sample by itself."""
         return -(-lengths.astype(np.int64) // self.pad_to) * self.pad_to
 
     def ends(self, costs: Indices) -> Indices:
-        """For every place: where a batch that starts there ends at the latest. Never decreasing; may be past the end.
+        """For every start: the last possible end of a batch from there. Never decreases; may be past the window's end.
 
-        With padding, costs must not increase.
+        With padding, the costs must be in descending order.
         """
         size = len(costs)
-        places = np.arange(size)
-        ends = places + (size if self.max_batch_size is None else min(size, self.max_batch_size))
+        starts = np.arange(size)
+        ends = starts + (size if self.max_batch_size is None else min(size, self.max_batch_size))
         if self.max_tokens is None:
             return ends
         most = min(self.max_tokens, 1 << 62)  # sums stay within 63 bits
         if self.padding:
-            fitting = places + most // costs
+            fitting = starts + most // costs
         else:
             sums = np.cumsum(costs)
             fitting = np.searchsorted(sums, sums - costs + most, "right")
@@ -85,7 +85,7 @@ class Limits:
 
 @dataclass(frozen=True, eq=False)
 class _Window:
-    """One window in its order, with the places where its batches start if cut from the left."""
+    """One window in its order, with the offsets at which its batches start if cut from the left."""
 
     indices: Indices
     costs: Indices
@@ -93,7 +93,7 @@ class _Window:
     starts: list[int]
 
     def cut(self, short: int) -> list[int]:
-        """Every batch's start, and the end of the last, with what the greedy cut leaves over at batch `short`."""
+        """Every batch's start, and the end of the last one, if batch `short` is the one that is not full."""
         starts = [*self.starts, len(self.indices)]
         for batch in range(len(self.starts) - 1, short, -1):
             starts[batch] = bisect_left(self.ends, starts[batch + 1])
@@ -106,7 +106,7 @@ class BatchPlan:
 
     Args:
         lengths: of every sample, positive; each alone must be within the limits.
-        limits: of a batch.
+        limits: limits of a batch.
         window: samples that are sorted together.
         drop_last: leave out the last batch of the epoch if it could be fuller.
         seed: None for the order of the lengths, and windows whose batches stay in their order.

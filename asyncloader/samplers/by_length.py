@@ -1,6 +1,6 @@
-"""Batch samplers that know the samples' lengths: batches of like lengths, by number or by tokens.
+"""Batch samplers that group samples of similar length, by number or by tokens.
 
-Data path: [length batches] -> scheduler -> pool -> worker. The data stay with the workers; only lengths are needed.
+Data path: batch_plan -> [by_length] -> scheduler -> pool -> worker. Only the lengths are needed; workers read the data.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BATCHES_PER_WINDOW = 100
 
 
 class _LengthBatchSampler(Sampler[list[int]]):
-    """What both samplers are: a plan for each epoch, and the indices of the samples that it is about."""
+    """Base of both samplers: a plan per epoch, and the indices of the planned samples."""
 
     _kept: npt.NDArray[np.integer] | None = None
     """The index of each planned sample. None: all samples are planned."""
@@ -77,8 +77,8 @@ class _LengthBatchSampler(Sampler[list[int]]):
 
     def _from(self, plan: BatchPlan, window: int, skipped: int) -> Iterator[list[int]]:
         for number in range(window, plan.windows):
-            for place, batch in enumerate(plan.batches(number)):
-                if number > window or place >= skipped:
+            for offset, batch in enumerate(plan.batches(number)):
+                if number > window or offset >= skipped:
                     yield (batch if self._kept is None else self._kept[batch]).tolist()
 
     def _plan(self) -> BatchPlan:

@@ -1,23 +1,21 @@
-"""One rank's share of an epoch's global order, in seeded mode. Pure.
+"""Computes one rank's share of an epoch's global order in seeded mode, and the rank topology.
 
-Data path: sampler -> [rank view] -> scheduler.
+Data path: sampler -> [distributed] -> scheduler.
 
-The order is cut into global batches of ``batch_size * world_size`` items; each rank takes its part of every one, so
+The order is cut into global batches of ``batch_size * world_size`` items. Each rank takes its part of every one, so
 that at each step the ranks' batches, joined in rank order, are the batch that a single rank would get:
 
     order          0 1 2 3 4 5 6 7 8 9 ...          batch_size 2, world_size 2
     step           [   0   ] [   1   ]
     rank           [ 0][ 1 ] [ 0][ 1 ]
 
-Items are indices, or whole batches when the user's own batch sampler makes them. With each item goes its position in
-the global order, from which its random numbers follow.
+Items are indices, or whole batches if the user's own batch sampler makes them. Each item carries its position in the
+global order, from which its random numbers are derived.
 
-What is left at the end, fewer items than a global batch, is shared out evenly: the `on_uneven` rule says how. Items
-that are repeated for evenness are those of this last, incomplete group, from its beginning.
+Fewer items than a global batch may be left at the end. The `on_uneven` rule says how they are shared evenly; items that
+are repeated come from the beginning of this last, incomplete group.
 
-What `seed=` makes of a loader's options: the order, this rank's part of it, and what a state must agree with.
-
-Data path: options -> [seeded_mode] -> rank view -> scheduler. Pure, but for asking torch.distributed for the rank.
+`topology` and `even_ranks` are also used in torch mode. Pure, except that they ask torch.distributed for the rank.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from asyncloader.errors import RanksDisagree
-from asyncloader.events import Placed
+from asyncloader.events import PositionedIndex
 from asyncloader.samplers.generators import samplers_within
 from asyncloader.samplers.seeded import SeededSampler
 
@@ -46,8 +44,8 @@ __all__ = [
     "Tail",
     "Topology",
     "even_ranks",
-    "place",
     "plain_sampler",
+    "positioned",
     "rank_view",
     "replicas",
     "tail_of",
@@ -59,8 +57,8 @@ OnUneven = Literal["drop", "pad", "repeat", "error"]
 ON_UNEVEN: tuple[str, ...] = get_args(OnUneven)
 
 BATCH_STRIDE = 1 << 32
-"""Positions of one batch of a user's batch sampler are those after its number times this: batches may have any length
-below it."""
+"""Batch i of a user's batch sampler has the positions from ``i * BATCH_STRIDE`` on; a batch may have any length below
+this."""
 
 _BLOCK = 4096
 
@@ -68,7 +66,7 @@ Indices = npt.NDArray[np.int64]
 
 
 class Topology(NamedTuple):
-    """This process's place among those that train together."""
+    """This process's rank, and the number of processes that train together."""
 
     rank: int
     world_size: int
@@ -76,18 +74,18 @@ class Topology(NamedTuple):
 
 @runtime_checkable
 class SeekableSampler(Protocol):
-    """A sampler, or batch sampler, that finds any place of its epoch without producing what comes before it."""
+    """A sampler, or batch sampler, that can start at any position of its epoch without producing earlier items."""
 
     def iter_from(self, start: int) -> Iterator[Any]:
-        """The present epoch's items from number `start` on. ValueError if there are fewer."""
+        """The current epoch's items from number `start` on. ValueError if there are fewer."""
         ...
 
 
 class Share(NamedTuple):
     """How a sampler's items become a rank's batches.
 
-    `batch_size` is None when each item is a step's index by itself. `replicas` tells a sampler that shards by itself,
-    and gives one rank's items already: item i of it has the global position ``i * replicas + replica``.
+    `batch_size` is None if each item is one step's index. `replicas` is above 1 for a sampler that shards by itself and
+    gives only one rank's items: its item i has the global position ``i * replicas + replica``.
     """
 
     batch_size: int | None
@@ -100,10 +98,10 @@ class Share(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """What becomes of the items after the last full global batch, for each rank alike.
+    """How the items after the last full global batch are shared out; the same for every rank.
 
-    `each` items go to each rank (0: there is no further step); over all ranks together `dropped` items are left out,
-    and `repeated` come a second time.
+    Each rank gets `each` items (0: there is no further step). Over all ranks `dropped` items are left out, and
+    `repeated` items come a second time.
     """
 
     each: int
@@ -144,7 +142,7 @@ class Cutter:
 
     Args:
         share: the rules.
-        step: number of the first step.
+        step: the number of the first step.
     """
 
     def __init__(self, share: Share, step: int) -> None:
@@ -152,14 +150,14 @@ class Cutter:
         self._each = share.batch_size or 1
         self._step = step
         self.stride = self._each * share.topology.world_size
-        """Items that `cut` wants."""
+        """Number of items per call of `cut`."""
         self.dropped = 0
         self.repeated = 0
         self.padding: tuple[int, int] | None = None
-        """Number of the step that has samples of this rank for evenness only, at its end, and how many."""
+        """The number of the step that ends with repeated samples of this rank, and how many; None: there is none."""
 
-    def cut(self, group: list[Any]) -> Placed | None:
-        """This rank's part of the next `stride` items; of fewer: what is left at the end.
+    def cut(self, group: list[Any]) -> PositionedIndex | None:
+        """This rank's part of the next `stride` items, or of fewer at the end; None if it gets none of those.
 
         Raises:
             ValueError: as `tail_of`.
@@ -168,7 +166,7 @@ class Cutter:
         if len(group) == self.stride:
             self._step += 1
             mine = rank * self._each
-            return place(self._share, first + mine, group[mine : mine + self._each])
+            return positioned(self._share, first + mine, group[mine : mine + self._each])
         each, self.dropped, self.repeated = tail_of(len(group), self._share)
         if not each:
             return None
@@ -177,21 +175,21 @@ class Cutter:
         if filling:
             self.padding = self._step, filling
         filled = list(itertools.islice(itertools.cycle(group), len(group) + self.repeated))
-        return place(self._share, first + mine, filled[mine : mine + each])
+        return positioned(self._share, first + mine, filled[mine : mine + each])
 
 
-def place(share: Share, first: int, items: list[Any]) -> Placed:
-    """A rank's items of one step, of which the first is number `first` of the sampler's."""
+def positioned(share: Share, first: int, items: list[Any]) -> PositionedIndex:
+    """Attach the position to a rank's items of one step; `first` is the number of the first one."""
     if share.of_batches:
-        return Placed((first * share.replicas + share.replica) * BATCH_STRIDE, items[0])
-    return Placed(first * share.replicas + share.replica, items if share.batch_size is not None else items[0])
+        return PositionedIndex((first * share.replicas + share.replica) * BATCH_STRIDE, items[0])
+    return PositionedIndex(first * share.replicas + share.replica, items if share.batch_size is not None else items[0])
 
 
 class RankView:
-    """The index stream of one rank: iterated, it gives a `Placed` a step.
+    """The index stream of one rank: an iterable of one `PositionedIndex` per step.
 
     Args:
-        sampler: of indices or of batches; iterated once an epoch. Sized if ``len()`` is to work.
+        sampler: a sampler of indices or of batches; iterated once per epoch. Must be sized for ``len()`` to work.
         share: the rules.
     """
 
@@ -199,7 +197,7 @@ class RankView:
         self.sampler = sampler
         self.share = share
         self.cutter = Cutter(share, 0)
-        """That of the newest iterator: what it dropped and repeated at the end."""
+        """The newest iterator's cutter, which knows what was dropped and repeated at the end."""
 
     def __len__(self) -> int:
         """Steps in an epoch, the same for every rank. TypeError when the sampler has no length."""
@@ -207,32 +205,34 @@ class RankView:
         return full + (tail_of(left, self.share).each > 0)
 
     def tail(self) -> Tail:
-        """What becomes of the items after the last full global batch; of an unsized sampler's once they are reached."""
+        """How the items after the last full global batch are shared out; known only at the end if unsized."""
         if not hasattr(self.sampler, "__len__"):
             return Tail(0, self.cutter.dropped, self.cutter.repeated)
         return tail_of(len(self.sampler) % self.cutter.stride, self.share)
 
-    def __iter__(self) -> Iterator[Placed]:
+    def __iter__(self) -> Iterator[PositionedIndex]:
         return self.iter_from(0)
 
-    def iter_from(self, step: int, items: Iterator[Any] | None = None) -> Iterator[Placed]:
+    def iter_from(self, step: int, items: Iterator[Any] | None = None) -> Iterator[PositionedIndex]:
         """The steps from number `step` on.
 
         Args:
             step: 0 for the whole epoch.
-            items: the sampler's items from there on, if they have been found already. Otherwise seekable samplers are
-                sought, others read and dropped.
+            items: the sampler's items from there on, if the caller has them. Otherwise a seekable sampler is
+                started there, and of another one the items before are read and dropped.
         """
         cutter = self.cutter = Cutter(self.share, step)
         if items is None and type(self.sampler) is SeededSampler:
             return self._computed(cutter, self.sampler, step)
         return self._cut(cutter, step, items)
 
-    def _computed(self, cutter: Cutter, sampler: SeededSampler, step: int) -> Iterator[Placed]:
-        """Only this rank's indices. The epoch is that of now, not of the first step's."""
+    def _computed(self, cutter: Cutter, sampler: SeededSampler, step: int) -> Iterator[PositionedIndex]:
+        """Compute only this rank's indices. The epoch is fixed now, not at the first step."""
         return self._blocks(cutter, len(sampler), sampler.order(), step)
 
-    def _blocks(self, cutter: Cutter, size: int, order: Callable[[Indices], Indices], step: int) -> Iterator[Placed]:
+    def _blocks(
+        self, cutter: Cutter, size: int, order: Callable[[Indices], Indices], step: int
+    ) -> Iterator[PositionedIndex]:
         stride, each = cutter.stride, self.share.batch_size or 1
         rank = self.share.topology.rank
         full = size // stride
@@ -241,15 +241,15 @@ class RankView:
             steps = np.arange(first, min(first + steps_a_block, full), dtype=np.int64)
             positions = steps[:, None] * stride + np.arange(rank * each, (rank + 1) * each, dtype=np.int64)
             for begin, row in zip(positions[:, 0].tolist(), order(positions).tolist(), strict=True):
-                yield place(self.share, begin, row)
+                yield positioned(self.share, begin, row)
         if step <= full:
             last = Cutter(self.share, full)
-            placed = last.cut(order(np.arange(full * stride, size, dtype=np.int64)).tolist())
+            item = last.cut(order(np.arange(full * stride, size, dtype=np.int64)).tolist())
             cutter.dropped, cutter.repeated, cutter.padding = last.dropped, last.repeated, last.padding
-            if placed is not None:
-                yield placed
+            if item is not None:
+                yield item
 
-    def _cut(self, cutter: Cutter, step: int, items: Iterator[Any] | None) -> Iterator[Placed]:
+    def _cut(self, cutter: Cutter, step: int, items: Iterator[Any] | None) -> Iterator[PositionedIndex]:
         if items is None:
             skip = step * cutter.stride
             if isinstance(self.sampler, SeekableSampler):
@@ -258,20 +258,20 @@ class RankView:
                 items = itertools.islice(iter(self.sampler), skip, None)
         while True:
             group = list(itertools.islice(items, cutter.stride))
-            placed = cutter.cut(group)
-            if placed is not None:
-                yield placed
+            item = cutter.cut(group)
+            if item is not None:
+                yield item
             if len(group) < cutter.stride:
                 return
 
 
 def _length(sampler: Any, default: int) -> int:
-    """Its length, which a skip past a short last step must not exceed."""
+    """The sampler's length; a skip past a short last step must not exceed it."""
     return len(sampler) if hasattr(sampler, "__len__") else default
 
 
 def topology(spec: Any) -> Topology:
-    """This process's rank among those that train together: as given, else torch.distributed's, else alone."""
+    """This process's rank and world size: as given, else torch.distributed's, else a single process."""
     if spec._asyncloader_options.rank is not None:
         return Topology(spec._asyncloader_options.rank, spec._asyncloader_options.world_size)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -280,14 +280,14 @@ def topology(spec: Any) -> Topology:
 
 
 def even_ranks(spec: Any, *, iterable: bool) -> int:
-    """How many ranks share a map dataset's samples evenly, and wait for one another; 1 in torch mode, and for streams,
-    whose ranks agree on their end.
+    """Number of ranks that share a map dataset's samples evenly and wait for one another; 1 in torch mode, and for
+    streams, whose ranks agree on the end of the epoch instead.
     """
     return 1 if spec._asyncloader_options.seed is None or iterable else topology(spec).world_size
 
 
 def without_batch(ranks: int) -> RanksDisagree:
-    """The error for a rank all of whose samples of a batch were left out."""
+    """The error for a rank that has no batch because all of its samples were dropped."""
     return RanksDisagree(
         f"all samples of a batch were left out, and the other {ranks - 1} ranks have theirs: they would wait for this "
         "one at the epoch's end. See loader.errors. A function as on_error keeps ranks even (and so does "
@@ -296,10 +296,10 @@ def without_batch(ranks: int) -> RanksDisagree:
 
 
 def plain_sampler(spec: Any) -> Any:
-    """The sampler of indices that the loader's order comes from, None where there is none.
+    """The sampler of indices that determines the loader's order; None if there is none.
 
-    torch sets `loader.sampler` to one of its own where the user gave a batch sampler; inside a plain `BatchSampler` is
-    the one that matters.
+    If the user gave a batch sampler, torch sets `loader.sampler` to an unused one of its own. If that batch sampler is
+    a plain `BatchSampler`, its inner sampler determines the order.
     """
     if type(spec.batch_sampler) is BatchSampler:
         return spec.batch_sampler.sampler
@@ -307,7 +307,7 @@ def plain_sampler(spec: Any) -> Any:
 
 
 def replicas(sampler: Any) -> Topology | None:
-    """The topology by which a sampler, or one that it reads from, shards already; None if none does."""
+    """The topology of a sampler that shards by itself, or reads from one that does; None if none does."""
     for each in samplers_within(sampler):
         if isinstance(each, DistributedSampler):
             return Topology(each.rank, each.num_replicas)

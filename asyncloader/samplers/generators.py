@@ -1,6 +1,7 @@
-"""What samplers draw their orders from: torch's global generator, or one of their own; its state as a text, and back.
+"""Finds the torch generators that samplers draw from, and saves and restores their states as text.
 
-Data path: beside the sampler. A state is kept as text (base64), which JSON and ``torch.load(weights_only=True)`` take.
+Data path: beside the sampler. States are kept as text (base64), which JSON and ``torch.load(weights_only=True)``
+accept.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ __all__ = [
 
 
 def samplers_within(sampler: Any) -> Iterator[Any]:
-    """The sampler, then those that it reads from, outermost first. Each comes once: some samplers refer to themselves,
-    so that code that looks for ``batch_sampler.sampler`` finds them.
+    """The sampler and those that it reads from, outermost first, each once: some samplers refer to themselves, so that
+    code that looks for ``batch_sampler.sampler`` finds them.
     """
     waiting, seen = [sampler], set[int]()
     while waiting:
@@ -51,7 +52,7 @@ _drawing: ContextVar[tuple[torch.Generator, object] | None] = ContextVar("asyncl
 
 @contextlib.contextmanager
 def drawing_from(generator: torch.Generator, loader: object) -> Generator[None]:
-    """Inside, in this thread, the loader's `generator` is this one."""
+    """Context in which, in this thread, `generator` is the loader's generator."""
     token = _drawing.set((generator, loader))
     try:
         yield
@@ -60,13 +61,13 @@ def drawing_from(generator: torch.Generator, loader: object) -> Generator[None]:
 
 
 def drawing_generator(loader: object) -> torch.Generator | None:
-    """The generator that the loader has for the moment; None: its own."""
+    """The generator that `drawing_from` has set for the loader; None: its own."""
     drawing = _drawing.get()
     return None if drawing is None or drawing[1] is not loader else drawing[0]
 
 
 def own_generator(sampler: Any) -> torch.Generator | None:
-    """The torch generator of the sampler, or of the one that it reads from; None if that is the global one."""
+    """The generator of the sampler, or of the one that it reads from; None if it draws from the global one."""
     found = (getattr(each, "generator", None) for each in samplers_within(sampler))
     return next((own for own in found if isinstance(own, torch.Generator)), None)
 
@@ -75,7 +76,7 @@ def set_generators(saved: dict[str, str], own: torch.Generator | None) -> None:
     """Set the generators to saved states.
 
     Raises:
-        StateError: a state is that of the sampler's own generator, and it has none.
+        StateError: there is a state for the sampler's own generator, but it has none.
     """
     if "own" in saved:
         if own is None:
@@ -89,18 +90,18 @@ def set_generators(saved: dict[str, str], own: torch.Generator | None) -> None:
 
 
 def iterates_plainly(sampler: Any) -> bool:
-    """Its iterators are generators, or a built-in container's: they draw nothing when made, and have no state."""
+    """Whether its iterators are generators or built-in ones: these draw nothing when made, and have no state."""
     method: Any = getattr(type(sampler), "__iter__", None)
     return inspect.isgeneratorfunction(method) or not inspect.isfunction(method)
 
 
 def draws_when_iterated(sampler: Any) -> bool:
-    """Whether an iterator of it, when made, draws from its own generator: `StatefulRandomSampler`, torchdata's."""
+    """Whether ``iter(sampler)`` draws from the sampler's own generator, as `StatefulRandomSampler` does."""
     return isinstance(getattr(sampler, "generator", None), torch.Generator) and not iterates_plainly(sampler)
 
 
 def generator_states(own: torch.Generator | None) -> dict[str, torch.Tensor]:
-    """The present states of torch's global generator, and of one of the sampler's own."""
+    """The current states of torch's global generator, and of the sampler's own one."""
     found = {"global": torch.default_generator.get_state()}
     if own is not None:
         found["own"] = own.get_state()
@@ -108,13 +109,13 @@ def generator_states(own: torch.Generator | None) -> dict[str, torch.Tensor]:
 
 
 def drawn_from(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> dict[str, str] | None:
-    """Those that were drawn from, as they were before."""
+    """The earlier states, as text, of those generators that were drawn from since; None if there are none."""
     drawn = {name: _text(state) for name, state in before.items() if not torch.equal(state, after[name])}
     return drawn or None
 
 
 def generator_text(generator: torch.Generator) -> str:
-    """The generator's present state, as a text."""
+    """The generator's current state, as text."""
     return _text(generator.get_state())
 
 
@@ -122,8 +123,8 @@ def _text(state: torch.Tensor) -> str:
     return base64.b64encode(state.numpy().tobytes()).decode()
 
 
-# What torch writes of a CPU generator first: its seed, numbers left in the block, whether it was seeded, the next one's
-# place in the block.
+# The first fields of a CPU generator's state in torch: seed, numbers left in the block, whether it was seeded, offset
+# of the next number in the block.
 _GENERATOR_HEAD = struct.Struct("=QiiQ")
 
 
@@ -134,11 +135,11 @@ _GENERATOR_BLOCK = 624
 
 
 def generator_state(text: Any) -> torch.Tensor:
-    """The state of a CPU generator that this text (base64) is.
+    """Decode the state of a CPU generator from text (base64).
 
     Raises:
-        ValueError: it is none; or one with which torch would read beyond its own state: it checks each of the two
-            numbers that say where the generator stands in its block, but not the two together.
+        ValueError: it is not a valid state, or one with which torch would read beyond the state's end: torch checks the
+            two numbers that give the position in the block, but not their sum.
     """
     try:
         state = bytearray(base64.b64decode(text, validate=True))
@@ -147,7 +148,7 @@ def generator_state(text: Any) -> torch.Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"this is no state of a torch.Generator: {error}") from error
     if len(state) == _GENERATOR_BYTES:
-        _, left, _, place = _GENERATOR_HEAD.unpack_from(state)
-        if left + place > _GENERATOR_BLOCK + 1:
-            raise ValueError(f"this is no state of a torch.Generator: {left} numbers left from place {place} on")
+        _, left, _, offset = _GENERATOR_HEAD.unpack_from(state)
+        if left + offset > _GENERATOR_BLOCK + 1:
+            raise ValueError(f"this is no state of a torch.Generator: {left} numbers left from offset {offset} on")
     return tensor

@@ -1,11 +1,11 @@
-"""A plain sampler's indices, from any delivered position on, and what it takes to find that position again.
+"""Reads a plain sampler's indices from any delivered position on, and saves what is needed to find a position again.
 
-Data path: sampler -> [index stream] -> scheduler. Runs in the consumer's thread.
+Data path: sampler -> [index_stream] -> scheduler. Runs in the consumer's thread.
 
-Three ways lead to a position, the first that the sampler allows: it seeks (`SeekableSampler`), it restores its own
-state (`state_dict` and `load_state_dict`, on the sampler or on its iterator), or its indices are read and dropped,
-which fetches no data. For the third the order must come again: what the sampler drew from torch's generators when it
-began is kept, and set for it when it begins again.
+A position is found in the first of three ways that the sampler supports: it seeks (`SeekableSampler`); it restores a
+state (`state_dict` and `load_state_dict`, on the sampler or its iterator); or its indices are read and dropped, which
+fetches no data. The third way needs the same order again: the states of the generators that the sampler drew from when
+it began are saved, and restored before it begins again.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _END = object()
 
 
 def base_sampler(index_sampler: Any) -> Any:
-    """The user's own part of a loader's index sampler: what torch's `BatchSampler`, or a rank's view, reads from."""
+    """The user's part of a loader's index sampler: the one that torch's `BatchSampler`, or a `RankView`, reads from."""
     if isinstance(index_sampler, RankView) or type(index_sampler) is BatchSampler:
         return index_sampler.sampler
     return index_sampler
 
 
 class StateLog:
-    """A stateful sampler's states, each kept until its step is delivered. One thread notes, another may look.
+    """A stateful sampler's states, each kept until its step is delivered. One thread writes, another may read.
 
     Args:
-        every: take one every so many steps, beside that of step 0; 0 for no more.
-        saved: the state to begin with, as `at` gave it.
+        every: save a state every so many steps, besides that of step 0; 0 for no more.
+        saved: the state to begin with, as `at` returned it.
     """
 
     def __init__(self, every: int, saved: dict[str, Any] | None) -> None:
@@ -56,8 +56,9 @@ class StateLog:
         self._states: deque[dict[str, Any]] = deque([saved] if saved is not None else [])
 
     def note(self, step: int, sampler: Any, iterator: Any = None, *, ended: bool = False) -> bool:
-        """`step` steps have been taken from the sampler, and perhaps its end was seen. False if its `state_dict`
-        failed, as one that wants arguments does: iteration must not suffer, and indices can still be read and dropped.
+        """Save the state after `step` steps, if one is due. `ended`: the sampler has seen its end. Returns False if
+        `state_dict` failed, for example because it takes arguments: iteration continues, and a resume reads and drops
+        indices instead.
         """
         if step and (not self._every or step % self._every):
             return True
@@ -70,18 +71,18 @@ class StateLog:
         return True
 
     def at(self, step: int) -> dict[str, Any] | None:
-        """The newest state that is not beyond `step` steps; None if there is none."""
+        """The newest state of at most `step` steps; None if there is none."""
         return next((state for state in reversed(tuple(self._states)) if state["at"] <= step), None)
 
     def forget(self, step: int) -> None:
-        """`step` steps have been delivered: states of which ``at(step - 1)`` and later ones know nothing can go."""
+        """Drop the states that ``at(step - 1)``, or a later step, can no longer return."""
         states = self._states
         while len(states) > 1 and states[1]["at"] < step:
             states.popleft()
 
 
 class _Ending:
-    """An iterator that knows whether it has ended: who reads batches from it may see the end before the last batch."""
+    """An iterator that records whether it has ended: a batching reader may reach the end before its last batch."""
 
     def __init__(self, iterator: Any, first: Any = _END) -> None:
         self.iterator = iterator
@@ -103,17 +104,17 @@ class _Ending:
 
 
 class IndexStream:
-    """One epoch's indices, a step each. Whoever takes one moves the position on.
+    """One epoch's indices, one per step. Taking one advances the position.
 
     Args:
         index_sampler: torch's batch sampler or the user's sampler, or a `RankView`.
-        made: its iterator, just made.
-        step: steps that were delivered before.
-        beyond: numbers of steps after `step` that were delivered, too (out of order): they are left out.
-        every: how often a stateful sampler is asked for its state, in steps.
-        saved: the sampler's state to continue from, of a `StateLog`.
-        generators: what `generators` was when the epoch began.
-        drawn: states of the generators before `made` was made, of those that this drew from.
+        made: its iterator, newly made.
+        step: number of steps that were delivered before.
+        beyond: numbers of later steps that were delivered, too (out of order); they are skipped.
+        every: a stateful sampler is asked for its state every so many steps.
+        saved: the sampler's state to continue from, as a `StateLog` saved it.
+        generators: the attribute `generators` of the stream that the epoch began with.
+        drawn: for each generator that making `made` drew from: its state before that.
     """
 
     def __init__(
@@ -137,17 +138,17 @@ class IndexStream:
         self._iterator: Any = None
         self._step = step
         self._every = every
-        self._read: deque[Any] = deque()  # out of the sampler, and in no step; one at most
-        self._pulled: tuple[int | None, int, Any] = None, 0, None  # the last one: for which task; its step and index
+        self._read: deque[Any] = deque()  # taken from the sampler, and not given out; one at most
+        self._pulled: tuple[int | None, int, Any] = None, 0, None  # the last one: its task, step and index
         self._own = own_generator(self._sampler)
         self.unclaimed: list[int] = []
-        """Numbers of steps that ``next()`` gave, and that no task was made of."""
+        """Numbers of steps that ``next()`` gave to code outside the loader, which made no task of them."""
         self.log: StateLog | None = None
-        """States of a stateful sampler; None when it has none."""
+        """The states of a stateful sampler; None if it has none."""
         self.generators = generators
-        """Text of the torch generators' states from which the sampler drew its order; None when it drew nothing."""
-        # Seeking draws nothing, so it is done at once: an iterator keeps the epoch that it was made in. torch's own
-        # way, where nothing is to be sought, is to begin with the first index.
+        """States, as text, of the generators that the sampler drew its order from; None if it drew nothing."""
+        # Seeking draws nothing, so it is done at once: the iterator stays in the epoch that it was made in. Without a
+        # position to seek, the sampler begins with the first index, as in torch.
         seeks = isinstance(self._sampler, SeekableSampler) and (step or isinstance(index_sampler, RankView))
         self._items: Iterator[Any] | None = self._sought(step) if seeks else None
 
@@ -160,8 +161,8 @@ class IndexStream:
         return index
 
     def pull(self, task: int | None = None) -> tuple[int, Any]:
-        """The next step's number and index. StopIteration at the end. Asked again for the same task, whose answer was
-        lost to Ctrl-C, it gives the same.
+        """The next step's number and index. StopIteration at the end. A second call for the same task, after Ctrl-C
+        lost the first one's result, returns the same again.
         """
         if task is not None and task == self._pulled[0]:
             return self._pulled[1:]
@@ -170,7 +171,8 @@ class IndexStream:
         read = self._read
         while True:
             if not read:
-                # Into the deque by one call into C: Ctrl-C comes before or after that, or in the sampler's own code.
+                # One call into C moves the item to the deque, so Ctrl-C cannot lose it, except in the sampler's own
+                # code.
                 read.extend(map(next, (self._items,)))
                 if not read:
                     raise StopIteration
@@ -179,7 +181,7 @@ class IndexStream:
                 ended = isinstance(self._iterator, _Ending) and self._iterator.ended
                 if not self.log.note(step + 1, self._sampler, _inner(self._iterator), ended=ended):
                     self.log = None
-            # Nothing is called from here on, so that Ctrl-C does not come in between.
+            # No calls from here on, so that Ctrl-C cannot interrupt it halfway.
             item = read[0]
             del read[0]
             self._step = step + 1
@@ -188,7 +190,7 @@ class IndexStream:
                 return step, item
 
     def state(self, step: int) -> dict[str, Any] | None:
-        """The sampler's state after `step` steps or before; None if it has none, or its indices must be read anew."""
+        """The sampler's newest state of at most `step` steps; None if there is none, or indices must be read again."""
         if self._items is None and self._saved is None:
             if self._step:
                 return None
@@ -199,7 +201,7 @@ class IndexStream:
         return self._saved if self.log is None else self.log.at(step)
 
     def end_of_epoch(self) -> None:
-        """Bring the sampler to the end of the epoch that the saved state is of: the next one follows from there."""
+        """Advance the sampler to the end of the saved state's epoch, from where the next epoch continues."""
         assert self._saved is not None
         iterator = self._own_iterator()
         if not self._saved["ended"]:
@@ -207,29 +209,29 @@ class IndexStream:
                 pass
 
     def drawn(self) -> dict[str, str] | None:
-        """`generators`; before anything was drawn, what a generator of the sampler's own will begin with."""
+        """`generators`; before anything was drawn, the current state of the sampler's own generator."""
         if self.generators is None and self._items is None and self._own is not None:
             return {"own": generator_text(self._own)}
         return self.generators
 
     def own_state(self) -> str | None:
-        """Text of the present state of the sampler's own generator, None if it has none."""
+        """The current state of the sampler's own generator, as text; None if it has none."""
         return None if self._own is None else generator_text(self._own)
 
     def _begin(self) -> Iterator[Any]:
-        """Find the position. Called with the first pull: torch's samplers, too, draw their random numbers there."""
+        """Find the position. Called at the first pull, which is when torch's samplers draw, too."""
         before = generator_states(self._own)
         if self.generators is not None:
             set_generators(self.generators, self._own)
         try:
             items = self._restored(self._step)
-            # Not through itertools: its wrappers ask for an iterator anew, or do not go on after an error.
+            # Not through itertools: its wrappers call `iter` again, or do not continue after an error.
             self._read.extend(map(next, (items,)))
         finally:
             if self.generators is None:
                 self.generators = self._drawn or drawn_from(before, generator_states(self._own))
             elif "global" in self.generators:
-                # The order's draws were made long ago; this process's own generator is where the user wants it.
+                # The order was drawn when the epoch first began; the user's global generator must not change now.
                 torch.default_generator.set_state(before["global"])
         return items
 
@@ -243,7 +245,7 @@ class IndexStream:
         return _batches(self._sampler.iter_from(min(step * size, len(self._sampler))), size, source.drop_last)
 
     def _restored(self, step: int) -> Iterator[Any]:
-        """By the sampler's own state if there is one, and for the rest by reading and dropping."""
+        """Restore the sampler's state if there is one, then read and drop the rest."""
         source, saved = self._index_sampler, self._saved
         at = 0 if saved is None else saved["at"]
         if isinstance(source, RankView):
@@ -261,7 +263,7 @@ class IndexStream:
         return _past(_batches(items, source.batch_size, source.drop_last), step - at)
 
     def _own_iterator(self) -> Iterator[Any]:
-        """The user's sampler's iterator, which torch's batch sampler would keep to itself, from the saved state on."""
+        """An iterator of the user's sampler from the saved state on; torch's batch sampler would hide it."""
         saved = self._saved
         if saved is not None and saved["sampler"] is not None:
             self._sampler.load_state_dict(copy.deepcopy(saved["sampler"]))
@@ -270,7 +272,7 @@ class IndexStream:
             iterator.load_state_dict(copy.deepcopy(saved["iterator"]))
         first = _END
         if saved is not None and saved["sampler"] is not None and not saved["at"]:
-            # A sampler that changes its state with its first index stood at its last epoch's end still.
+            # A sampler whose state only changes with its first index was still at the end of its last epoch.
             first = next(iterator, _END)
             if first is _END:
                 iterator = iter(self._sampler)
@@ -278,7 +280,7 @@ class IndexStream:
         self._begin_log()
         if self.log is None and first is _END:
             found: Iterator[Any] = iterator
-            return found  # without a state its end need not be watched, which costs 30 ns an index
+            return found  # without a state its end need not be recorded, which costs 30 ns per index
         ending = self._iterator = _Ending(iterator, first)
         return ending
 
@@ -290,12 +292,12 @@ class IndexStream:
                 self.log = None
 
     def _unless_ended(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Nothing, if the saved state is that of a sampler that has seen its end: it stands before its next epoch."""
+        """`iterator`; an empty one if the saved sampler had seen its end, as it would begin its next epoch."""
         return iter(()) if self._saved is not None and self._saved["ended"] else iterator
 
 
 def fresh_state(sampler: Any) -> dict[str, Any] | None:
-    """A stateful sampler's state before anything was asked of it; None if it has none of its own."""
+    """A stateful sampler's state before its first use; None if it has none."""
     try:
         if is_stateful(sampler):
             return {"at": 0, "ended": False, "sampler": copy.deepcopy(sampler.state_dict()), "iterator": None}
@@ -303,7 +305,7 @@ def fresh_state(sampler: Any) -> dict[str, Any] | None:
         return None
     if not draws_when_iterated(sampler):
         return None
-    # Its state is its iterator's, and making one draws from the generator, which must not be seen here.
+    # The state is the iterator's. Making one draws from the generator, which is undone below.
     before = sampler.generator.get_state()
     try:
         iterator: Any = iter(sampler)
@@ -319,7 +321,7 @@ def _inner(iterator: Any) -> Any:
 
 
 def _past(items: Iterator[Any], count: int) -> Iterator[Any]:
-    """The iterator itself, `count` items later."""
+    """The iterator itself, advanced by `count` items."""
     for _ in range(count):
         if next(items, _END) is _END:
             break
@@ -327,7 +329,7 @@ def _past(items: Iterator[Any], count: int) -> Iterator[Any]:
 
 
 def _batches(items: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[Any]]:
-    """As torch's `BatchSampler`."""
+    """Batches as torch's `BatchSampler` makes them."""
     while batch := list(itertools.islice(items, size)):
         if len(batch) < size and drop_last:
             return

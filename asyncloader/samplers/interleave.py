@@ -1,4 +1,4 @@
-"""An even interleaving of several sources in given proportions, computed at any place, with no random draws. Pure.
+"""Interleaves several sources evenly in given proportions, from any position on, without random numbers. Pure.
 
 Data path: [interleave] -> mixture sampler -> scheduler.
 
@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 __all__ = ["DEVIATION", "LARGEST", "Interleave", "whole_weights"]
 
-Places = npt.NDArray[np.int64]
+Offsets = npt.NDArray[np.int64]
 
 DEVIATION = 1.68
 """No source is further than this from its exact share, after any number of items."""
@@ -95,26 +95,27 @@ class Interleave:
                 waiting += [(node.left, lefts), (node.right, number - lefts)]
         return found
 
-    def block(self, first: int, size: int) -> Iterator[tuple[int, int, Places]]:
+    def block(self, first: int, size: int) -> Iterator[tuple[int, int, Offsets]]:
         """The sources of items `first` to ``first + size``.
 
         Yields:
-            A source, how often it came before `first`, and its places in the block, ascending. Only sources that come.
+            A source, how often it came before `first`, and its offsets in the block, ascending. Only sources that
+            occur.
         """
         waiting = [(self._root, first, np.arange(size))]
         while waiting:
-            node, before, places = waiting.pop()
-            if not places.size:
+            node, before, offsets = waiting.pop()
+            if not offsets.size:
                 continue
             if isinstance(node, int):
-                yield node, before, places
+                yield node, before, offsets
                 continue
-            # The line repeats after `both` items, so its places are counted from the last repetition: they are small.
+            # The line repeats after `both` items, so its offsets are counted from the last repetition: they are small.
             rest = before % node.both
-            line = ((rest + np.arange(len(places) + 1)) * node.share + node.both // 2) // node.both
+            line = ((rest + np.arange(len(offsets) + 1)) * node.share + node.both // 2) // node.both
             lefts = (before - rest) // node.both * node.share + int(line[0])
             to_left = np.diff(line).astype(bool)
-            waiting += [(node.left, lefts, places[to_left]), (node.right, before - lefts, places[~to_left])]
+            waiting += [(node.left, lefts, offsets[to_left]), (node.right, before - lefts, offsets[~to_left])]
 
     def first_reached(self, amounts: Sequence[int]) -> int:
         """The fewest items after which some source has come as often as its amount says; one of weight 0 never does."""

@@ -44,8 +44,8 @@ class MixtureSampler(Sampler[int]):
 
     However many samples have come, no dataset is further than 1.68 samples from its exact share, and with two datasets
     none is further than 1/2, where random draws stray by the square root of the number.
-    (`asyncloader/samplers/interleave.py` says why.) Each dataset is shuffled by itself, and anew for each pass over it,
-    so its samples come once in each pass. The order is a function of the arguments and the epoch alone, and any
+    (`asyncloader/samplers/interleave.py` says why.) Each dataset is shuffled separately, and again for each pass over
+    it, so its samples come once in each pass. The order is a function of the arguments and the epoch alone, and any
     position is found in O(number of datasets), without those before it.
 
     Args:
@@ -58,10 +58,10 @@ class MixtureSampler(Sampler[int]):
         num_samples: samples of an epoch; for ``on_exhausted="repeat"`` only. Default: the sum of the lengths of the
             datasets that have a weight.
         on_exhausted: what to do when a dataset has been used up:
-            ``"repeat"`` (default) begins another pass over it. An epoch goes on where the one before it ended, passes
+            ``"repeat"`` (default) begins another pass over it. An epoch continues where the one before it ended, passes
             and proportions too: the bound counts from the beginning of epoch 0, and is twice as much within an epoch.
-            ``"stop"`` ends the epoch. The others go on with their pass in the next epoch.
-            ``"drop"`` goes on with the others, in their proportions, until all are used up: every sample comes once.
+            ``"stop"`` ends the epoch. The others continue their pass in the next epoch.
+            ``"drop"`` continues with the others, in their proportions, until all are used up: every sample comes once.
             The bound counts from when the last one left.
         shuffle: False takes each dataset in its order. Default True.
 
@@ -108,7 +108,7 @@ class MixtureSampler(Sampler[int]):
             used = sum(size for size, weight in zip(self._sizes, whole, strict=True) if weight)
             self._size = used if num_samples is None else num_samples
             self._phases = [_Phase(0, Interleave(whole), [0] * len(whole))]
-            self._each_epoch = [0] * len(whole)  # it is the interleaving that goes on
+            self._each_epoch = [0] * len(whole)  # the interleaving continues instead
         else:
             self._phases, self._each_epoch = _phases(self._sizes, whole, stop=on_exhausted == "stop")
             self._size = sum(self._each_epoch)
@@ -153,9 +153,9 @@ class MixtureSampler(Sampler[int]):
             phase = self._phases[number]
             size = min(_BLOCK, starts[number + 1] - position)
             indices = np.empty(size, np.int64)
-            for source, before, places in phase.interleave.block(begun + position - phase.start, size):
+            for source, before, offsets in phase.interleave.block(begun + position - phase.start, size):
                 given = epoch * self._each_epoch[source] + phase.used[source] + before
-                indices[places] = self._offsets[source] + orders.take(source, given, len(places))
+                indices[offsets] = self._offsets[source] + orders.take(source, given, len(offsets))
             yield from indices.tolist()
             position += size
 
@@ -168,7 +168,7 @@ class MixtureSampler(Sampler[int]):
 
 
 class _Orders:
-    """The endless order of each source: pass after pass over it, each shuffled anew. `seed` None: in its order."""
+    """The endless order of each source: pass after pass over it, each shuffled again. `seed` None: in its order."""
 
     def __init__(self, sizes: list[int], seed: int | None) -> None:
         self._sizes = sizes
@@ -179,8 +179,8 @@ class _Orders:
         size = self._sizes[source]
         parts: list[npt.NDArray[np.int64]] = []
         while number:
-            passes, place = divmod(first, size)
-            part = np.arange(place, min(size, place + number))
+            passes, offset = divmod(first, size)
+            part = np.arange(offset, min(size, offset + number))
             parts.append(part if self._seed is None or size == 1 else self._shuffled(source, passes)(part))
             first += len(part)
             number -= len(part)

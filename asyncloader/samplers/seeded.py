@@ -1,6 +1,6 @@
-"""Samplers whose order is a pure function of seed and epoch, computed as it is asked for.
+"""Provides a shuffling sampler whose order depends on seed and epoch alone, computed block by block.
 
-Data path: [seeded_sampler] -> scheduler -> pool -> worker.
+Data path: [seeded] -> scheduler -> pool -> worker.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Samplers with a small state: they go on where they were stopped, in the order that torch would have given.
+"""Provides torch's random and distributed samplers with a small state, from which they resume in the same order.
 
-Data path: [stateful_samplers] -> scheduler -> pool -> worker.
+Data path: [stateful] -> scheduler -> pool -> worker.
 
-Both mean what the classes of the same purpose in torchdata's `stateful_dataloader` mean, and give the same orders.
-Their states are plain (text, numbers, booleans): JSON can hold them, and `torch.load(weights_only=True)` reads them.
+Both have the meaning of the classes for the same purpose in torchdata's `stateful_dataloader`, and give the same
+orders. Their states are plain (text, numbers, booleans): JSON and ``torch.load(weights_only=True)`` accept them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class StatefulRandomSampler(RandomSampler):
         data_source: the dataset; only its length is used, which is read when an epoch begins.
         replacement: draw every index independently. Default False: permutations, one after the other.
         num_samples: indices in an epoch; more than the dataset has are several permutations. Default: its length.
-        generator: used instead of one of its own, and then advanced by whoever else uses it: epochs that follow a
-            resumed one go on identically only if nobody does. Nothing is drawn from the global generator.
+        generator: used instead of one of its own, and then also advanced by its other users: epochs after a
+            resumed one are identical only if there are none. Nothing is drawn from the global generator.
 
     Raises:
         TypeError: `replacement` is not a boolean.

@@ -1,1 +1,1 @@
-"""Datasets in shared memory, of which all workers read one copy."""
+"""`share`: large read-only structures in shared memory, one copy for all processes."""

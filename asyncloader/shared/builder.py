@@ -1,9 +1,9 @@
-"""Builds a shared structure: walks lists, dicts, arrays and tensors, and writes them as `shared_layout` says. Pure.
+"""Writes lists, dicts, arrays and tensors to a segment in the layout of `layout.py`. Pure.
 
-Data path: share -> [build] -> segment -> shared_layout -> a dataset in any process.
+Data path: share -> [builder] -> segment -> layout -> a dataset in any process.
 
-Everything is written once and in one pass, so beside the structure itself there is only the segment, which grows, one
-table of offsets and one pickled item at a time.
+Everything is written once and in one pass. Besides the structure itself, memory is only needed for the growing segment,
+one table of offsets and one pickled item at a time.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from asyncloader.workers.memory.leaves import DTYPE_CODE, reduce_quantized, redu
 __all__ = ["Builder", "Sink", "array_bytes", "array_order", "tensor_bytes"]
 
 _CHUNK = 1 << 14  # entries encoded at a time
-_JOINED = 1 << 22  # bytes (characters) that are put together before they are written, at most
+_JOINED = 1 << 22  # most bytes (characters) that are joined before they are written
 _ALIGN = 16  # the widest element
-_WIDE, _WIDE_ALIGN = 1 << 12, 64  # larger leaves begin with a cache line
+_WIDE, _WIDE_ALIGN = 1 << 12, 64  # larger leaves are aligned to cache lines
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
 
 class Sink(Protocol):
-    """Where the bytes go: in order, to growing offsets."""
+    """Receives the bytes, in order of their offsets."""
 
     def write(self, data: Any, align: int = 1) -> int:
-        """Append these bytes (any contiguous buffer) at the next multiple of `align`; gives their offset."""
+        """Append the bytes of any contiguous buffer at the next multiple of `align`. Returns their offset."""
         ...
 
 
@@ -64,9 +64,9 @@ class Builder:
     """Writes one structure to one sink: call `build` once.
 
     Args:
-        sink: where to.
-        shared: the types of objects that are shared already. These are not written; they are collected, in `externals`.
-        large: entries from which on a list or dict counts as a large one.
+        sink: receives the bytes.
+        shared: types of objects that are already shared. These are not written, but collected in `externals`.
+        large: number of entries from which on a list or dict counts as large.
     """
 
     def __init__(self, sink: Sink, shared: tuple[type, ...] = (), large: int = LARGE) -> None:
@@ -89,17 +89,17 @@ class Builder:
         }
 
     def build(self, value: Any) -> int:
-        """Write a list, tuple or dict and all that is in it; the offset of its header.
+        """Write a list, tuple or dict with all its contents. Returns the offset of its header.
 
         Raises:
             ValueError: it contains itself.
             TypeError: it is a large dict with keys that have no stable hash.
-            Exception: whatever pickling an item raises, with a note that says which item.
+            Exception: pickling an item failed; a note says which item.
         """
         try:
             return self._node(value)
         finally:
-            del self._pickler  # it refers to the last item, and to this object, which refers to it
+            del self._pickler  # breaks the reference cycle with this object, and drops the last item
 
     def _node(self, value: Any) -> int:
         known = self._nodes.get(id(value))
@@ -110,7 +110,7 @@ class Builder:
         self._open.add(id(value))
         offset = self._dict(value) if isinstance(value, dict) else self._list(value, isinstance(value, tuple))
         self._open.remove(id(value))
-        self._nodes[id(value)] = offset  # the value lives as long as the structure, hence its id is nobody else's
+        self._nodes[id(value)] = offset  # the value lives until the end of `build`, so its id stays unique
         return offset
 
     def _header(self, header: Header) -> int:
@@ -145,19 +145,19 @@ class Builder:
         return self._header(Header(kind, code, is_tuple, len(items), table))
 
     def _blob_chunk(self, kind: int, part: Any) -> Array:
-        """Write some str or bytes end to end; how many bytes each took."""
+        """Write some str or bytes end to end. Returns the number of bytes of each."""
         lengths = np.fromiter(map(len, part), np.uint64, len(part))
-        if int(lengths.sum()) > _JOINED:  # items so large that a copy of all of them would count
-            for place, item in enumerate(part):
+        if int(lengths.sum()) > _JOINED:  # the items are too large to be joined in memory
+            for index, item in enumerate(part):
                 data = item if kind == BLOB else item.encode("utf-8", "surrogatepass")
                 self._sink.write(data)
-                lengths[place] = len(data)
+                lengths[index] = len(data)
             return lengths
         if kind == BLOB:
             self._sink.write(b"".join(part))
             return lengths
         text = "".join(part)
-        if text.isascii():  # then characters are bytes
+        if text.isascii():  # one byte per character
             self._sink.write(text.encode())
             return lengths
         encoded = [item.encode("utf-8", "surrogatepass") for item in part]
@@ -167,17 +167,17 @@ class Builder:
     def _records(self, items: Sequence[Any], is_tuple: bool, keys: Sequence[Any] | None) -> int:
         offsets = array.array("Q")
         rows = len(items) >= self._large
-        for place, item in enumerate(items):
+        for index, item in enumerate(items):
             try:
                 offsets.append(self._record(item, rows))
             except Exception as error:
-                error.add_note(f"while sharing item {place if keys is None else keys[place]!r}")
+                error.add_note(f"while sharing item {index if keys is None else keys[index]!r}")
                 raise
         code, table = self._table(np.frombuffer(offsets, np.uint64) if offsets else np.zeros(0, np.uint64))
         return self._header(Header(RECORDS, code, is_tuple, len(items), table))
 
     def _table(self, offsets: Array) -> tuple[int, int]:
-        """Write the offsets in four bytes each if they fit; format character and place."""
+        """Write the offsets, in four bytes each if they fit. Returns the format character and the table's offset."""
         if not len(offsets) or int(offsets.max()) < 1 << 32:
             offsets = offsets.astype(np.uint32)
         return ord("I" if offsets.itemsize == 4 else "Q"), self._sink.write(offsets, offsets.itemsize)
@@ -231,8 +231,8 @@ class Builder:
             self._placeholders.clear()
         if not self._leaves:
             return self._sink.write(self._stream.getbuffer())
-        places = itertools.chain.from_iterable(self._leaves)
-        head = array.array("q", places).tobytes()
+        offsets = itertools.chain.from_iterable(self._leaves)
+        head = array.array("q", offsets).tobytes()
         return self._sink.write(
             b"".join((bytes([LEAVES]), len(self._leaves).to_bytes(4, "little"), head, self._stream.getbuffer()))
         )
@@ -284,7 +284,7 @@ class Builder:
         return rebuild_tensor, (self._region, offset, DTYPE_CODE[value.dtype], tuple(value.shape))
 
     def _wants_node(self, value: Any, rows: bool, above: tuple[int, ...] = ()) -> bool:
-        """Whether this list, tuple or dict inside another one becomes a node of its own: see `share`."""
+        """Whether this list, tuple or dict inside another one becomes a node of its own; see `share`."""
         if isinstance(value, tuple) and type(value) is not tuple:
             return False  # a named tuple is a value
         if len(value) >= self._large:
@@ -301,7 +301,7 @@ class Builder:
 
 
 def _numbers(items: Sequence[Any], kind: type) -> Array | None:
-    """The numbers as an array, int as narrow as they allow; None if one needs more than 8 bytes."""
+    """The numbers as an array, int in the narrowest type; None if one needs more than 8 bytes."""
     if kind is not int:
         return np.fromiter(items, np.float64 if kind is float else np.bool_, len(items))
     try:
@@ -316,18 +316,18 @@ def _numbers(items: Sequence[Any], kind: type) -> Array | None:
 
 
 def array_order(value: Array) -> str:
-    """The order in which `array_bytes` has its elements: "F" (first index fastest) or "C"."""
+    """The memory order of `array_bytes`: "F" (first index fastest) or "C"."""
     return "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
 
 
 def array_bytes(value: Array) -> Array:
-    """The elements of an array without objects as bytes; a view of it where it is contiguous, in either order."""
+    """The elements of an array without objects as bytes; a view if it is contiguous, in either order."""
     plain = value.T if array_order(value) == "F" else value
     return np.ascontiguousarray(plain).reshape(-1).view(np.uint8)
 
 
 def tensor_bytes(value: torch.Tensor) -> Array:
-    """The elements of a dense CPU tensor, the last index fastest, as bytes; a view of it where it is contiguous."""
+    """The elements of a dense CPU tensor as bytes, last index fastest; a view if it is contiguous."""
     plain = value.detach().resolve_conj().resolve_neg().contiguous()
     flat: Array = plain.reshape(-1).view(torch.uint8).numpy()
     return flat

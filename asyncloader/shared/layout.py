@@ -1,21 +1,21 @@
-"""A shared structure as bytes: how lists and dicts lie in a segment, and how they are read there. Pure.
+"""Defines the byte layout of a shared structure, and reads it. Pure.
 
-Data path: share -> shared_build -> segment -> [layout] -> a dataset in any process.
+Data path: share -> builder -> segment -> [layout] -> a dataset in any process.
 
-A structure is a tree of *nodes*. A node's header says what it is, how many entries it has and where its parts are; all
-offsets are absolute. Nothing in the segment is a Python object, so that reading it writes no reference count and copies
-no page of a forked process; what stays in Python is a few objects a node, however many entries it has.
+A structure is a tree of *nodes*. A node's header gives its kind, the number of entries, and the offsets of its parts;
+all offsets are absolute. The segment contains no Python objects, so reading it changes no reference counts and copies
+no pages of a forked process. In Python there are only a few objects per node, however many entries it has.
 
     TEXT, BLOB      str as UTF-8, bytes: all of them end to end, and a table of count + 1 offsets
     NUMBERS         int in the narrowest of 1 to 8 bytes, float in 8, bool in 1
     RECORDS         anything else: a table of count offsets of records
     SMALL_DICT      the keys, pickled, which are read into a Python dict; a node with the values, in the keys' order
-    LARGE_DICT      a node with the keys, one with the values, and a hash table: bucket b has the places
-                    ``order[starts[b] : starts[b + 1]]`` of its keys
+    LARGE_DICT      a node with the keys, one with the values, and a hash table: bucket b holds the
+                    indices ``order[starts[b] : starts[b + 1]]`` of its keys
 
 A record is a pickle (first byte 0x80); or NODE and the offset of another node; or LEAVES, a list of leaves, and a
-pickle whose out-of-band buffers they are. A leaf is a range of bytes; or REGION, the mapped segment itself, of which
-arrays and tensors become views; or EXTERNAL, an object that was shared before.
+pickle that has the leaves as out-of-band buffers. A leaf is a range of bytes; or REGION, the mapped segment itself, of
+which arrays and tensors become views; or EXTERNAL, an object that was shared before.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ TEXT, BLOB, NUMBERS, RECORDS, SMALL_DICT, LARGE_DICT = range(1, 7)
 DICTS = (SMALL_DICT, LARGE_DICT)
 _KINDS = {TEXT: "str", BLOB: "bytes", RECORDS: "objects"}
 NODE, LEAVES = 1, 2  # a pickle begins with 0x80
-EXTERNAL, REGION = -1, -2  # in place of a leaf's offset
+EXTERNAL, REGION = -1, -2  # used instead of a leaf's offset
 
 HEADER = struct.Struct("=BBB5x6q")
 _OFFSET = struct.Struct("=q")
@@ -125,7 +125,7 @@ class Region:
         return self.view[offset : offset + count * struct.calcsize(code)].cast(code)  # type: ignore[call-overload, no-any-return]
 
     def load(self, offset: int) -> Any:
-        """The object of the record at `offset`, made anew."""
+        """Rebuild the object of the record at `offset`."""
         view = self.view
         tag = view[offset]
         if tag > LEAVES:
@@ -168,18 +168,18 @@ class ListNode:
 class DictNode:
     """A dict in a segment, in the order of its keys: `key(i)` and `value(i)` for 0 <= i < `count`, unchecked."""
 
-    __slots__ = ("_keys", "_order", "_places", "_shift", "_starts", "count", "key", "offset", "region", "value")
+    __slots__ = ("_by_key", "_keys", "_order", "_shift", "_starts", "count", "key", "offset", "region", "value")
 
     def __init__(self, region: Region, offset: int, header: Header) -> None:
         self.region = region
         self.offset = offset
         self.count = header.size
         self.value: Callable[[int], Any] = _open_list(region, header.b).item
-        self._places: dict[Any, int] | None = None
+        self._by_key: dict[Any, int] | None = None
         if header.kind == SMALL_DICT:
             keys: list[Any] = region.load(header.a)
             self.key: Callable[[int], Any] = keys.__getitem__
-            self._places = {key: place for place, key in enumerate(keys)}
+            self._by_key = {key: index for index, key in enumerate(keys)}
             return
         self.key = _open_list(region, header.a).item
         self._shift = 64 - header.bits
@@ -188,21 +188,21 @@ class DictNode:
         self._order = region.table(header.d, header.size, code)
 
     def find(self, key: Any) -> int:
-        """The place of the key, -1 if it is not there.
+        """The index of the key; -1 if it is missing.
 
         Raises:
-            TypeError: it cannot be hashed.
+            TypeError: the key cannot be hashed.
         """
-        if self._places is not None:
-            return self._places.get(key, -1)
+        if self._by_key is not None:
+            return self._by_key.get(key, -1)
         try:
             bucket = bucket_of(stable_hash(key), self._shift)
         except UnstableKeyError:
             return -1  # such keys were refused when the dict was built
         for at in range(self._starts[bucket], self._starts[bucket + 1]):
-            place: int = self._order[at]
-            if self.key(place) == key:
-                return place
+            index: int = self._order[at]
+            if self.key(index) == key:
+                return index
         return -1
 
 
@@ -210,7 +210,7 @@ Node: TypeAlias = ListNode | DictNode
 
 
 def open_node(region: Region, offset: int) -> Node:
-    """The node whose header is at `offset`. Reads no entry, but the keys of a small dict."""
+    """The node whose header is at `offset`. Reads no entries, except the keys of a small dict."""
     header = Header(*HEADER.unpack_from(region.view, offset))
     return (DictNode if header.kind in DICTS else ListNode)(region, offset, header)
 
@@ -222,7 +222,7 @@ def _open_list(region: Region, offset: int) -> ListNode:
 
 
 def _reader(kind: int, region: Region, table: memoryview) -> Callable[[int], Any]:
-    """What reads one entry. Closures: an entry of a list of str costs a table look-up, a slice and a decoding."""
+    """A function that reads one entry. A closure per kind, so that a str costs a look-up, a slice and a decode."""
     memory = region.memory
     if kind == TEXT:
         return lambda i: memory[table[i] : table[i + 1]].decode("utf-8", "surrogatepass")
@@ -240,18 +240,18 @@ def _reader(kind: int, region: Region, table: memoryview) -> Callable[[int], Any
 def rebuild_array(
     region: Region, offset: int, dtype: str | np.dtype[Any], shape: tuple[int, ...], order: str
 ) -> np.ndarray[Any, Any]:
-    """Stands in pickle for an array: a read-only view of its place."""
+    """Unpickles an array as a read-only view of the region."""
     return np.ndarray(shape, dtype, region.view, offset, order="F" if order == "F" else "C")
 
 
 def rebuild_tensor(region: Region, offset: int, code: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Stands in pickle for a tensor: a view of its place. torch knows no read-only tensors; the mapping is private."""
+    """Unpickles a tensor as a view of the region. torch has no read-only tensors, but the mapping is private."""
     count = math.prod(shape)
     return torch.frombuffer(region.memory, dtype=DTYPES[code], count=count, offset=offset).view(shape)
 
 
 def itself(leaf: Any) -> Any:
-    """Stands in pickle for what is shared already."""
+    """Unpickles an object that was shared before."""
     return leaf
 
 
@@ -269,7 +269,7 @@ def stable_hash(key: Any) -> int:
 
     Raises:
         UnstableKeyError: a key of another type.
-        TypeError: it cannot be hashed at all.
+        TypeError: the key cannot be hashed at all.
     """
     if isinstance(key, str):
         return zlib.crc32(key.encode("utf-8", "surrogatepass"))

@@ -1,13 +1,13 @@
-"""The segment under a shared structure: written once, mapped by every process, freed with the last view.
+"""Writes and maps the memory segment of a shared structure.
 
-Data path: share -> shared_build -> [segment] -> shared_layout -> a dataset in any process.
+Data path: share -> builder -> [segment] -> layout -> a dataset in any process.
 
-It is written through its descriptor while it grows, so that nothing has to be measured beforehand, and then mapped
-*privately*: the pages are the same ones in all processes as long as they are only read, and a process that writes to
-one (to a tensor; arrays refuse) gets a copy of that page of its own. Nobody can change what another process reads.
+A segment is written through its descriptor while it grows, so its size need not be known in advance. It is then mapped
+*privately*: all processes share the pages as long as they only read them, and a process that writes to a page (through
+a tensor; arrays are read-only) gets its own copy of that page. No process can change what another one reads.
 
-The descriptor stays open as long as the structure, for processes yet to be spawned. A forked process has inherited
-mapping and descriptor.
+The descriptor stays open as long as the structure exists, for processes that are spawned later. A forked process
+inherits mapping and descriptor. The memory is freed with the last view.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from asyncloader.workers.memory import segment
 
 __all__ = ["SegmentWriter", "SharedSegment", "spawning"]
 
-_BUFFER = 1 << 20  # bytes gathered before they are written
-_STEP = 1 << 26  # bytes that are reserved at a time, at most, for small writes
+_BUFFER = 1 << 20  # bytes that are buffered before they are written
+_STEP = 1 << 26  # most bytes that are reserved at a time for small writes
 
 
 def spawning() -> bool:
-    """Whether this thread is pickling the arguments of a process that is being started: descriptors may travel."""
+    """Whether this thread is pickling the arguments of a new process, to which descriptors can be passed."""
     return context.get_spawning_popen() is not None
 
 
@@ -39,7 +39,7 @@ class SegmentWriter:
     """Appends to a new segment. Every page is reserved before it is written.
 
     Args:
-        what: what it is for, to be named in errors.
+        what: name of the structure, for errors.
 
     Raises:
         RingMemoryError: the system refuses a segment.
@@ -53,10 +53,10 @@ class SegmentWriter:
         self._reserved = 0
 
     def write(self, data: Any, align: int = 1) -> int:
-        """Append the bytes of any contiguous buffer at the next multiple of `align`; gives their offset.
+        """Append the bytes of any contiguous buffer at the next multiple of `align`. Returns their offset.
 
         Raises:
-            RingMemoryError: there is no memory for them.
+            RingMemoryError: there is not enough memory.
         """
         buffer = self._buffer
         buffer += bytes(-(self._written + len(buffer)) % align)
@@ -72,7 +72,7 @@ class SegmentWriter:
         return offset
 
     def finish(self, externals: tuple[Any, ...] = ()) -> SharedSegment:
-        """The segment, trimmed and mapped. Nothing can be written any more."""
+        """Trim and map the segment, and end writing."""
         self._flush()
         nbytes = max(1, self._written)
         os.ftruncate(self._fd, nbytes)
@@ -80,7 +80,7 @@ class SegmentWriter:
         return SharedSegment(fd, nbytes, externals)
 
     def close(self) -> None:
-        """Give up what was written, unless it was finished. Idempotent."""
+        """Discard what was written, unless `finish` was called. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -116,21 +116,21 @@ class SegmentWriter:
 
 
 def _open_growing() -> int:
-    """A segment that is made larger later on, and can be written to through its descriptor."""
+    """Open a segment that can grow, and be written to through its descriptor."""
     if hasattr(os, "memfd_create"):
         return segment.create(0)
-    # macOS: POSIX shared memory has one size for ever and no write(); a file without a name in the temporary folder.
+    # macOS: POSIX shared memory cannot be resized or written to, so an unnamed temporary file is used.
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
 
 class SharedSegment:
-    """A finished segment, mapped in this process. Pickles, for a process being spawned, as its descriptor.
+    """A finished segment, mapped in this process. Pickles as its descriptor, only for a process that is being spawned.
 
     Args:
-        fd: the descriptor; taken, and closed when this object goes. The mapping lives on under its views.
+        fd: the descriptor, which this object owns and closes. The mapping lives as long as its views.
         nbytes: its size.
-        externals: what the structure in it refers to, and is shared already.
+        externals: the objects shared before that the structure refers to.
 
     Raises:
         RingMemoryError: it cannot be mapped.

@@ -1,17 +1,14 @@
-"""`share`: one copy of a large read-only structure for all processes.
+"""`share`: keeps one copy of a large read-only structure for all processes.
 
-Data path: a large list or dict -> [share] -> a dataset, in the main process and in every worker.
+Data path: a large list, dict, array or tensor -> [share] -> a dataset, in the main process and in every worker.
 
-A forked worker that reads a Python list writes to it: every look at an item changes its reference count, and the kernel
-copies the page. So each worker ends up with a copy of its own; a spawned one starts with it. What `share` gives holds
-no Python object per item. The items lie as bytes in one anonymous segment and are made anew when they are asked for.
+A forked worker that reads a Python list writes to it: every access to an item changes its reference count, and the
+kernel copies the page. Each worker therefore ends up with a copy of its own; a spawned one starts with it. The result
+of `share` holds no Python object per item. The items are bytes in one anonymous segment, and are rebuilt when accessed.
 
-An array or tensor that is shared as a whole: numpy's and torch's own, that travel to new processes by descriptor.
-
-Data path: share -> [array, tensor] -> a dataset in any process.
-
-Arrays and tensors *inside* a shared list or dict are plain ones. The whole ones below are subclasses for the sake of
-their pickling only: what is computed from them, or taken out of them with an index, is plain.
+`SharedList` and `SharedDict` read such a segment. `SharedArray` and `SharedTensor` are arrays and tensors that were
+shared as a whole: subclasses of numpy's and torch's only in how they pickle, so results and views of them are plain.
+Arrays and tensors *inside* a shared list or dict are plain ones, too.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ __all__ = [
 class SharedArray(np.ndarray[Any, Any]):
     """A read-only numpy array in shared memory, made by `share`. Views and results of it are plain arrays."""
 
-    _shared: tuple[SharedSegment, Any] | None  # the segment and the place in it; None for derived arrays
+    _shared: tuple[SharedSegment, Any] | None  # the segment, and dtype, shape and order; None for derived arrays
 
     def __array_finalize__(self, source: Any) -> None:
         self._shared = None
@@ -86,14 +83,14 @@ class SharedTensor(torch.Tensor):
 
 def share_array(value: np.ndarray[Any, Any]) -> SharedArray:
     """Copy an array without objects to a segment of its own."""
-    place = (value.dtype, value.shape, array_order(value))
-    return _open_array(_written(array_bytes(value) if value.nbytes else b"", f"share({value.dtype} array)"), place)
+    meta = (value.dtype, value.shape, array_order(value))
+    return _open_array(_written(array_bytes(value) if value.nbytes else b"", f"share({value.dtype} array)"), meta)
 
 
 def share_tensor(value: torch.Tensor) -> SharedTensor:
     """Copy a dense CPU tensor to a segment of its own."""
-    place = (DTYPE_CODE[value.dtype], tuple(value.shape))
-    return _open_tensor(_written(tensor_bytes(value) if value.numel() else b"", f"share({value.dtype} tensor)"), place)
+    meta = (DTYPE_CODE[value.dtype], tuple(value.shape))
+    return _open_tensor(_written(tensor_bytes(value) if value.numel() else b"", f"share({value.dtype} tensor)"), meta)
 
 
 def _written(data: Any, what: str) -> SharedSegment:
@@ -105,18 +102,18 @@ def _written(data: Any, what: str) -> SharedSegment:
         writer.close()
 
 
-def _open_array(segment: SharedSegment, place: Any) -> SharedArray:
-    array = rebuild_array(Region(segment.memory, (), _no_nodes), 0, *place).view(SharedArray)
-    array._shared = (segment, place)
+def _open_array(segment: SharedSegment, meta: Any) -> SharedArray:
+    array = rebuild_array(Region(segment.memory, (), _no_nodes), 0, *meta).view(SharedArray)
+    array._shared = (segment, meta)
     return array
 
 
-def _open_tensor(segment: SharedSegment, place: Any) -> SharedTensor:
-    code, shape = place
+def _open_tensor(segment: SharedSegment, meta: Any) -> SharedTensor:
+    code, shape = meta
     region = Region(segment.memory, (), _no_nodes)
     tensor = rebuild_tensor(region, 0, code, shape) if 0 not in shape else torch.empty(shape, dtype=DTYPES[code])
     shared = tensor.as_subclass(SharedTensor)
-    shared._shared = (segment, place)
+    shared._shared = (segment, meta)
     return shared
 
 
@@ -133,8 +130,8 @@ T = TypeVar("T")
 class SharedList(Sequence[T_co], Generic[T_co]):
     """A read-only list in shared memory, made by `share`.
 
-    Indexing makes the item anew: O(1), no part of it is kept. A slice is a view and copies nothing. It equals the list
-    (or tuple) that it was made of. Reading from several threads is safe.
+    Indexing rebuilds the item: O(1), nothing is cached. A slice is a view and copies nothing. Equal to the list (or
+    tuple) that it was made from. Reading from several threads is safe.
     """
 
     __slots__ = ("__weakref__", "_item", "_node", "_range")
@@ -142,7 +139,7 @@ class SharedList(Sequence[T_co], Generic[T_co]):
 
     _node: ListNode
     _range: range
-    _item: Callable[[int], Any]  # the node's
+    _item: Callable[[int], Any]  # the node's method
 
     def __init__(self, *_: Any) -> None:
         raise TypeError("a SharedList is made by share(list), not by calling the class")
@@ -158,10 +155,10 @@ class SharedList(Sequence[T_co], Generic[T_co]):
         if isinstance(index, slice):
             return _list_view(self._node, self._range[index])
         try:
-            place = self._range[index]
+            position = self._range[index]
         except (IndexError, TypeError) as error:
             raise type(error)(_index_text(index, len(self._range))) from None
-        return self._item(place)
+        return self._item(position)
 
     def __iter__(self) -> Iterator[T_co]:
         return map(self._item, self._range)
@@ -212,7 +209,7 @@ class SharedList(Sequence[T_co], Generic[T_co]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole segment that this list is in, or a part of."""
+        """Bytes of the whole segment that contains this list."""
         return _segment_of(self._node).nbytes
 
     def tolist(self) -> list[T_co]:
@@ -223,8 +220,8 @@ class SharedList(Sequence[T_co], Generic[T_co]):
 class SharedDict(Mapping[K, V_co], Generic[K, V_co]):
     """A read-only dict in shared memory, made by `share`.
 
-    Looking up a key takes O(1) and makes the value anew; iteration is in the order of the dict that it was made of,
-    which it equals. Reading from several threads is safe.
+    Looking up a key takes O(1) and rebuilds the value. Iteration order is that of the dict that it was made from, to
+    which it is equal. Reading from several threads is safe.
     """
 
     __slots__ = ("__weakref__", "_node")
@@ -239,10 +236,10 @@ class SharedDict(Mapping[K, V_co], Generic[K, V_co]):
         return self._node.count
 
     def __getitem__(self, key: K) -> V_co:
-        place = self._node.find(key)
-        if place < 0:
+        position = self._node.find(key)
+        if position < 0:
             raise KeyError(key)
-        value: V_co = self._node.value(place)
+        value: V_co = self._node.value(position)
         return value
 
     def __iter__(self) -> Iterator[K]:
@@ -291,7 +288,7 @@ class SharedDict(Mapping[K, V_co], Generic[K, V_co]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole segment that this dict is in, or a part of."""
+        """Bytes of the whole segment that contains this dict."""
         return _segment_of(self._node).nbytes
 
     def todict(self) -> dict[K, V_co]:
@@ -333,34 +330,33 @@ def share(obj: torch.Tensor) -> torch.Tensor: ...
 def share(obj: Any) -> Any:
     """Copy a large read-only structure to one anonymous segment of shared memory, for all processes.
 
-    Keep the result in the dataset in place of the original. However many workers read it, and however long, it is in
-    memory once: a forked worker inherits it, a spawned one gets a file descriptor. Any other pickling (`pickle.dumps`,
-    `torch.save`, a queue) is by value, as a plain list, dict, array or tensor.
+    Keep the result in the dataset instead of the original. It is in memory once, however many workers read it: a
+    forked worker inherits it, a spawned one gets a file descriptor. Any other pickling (`pickle.dumps`, `torch.save`,
+    a queue) is by value, as a plain list, dict, array or tensor.
 
-    Lists of str, of bytes, of int, of float and of bool are packed. Arrays and tensors, wherever they lie, become
-    views of the segment. Any other item is pickled, and unpickled each time it is asked for. A list, tuple or dict
-    *inside* is shared itself, hence a `SharedList` or `SharedDict`, if it has 1,024 entries or more, or if it is an
-    entry of a smaller one and leads to such a one; otherwise it comes out plain. What was shared before is taken over
-    as it is.
+    Lists of str, of bytes, of int, of float and of bool are packed. Arrays and tensors at any depth become views of the
+    segment. Any other item is pickled, and unpickled on each access. A list, tuple or dict *inside* becomes a
+    `SharedList` or `SharedDict` if it has 1,024 entries or more, or if it is an entry of a smaller container and itself
+    contains such a large one; otherwise it stays plain. Objects that were shared before are kept as they are.
 
     Arrays are read-only. torch has no read-only tensors: writing to a shared one changes it in the writing process
     only, which gets private copies of the pages written to.
 
     Args:
         obj: a list, tuple, dict, numpy array (of any dtype without Python objects) or dense CPU tensor. It is not
-            changed and may be dropped afterwards. The keys of dicts of 1,024 entries or more must be str, bytes,
+            changed and may be deleted afterwards. The keys of dicts of 1,024 entries or more must be str, bytes,
             numbers, None, or tuples of these.
 
     Returns:
-        A `SharedList` for a list or tuple, a `SharedDict` for a dict, an array or tensor for one; `obj` itself if it is
-        shared already. The memory is freed when this, and all arrays and tensors taken from it, are gone, in all
-        processes.
+        A `SharedList` for a list or tuple, a `SharedDict` for a dict, an array or tensor for an array or tensor; `obj`
+        itself if it is shared already. The memory is freed when this, and all arrays and tensors taken from it, are
+        gone in all processes.
 
     Raises:
         TypeError: `obj`, or a key, is of another kind.
         ValueError: a list or dict that contains itself.
         RingMemoryError: there is not enough memory.
-        Exception: whatever pickling an item raises, with a note that says which item.
+        Exception: pickling an item failed; a note says which item.
     """
     if isinstance(obj, SHARED):
         return obj
@@ -400,10 +396,10 @@ def _open(segment: SharedSegment, offset: int) -> Node:
     return open_node(Region(segment.memory, segment.externals, _wrap, segment), offset)
 
 
-def _open_list(segment: SharedSegment, offset: int, places: range) -> SharedList[Any]:
+def _open_list(segment: SharedSegment, offset: int, indices: range) -> SharedList[Any]:
     node = _open(segment, offset)
     assert isinstance(node, ListNode)
-    return _list_view(node, places)
+    return _list_view(node, indices)
 
 
 def _open_dict(segment: SharedSegment, offset: int) -> Any:
@@ -418,9 +414,9 @@ def _wrap(node: Node) -> SharedList[Any] | SharedDict[Any, Any]:
     return shared
 
 
-def _list_view(node: ListNode, places: range) -> SharedList[Any]:
+def _list_view(node: ListNode, indices: range) -> SharedList[Any]:
     shared: SharedList[Any] = object.__new__(SharedList)
-    shared._node, shared._range, shared._item = node, places, node.item
+    shared._node, shared._range, shared._item = node, indices, node.item
     return shared
 
 
@@ -436,7 +432,7 @@ def _index_text(index: Any, length: int) -> str:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equality of two items as lists have it, and of arrays and tensors as a whole."""
+    """Equality of two items as in lists; arrays and tensors are compared as a whole."""
     if one is other:
         return True
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):

@@ -1,1 +1,1 @@
-"""What `state_dict()` saves and `load_state_dict()` restores."""
+"""Saving and loading a loader's position: the layout of a state, progress tracking, the epoch counter."""

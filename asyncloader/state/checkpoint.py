@@ -1,10 +1,10 @@
-"""Where a loader stands, as a plain dictionary: saved at any batch, loaded by another process.
+"""Saves and loads a loader's position as a plain dictionary, at any batch and for any process.
 
-Data path: consumer -> [checkpoint]. Only what was *delivered* counts; what was fetched ahead is forgotten.
+Data path: consumer -> progress -> [checkpoint]. Only *delivered* batches count; batches fetched ahead are ignored.
 
-A `Progress` (`progress.py`) follows one iterator. The loader's `StateKeeper` holds that of the newest one, reads it out
-(`state_dict`), and begins the next epoch from a state that was loaded. The dictionary's layout is described in
-`state_layout.py`, which also checks one that comes from outside.
+A `Progress` (`progress.py`) tracks one iterator. The loader's `StateKeeper` keeps that of the newest one, makes a state
+of it (`state_dict`), and begins the next epoch from a state that was loaded. `schema.py` describes the dictionary's
+layout and checks states that come from outside.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ __all__ = ["StateKeeper", "expectations"]
 
 
 class StateKeeper:
-    """A loader's epochs and states. Its iterators each have a `Progress`; the newest one speaks for the loader."""
+    """A loader's epochs and states. Each iterator has a `Progress`; the newest one determines the loader's state."""
 
     def __init__(self) -> None:
         self.tally = Tally()
         self._group: RankGroup | None = None
         self._clock: EpochClock | None = None
         self._newest: Progress | None = None
-        self._read_before = False  # an epoch before the newest one gave something
-        self._loaded: dict[str, Any] | None = None  # as it was given, until an iterator begins from it
-        self._pending: dict[str, Any] | None = None  # checked, ditto
+        self._read_before = False  # an epoch before the newest one gave a batch
+        self._loaded: dict[str, Any] | None = None  # the loaded state as given, until an iterator begins from it
+        self._pending: dict[str, Any] | None = None  # the same, checked
 
     @property
     def grouped(self) -> bool:
@@ -54,7 +54,7 @@ class StateKeeper:
         return self._group is not None
 
     def retire_group(self) -> None:
-        """The loader is closed: the group of the ranks is of no use any more. Takes some seconds at most."""
+        """Destroy the ranks' process group, because the loader is closed. Takes some seconds at most."""
         group, self._group = self._group, None
         if group is not None:
             group.retire()
@@ -71,12 +71,12 @@ class StateKeeper:
 
     @property
     def padding(self) -> int:
-        """Samples at the end of the newest batch that are there for evenness only."""
+        """Samples at the end of the newest batch that only keep the ranks even."""
         return 0 if self._newest is None else self._newest.padding
 
     @property
     def batches_to_replay(self) -> int:
-        """Batches of a stream without a state that the next iterator will read again, and drop."""
+        """Number of batches that the next iterator will read again and drop, of a stream without a state."""
         workers = None if self._pending is None or self._pending["kind"] == "map" else self._pending["workers"]
         if workers is None:
             return 0
@@ -84,10 +84,10 @@ class StateKeeper:
         return sum(given for given, cursor in pairs if cursor is None)
 
     def begin(self, spec: LoaderSpec[Any]) -> Progress:
-        """The position of a new iterator: that of the state that was loaded, else the beginning of the epoch.
+        """The position of a new iterator: that of the loaded state, else the beginning of the epoch.
 
-        A state's position belongs to its epoch. If another epoch was set since it was loaded, that one begins at its
-        beginning.
+        A state's position belongs to its epoch. If another epoch was set since the state was loaded, that epoch begins
+        from its start.
         """
         clock = self._clock_of(spec)
         resumed, self._pending, self._loaded = self._pending, None, None
@@ -107,7 +107,7 @@ class StateKeeper:
         if assigns_shards(spec.dataset) and progress.saved_assignment is None:
             progress.assignment_key = new_key(spec._asyncloader_options.seed, spec.generator, progress.epoch)
         seeds = None if (loaded := resumed or finished) is None else loaded["seeds"]
-        if seeds is not None and seeds["rank"] == topology(spec).rank:  # those of another rank would double its numbers
+        if seeds is not None and seeds["rank"] == topology(spec).rank:  # another rank's numbers must not be repeated
             progress.seeds = seeds
         if finished is not None:
             progress.follows = True
@@ -119,7 +119,7 @@ class StateKeeper:
 
     @contextlib.contextmanager
     def making_iterator(self) -> Generator[None]:
-        """If the iterator cannot be made, a position that was loaded for it is for the next one."""
+        """Context that keeps a loaded position for the next iterator if making this one fails."""
         before = self._newest, self._loaded, self._pending
         try:
             yield
@@ -129,12 +129,12 @@ class StateKeeper:
 
     def _agreement(self, spec: LoaderSpec[Any], first_step: int) -> Agreement | None:
         here = topology(spec)
-        assigned = assigns_shards(spec.dataset)  # shared by all ranks in torch mode, too
+        assigned = assigns_shards(spec.dataset)  # its shards are shared by all ranks in torch mode, too
         if here.world_size == 1 or not is_iterable(spec) or (spec._asyncloader_options.seed is None and not assigned):
             return None
         self._group = make_group(here, self._group)
-        # Several workers' copies may end with a short batch each, or drop it, and shards differ in size: the length
-        # says nothing exact then.
+        # The length gives no exact number of batches if several workers may each end with a short batch or drop it, or
+        # if shards differ in size.
         exact = spec.num_workers <= 1 and hasattr(spec.dataset, "__len__") and not assigned
         count = _length(spec) if exact else None
         if count is not None:
@@ -153,7 +153,7 @@ class StateKeeper:
 
     def state(self, spec: LoaderSpec[Any], *, before_last: bool = False, finished: bool = False) -> dict[str, Any]:
         """See `DataLoader.state_dict`. `before_last`: as it was before the last delivery; `finished`: as if the epoch
-        ended here.
+        had ended here.
         """
         elsewhere = not (before_last or finished) and self._elsewhere(spec)
         if self._loaded is not None and not elsewhere:
@@ -177,7 +177,9 @@ class StateKeeper:
         return state
 
     def _check_exact(self, spec: LoaderSpec[Any], newest: Progress, *, finished: bool) -> None:
-        """New workers begin with the dataset as it is in this process: until then there is nothing to be saved."""
+        """Refuse to save if the dataset's state cannot be found again. Not if new workers will begin with the dataset
+        as it is in this process.
+        """
         lives_on = not spec.num_workers or spec.persistent_workers
         if not (lives_on if finished else newest.touched or (lives_on and self._read_before)):
             return
@@ -192,7 +194,7 @@ class StateKeeper:
         )
 
     def _elsewhere(self, spec: LoaderSpec[Any]) -> bool:
-        """Whether the next iterator begins an epoch that was set, and not the one that the last position leads to."""
+        """Whether `set_epoch` chose another epoch than the one that follows from the last position."""
         if spec._asyncloader_options.seed is None or is_iterable(spec):
             return False
         epoch = self._clock_of(spec).value
@@ -210,7 +212,7 @@ class StateKeeper:
         compare(state, expectations(spec, iterable=is_iterable(spec)), here.world_size)
         workers = state["workers"]
         if workers is not None and (state["finished"] or not any(workers["given"])):
-            # Between epochs any loader can begin; one of the same kind sets its datasets to where they stood.
+            # Between epochs any loader can begin; only one with the same workers and ranks restores its datasets.
             same = here._asdict() | {"num_workers": spec.num_workers}
             if any(workers[name] != value for name, value in same.items()):
                 workers = None
@@ -235,7 +237,7 @@ class StateKeeper:
 
 
 def _reads_by_chance(spec: LoaderSpec[Any]) -> bool:
-    """Whether nobody can say which samples a copy of the map dataset has read, and in which order."""
+    """Whether it is not determined which samples a copy of the map dataset reads, and in which order."""
     if spec._asyncloader_options.seed is None or is_iterable(spec):
         return False
     return bool(spec.num_workers > 1 or is_concurrent(spec.dataset, spec._asyncloader_options.fetch_threads))
@@ -249,7 +251,7 @@ def _length(index_sampler: Any) -> int | None:
 
 
 def _foretell(state: dict[str, Any], prospect: Prospect) -> None:
-    """The next epoch follows from this state: it gets its seeds, and the dataset as it will be read."""
+    """Add the next epoch's seeds and dataset state to a state that is saved between epochs."""
     state["seeds"] = prospect.seeds
     if state["workers"] is not None and prospect.cursor is not None:
         state["workers"]["cursors"] = [prospect.cursor._asdict()]
@@ -262,7 +264,7 @@ def _keep_generator(spec: LoaderSpec[Any], progress: Progress) -> None:
 
 
 def _most_steps(index_sampler: Any) -> int | None:
-    """Steps that an epoch can have, on any number of ranks; None if nobody knows."""
+    """Most steps that an epoch can have, on any number of ranks; None if unknown."""
     if not isinstance(index_sampler, RankView):
         return _length(index_sampler)
     items = _length(index_sampler.sampler)
@@ -270,7 +272,7 @@ def _most_steps(index_sampler: Any) -> int | None:
 
 
 def _follow(spec: LoaderSpec[Any], progress: Progress, finished: dict[str, Any]) -> None:
-    """Bring the sampler to the end of its last epoch: the next one follows from there."""
+    """Advance the sampler to the end of its last epoch, from where the next one continues."""
     saved, generators = finished["sampler"], finished["generators"]
     if async_index_source(spec) is not None:
         progress.drained = saved
@@ -280,7 +282,7 @@ def _follow(spec: LoaderSpec[Any], progress: Progress, finished: dict[str, Any])
     if saved is not None:
         IndexStream(index_sampler, iter(()), step=saved["at"], saved=saved).end_of_epoch()
     if generators is not None and "own" in generators and finished["cut"]:
-        # Saved before the end, where the generator stood at the epoch's beginning.
+        # Saved before the end, with the generator's state at the epoch's beginning.
         for _ in IndexStream(index_sampler, iter(index_sampler), step=finished["step"], generators=generators):
             pass
     elif generators is not None and "own" in generators:
@@ -288,14 +290,14 @@ def _follow(spec: LoaderSpec[Any], progress: Progress, finished: dict[str, Any])
 
 
 def expectations(spec: Any, *, iterable: bool) -> dict[str, Any]:
-    """What a state names of the loader that it is of, to be compared with the one that it is loaded into."""
+    """The part of a state that must agree with the loader that it is loaded into."""
     size, drop_last = spec.batch_size, spec.drop_last
     if type(spec.batch_sampler) is BatchSampler:
         size, drop_last = spec.batch_sampler.batch_size, spec.batch_sampler.drop_last
     if not iterable:
         own = replicas(plain_sampler(spec)) or replicas(spec.batch_sampler)
         if own is None and spec._asyncloader_options.seed is not None:
-            size = (size or 1) * topology(spec).world_size  # without a batch size: items that make a step
+            size = (size or 1) * topology(spec).world_size  # without a batch size: the items of one step
         elif own is not None and size is not None:
             size *= own.world_size
     return {
@@ -325,5 +327,5 @@ def _order(spec: Any) -> str:
 def _dataset_length(dataset: Any) -> int | None:
     try:
         return len(dataset)
-    except Exception:  # torch does not ask where a sampler was given: whatever it raises must not show
+    except Exception:  # torch does not call `len` if a sampler was given, so an error must not surface
         return None

@@ -1,9 +1,9 @@
-"""Which epoch a loader is in. Pure, but for telling samplers and datasets.
+"""Counts a loader's epochs. Pure, except that it calls `set_epoch` of samplers and datasets.
 
 Data path: none; read when an iterator begins.
 
-The number lives where users expect it: in the sampler, if that has `set_epoch` and `epoch` (ours does, and torch's
-`DistributedSampler`). So ``loader.set_epoch(e)`` and ``loader.sampler.set_epoch(e)`` are the same thing.
+The number is kept where users expect it: in the sampler, if that has `set_epoch` and `epoch` (as ours and torch's
+`DistributedSampler`). So ``loader.set_epoch(e)`` and ``loader.sampler.set_epoch(e)`` are the same.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ __all__ = ["EpochClock"]
 
 
 class EpochClock:
-    """Counts epochs.
+    """The epoch counter of one loader.
 
     Args:
-        samplers: the loader's sampler and batch sampler. Those with `set_epoch` are told, each once.
-        dataset: is told too, if it has `set_epoch`.
-        seeded: whether a completed epoch sets the next one. In torch mode samplers are the user's to set.
+        samplers: the loader's sampler and batch sampler; `set_epoch` is called on those that have it, once each.
+        dataset: the same, if it has `set_epoch`.
+        seeded: whether a completed epoch sets the next one. In torch mode the user calls `set_epoch`.
     """
 
     def __init__(self, samplers: list[Any], dataset: Any, *, seeded: bool) -> None:
-        each = {id(sampler): sampler for sampler in samplers}.values()  # one sampler may come under two names
+        each = {id(sampler): sampler for sampler in samplers}.values()  # one sampler may have two names
         self._samplers = [sampler for sampler in each if callable(getattr(sampler, "set_epoch", None))]
         self._dataset = dataset if callable(getattr(dataset, "set_epoch", None)) else None
         self._seeded = seeded
         self._count = 0
         self.restored = 0
-        """How often a state was loaded: an iterator that began before has no say any more."""
-        self.told = seeded
-        """Whether the dataset hears of epochs from here."""
+        """How often a state was loaded. An iterator that began before that no longer advances the epoch."""
+        self.sets_dataset = seeded
+        """Whether `set_epoch` is called on the dataset."""
 
     @property
     def value(self) -> int:
@@ -44,7 +44,7 @@ class EpochClock:
         return self._count
 
     def set(self, epoch: int) -> None:
-        """The next iterator's epoch is this one.
+        """Set the next iterator's epoch.
 
         Raises:
             TypeError: it is no integer.
@@ -54,17 +54,17 @@ class EpochClock:
             raise TypeError(f"an epoch should be an integer, but got epoch={epoch!r}")
         if epoch < 0:
             raise ValueError(f"an epoch should not be negative, but got epoch={epoch}")
-        for told in (*self._samplers, self._dataset):
-            if told is not None:
-                told.set_epoch(epoch)
-        self.told = True
+        for part in (*self._samplers, self._dataset):
+            if part is not None:
+                part.set_epoch(epoch)
+        self.sets_dataset = True
         self._count = epoch
 
     def restore(self, epoch: int, *, finished: bool) -> Callable[[], None]:
-        """A state was loaded that is of this epoch, or of its end. Returns what takes that back, should it be refused.
+        """Restore the epoch of a loaded state. Returns a function that undoes this if the state is refused.
 
-        In torch mode the epochs of samplers and datasets are the user's to set, and so is the one after this: only a
-        sampler that says to be in another epoch is told.
+        In torch mode the user sets the epochs of samplers and datasets, and also the one after this: `set_epoch` is
+        only called on a sampler whose `epoch` differs.
         """
         before, count = self.value, self._count
         moved: list[tuple[Any, int]] = []
@@ -74,28 +74,28 @@ class EpochClock:
             self.set(epoch + finished)
         else:
             for sampler in self._samplers:
-                told = getattr(sampler, "epoch", None)
-                if isinstance(told, int) and told != epoch:
+                current = getattr(sampler, "epoch", None)
+                if isinstance(current, int) and current != epoch:
                     sampler.set_epoch(epoch)
-                    moved.append((sampler, told))
+                    moved.append((sampler, current))
 
         def take_back() -> None:
             self.restored -= 1
             if self._seeded:
                 self.set(before)
             self._count = count
-            for sampler, told in moved:
-                sampler.set_epoch(told)
+            for sampler, previous in moved:
+                sampler.set_epoch(previous)
 
         return take_back
 
     def begin(self) -> None:
-        """An iterator begins: in seeded mode all parts are in the same epoch."""
+        """Begin an iterator: in seeded mode, set all samplers and the dataset to the same epoch."""
         if self._seeded:
             self.set(self.value)
 
     def completed(self, epoch: int) -> None:
-        """An iterator has delivered all of this epoch. Whatever was set meanwhile stays; twice is once."""
+        """Advance after an iterator delivered all of this epoch, unless another epoch was set meanwhile. Idempotent."""
         if self.value != epoch:
             return
         if self._seeded:

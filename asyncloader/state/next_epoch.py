@@ -1,11 +1,11 @@
-"""What the next `iter()` will begin with, found out without calling it.
+"""Predicts what the next `iter()` will begin with, without calling it.
 
 Data path: beside the sampler; [next_epoch] -> checkpoint.
 
-A state that is saved while nothing is iterated must lead to the epoch that would have come: its base seed, the
-sampler's order, and, without workers, the dataset as it will then be. All of these come of draws from torch's
-generators, which are made here in advance, and taken back. It holds as long as nobody else draws between `state_dict()`
-and `iter()`.
+A state that is saved between epochs must lead to the epoch that would have come: its base seed, the sampler's order,
+and, without workers, the dataset as it will then be. All of these depend on draws from torch's generators. They are
+made here in advance, and undone. The prediction holds as long as nothing else draws between `state_dict()` and
+`iter()`.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ __all__ = ["Prospect", "after_an_epoch", "of_a_first_epoch"]
 
 
 class Prospect(NamedTuple):
-    """Parts of a state, as they will be when the next iterator has been made."""
+    """Parts of a state as they will be after the next iterator was made."""
 
     sampler: dict[str, Any] | None = None
     generators: dict[str, str] | None = None
     seeds: dict[str, Any] | None = None
     cursor: Cursor | None = None
-    """Of the dataset in this process, which is read without workers; None: it has no state."""
+    """The cursor of the dataset in this process, if it is read without workers; None if it has no state."""
 
 
 def of_a_first_epoch(spec: LoaderSpec[Any]) -> Prospect:
-    """Before any iterator was made."""
+    """Predict the first epoch, before any iterator was made."""
     if is_iterable(spec):
         with _undone(spec.generator):
             seeds = _draw_seeds(spec)
@@ -62,11 +62,11 @@ def of_a_first_epoch(spec: LoaderSpec[Any]) -> Prospect:
 
 
 def after_an_epoch(spec: LoaderSpec[Any], *, itself: bool) -> Prospect:
-    """Between epochs. `itself`: the dataset is its own iterator. Where the sampler stands is known from the last epoch;
-    a base seed that comes from the sampler's own generator will come again with that.
+    """Predict the epoch after a completed one. `itself`: whether the dataset is its own iterator. The sampler's state
+    is known from the last epoch, and determines a base seed that is drawn from the sampler's own generator.
     """
     if spec.persistent_workers and spec.num_workers:
-        return Prospect()  # they keep the seeds that they have, and the state of their numbers with them
+        return Prospect()  # persistent workers keep their seeds and generators
     shared = spec.generator is not None and own_generator(base_sampler(spec._index_sampler)) is spec.generator
     with _undone(spec.generator):
         seeds = _draw_seeds(spec)
@@ -85,7 +85,7 @@ def _undone(*generators: torch.Generator | None) -> Generator[None]:
 
 
 def _draw_seeds(spec: LoaderSpec[Any]) -> dict[str, Any] | None:
-    """As torch's iterator base will. None where it draws more than can be told here, or its numbers are the seed's."""
+    """Draw as torch's iterator base will. None if its draws cannot be predicted, or come from `seed`."""
     if (
         spec._asyncloader_options.seed is not None
         or isinstance(spec.dataset, IterDataPipe)
@@ -97,15 +97,15 @@ def _draw_seeds(spec: LoaderSpec[Any]) -> dict[str, Any] | None:
 
 
 def _dataset_at_rest(spec: LoaderSpec[Any], *, itself: bool) -> Cursor | None:
-    """Where the dataset of this process stands before the ``iter(dataset)`` to come, if it is read here."""
+    """The cursor of this process's dataset before the next ``iter(dataset)``; None if workers read it."""
     dataset: Any = spec.dataset
     if spec.num_workers or not spec._asyncloader_options.snapshot_every_n_steps or assigns_shards(dataset):
         return None
     bookmark = Bookmark(dataset, 1)
     found = _taken(bookmark)
     if found is None and bookmark.keeps_state and is_iterable(spec) and not hasattr(type(dataset), "__aiter__"):
-        # One that is its own iterator may have no place until `__iter__` makes one: in a copy, for it will be called
-        # again.
+        # A dataset that is its own iterator may have no position before `__iter__`. It is called on a copy, because
+        # the real one will be called later.
         with contextlib.suppress(Exception):
             bookmark = Bookmark(copied := copy.copy(dataset), 1)
             bookmark.iterates(iter(copied), None)

@@ -1,6 +1,6 @@
-"""The position of one iterator: what was delivered, and where the parts with a state of their own stood.
+"""Tracks the position of one iterator: the batches that were delivered, and the states of sampler and dataset there.
 
-Data path: consumer -> [progress] -> checkpoint. A few additions a batch, in the iterator's thread.
+Data path: consumer -> [progress] -> checkpoint. Costs a few additions per batch, in the iterator's thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Progress", "Tally"]
 
 
 class Tally:
-    """Samples that were left out, or came twice, for the ranks' evenness: over all ranks and completed epochs."""
+    """Counts samples that were dropped or repeated to keep the ranks even, over all ranks and completed epochs."""
 
     def __init__(self) -> None:
         self.dropped = 0
@@ -38,9 +38,9 @@ class Tally:
 
 
 class Progress:
-    """The position of one iterator: which steps were delivered, and where the parts with a state of their own stood.
+    """The position of one iterator: the steps that were delivered, and the states of sampler and dataset there.
 
-    Made by `StateKeeper.begin`. The iterator tells it what it delivers; everything happens in its thread.
+    Made by `StateKeeper.begin`. The iterator reports its deliveries, in its own thread.
     """
 
     def __init__(
@@ -66,24 +66,24 @@ class Progress:
         self._step = 0 if resumed is None else resumed["step"]
         self._beyond: set[int] = set() if resumed is None else set(resumed["beyond"])
         self._failed: list[int] = []
-        self._delivered: int | None = None  # the task that was delivered last
+        self._delivered: int | None = None  # the last task that was delivered
         self._steps: dict[int, int] = {}  # task -> step, for tasks that are outstanding
         self._stream: IndexStream | None = None
         self.log: StateLog | None = None
-        """States of an async sampler, by its reader."""
+        """The states of an async sampler, saved by its reader."""
         self.follows = False
-        """Whether this epoch follows one that was saved when it had ended."""
+        """Whether a state was loaded that was saved at the end of an epoch, which this epoch follows."""
         self.carried: dict[str, Any] | None = None
-        """The `workers` part of that state: datasets that live on."""
+        """The `workers` part of that state, where the dataset continues from it."""
         self.generator_then: tuple[torch.Generator, torch.Tensor] | None = None
-        """The sampler's generator, and its state at the end of the epoch that this one follows."""
+        """The sampler's generator, and its state at the end of the epoch before."""
         self._inherited: list[bytes] = []
         self.ends: dict[int, bytes] = {}
-        """Pickled cursors of the workers' copies of the dataset that have seen their end. Any thread may add one."""
+        """Pickled cursors of the workers whose copies of the dataset have ended. Any thread may add one."""
         self.drained: dict[str, Any] | None = None
-        """The state of an async sampler that has ended its epoch, after which this one follows."""
+        """The state of an async sampler at the end of the epoch before."""
         self.undrained: dict[str, Any] | None = None
-        """The loader's state at that end: it means the same place until the sampler has been brought there."""
+        """The loader's state at that end, which is still valid until the sampler has been advanced to it."""
         self.view: RankView | None = None
         """This rank's share of the order, in seeded mode."""
         self._rank = rank
@@ -92,28 +92,28 @@ class Progress:
         self._streams = streams
         self._cursors: list[bytes] = []
         self._given: list[int] = []
-        self._turn = 0
+        self._next_worker = 0
         self.agreement: Agreement | None = None
-        """With the other ranks, on when the epoch ends; None where there is nothing to agree on."""
+        """The agreement with the other ranks on the end of the epoch; None if none is needed."""
         self.assignment: EpochAssignment | None = None
-        """The epoch's shard assignment, for datasets that have one; None: not opened yet."""
+        """The epoch's shard assignment, for datasets that have one; None: not planned yet."""
         self.assignment_key: int | None = None
         """Chooses their order, if this epoch is not resumed; None for other datasets."""
-        self._astray = False  # indices came from elsewhere than the stream
+        self._astray = False  # indices did not come from the stream
         self.seeds: dict[str, Any] | None = None
-        """The seeds of a state that this epoch begins with; then those that it has begun with."""
+        """The seeds of a loaded state; once the epoch has begun, those that it uses."""
         self.live: Callable[[], Callable[[], bytes] | None] | None = None
-        """Weakly refers to what takes the dataset's cursor as it is now, where nothing is read ahead."""
+        """A weak reference to a function that takes the dataset's current cursor, where nothing is read ahead."""
         self._previous: tuple[Any, ...] = ()  # the position before the last delivery
         self.padding = 0
-        """Samples at the end of the batch delivered last that are there for evenness only."""
+        """Samples at the end of the last batch that only keep the ranks even."""
 
     # ------------------------------------------------------------------------------------------- beginning
 
     @property
     def outdated(self) -> bool:
-        """Another epoch was set before this one gave anything: in seeded mode the iterator begins anew with that. One
-        that goes on from a loaded position stays there: that is what Lightning wants, which counts on for itself.
+        """Whether another epoch was set before this one gave a batch: in seeded mode the iterator then begins that one.
+        An iterator that resumes from a loaded position keeps it, as Lightning needs, which counts epochs itself.
         """
         if self._touched or self._resumed is not None or self._expects["mode"] != "seeded":
             return False
@@ -121,48 +121,48 @@ class Progress:
 
     @property
     def touched(self) -> bool:
-        """Whether something was delivered, or it goes on where something had been."""
+        """Whether a batch was delivered, in this iterator or before the position that it resumed from."""
         return self._touched or (self._resumed is not None and self._resumed["step"] > 0)
 
     @property
     def finished(self) -> bool:
-        """Whether the user was told that there are no more batches."""
+        """Whether the user has seen the end of the epoch."""
         return self._finished
 
     @property
     def iterates_itself(self) -> bool:
-        """Whether the dataset is its own iterator, as far as its states tell."""
+        """Whether the dataset is its own iterator, as far as its states show."""
         return any(Cursor(*pickle.loads(data)).itself for data in self._cursors if data)
 
     @property
     def first_step(self) -> int:
-        """Steps that were delivered before this iterator, without a gap."""
+        """Number of steps that were delivered before this iterator, without a gap."""
         return 0 if self._resumed is None else int(self._resumed["step"])
 
     @property
     def skipped(self) -> frozenset[int]:
-        """Steps beyond `first_step` that were delivered before, too."""
+        """Numbers of later steps that were delivered before this iterator, too."""
         return frozenset() if self._resumed is None else frozenset(self._resumed["beyond"])
 
     @property
     def saved_sampler(self) -> dict[str, Any] | None:
-        """The sampler's state to begin with; None: from the beginning."""
+        """The sampler's state to resume from; None: begin at the start."""
         return None if self._resumed is None else self._resumed["sampler"]
 
     @property
     def saved_assignment(self) -> Any:
-        """The shard assignment's part of the state to resume from; None: from the beginning."""
+        """The shard assignments to resume from; None: begin at the start."""
         workers = None if self._resumed is None else self._resumed["workers"]
         return None if workers is None else workers.get("leases")
 
     @property
-    def turn(self) -> int:
-        """The worker that made the next batch of an iterable dataset."""
-        return self._turn
+    def next_worker(self) -> int:
+        """The worker whose turn it is for the next batch of an iterable dataset."""
+        return self._next_worker
 
     def stream(self, index_sampler: Any, made: Any, drawn: dict[str, str] | None = None) -> IndexStream:
-        """The index stream from the delivered position on; `made` is the index sampler's iterator, just made, and
-        `drawn` what that drew (see `IndexStream`).
+        """The index stream from the delivered position on. `made` is a new iterator of the index sampler; `drawn` holds
+        the generators' states from before it was made (see `IndexStream`).
         """
         self.view = index_sampler if isinstance(index_sampler, RankView) else None
         self._stream = IndexStream(
@@ -178,44 +178,45 @@ class Progress:
         return self._stream
 
     def starts(
-        self, workers: int, base_seed: int, shared_seed: int | None, *, anew: bool = False
+        self, workers: int, base_seed: int, shared_seed: int | None, *, new_workers: bool = False
     ) -> tuple[int, list[EpochStart]]:
-        """The base seed, and what each worker begins the epoch with. Without workers: ``workers=1``. `anew`: persistent
-        ones are new all the same, and begin where those before ended.
+        """The base seed, and where each worker begins the epoch. Without workers: ``workers=1``. `new_workers`: the
+        workers are new, though persistent, and begin where their predecessors ended.
 
-        The seeds that were drawn give way to those of a state: what the workers draw is to come again.
+        Seeds from a loaded state replace the drawn ones, so that the workers draw the same numbers again.
         """
         if self.seeds is not None:
             base_seed = int(self.seeds["base"])
             shared_seed = shared_seed if self.seeds["shared"] is None else self.seeds["shared"]
         if self._expects["mode"] == "torch":
             self.seeds = {"rank": self._rank, "base": base_seed, "shared": shared_seed}
-        self._cursors, self._given, self._turn = [b""] * workers, [0] * workers, 0
+        self._cursors, self._given, self._next_worker = [b""] * workers, [0] * workers, 0
         saved = None if self._resumed is None else self._resumed["workers"]
         if saved is None:
-            places = [None] * workers if self.carried is None else self.carried["cursors"]
-            found = [None if place is None else Cursor(**place) for place in places]
-            if anew and len(self._inherited) == workers:
+            saved_cursors = [None] * workers if self.carried is None else self.carried["cursors"]
+            found = [None if each is None else Cursor(**each) for each in saved_cursors]
+            if new_workers and len(self._inherited) == workers:
                 found = [Cursor(*pickle.loads(data)) if data else None for data in self._inherited]
             starts = [
-                EpochStart(shared_seed, self.epoch, self._clock.told, each and each.epoch_later()) for each in found
+                EpochStart(shared_seed, self.epoch, self._clock.sets_dataset, each and each.epoch_later())
+                for each in found
             ]
             self._cursors = [pickle.dumps(tuple(start.cursor), 5) if start.cursor else b"" for start in starts]
             if len(self._inherited) == workers:
                 self._cursors = self._inherited
             return base_seed, starts
-        self._given, self._turn = list(saved["given"]), saved["next"]
+        self._given, self._next_worker = list(saved["given"]), saved["next"]
         starts = []
-        for worker, (given, place) in enumerate(zip(saved["given"], saved["cursors"], strict=True)):
-            # One that could not be taken tells nothing but that the stream must be read again.
-            cursor = None if place is None or place["problem"] else Cursor(**place)
+        for worker, (given, saved_cursor) in enumerate(zip(saved["given"], saved["cursors"], strict=True)):
+            # A cursor with a problem cannot be used: the stream must be read again.
+            cursor = None if saved_cursor is None or saved_cursor["problem"] else Cursor(**saved_cursor)
             if cursor is not None:
                 self._cursors[worker] = pickle.dumps(tuple(cursor), 5)
             starts.append(
                 EpochStart(
                     shared_seed,
                     self.epoch,
-                    self._clock.told,
+                    self._clock.sets_dataset,
                     cursor,
                     given - (cursor.batches if cursor else 0),
                 )
@@ -223,35 +224,35 @@ class Progress:
         return base_seed, starts
 
     def inherit(self, before: Progress) -> None:
-        """Persistent workers go on with their datasets as the epoch before left them, if it came to its end."""
+        """Let persistent workers continue with their datasets from the end of the epoch before, if it was completed."""
         if before._finished and before._streams is not None:
             alone = [Cursor(*pickle.loads(data)).epoch_later() if data else None for data in before._cursors]
             self._inherited = [b"" if cursor is None else pickle.dumps(tuple(cursor), 5) for cursor in alone]
 
     def base_seed_drawn(self) -> None:
-        """torch's iterator base has drawn a base seed. Where this epoch follows another, persistent workers would have
-        theirs since their first one: the sampler's generator is put back.
+        """Undo the draw of the base seed if this epoch follows another: persistent workers would have kept their first
+        one, so the sampler's generator is restored.
         """
         if self.generator_then is not None:
             generator, state = self.generator_then
             generator.set_state(state)
 
     def begun(self, worker: int, cursor: bytes) -> None:
-        """Where the worker's copy of the dataset stood when it began, if it has a state."""
+        """Record the cursor of a worker's copy of the dataset when it began, if it has a state."""
         if cursor and self._streams is not None and not self._cursors[worker]:
             self._cursors[worker] = cursor
 
-    # ----------------------------------------------------------------------------------------- for each batch
+    # ----------------------------------------------------------------------------------------- per batch
 
     def pulled(self, task: int, step: int | None) -> None:
-        """The task is that step's; None: its index came from elsewhere."""
+        """Record the step of a task; None: its index did not come from the stream."""
         if step is None:
             self._astray = True
         else:
             self._steps[task] = step
 
     def _pass_over(self) -> None:
-        """Steps that somebody else took from the sampler's iterator are past: their batches are not wanted."""
+        """Skip the steps that code outside the loader took from the sampler's iterator."""
         stream = self._stream
         if stream is not None and stream.unclaimed:
             step, beyond = self._step, self._beyond
@@ -260,7 +261,7 @@ class Progress:
             self._step, self._beyond, stream.unclaimed = step, beyond, []
 
     def delivered(self, task: int, worker: int = 0, cursor: bytes = b"") -> None:
-        """The user gets the task's batch now. Told twice in a row, after Ctrl-C, is told once."""
+        """Record that the user gets the task's batch. A repeated call, as after Ctrl-C, has no effect."""
         if task != self._delivered:
             self._mark(task, worker, cursor)
         self._steps.pop(task, None)
@@ -274,24 +275,24 @@ class Progress:
     def _mark(self, task: int, worker: int, cursor: bytes) -> None:
         step, beyond = self._step, self._beyond
         previous: tuple[Any, ...] = step, tuple(beyond), worker
-        turn = self._turn
+        next_worker = self._next_worker
         if self._streams is not None:
-            previous += self._given[worker], self._cursors[worker], turn
-            turn = (worker + 1) % len(self._given)
+            previous += self._given[worker], self._cursors[worker], next_worker
+            next_worker = (worker + 1) % len(self._given)
         for failed in self._failed:
             step, beyond = self._past(step, beyond, failed)
         number = self._steps.get(task)
         padding = None if self.view is None else self.view.cutter.padding
         if padding is not None and padding[0] != number:
             padding = None
-        if number == step and not beyond:  # as nearly always
+        if number == step and not beyond:  # the usual case
             step += 1
         else:
             step, beyond = self._past(step, beyond, task)
-        # Nothing is called from here on, so that Ctrl-C does not come in between.
+        # No calls from here on, so that Ctrl-C cannot interrupt it halfway.
         self._previous = previous
         self._step, self._beyond = step, beyond
-        self._touched, self._failed, self._turn = True, [], turn
+        self._touched, self._failed, self._next_worker = True, [], next_worker
         self.padding = 0 if padding is None else padding[1]
         if self._streams is not None:
             self._given[worker] += 1
@@ -300,21 +301,23 @@ class Progress:
         self._delivered = task
 
     def _past(self, step: int, beyond: set[int], task: int) -> tuple[int, set[int]]:
-        """The position `step` and `beyond`, and the task's step."""
+        """The position `step`, `beyond` with the task's step added."""
         number = self._steps.get(task)
         if number is None:
             if self._expects["kind"] == "map":
                 return step, beyond  # the sampler raised: no step was taken from it
-            number = step  # those of a stream have no numbers of their own
+            number = step  # a stream's steps have no numbers of their own
         return _marked(step, beyond, number)
 
     def failed(self, task: int) -> None:
-        """The user gets an error in the batch's place: if the next batch is taken, this one is past. Twice is once."""
+        """Record that the user gets an error instead of the batch, which counts as done once the next one is taken.
+        Idempotent.
+        """
         if task not in self._failed and task != self._delivered:
             self._failed.append(task)
 
     def finish(self) -> None:
-        """The user was told that there are no more batches."""
+        """Record that the user has seen the end of the epoch."""
         self._finished = True
         for worker, cursor in self.ends.items():
             self._cursors[worker] = cursor or self._cursors[worker]
@@ -332,23 +335,23 @@ class Progress:
     # ------------------------------------------------------------------------------------------------ reading
 
     def state_before_last(self) -> dict[str, Any]:
-        """`state` as it was before the last delivery: for who reads one batch ahead of what is used."""
+        """`state` as it was before the last delivery, for callers that read one batch ahead."""
         if not self._previous:
             return self.state()
         now = self._step, self._beyond, self._finished
-        step, beyond, worker, *place = self._previous
-        given, cursors, turn = list(self._given), list(self._cursors), self._turn
+        step, beyond, worker, *stream = self._previous
+        given, cursors, next_worker = list(self._given), list(self._cursors), self._next_worker
         try:
             self._step, self._beyond, self._finished = step, set(beyond), False
-            if place:
-                self._given[worker], self._cursors[worker], self._turn = place
+            if stream:
+                self._given[worker], self._cursors[worker], self._next_worker = stream
             return self.state()
         finally:
             self._step, self._beyond, self._finished = now
-            self._given, self._cursors, self._turn = given, cursors, turn
+            self._given, self._cursors, self._next_worker = given, cursors, next_worker
 
     def state(self, *, finished: bool = False) -> dict[str, Any]:
-        """A fresh dictionary; see `state_layout.py`. `finished`: the epoch is over here, though nobody was told so."""
+        """A new dictionary; see `schema.py`. `finished`: as if the epoch had ended here."""
         if self.undrained is not None and self.log is None and not self._touched:
             return copy.deepcopy(self.undrained)
         finished = finished or self._finished
@@ -363,7 +366,7 @@ class Progress:
         drawn = None if stream is None else stream.drawn()
         generators = None if drawn is None else dict(drawn)
         if finished and stream is not None and generators is not None and "own" in generators:
-            generators["own"] = stream.own_state() or generators["own"]  # the next epoch goes on from there
+            generators["own"] = stream.own_state() or generators["own"]  # where the next epoch continues
         if stream is not None:
             sampler = stream.state(self._step)
         else:
@@ -387,11 +390,11 @@ class Progress:
         ]
         take = None if finished or self._failed or self.live is None else self.live()
         if take is not None and (data := take()):
-            # In the consumer's process the dataset may share its random numbers with the consumer, who has gone on.
+            # In the consumer's process the dataset may share its generators with the consumer, which has drawn since.
             now = Cursor(*pickle.loads(data))
             if now.batches == self._given[0] and not now.problem:
                 cursors = [now._asdict()]
-        assignment = self.saved_assignment  # they are where they were, if they are not opened yet
+        assignment = self.saved_assignment  # unchanged if the epoch was not planned yet
         if self.assignment is not None:
             assignment = self.assignment.state(cursors, self._given)
         elif assignment is None and self.assignment_key is not None:
@@ -399,14 +402,14 @@ class Progress:
         return {
             **streams,
             **({} if assignment is None else {"leases": assignment}),
-            "next": self._turn,
+            "next": self._next_worker,
             "given": list(self._given),
             "cursors": cursors,
         }
 
 
 def _marked(step: int, beyond: set[int], number: int) -> tuple[int, set[int]]:
-    """The position `step` and `beyond` and the step of this number, as a position. Changes nothing."""
+    """The position `step`, `beyond` with one more step, as a new position."""
     beyond = {*beyond, number}
     while step in beyond:
         beyond.remove(step)

@@ -1,4 +1,4 @@
-"""The layout of a loader's state, and the checks of one that comes from outside. Pure.
+"""Defines the layout of a loader's state, and checks states that come from outside. Pure.
 
 Data path: none.
 
@@ -9,22 +9,22 @@ states are):
     mode           "seeded" or "torch"
     kind           "map" or "iterable"
     seed, length, batch_size, drop_last, order
-                   what the loader must agree with; `batch_size` is that of all ranks together
+                   must agree with the loader; `batch_size` is that of all ranks together
     epoch          the epoch's number
     step           batches of each rank that were delivered, without a gap
     beyond         numbers of those delivered after a gap (out of order), ascending
-    finished       whether the user was told of the epoch's end
+    finished       whether the user has seen the epoch's end
     sampler        {at, ended, sampler, iterator}: a stateful sampler's own states after `at` steps, and whether it had
                    seen its end by then; or None
     generators     {global, own}: what the sampler drew its order from (base64), or None
     seeds          {rank, base, shared}: the epoch's base seed, from which the workers' seeds count, and the datapipes'
-                   shared one, or None; both of the rank that saved them. Of an epoch that has ended: the next one's.
-                   None in seeded mode, and where nobody knows
-    workers        of datasets that are read as streams or have a state: {num_workers, rank, world_size, next, given,
+                   shared one, or None; both of the rank that saved them. After the end of an epoch: the next one's.
+                   None in seeded mode, and where they are unknown
+    workers        for datasets that are read as streams or have a state: {num_workers, rank, world_size, next, given,
                    cursors}, or None. See `workers/fetch/dataset_state.py`
 
 All ranks of a map dataset in seeded mode have the same state. Keys that are not listed are ignored: Accelerate adds
-some. One of them is understood, because it is how it says that an epoch is over: ``_iterator_finished``.
+some. Only its key ``_iterator_finished`` is read: it says that the epoch is over.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 VERSION = 2
 
 EXPECTED = ("mode", "kind", "seed", "length", "batch_size", "drop_last", "order")
-"""Keys in which state and loader must agree."""
+"""Keys whose values must be the same in state and loader."""
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "mode": (str,),
@@ -87,14 +87,15 @@ _CURSOR: dict[str, tuple[type, ...]] = {
     "problem": (str,),
     "itself": (str,),
 }
-_MOST = 1 << 63  # numbers that torch, and the workers' frames, can take
+_MOST = 1 << 63  # bound of numbers that torch and the workers' frames accept
 
 
 def check_state(given: Any) -> dict[str, Any]:
-    """A copy of the state, whole and of this layout, with `cut`: only Accelerate's key says that it is finished.
+    """Check a state. Returns a copy with the known keys, and `cut`: whether only Accelerate's key says that it is
+    finished.
 
     Raises:
-        StateError: it is not a state, is truncated, or of another version.
+        StateError: it is not a state, is incomplete or damaged, or is of another version.
     """
     if not isinstance(given, dict):
         raise StateError(f"a loader's state is a dictionary, but got {type(given).__name__}")
@@ -138,16 +139,16 @@ def check_state(given: Any) -> dict[str, Any]:
         raise StateError("the state is broken: it is a stream's, but does not say where the workers stood")
     try:
         whole = copy.deepcopy(given)
-    except Exception as error:  # the states of the user's parts may be anything
+    except Exception as error:  # the user's own states may be any objects
         raise StateError(f"the state cannot be copied: {type(error).__name__}: {error}") from error
     state = {name: whole[name] for name in ("version", *_TYPES)}
-    if state["workers"] is not None:  # with no more keys than a cursor has
+    if state["workers"] is not None:  # only the keys of a cursor
         cursors = [cursor and {name: cursor[name] for name in _CURSOR} for cursor in state["workers"]["cursors"]]
         state["workers"]["cursors"] = cursors
     state["cut"] = given.get("_iterator_finished") is True and not state["finished"]
     if state["cut"]:
         state["finished"] = True
-        state["seeds"] = None  # they are not the next epoch's
+        state["seeds"] = None  # these are not the next epoch's
     return state
 
 
@@ -191,7 +192,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _show(value: Any) -> str:
-    """Any value in an error's text; it may nest too deep to be written, or be too long a number."""
+    """A value as text for an error; `repr` fails for values that nest too deep, or for too long numbers."""
     try:
         text = repr(value)
     except Exception:
@@ -202,7 +203,7 @@ def _show(value: Any) -> str:
 def _check_fields(given: Any, types: dict[str, tuple[type, ...]], what: str) -> None:
     missing = [name for name in types if name not in given]
     if missing:
-        raise StateError(f"{what} is not whole: {', '.join(map(repr, missing))} missing")
+        raise StateError(f"{what} is incomplete: {', '.join(map(repr, missing))} missing")
     for name, allowed in types.items():
         value = given[name]
         right = isinstance(value, allowed)
@@ -213,10 +214,10 @@ def _check_fields(given: Any, types: dict[str, tuple[type, ...]], what: str) -> 
 
 
 def compare(state: dict[str, Any], expected: dict[str, Any], world_size: int) -> None:
-    """Whether the state is of a loader like this one.
+    """Check that the state was saved by a loader like this one.
 
     Raises:
-        StateError: it is not, with both values.
+        StateError: it was not; names both values.
     """
     for name in EXPECTED:
         saved, here = state[name], expected[name]
@@ -244,10 +245,10 @@ def compare(state: dict[str, Any], expected: dict[str, Any], world_size: int) ->
 
 
 def check_generators(generators: dict[str, Any] | None, *, own: bool) -> None:
-    """Whether the sampler draws its order from where it was drawn. `own`: it has a generator of its own here.
+    """Check that the sampler draws from the same generators. `own`: whether it has a generator of its own here.
 
     Raises:
-        StateError: it does not, and would give another order.
+        StateError: it does not, so its order would differ.
     """
     if generators is None or ("own" in generators) == own:
         return
@@ -263,10 +264,10 @@ def check_generators(generators: dict[str, Any] | None, *, own: bool) -> None:
 
 
 def check_length(state: dict[str, Any], steps: int | None) -> None:
-    """Whether the state's position is one of an epoch of so many steps (None: nobody knows).
+    """Check that an epoch of so many steps contains the state's position (None: unknown).
 
     Raises:
-        StateError: it is beyond its end.
+        StateError: the position is beyond the end.
     """
     last = max([state["step"], *(step + 1 for step in state["beyond"])])
     if steps is not None and last > steps:
@@ -274,10 +275,10 @@ def check_length(state: dict[str, Any], steps: int | None) -> None:
 
 
 def check_workers(workers: dict[str, Any], num_workers: int, rank: int, world_size: int) -> None:
-    """Whether the places of the workers' copies of a dataset can be found again here.
+    """Check that this loader has the workers and the rank whose dataset positions were saved.
 
     Raises:
-        StateError: there are more or fewer workers, or it is another rank's state.
+        StateError: the number of workers differs, or it is another rank's state.
     """
     if (workers["rank"], workers["world_size"]) != (rank, world_size):
         raise StateError(
@@ -293,10 +294,10 @@ def check_workers(workers: dict[str, Any], num_workers: int, rank: int, world_si
 
 
 def check_exact(workers: dict[str, Any], *, stream: bool) -> None:
-    """Whether every copy of the dataset that was read has a place to go on from.
+    """Check that every copy of the dataset that was read can be resumed exactly.
 
     Raises:
-        StateError: one has none.
+        StateError: one cannot.
     """
     for worker, (given, cursor) in enumerate(zip(workers["given"], workers["cursors"], strict=True)):
         if cursor is not None and cursor["problem"]:
@@ -310,7 +311,8 @@ def check_exact(workers: dict[str, Any], *, stream: bool) -> None:
             )
         if stream and given and cursor is None:
             raise StateError(
-                "neither the dataset nor its iterator has state_dict and load_state_dict, so its place cannot be found "
-                f"again exactly. With resume='replay' the loader reads the stream anew and drops what was delivered "
-                f"({sum(workers['given'])} batches here), which is exact if the dataset gives the same samples again"
+                "neither the dataset nor its iterator has state_dict and load_state_dict, so its position cannot be "
+                "found again exactly. With resume='replay' the loader reads the stream anew and drops what was "
+                f"delivered ({sum(workers['given'])} batches here), which is exact if the dataset gives the same "
+                "samples again"
             )

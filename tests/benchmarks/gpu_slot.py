@@ -20,7 +20,7 @@ import asyncloader
 from asyncloader.delivery.accelerator import PlainAccelerator
 from asyncloader.delivery.device_stage import DeviceStage, OnDevice
 from asyncloader.delivery.opener import Opener
-from asyncloader.delivery.transfer import Mover
+from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.events import Action, Deliver, Fail
 from asyncloader.statistics import Statistics
 from asyncloader.workers.ipc import wire
@@ -105,9 +105,9 @@ class Feed:
         transform = torch.Tensor.clone if isinstance(accelerator, PlainAccelerator) else None
         self.statistics = Statistics()
         self._ready: queue.SimpleQueue[Action] = queue.SimpleQueue()
-        mover = Mover(accelerator, transform, static=False)
+        transfer = DeviceTransfer(accelerator, transform, static=False)
         self.locks = accelerator.lock is not None
-        self._stage = DeviceStage(Opener(self.statistics), mover, self.statistics, self._ready.put, ahead)
+        self._stage = DeviceStage(Opener(self.statistics), transfer, self.statistics, self._ready.put, ahead)
         self._slots: list[int] = []  # of the batches put and not taken
         self._seq = 0
 

@@ -1,4 +1,4 @@
-"""Answered tasks, as the pool gives them to a stage: in a slot, in a segment of their own, or without bytes."""
+"""Makes answers as the pool gives them to a stage: in a slot, in a segment of their own, or without bytes."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class FakeAccelerator(Accelerator):
             self._worker = 0
             self._working.release()
 
-    def follow(self) -> None:
+    def sync_side_streams(self) -> None:
         self.followed += 1
 
     @contextmanager
@@ -220,7 +220,7 @@ class FakeAccelerator(Accelerator):
         self._append(event)
         return event
 
-    def hand_over(self, tensors: Sequence[torch.Tensor], event: DoneEvent | None) -> None:
+    def sync_current_stream(self, tensors: Sequence[torch.Tensor], event: DoneEvent | None) -> None:
         self.handed.append(Handed([tensor.data_ptr() for tensor in tensors], event, threading.current_thread()))
         if not self._manual and isinstance(event, FakeEvent):
             self.wait_for(event)

@@ -1,4 +1,4 @@
-"""A libcuda of our own, which writes down what it is asked."""
+"""A fake libcuda that records its calls."""
 
 from __future__ import annotations
 

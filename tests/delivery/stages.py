@@ -1,4 +1,4 @@
-"""Ending stages in a test."""
+"""Helpers to end stages in tests."""
 
 from __future__ import annotations
 

@@ -34,10 +34,10 @@ def check(tensors: list[torch.Tensor], slot: torch.Tensor | None = None) -> list
     return copier.sizes
 
 
-def leaves(slot: torch.Tensor, *places: tuple[int, torch.dtype, int]) -> list[torch.Tensor]:
-    """Tensors of so many elements at places of a slot, each with a storage of its own, as they are in a batch."""
+def leaves(slot: torch.Tensor, *ranges: tuple[int, torch.dtype, int]) -> list[torch.Tensor]:
+    """Tensors of so many elements at offsets of a slot, each with a storage of its own, as they are in a batch."""
     return [
-        torch.frombuffer(slot.numpy().data, dtype=dtype, count=count, offset=offset) for offset, dtype, count in places
+        torch.frombuffer(slot.numpy().data, dtype=dtype, count=count, offset=offset) for offset, dtype, count in ranges
     ]
 
 

@@ -1,4 +1,4 @@
-"""What is asked of CUDA, in which thread and in which stream, without a card."""
+"""Tests which CUDA calls are made, in which thread and stream, without a GPU."""
 
 from __future__ import annotations
 
@@ -57,7 +57,11 @@ def do_work(accelerator: CudaAccelerator) -> None:
 
 @pytest.mark.parametrize(
     "use",
-    [do_work, CudaAccelerator.follow, lambda accelerator: accelerator.hand_over([], accelerator.event())],
+    [
+        do_work,
+        CudaAccelerator.sync_side_streams,
+        lambda accelerator: accelerator.sync_current_stream([], accelerator.event()),
+    ],
     ids=["work", "follow", "hand over"],
 )
 def test_no_thread_opens_a_context_on_another_device(use: Any, fake: FakeCuda) -> None:
@@ -128,7 +132,7 @@ def test_the_transforms_stream_waits_for_the_copies_and_no_copy_for_a_transform(
             done: Any = accelerator.event()
     assert (copied.raw.recorded, done.raw.recorded) == (copies, computations)
     assert (copies.waits, computations.waits) == ([], [copied.raw])
-    accelerator.follow()
+    accelerator.sync_side_streams()
     assert len(copies.waits) == 1
     assert copies.waits == computations.waits[1:]
     assert copies.waits[0].recorded is torch.cuda.current_stream(SECOND)

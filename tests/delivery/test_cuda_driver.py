@@ -1,4 +1,4 @@
-"""Page-locking by a libcuda of our own, which writes down what it is asked."""
+"""Page-locking with a fake libcuda that records its calls."""
 
 from __future__ import annotations
 

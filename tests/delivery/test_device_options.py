@@ -13,7 +13,7 @@ import torch
 from asyncloader import AsyncDataLoader, DataLoader, DeviceUnavailable
 from asyncloader.delivery import open_accelerator
 from asyncloader.delivery.accelerator import PlainAccelerator
-from asyncloader.delivery.transfer import mover_of
+from asyncloader.delivery.transfer import transfer_of
 from tests.delivery.fake import installed
 from tests.integration.datasets import Numbers, identity
 
@@ -63,25 +63,25 @@ def test_defaults_and_attributes(make: Any) -> None:
 
 
 def test_where_there_is_nothing_to_do() -> None:
-    """Batches are made on the CPU: there is no mover for it, unless a transform or static tensors are asked for."""
-    assert mover_of(DataLoader[Any](Numbers(3))) is None
-    assert mover_of(DataLoader[Any](Numbers(3), device="cpu")) is None
+    """Batches are made on the CPU: there is no transfer for it, unless a transform or static tensors are asked for."""
+    assert transfer_of(DataLoader[Any](Numbers(3))) is None
+    assert transfer_of(DataLoader[Any](Numbers(3), device="cpu")) is None
     some: list[dict[str, Any]] = [{"device_transform": double}, {"static_buffers": True}]
     for options in some:
-        mover = mover_of(DataLoader[Any](Numbers(3), device="cpu", **options))
-        assert mover is not None
-        assert isinstance(mover.accelerator, PlainAccelerator)
+        transfer = transfer_of(DataLoader[Any](Numbers(3), device="cpu", **options))
+        assert transfer is not None
+        assert isinstance(transfer.accelerator, PlainAccelerator)
 
 
-def test_a_loader_has_one_mover() -> None:
+def test_a_loader_has_one_transfer() -> None:
     """All its epochs use the same, so that static tensors stay; another loader has another one."""
     with installed() as machine:
         loader = DataLoader[Any](Numbers(3), device="cpu", static_buffers=True)
-        mover = mover_of(loader)
-        assert mover is mover_of(loader)
+        transfer = transfer_of(loader)
+        assert transfer is transfer_of(loader)
         assert len(machine.devices) == 1
         other = DataLoader[Any](Numbers(3), device="cpu", static_buffers=True)
-        assert mover_of(other) is not mover_of(loader)
+        assert transfer_of(other) is not transfer_of(loader)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_loader_has_one_mover() -> None:
 )
 @pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
 def test_copies_of_a_loader(duplicate: Any, used: bool) -> None:
-    """They have the options and a mover of their own, whether or not the original has been iterated."""
+    """They have the options and a transfer of their own, whether or not the original has been iterated."""
     with installed():
         loader = DataLoader[Any](Numbers(6), batch_size=2, device="cpu", device_transform=double, static_buffers=True)
         expected = [batch.clone() for batch in loader] if used else None
@@ -100,7 +100,7 @@ def test_copies_of_a_loader(duplicate: Any, used: bool) -> None:
         got = [batch.clone() for batch in twin]
         expected = expected or [batch.clone() for batch in loader]
         assert len(got) == 3
-        assert mover_of(twin) is not mover_of(loader)
+        assert transfer_of(twin) is not transfer_of(loader)
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
@@ -133,10 +133,10 @@ def test_a_forked_child_opens_its_own() -> None:
     """A device that the parent has opened is of no use to a child."""
     with installed() as machine:
         loader = DataLoader[Any](Numbers(3), device="cpu")
-        mover = mover_of(loader)
+        transfer = transfer_of(loader)
         pid = os.fork()
         if pid == 0:
-            os._exit(0 if mover_of(loader) is not mover and len(machine.devices) == 2 else 1)
+            os._exit(0 if transfer_of(loader) is not transfer and len(machine.devices) == 2 else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 

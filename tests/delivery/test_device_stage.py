@@ -11,7 +11,7 @@ import torch
 
 from asyncloader.delivery.device_stage import DeviceStage, OnDevice
 from asyncloader.delivery.opener import Opener
-from asyncloader.delivery.transfer import Mover
+from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.errors import PageLockError
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.statistics import Statistics
@@ -30,8 +30,8 @@ class World:
         self.device = self.machine.open()
         self.statistics = Statistics()
         self.out: queue.SimpleQueue[Action] = queue.SimpleQueue()
-        mover = Mover(self.device, transform, static=static)
-        self.stage = DeviceStage(Opener(self.statistics), mover, self.statistics, self.out.put, ahead)
+        transfer = DeviceTransfer(self.device, transform, static=static)
+        self.stage = DeviceStage(Opener(self.statistics), transfer, self.statistics, self.out.put, ahead)
 
     def put(self, *items: Action) -> None:
         for item in items:
@@ -55,7 +55,7 @@ class World:
 
 
 def test_a_batch_comes_with_its_descriptor() -> None:
-    """In its place, copied straight from the locked ring."""
+    """It is delivered instead of the answer, copied straight from the locked ring."""
     world, ring = World(), new_ring()
     world.put(deliver(7, ring))
     item = world.next()
@@ -244,7 +244,7 @@ def failure(world: World) -> BaseException:
 
 
 def test_a_ring_that_cannot_be_locked() -> None:
-    """The error comes in the batch's place, and the batch's slot is free."""
+    """The error comes instead of the batch, and the batch's slot is free."""
     refusal = PageLockError(1 << 30, 65536, "CUDA_ERROR_OUT_OF_MEMORY (2): out of memory")
     world, ring = World(refusal=refusal), new_ring()
     world.put(deliver(0, ring))
@@ -255,7 +255,7 @@ def test_a_ring_that_cannot_be_locked() -> None:
 
 
 def test_a_transform_that_raises() -> None:
-    """Its error comes in the batch's place; copies that were begun are waited for, and the slot comes back."""
+    """Its error comes instead of the batch; copies that were begun are waited for, and the slot comes back."""
 
     def refuse(batch: Any) -> Any:
         raise KeyError("no label")

@@ -1,4 +1,4 @@
-"""Page-locked rings outlive the workers of an epoch: locked once a loader, used again only where that is safe."""
+"""Page-locked rings outlive the workers of an epoch: locked once per loader, and reused only where that is safe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole epochs with real workers and a fake device: every batch right, in order, by the path that it should take."""
+"""Whole epochs with real workers and a fake device: every batch is right, in order, and takes the expected path."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ class RefuseThird:
 @SOME_KIND
 @WITH_WORKERS
 def test_a_transform_that_raises(kind: str, workers: int) -> None:
-    """Its own error, in the batch's place; what came before was delivered, and nothing is left."""
+    """Its own error, instead of the batch; what came before was delivered, and nothing is left."""
     with installed():
         found = outcomes(kind, Numbers(12), num_workers=workers, device="cpu", device_transform=RefuseThird())
     assert [batch[0][0].item() for batch in found[:2]] == [0, 100]
@@ -253,9 +253,9 @@ def test_static_batches(kind: str, workers: int) -> None:
             run_async(iterate(), kind)
     expected = [batch.tolist() for batch in collect("sync", Numbers(10), batch_size=4)]
     assert [content for _, content in seen] == expected * 2
-    places = [place for place, _ in seen]
-    assert places == [places[0], places[0], places[2]] * 2
-    assert places[0] != places[2]
+    addresses = [address for address, _ in seen]
+    assert addresses == [addresses[0], addresses[0], addresses[2]] * 2
+    assert addresses[0] != addresses[2]
 
 
 @WITH_WORKERS
@@ -266,7 +266,7 @@ def test_without_a_card_transforms_and_static_batches_run_too(workers: int) -> N
     ) as loader:
         seen = [(batch.data_ptr(), batch.tolist()) for batch in loader]
         assert "cpu, where batches are made" in loader.explain()
-    assert len({place for place, _ in seen}) == 1
+    assert len({address for address, _ in seen}) == 1
     assert [content for _, content in seen] == [
         (-batch).tolist() for batch in collect("sync", Numbers(8), batch_size=2)
     ]

@@ -1,4 +1,4 @@
-"""What lasts, and what does not: locks over epochs, several loaders, resumption, deaths, early ends, failures."""
+"""Lifetime of page locks and resources: over epochs, several loaders, resumption, deaths, early ends, failures."""
 
 from __future__ import annotations
 
@@ -280,8 +280,8 @@ def test_two_iterators_of_one_loader() -> None:
         assert len(machine.locked) <= 1  # kept for the next epoch: no more than one iterator's
         loader.close()
         assert unlocked(machine)
-    for place in range(2):
-        assert_same([pair[place] for pair in pairs], collect("sync", Numbers(40), batch_size=2))
+    for index in range(2):
+        assert_same([pair[index] for pair in pairs], collect("sync", Numbers(40), batch_size=2))
 
 
 @SOME_KIND

@@ -1,4 +1,4 @@
-"""Page-locking: of a ring, once; with its memory, not before, and not after."""
+"""A ring is page-locked once, and the lock lasts exactly as long as its memory."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pytest
 from asyncloader.delivery import numa
 from asyncloader.delivery.device_stage import DeviceStage
 from asyncloader.delivery.opener import Opener
-from asyncloader.delivery.transfer import Mover
+from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.events import Action
 from asyncloader.statistics import Statistics
 from asyncloader.workers.memory.layout import PAGE
@@ -80,8 +80,8 @@ def test_the_stage_works_near_its_device(machine: Callable[..., None]) -> None:
     out: queue.SimpleQueue[Action] = queue.SimpleQueue()
     device = FakeMachine().open()
     device.node = 1
-    mover = Mover(device, lambda batch: found.append(os.sched_getaffinity(0)), static=False)
-    stage = DeviceStage(Opener(Statistics()), mover, Statistics(), out.put, 1)
+    transfer = DeviceTransfer(device, lambda batch: found.append(os.sched_getaffinity(0)), static=False)
+    stage = DeviceStage(Opener(Statistics()), transfer, Statistics(), out.put, 1)
     stage.put(deliver(0, new_ring()))
     out.get(timeout=PATIENCE_S)
     stage.close()

@@ -1,4 +1,4 @@
-"""What every stage does: order, bounds, messages from any thread, errors, and its end."""
+"""Behaviour of every stage: order, bounds, messages from any thread, errors, and its end."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def failure(stage: Opening) -> str:
     return str(error)
 
 
-def test_an_error_takes_the_batchs_place() -> None:
+def test_an_error_replaces_the_batch() -> None:
     """And the slot comes back when it is dropped."""
     ring, stage = new_ring(), Opening()
     stage.trouble = RuntimeError("no memory on the device")
@@ -197,7 +197,7 @@ def test_an_error_at_the_end_reaches_the_consumer() -> None:
 
 
 def test_a_thread_that_cannot_be_made_ready() -> None:
-    """Its error comes in the first batch's place, and the slot is free."""
+    """Its error comes instead of the first batch, and the slot is free."""
 
     def refuse() -> None:
         raise RuntimeError("invalid device ordinal")

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncloader.delivery.device_stage import DeviceStage, OnDevice
 from asyncloader.delivery.opener import Opener
-from asyncloader.delivery.transfer import Mover
+from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.events import Action, Deliver
 from asyncloader.statistics import Statistics
 from tests.delivery.answers import batch_of, deliver, new_ring, overwrite_free_slots
@@ -46,8 +46,8 @@ class DeviceStageMachine(RuleBasedStateMachine):
     @initialize(ahead=st.integers(1, 4))
     def begin(self, ahead: int) -> None:
         self.ahead = ahead
-        mover = Mover(self.device, None, static=False)
-        self.stage = DeviceStage(Opener(self.statistics), mover, self.statistics, self.out.put, ahead)
+        transfer = DeviceTransfer(self.device, None, static=False)
+        self.stage = DeviceStage(Opener(self.statistics), transfer, self.statistics, self.out.put, ahead)
 
     # ----------------------------------------------------------------------------------------------- the model
 
@@ -109,9 +109,9 @@ class DeviceStageMachine(RuleBasedStateMachine):
         overwrite_free_slots(self.rings[which])
 
     @precondition(lambda self: self.held)
-    @rule(place=st.integers(0, 50))
-    def drop(self, place: int) -> None:
-        del self.held[place % len(self.held)]
+    @rule(index=st.integers(0, 50))
+    def drop(self, index: int) -> None:
+        del self.held[index % len(self.held)]
 
     # ------------------------------------------------------------------------------------------ what always holds
 

@@ -56,7 +56,7 @@ def test_they_are_not_the_batchs_own() -> None:
     ids=["shape", "dtype", "strides", "number"],
 )
 def test_each_combination_has_its_own(other: Any) -> None:
-    """An epoch's short last batch takes nothing from the full ones, and comes to its own place again."""
+    """An epoch's short last batch takes nothing from the full ones, and gets its own tensors again."""
     static = StaticTensors()
     usual = addresses(fill(static, torch.zeros(4, 3)))
     unusual = addresses(fill(static, other))
@@ -75,8 +75,8 @@ def test_memory_format_is_kept() -> None:
         assert torch.equal(filled, batch)
 
 
-def test_one_tensor_in_two_places() -> None:
-    """It is one static tensor in two places."""
+def test_one_tensor_that_occurs_twice() -> None:
+    """It is replaced by one static tensor both times."""
     static = StaticTensors()
     for number in range(2):
         shared = torch.full((3,), number)

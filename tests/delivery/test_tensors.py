@@ -108,8 +108,8 @@ class Fresh(Sequence[torch.Tensor]):
     def __len__(self) -> int:
         return len(self.values)
 
-    def __getitem__(self, place: Any) -> Any:
-        return torch.tensor([self.values[place]])
+    def __getitem__(self, index: Any) -> Any:
+        return torch.tensor([self.values[index]])
 
 
 class FrozenMapping(Mapping[str, Any]):
@@ -217,7 +217,7 @@ def test_a_value_without_tensors_is_returned_itself(value: Any) -> None:
 
 
 def test_one_tensor_in_two_places_is_one_afterwards() -> None:
-    """It is copied once; so is a list that is in two places."""
+    """It is copied once; so is a list that occurs twice."""
     shared = [T]
     copies: list[torch.Tensor] = []
 

@@ -1,4 +1,4 @@
-"""Random nestings: what goes in comes out, elsewhere."""
+"""Random nested batches keep their structure and values on another device."""
 
 from __future__ import annotations
 

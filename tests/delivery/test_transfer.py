@@ -8,7 +8,7 @@ import torch
 
 from asyncloader.delivery.accelerator import PlainAccelerator
 from asyncloader.delivery.tensors import tensors_of
-from asyncloader.delivery.transfer import Mover
+from asyncloader.delivery.transfer import DeviceTransfer
 from tests.delivery.fake import PATIENCE_S, STALE, FakeAccelerator, FakeEvent, FakeMachine
 
 CPU = torch.device("cpu")
@@ -18,19 +18,19 @@ def is_stale(tensor: torch.Tensor) -> bool:
     return bool((tensor.reshape(-1).view(torch.uint8) == STALE).all())
 
 
-def new(*, manual: bool = True, transform: Any = None, static: bool = False) -> tuple[FakeMachine, Mover]:
+def new(*, manual: bool = True, transform: Any = None, static: bool = False) -> tuple[FakeMachine, DeviceTransfer]:
     machine = FakeMachine(manual=manual)
-    return machine, Mover(machine.open(), transform, static=static)
+    return machine, DeviceTransfer(machine.open(), transform, static=static)
 
 
 def test_a_copy_is_asked_for_and_not_waited_for() -> None:
     """The batch is delivered with the event at which it holds its values, whatever becomes of its source then."""
-    machine, mover = new()
+    machine, transfer = new()
     source = {"x": torch.arange(5), "name": "a"}
-    ready = mover.move(source, locked=True)
+    ready = transfer.start(source, locked=True)
     assert is_stale(ready.batch["x"])
     assert ready.tensors == [ready.batch["x"]]
-    batch = mover.take(ready)
+    batch = transfer.take(ready)
     (handed,) = machine.device.handed
     assert (handed.addresses, handed.event) == ([batch["x"].data_ptr()], ready.event)
     assert handed.thread is threading.current_thread()
@@ -43,10 +43,10 @@ def test_a_copy_is_asked_for_and_not_waited_for() -> None:
 
 def test_a_source_that_changes_too_early_would_show() -> None:
     """The fake device reads as late as a real one may: else the other tests here would prove nothing."""
-    machine, mover = new()
+    machine, transfer = new()
     source = torch.arange(5)
     machine.lock(source.data_ptr(), source.nbytes)
-    ready = mover.move(source, locked=True)
+    ready = transfer.start(source, locked=True)
     source.fill_(9)
     machine.device.advance()
     assert ready.batch.tolist() == [9] * 5
@@ -54,9 +54,9 @@ def test_a_source_that_changes_too_early_would_show() -> None:
 
 def test_memory_that_is_not_locked_is_pinned_first() -> None:
     """Then the source may change at once."""
-    machine, mover = new()
+    machine, transfer = new()
     sources = [torch.arange(5), torch.ones(2)]
-    ready = mover.move(sources, locked=False)
+    ready = transfer.start(sources, locked=False)
     for source in sources:
         source.fill_(9)
     machine.device.advance()
@@ -68,8 +68,8 @@ def test_memory_that_is_not_locked_is_pinned_first() -> None:
 @pytest.mark.parametrize("locked", [False, True])
 def test_containers_are_the_same_on_both_paths(locked: bool) -> None:
     """A tuple stays a tuple, where torch's pinning makes a list of it."""
-    _, mover = new(manual=False)
-    batch = mover.take(mover.move((torch.zeros(1), (torch.ones(1),)), locked=locked))
+    _, transfer = new(manual=False)
+    batch = transfer.take(transfer.start((torch.zeros(1), (torch.ones(1),)), locked=locked))
     assert type(batch) is tuple
     assert type(batch[1]) is tuple
 
@@ -86,13 +86,13 @@ def test_the_transform_runs_behind_the_copies() -> None:
         seen.append((batch["x"], device.events, threading.current_thread()))
         return {"y": batch["x"] * 2.0}
 
-    mover = Mover(device, device.after_copies(transform), static=False)
-    ready = mover.move({"x": torch.arange(3)}, locked=True)
+    transfer = DeviceTransfer(device, device.after_copies(transform), static=False)
+    ready = transfer.start({"x": torch.arange(3)}, locked=True)
     ((moved, events, thread),) = seen
     assert (moved.tolist(), events, thread) == ([0, 1, 2], 1, threading.current_thread())
     assert device.events == 2
     assert device.computed == [([moved.data_ptr()], ready.copied)]
-    batch = mover.take(ready)
+    batch = transfer.take(ready)
     assert batch["y"].tolist() == [0.0, 2.0, 4.0]
     assert device.handed[0].addresses == [batch["y"].data_ptr()]
 
@@ -109,8 +109,8 @@ class Peeking:
 @pytest.mark.parametrize("rest", [None, "text", (1, [2.5, {"a": b"b"}])])
 def test_what_was_copied_is_not_held_through_the_transform(rest: Any) -> None:
     """The source is free at the event of the copies; the consumer waits for that of the transform."""
-    machine, mover = new(transform=lambda batch: batch)
-    ready = mover.move({"x": torch.arange(3), "rest": rest}, locked=True)
+    machine, transfer = new(transform=lambda batch: batch)
+    ready = transfer.start({"x": torch.arange(3), "rest": rest}, locked=True)
     machine.device.advance()
     assert isinstance(ready.copied, FakeEvent)
     assert isinstance(ready.event, FakeEvent)
@@ -120,8 +120,8 @@ def test_what_was_copied_is_not_held_through_the_transform(rest: Any) -> None:
 @pytest.mark.parametrize("kind", [lambda view: view.numpy(), Peeking, memoryview])
 def test_what_the_transform_may_still_read_is_held(kind: Any) -> None:
     """A part of the batch that was not copied: the transform may copy it, in its own stream, later."""
-    _, mover = new(transform=lambda batch: batch)
-    ready = mover.move(
+    _, transfer = new(transform=lambda batch: batch)
+    ready = transfer.start(
         [torch.arange(3), kind(torch.arange(4).numpy() if kind is memoryview else torch.arange(4))], locked=True
     )
     assert ready.copied is ready.event
@@ -133,12 +133,12 @@ def test_after_an_error_of_the_transform_the_source_is_not_read_any_more() -> No
     def refuse(batch: Any) -> Any:
         raise KeyError("no label")
 
-    machine, mover = new(transform=refuse)
+    machine, transfer = new(transform=refuse)
     failed: list[BaseException] = []
 
     def move() -> None:
         try:
-            mover.move(torch.arange(3), locked=True)
+            transfer.start(torch.arange(3), locked=True)
         except KeyError as error:
             failed.append(error)
 
@@ -169,20 +169,20 @@ def test_a_device_that_fails_in_the_end_does_not_hide_the_first_error() -> None:
         raise KeyError("no label")
 
     with pytest.raises(KeyError, match="no label"):
-        Mover(Failing(CPU), refuse, static=False).move(torch.zeros(2), locked=True)
+        DeviceTransfer(Failing(CPU), refuse, static=False).start(torch.zeros(2), locked=True)
 
 
 def test_two_threads_take_turns() -> None:
     """Two iterators of one loader, say: a device is asked for one batch at a time."""
-    machine, mover = new(manual=False)
+    machine, transfer = new(manual=False)
     begin = threading.Barrier(4)
     wrong: list[Any] = []
 
     def work(number: int) -> None:
         begin.wait()
         for step in range(50):
-            batch = mover.take(
-                mover.move([torch.full((8,), number * 100 + step) for _ in range(3)], locked=step % 2 > 0)
+            batch = transfer.take(
+                transfer.start([torch.full((8,), number * 100 + step) for _ in range(3)], locked=step % 2 > 0)
             )
             wrong.extend(tensor for tensor in batch if tensor.tolist() != [number * 100 + step] * 8)
 
@@ -198,25 +198,25 @@ def test_two_threads_take_turns() -> None:
 
 def test_static_batches_are_filled_when_they_are_taken() -> None:
     """In the consumer's stream, behind what it does with the batch before: not when the copy is asked for."""
-    machine, mover = new(static=True)
-    first = mover.move(torch.arange(3), locked=True)
+    machine, transfer = new(static=True)
+    first = transfer.start(torch.arange(3), locked=True)
     machine.device.advance()
-    batch = mover.take(first)
-    second = mover.move(torch.arange(3) + 10, locked=True)
+    batch = transfer.take(first)
+    second = transfer.start(torch.arange(3) + 10, locked=True)
     machine.device.advance()
     assert batch.tolist() == [0, 1, 2]
-    assert mover.take(second) is batch
+    assert transfer.take(second) is batch
     assert batch.tolist() == [10, 11, 12]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
 def test_each_part_of_a_sparse_tensor_is_handed_over() -> None:
     """`record_stream` knows dense tensors alone."""
-    machine, mover = new(manual=False)
-    ready = mover.move(
+    machine, transfer = new(manual=False)
+    ready = transfer.start(
         {"a": torch.eye(3).to_sparse(), "b": torch.eye(4).to_sparse_csr(), "c": torch.ones(2)}, locked=True
     )
-    batch = mover.take(ready)
+    batch = transfer.take(ready)
     (handed,) = machine.device.handed
     assert len(handed.addresses) == 2 + 3 + 1
     assert batch["a"]._values().data_ptr() in handed.addresses
@@ -231,33 +231,33 @@ def test_tensors_elsewhere_are_not_handed_over() -> None:
             super().__init__(torch.device("meta"))
             self.handed: list[torch.Tensor] = []
 
-        def hand_over(self, tensors: Any, event: Any) -> None:
+        def sync_current_stream(self, tensors: Any, event: Any) -> None:
             self.handed += tensors
 
     device = Elsewhere()
-    mover = Mover(device, lambda batch: [*batch, torch.zeros(2)], static=False)
-    batch = mover.take(mover.move([torch.ones(3)], locked=False))
+    transfer = DeviceTransfer(device, lambda batch: [*batch, torch.zeros(2)], static=False)
+    batch = transfer.take(transfer.start([torch.ones(3)], locked=False))
     assert [tensor.device.type for tensor in batch] == ["meta", "cpu"]
     assert [tensor is batch[0] for tensor in device.handed] == [True]
 
 
 def test_a_plain_device_gets_plain_copies() -> None:
     """No locks, no events; on the CPU itself the batch's own tensors."""
-    mover = Mover(PlainAccelerator(CPU), None, static=False)
+    transfer = DeviceTransfer(PlainAccelerator(CPU), None, static=False)
     source = [torch.arange(3), "a"]
-    ready = mover.move(source, locked=False)
+    ready = transfer.start(source, locked=False)
     assert ready.event is None
-    assert mover.take(ready)[0] is source[0]
-    assert mover.accelerator.lock is None
+    assert transfer.take(ready)[0] is source[0]
+    assert transfer.accelerator.lock is None
 
 
 def test_a_batch_without_tensors_has_an_event_of_its_own() -> None:
     """Order is kept whatever is in a batch."""
-    machine, mover = new(manual=False)
-    ready = mover.move(["text"], locked=False)
+    machine, transfer = new(manual=False)
+    ready = transfer.start(["text"], locked=False)
     assert ready.tensors == tensors_of(ready.batch) == []
-    assert mover.take(ready) == ["text"]
-    assert isinstance(mover.accelerator, FakeAccelerator)
+    assert transfer.take(ready) == ["text"]
+    assert isinstance(transfer.accelerator, FakeAccelerator)
     assert machine.trouble == []
 
 
@@ -273,7 +273,7 @@ def test_a_transform_that_was_compiled_with_graphs() -> None:
 
     for transform, notes in ((names["get_obj"], ["mode='reduce-overhead'"]), (own, [])):
         with pytest.raises(AssertionError) as caught:
-            new(manual=False, transform=transform)[1].move(torch.zeros(2), locked=True)
+            new(manual=False, transform=transform)[1].start(torch.zeros(2), locked=True)
         found = getattr(caught.value, "__notes__", [])
         assert len(found) == len(notes)
         assert all(words in note for words, note in zip(notes, found, strict=True))

@@ -12,7 +12,7 @@ import torch
 from asyncloader import DataLoader
 from asyncloader.delivery.cuda import CudaAccelerator
 from asyncloader.delivery.opener import Opener
-from asyncloader.delivery.transfer import Mover
+from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.statistics import Statistics
 from asyncloader.workers.memory.ring import Ring
 from tests.delivery.answers import deliver
@@ -46,15 +46,15 @@ def test_a_copy_returns_while_the_stream_still_works(view: Callable[[torch.Tenso
     ring.close_fd()
     ring.lock_pages(accelerator.lock)
     source = view(wide(ring))
-    mover = Mover(accelerator, None, static=False)
-    mover.take(mover.move(source, locked=True))
+    transfer = DeviceTransfer(accelerator, None, static=False)
+    transfer.take(transfer.start(source, locked=True))
     torch.cuda.synchronize()
     with accelerator.work():
         torch.cuda._sleep(A_WHILE)
         slept = accelerator.event()
-    ready = mover.move(source, locked=True)
+    ready = transfer.start(source, locked=True)
     assert slept.raw.query() is waits
-    assert torch.equal(mover.take(ready).cpu(), source)
+    assert torch.equal(transfer.take(ready).cpu(), source)
 
 
 def test_loaders_leave_their_memory_to_the_next() -> None:

@@ -103,7 +103,7 @@ alive.append(sys)
 loader = DataLoader(Async())
 alive.append(iter(loader))
 next(alive[0])
-loader._asyncloader_state.bridge.call(threading.Event().wait)
+loader._asyncloader_state.bridge.call_soon(threading.Event().wait)
 """,
     "dropped by who holds what the loop waits for": """
 lock, waiting = threading.Lock(), threading.Event()
@@ -115,7 +115,7 @@ loader = DataLoader(Async())
 batches = iter(loader)
 next(batches)
 with lock:
-    loader._asyncloader_state.bridge.call(wait)
+    loader._asyncloader_state.bridge.call_soon(wait)
     waiting.wait()
     del batches
 """,

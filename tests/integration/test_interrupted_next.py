@@ -18,7 +18,7 @@ from asyncloader import DataLoader
 from asyncloader.bridge import Bridge
 from asyncloader.delivery.opener import Opener
 from asyncloader.epoch.consumer import Consumer, Delivery
-from asyncloader.epoch.plan import Draws
+from asyncloader.epoch.plan import TorchIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
 from asyncloader.samplers.index_stream import IndexStream
 from asyncloader.state.progress import Progress
@@ -31,11 +31,11 @@ WATCHED = [
     WorkerIterator._next_data,
     *(Consumer.deliver, Consumer._open, Consumer._advance, Consumer._pull, Consumer._count, Consumer._without_answer),
     Delivery.begin,
-    *(Opener.build, Opener.let_go, Opener.forget),
+    *(Opener.build, Opener.release, Opener.forget),
     *(Ring.reclaim, Ring.may_lend, Ring.lend, Ring.look, Ring.take_back, oneoff_anchor),
     *(Progress.pulled, Progress.delivered, Progress._mark, Progress._past, Progress._pass_over, Progress.failed),
-    *(Draws.pull, IndexStream.pull),
-    Bridge.call,
+    *(TorchIterator.pull, IndexStream.pull),
+    Bridge.call_soon,
 ]
 
 MONITORING: Any = getattr(sys, "monitoring", None)

@@ -151,7 +151,7 @@ def test_iterator_that_the_loop_collects() -> None:
         cycle: list[Any] = [batches]
         cycle.append(cycle)
         del batches, cycle
-        loader._asyncloader_state.bridge.call(gc.collect)
+        loader._asyncloader_state.bridge.call_soon(gc.collect)
         loop.join()
     finally:
         gc.enable()

@@ -157,7 +157,7 @@ def test_a_newer_iterator_takes_the_place_of_the_last(two: RankGroup, kind: str,
     for steps, says in two("two_iterators", 40, kind=kind, num_workers=workers):
         assert steps == 20
         # Or the other rank's second iterator was there first, while the first one here was waiting for a step.
-        mine = "LoaderClosed: a newer iterator of this loader has taken this one's place"
+        mine = "LoaderClosed: a newer iterator of this loader has replaced this one"
         assert says.startswith((mine, "RanksDisagree: another rank left the epoch")), says
 
 

@@ -156,7 +156,7 @@ WORKER_PARTS: dict[str, Any] = {
     "a negative count": {"given": [-1, 1]},
     "a turn that nobody has": {"next": 2},
     "a cursor of another type": {"cursors": ["x", None]},
-    "a cursor that is not whole": {"cursors": [{"batches": 1}, None]},
+    "an incomplete cursor": {"cursors": [{"batches": 1}, None]},
     "a cursor beyond its count": {
         "cursors": [
             {

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from asyncloader.epoch.resume_points import Places
+from asyncloader.epoch.resume_points import ResumePoints
 from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.errors import WorkerDied
 from asyncloader.events import (
@@ -170,14 +170,14 @@ class World:
         keyed = [
             start._replace(stream_key=stream_key(7, 0, case.workers, worker)) for worker, start in enumerate(starts)
         ]
-        self._places = Places(keyed, iterable=True, replays=True)
+        self._resume_points = ResumePoints(keyed, iterable=True, replays=True)
         self._workers = [Worker(case, number, start) for number, start in enumerate(keyed)]
         self._scheduler = Scheduler(
             workers=case.workers,
             credits=case.credits,
             in_order=case.in_order,
             iterable=True,
-            turn=self.progress.turn,
+            first_worker=self.progress.next_worker,
             max_restarts=1 << 30,
             concurrent=True,
         )
@@ -239,15 +239,15 @@ class World:
             return
         seq, outcome, cursor = values
         if kind == "error":
-            self._places.failed(number)
+            self._resume_points.failed(number)
         else:
-            self._places.answered(number, cursor)
+            self._resume_points.answered(number, cursor)
         await self._handle(Completed(number, seq, (kind, outcome, cursor)))
         self._assignment(self.assigner.answered(number))
 
     async def _bury(self, number: int) -> None:
         self.assigner.died(number)
-        obstacle = self._places.obstacle(number)
+        obstacle = self._resume_points.obstacle(number)
         await self._handle(Died(number, WorkerDied(number, 1, -9), at_work=False, obstacle=obstacle))
 
     async def _take(self, _: int) -> None:
@@ -289,7 +289,9 @@ class World:
                 raise action.error
             else:
                 assert isinstance(action, Replace)
-                self._workers[action.worker] = Worker(self.case, action.worker, self._places.start(action.worker))
+                self._workers[action.worker] = Worker(
+                    self.case, action.worker, self._resume_points.start(action.worker)
+                )
                 actions += self._scheduler.handle(Replaced(action.worker))
 
 

@@ -1,8 +1,8 @@
-"""Configurations of a loader, for the property that ours gives what torch's gives: as data, as objects, as a strategy.
+"""Configurations of a loader, for the property that ours gives the same batches as torch's.
 
-A configuration is plain data, so that a failing one can be read, copied and shrunk. What has state (generators,
-samplers, datasets) is made from it anew for each loader. Everything that a worker needs is at module level: some are
-spawned.
+A configuration is plain data, so that a failing one can be read, copied and shrunk. Objects with state (generators,
+samplers, datasets) are made from it again for each loader. Everything that a worker needs is at module level, because
+some are spawned.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the tests of hostile bytes share: numbers at the edges, templates made by hand, and memory with walls."""
+"""Helpers for the tests of hostile bytes: edge-case numbers, hand-made templates, and memory with guard regions."""
 
 from __future__ import annotations
 

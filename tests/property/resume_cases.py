@@ -1,6 +1,6 @@
-"""Cases of stopping a run and going on, for the property that nothing is lost, doubled or changed: as data, as objects.
+"""Cases of interrupting and resuming a run, for the property that nothing is lost, repeated or changed.
 
-A case is plain data, so that a failing one can be read, copied and shrunk. Datasets and samplers are made from it anew
+A case is plain data, so that a failing one can be read, copied and shrunk. Datasets and samplers are made from it again
 for each loader, as another process would.
 """
 

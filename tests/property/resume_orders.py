@@ -1,4 +1,4 @@
-"""Orders for the property about resuming: torch's samplers and users' own, seekable, Stateful, awaited, and batched."""
+"""Samplers for the property about resuming: torch's and custom ones, seekable, stateful, async, and batched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the property about resuming runs: one loader at a time, a step at a time, and states on their way."""
+"""Runs one loader at a time, step by step, for the property about resuming, and transports states between runs."""
 
 from __future__ import annotations
 

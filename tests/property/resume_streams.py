@@ -1,4 +1,4 @@
-"""Iterable datasets for the property about resuming: with a state of the iterator, of the dataset, or none."""
+"""Iterable datasets for the property about resuming: the iterator has a state, the dataset has one, or neither."""
 
 from __future__ import annotations
 

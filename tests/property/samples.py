@@ -1,4 +1,4 @@
-"""Generated datasets: structures of samples, and the samples of one batch, for tests of collation."""
+"""Generates samples of many structures, and batches of them, for tests of collation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A simulated shell around the scheduler: sampler, workers and consumer, which move when a random choice says so.
+"""Simulates the pipeline around the scheduler: sampler, workers and consumer, which move at random.
 
-It holds, at every step, what must hold whatever happens: see the asserts. Workers that die are `healing_world.py`'s.
+The asserts check invariants at every step. For workers that die see `recovery_world.py`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class World:
     def __post_init__(self) -> None:
         self.ahead = self.scheduler.run_ahead  # the scheduler's own may be lowered meanwhile
         self.credits = self.scheduler.credits  # ditto
-        self.turn = self.scheduler._turn
+        self.turn = self.scheduler._next_worker
         self.queues = [deque() for _ in range(self.scheduler.workers)]
         self.made = [0] * self.scheduler.workers
 

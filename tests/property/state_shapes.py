@@ -1,6 +1,6 @@
-"""Datasets of every shape that can have a state, for the property that a resumed loader goes on as torchdata's does.
+"""Datasets of every kind that can have a state, for the property that a resumed loader continues as torchdata's does.
 
-Each sample is its index and a random number. Those whose name says so save torch's generator in their states.
+Each sample is its index and a random number. Some datasets save torch's generator in their states; their names say so.
 """
 
 from __future__ import annotations

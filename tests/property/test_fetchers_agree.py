@@ -1,4 +1,4 @@
-"""One sample after the other, awaited, or by threads: the same batches, the same errors, the same records."""
+"""Sequential, async and threaded fetching give the same batches, the same errors and the same records."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Frames, templates and slots that no worker of ours would send: refused with a reason, and nothing is read outside.
+"""Frames, templates and slots that no worker of ours would send are refused with a reason; nothing is read out of
+bounds.
 
-Data path: worker -> [wire -> codec -> ring] -> consumer. All of it is Python over struct, pickle, numpy and torch, so
-that hypothesis reaches what a coverage-guided fuzzer would: there is no parser in C of our own. The pickle inside of a
-template is our own child's and trusted; the numbers in it, and every size beside it, are not.
+Data path: worker -> [wire -> codec -> ring] -> consumer. All of it is Python over struct, pickle, numpy and torch, with
+no C parser of our own, so hypothesis reaches what a coverage-guided fuzzer would. The pickle inside a template comes
+from our own child and is trusted; the numbers in it, and all sizes beside it, are not.
 """
 
 from __future__ import annotations

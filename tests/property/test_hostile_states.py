@@ -1,7 +1,7 @@
-"""States from outside with anything in any field: refused with a `StateError`, or loaded and gone on from.
+"""States with arbitrary values in any field are refused with a `StateError`, or loaded and resumed from.
 
-Data path: none; state_layout -> checkpoint -> the next iterator. A state may come from a file that was cut, edited, or
-written by another program: it holds whatever JSON, pickle or ``torch.load`` can give.
+Data path: schema -> checkpoint -> the next iterator. A state may come from a file that was truncated, edited, or
+written by another program, so it may hold anything that JSON, pickle or ``torch.load`` can give.
 """
 
 from __future__ import annotations

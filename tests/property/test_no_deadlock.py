@@ -1,8 +1,8 @@
-"""The model test of the rule that keeps the rings from deadlock: credits, slots and copies.
+"""A model test of the rule that prevents deadlocks of the rings: credits, slots and copies.
 
-The real scheduler, ring keepers, rings and opener, between a worker and a consumer that are models: a worker is a queue
-of tasks, a consumer a set of batches that it holds for as long as it likes. Every batch is stamped with its own number,
-so a slot that is written while somebody looks into it is seen at once.
+The scheduler, ring managers, rings and opener are real; worker and consumer are models: a worker is a queue of tasks, a
+consumer a set of batches that it holds for as long as it likes. Every batch is filled with its own number, so a slot
+that is overwritten while it is still in use is detected at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Runs over shards that are interrupted give what they would have given: both loaders, real workers, real files.
+"""Interrupted runs over shards give the same batches as uninterrupted ones: both loaders, real workers, real files.
 
-The pure parts are put through far more in `test_leases.py`; this is about the parts together. A few cases a run, more
-behind the marker `chaos`:
+`test_leases.py` tests the pure parts in far more cases; this tests the parts together. A few cases per run, more with
+the marker `chaos`:
 
     ASYNCLOADER_CONFIGURATIONS=1000 make test ARGS="--timeout=0 -m chaos tests/property/test_remote_resume.py"
 """

@@ -1,7 +1,7 @@
-"""A run that is killed and goes on gives exactly what it would have given: order and bytes, whatever was drawn up.
+"""A run that is killed and resumed gives exactly the uninterrupted batches, in order and bytes, for random cases.
 
-The uninterrupted run that every case is held against is made without workers; in torch mode it is torch's own loader
-where that can read the dataset. 100 cases a run, 1,000 in the slow part. For more:
+The uninterrupted run to compare with is made without workers; in torch mode by torch's own loader, if that can read the
+dataset. 100 cases per run, 1,000 in the slow part. For more:
 
     ASYNCLOADER_CONFIGURATIONS=5000 make test ARGS="--timeout=0 tests/property/test_resume.py"
 """

@@ -1,6 +1,6 @@
-"""Our loaders give what torch's gives, bit for bit, for configurations that nobody thought of.
+"""Our loaders give the same batches as torch's, bit for bit, for random configurations.
 
-100 configurations a run. For more, in ten minutes or so:
+100 configurations per run. For more, in about ten minutes:
 
     ASYNCLOADER_CONFIGURATIONS=2000 make test ARGS="--timeout=0 tests/property/test_same_as_torch.py"
 """

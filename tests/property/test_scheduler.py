@@ -1,4 +1,4 @@
-"""The scheduler in a simulated shell: random speeds, random ends, and what must hold whatever happens."""
+"""The scheduler in a simulated pipeline, with random speeds and random ends: invariants hold at every step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.property.scheduler_world import World, assignments, check_each_once, 
     in_order=st.booleans(),
     fifo=st.booleans(),
     assignment=assignments,
-    turn=st.integers(0, 3),
+    first_worker=st.integers(0, 3),
     random=randoms,
 )
 def test_map_dataset_delivers_every_index_once(
@@ -32,12 +32,12 @@ def test_map_dataset_delivers_every_index_once(
     in_order: bool,
     fifo: bool,
     assignment: Assignment,
-    turn: int,
+    first_worker: int,
     random: Random,
 ) -> None:
     """Whatever the workers' speeds, each index is delivered once (in order when asked), within the credits."""
     scheduler = Scheduler(
-        workers=workers, credits=credits, in_order=in_order, assignment=assignment, turn=turn % workers
+        workers=workers, credits=credits, in_order=in_order, assignment=assignment, first_worker=first_worker % workers
     )
     world = World(scheduler, random, list(range(100, 100 + count)), [], fifo)
     world.run()
@@ -102,11 +102,11 @@ def test_a_slow_consumer_holds_nothing_back(workers: int, credits: int, ahead: i
     credits=st.integers(1, 3),
     in_order=st.booleans(),
     assignment=assignments,
-    turn=st.integers(0, 3),
+    first_worker=st.integers(0, 3),
     random=randoms,
 )
 def test_iterable_dataset_delivers_all_of_every_copy(
-    lengths: list[int], credits: int, in_order: bool, assignment: Assignment, turn: int, random: Random
+    lengths: list[int], credits: int, in_order: bool, assignment: Assignment, first_worker: int, random: Random
 ) -> None:
     """Copies that end at different times are all read to their end; the tasks that an ended one held are void."""
     scheduler = Scheduler(
@@ -115,7 +115,7 @@ def test_iterable_dataset_delivers_all_of_every_copy(
         in_order=in_order,
         iterable=True,
         assignment=assignment,
-        turn=turn % len(lengths),
+        first_worker=first_worker % len(lengths),
     )
     world = World(scheduler, random, [], lengths, fifo=True)
     world.run()

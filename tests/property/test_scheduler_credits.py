@@ -1,4 +1,4 @@
-"""Credits that are lowered when batches turn out to be large, and raised again: nothing is lost, or stands still."""
+"""Credits are lowered when batches turn out to be large, and raised again: nothing is lost, and nothing stalls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader.epoch.scheduler import Assignment, Scheduler
-from tests.property.healing_world import map_world
+from tests.property.recovery_world import map_world
 from tests.property.scheduler_world import World, assignments, check_each_once, check_end, randoms
 
 
@@ -21,7 +21,7 @@ from tests.property.scheduler_world import World, assignments, check_each_once, 
     in_order=st.booleans(),
     assignment=assignments,
     ahead=st.integers(0, 6),
-    turn=st.integers(0, 3),
+    first_worker=st.integers(0, 3),
     random=randoms,
 )
 def test_credits_may_change_at_any_time(
@@ -31,7 +31,7 @@ def test_credits_may_change_at_any_time(
     in_order: bool,
     assignment: Assignment,
     ahead: int,
-    turn: int,
+    first_worker: int,
     random: Random,
 ) -> None:
     """Each index is delivered once, in order when asked; nothing is pulled beyond what the credits are then."""
@@ -41,7 +41,7 @@ def test_credits_may_change_at_any_time(
         in_order=in_order,
         assignment=assignment,
         run_ahead=ahead if in_order and assignment == "least_loaded" else 0,
-        turn=turn % workers,
+        first_worker=first_worker % workers,
     )
     world = World(scheduler, random, list(range(100, 100 + count)), [], fifo=False)
     world.start()

@@ -1,7 +1,7 @@
-"""A `StatefulDataLoader` gives torchdata's batches, and a resumed one what the undisturbed one had left: bit for bit.
+"""A `StatefulDataLoader` gives torchdata's batches, and a resumed one the remaining batches of an undisturbed one.
 
-Over the shapes of datasets and iterators with a state, and over samples that draw from a generator that the dataset
-saves, the states being taken before, in and after epochs.
+Compared bit for bit, for all kinds of datasets and iterators with a state, for samples that draw from a generator that
+the dataset saves, and for states that are taken before, in and after epochs.
 
     ASYNCLOADER_CONFIGURATIONS=5000 make test ARGS="--timeout=0 tests/property/test_state_shapes.py"
 """

@@ -31,7 +31,7 @@ def test_loop_runs_in_a_daemon_thread_of_its_own(bridge: Bridge) -> None:
     assert isinstance(loop, uvloop.Loop)
     assert thread is not threading.current_thread()
     assert thread.daemon
-    assert not bridge.inside
+    assert not bridge.in_loop_thread
 
 
 def test_run_gives_the_result_or_the_error(bridge: Bridge) -> None:
@@ -52,9 +52,9 @@ def test_calls_keep_their_order(bridge: Bridge) -> None:
     """Calls of one thread are made in the order in which they were asked for, all of them."""
     seen: list[int] = []
     for number in range(1000):
-        bridge.call(seen.append, number)
+        bridge.call_soon(seen.append, number)
     done = threading.Event()
-    bridge.call(done.set)
+    bridge.call_soon(done.set)
     assert done.wait(60)
     assert seen == list(range(1000))
 
@@ -66,8 +66,8 @@ def test_calls_from_several_threads_are_all_made(bridge: Bridge) -> None:
 
     def caller(name: int) -> None:
         for number in range(500):
-            bridge.call(seen.append, (name, number))
-        bridge.call(done[name].set)
+            bridge.call_soon(seen.append, (name, number))
+        bridge.call_soon(done[name].set)
 
     threads = [threading.Thread(target=caller, args=(name,)) for name in range(4)]
     for thread in threads:
@@ -82,7 +82,7 @@ def test_calls_from_several_threads_are_all_made(bridge: Bridge) -> None:
 def test_a_call_may_call_again(bridge: Bridge) -> None:
     """A call made in the loop's thread may ask for another one."""
     done = threading.Event()
-    bridge.call(lambda: bridge.call(done.set))
+    bridge.call_soon(lambda: bridge.call_soon(done.set))
     assert done.wait(60)
 
 
@@ -99,9 +99,9 @@ def test_a_failing_call_does_not_hold_up_the_others(bridge: Bridge, caplog: pyte
         raise KeyError("mine")
 
     bridge.run(listen())
-    bridge.call(go.wait, 60)
-    bridge.call(fail)
-    bridge.call(done.set)
+    bridge.call_soon(go.wait, 60)
+    bridge.call_soon(fail)
+    bridge.call_soon(done.set)
     go.set()
     assert done.wait(60)
     assert [repr(error) for error in told] == ["KeyError('mine')"]
@@ -111,7 +111,7 @@ def test_the_loops_thread_cannot_wait_for_itself(bridge: Bridge) -> None:
     """`run` in the loop's own thread is refused rather than hung, and the coroutine is not left unawaited."""
 
     async def reenter() -> str:
-        assert bridge.inside
+        assert bridge.in_loop_thread
         with pytest.raises(RuntimeError, match="cannot wait for itself"):
             bridge.run(asyncio.sleep(0))
         return "refused"
@@ -139,7 +139,7 @@ def test_bridge_starts_again() -> None:
     for _ in range(2):
         bridge.acquire()
         done = threading.Event()
-        bridge.call(done.set)
+        bridge.call_soon(done.set)
         assert done.wait(60)
         loops.append(bridge.run(loop_thread())[0])
         bridge.release()
@@ -152,12 +152,12 @@ def test_a_closed_bridge_says_so_every_time_and_can_start_again() -> None:
     bridge = Bridge()
     for _ in range(3):
         with pytest.raises(LoaderClosed, match="it was closed"):
-            bridge.call(print, "never")
+            bridge.call_soon(print, "never")
         with pytest.raises(LoaderClosed, match="it was closed"):
             bridge.run(asyncio.sleep(0))
     bridge.acquire()
     done = threading.Event()
-    bridge.call(done.set)
+    bridge.call_soon(done.set)
     assert done.wait(60)
     bridge.release()
 
@@ -191,7 +191,7 @@ def test_release_from_the_loops_own_thread() -> None:
     bridge = Bridge()
     bridge.acquire()
     _, thread = bridge.run(loop_thread())
-    bridge.call(bridge.release)
+    bridge.call_soon(bridge.release)
     thread.join(60)
     assert not thread.is_alive()
 
@@ -219,7 +219,7 @@ def test_a_forked_child_is_told_at_once(bridge: Bridge) -> None:
             with pytest.raises(LoaderClosed, match="forked child"):
                 bridge.run(asyncio.sleep(0))
             with pytest.raises(LoaderClosed, match="forked child"):
-                bridge.call(print, "never")
+                bridge.call_soon(print, "never")
         bridge.release()
 
     assert in_child(check) == 0
@@ -262,11 +262,11 @@ def test_an_interrupted_call_does_not_stop_those_after_it(bridge: Bridge) -> Non
     bridge._loop = Interrupted()  # type: ignore[assignment]
     try:
         with pytest.raises(KeyboardInterrupt):
-            bridge.call(done.append, 1)
+            bridge.call_soon(done.append, 1)
     finally:
         bridge._loop = loop
-    bridge.call(done.append, 2)
-    bridge.call(heard.set)
+    bridge.call_soon(done.append, 2)
+    bridge.call_soon(heard.set)
     assert heard.wait(60)
     assert done == [1, 2]
 

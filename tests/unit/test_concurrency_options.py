@@ -1,4 +1,4 @@
-"""Options of samples in flight: which are refused, and how many batches they put in hand."""
+"""Options for samples in flight: which are refused, and how many batches are outstanding."""
 
 from __future__ import annotations
 

@@ -1,44 +1,44 @@
-"""Totals of what transports did: sums, and what was added since they were told last."""
+"""Counters of transports: sums, and what was added since the last report."""
 
 from __future__ import annotations
 
 import pytest
 
-from asyncloader.counters import KEYS, Totals
+from asyncloader.counters import KEYS, Counters
 from asyncloader.transports import RetryCounts
 
 
 def test_nothing_was_done() -> None:
     """There is nothing to tell at the beginning, and every sum is there."""
-    totals = Totals()
-    assert totals.sums == dict.fromkeys(KEYS, 0.0)
-    assert totals.changes(totals.sums.copy()) == {}
+    counters = Counters()
+    assert counters.sums == dict.fromkeys(KEYS, 0.0)
+    assert counters.changes(counters.sums.copy()) == {}
 
 
 def test_changes_are_told_once() -> None:
-    """What was added is told to each listener once, by name; the others are left out."""
-    totals = Totals()
-    one, other = totals.sums.copy(), totals.sums.copy()
-    totals.add("retries")
-    totals.add("retry_wait_s", 0.5)
-    assert totals.changes(one) == {"retries": 1, "retry_wait_s": 0.5}
-    assert totals.changes(one) == {}
-    totals.add("retries", 2)
-    assert totals.changes(one) == {"retries": 2}
-    assert totals.changes(other) == {"retries": 3, "retry_wait_s": 0.5}
+    """What was added is reported to each listener once, by name; the others are left out."""
+    counters = Counters()
+    one, other = counters.sums.copy(), counters.sums.copy()
+    counters.add("retries")
+    counters.add("retry_wait_s", 0.5)
+    assert counters.changes(one) == {"retries": 1, "retry_wait_s": 0.5}
+    assert counters.changes(one) == {}
+    counters.add("retries", 2)
+    assert counters.changes(one) == {"retries": 2}
+    assert counters.changes(other) == {"retries": 3, "retry_wait_s": 0.5}
 
 
 def test_an_unknown_name_is_a_mistake() -> None:
     """A misspelt name is not counted somewhere else."""
     with pytest.raises(KeyError):
-        Totals().add("retry")
+        Counters().add("retry")
 
 
 def test_a_transports_counts_are_added_up() -> None:
     """The counts of each transport count for the process as well."""
-    from asyncloader.counters import TOTALS
+    from asyncloader.counters import COUNTERS
 
-    told = TOTALS.sums.copy()
+    reported = COUNTERS.sums.copy()
     counts = RetryCounts()
     counts.retry("status 503", 0.25)
     counts.retry("stalled", 0.5)
@@ -53,4 +53,4 @@ def test_a_transports_counts_are_added_up() -> None:
     }
     # The sums are the whole process's, other tests' waits among them: a difference of two is rounded.
     added = {"retries": 2, "retry_wait_s": pytest.approx(0.75), "resumed": 1, "given_up": 1}
-    assert TOTALS.changes(told) == added
+    assert COUNTERS.changes(reported) == added

@@ -110,7 +110,7 @@ def test_good_values_are_stored_as_they_are(loader: Any, dataset: Any, name: str
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("seed", [None, 7])
 def test_defaults(loader: Any, seed: int | None) -> None:
-    """Nothing is killed, left out or retired unless asked for; how often to heal depends on the mode."""
+    """Nothing is killed, left out or retired unless asked for; the number of restarts depends on the mode."""
     made = loader(Map(), seed=seed)
     assert made.worker_timeout is None
     assert made.max_worker_restarts is None
@@ -124,7 +124,7 @@ def test_defaults(loader: Any, seed: int | None) -> None:
     ("given", "seeded", "number"), [(None, True, 3), (None, False, 0), (0, True, 0), (5, False, 5)]
 )
 def test_restarts(given: int | None, seeded: bool, number: int) -> None:
-    """As often as asked for; else three times where a healed run is exact, and never where it is not."""
+    """As often as asked for; else three times where a recovered run is exact, and never where it is not."""
     assert max_restarts(given, seeded=seeded) == number
 
 

@@ -1,4 +1,4 @@
-"""What `seed=` makes of a loader's options."""
+"""The effect of `seed=` on a loader's options."""
 
 from __future__ import annotations
 

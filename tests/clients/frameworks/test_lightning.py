@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import Dataset
 
-from asyncloader.epoch.sync_inline import InlineIterator
+from asyncloader.epoch.sync_inline import SyncInlineIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
 from tests.clients.frameworks.helping import Rows, RowStream, batches_given, seed_all, workers_of_now
 from tests.clients.frameworks.lightning_runs import OURS, STOCK, Recorder, SaveAt, WorkersSeen, fit, trainer
@@ -41,7 +41,7 @@ def test_fit_sees_torchs_batches(options: dict[str, Any]) -> None:
     assert batches_given(loader) == 15
 
 
-@pytest.mark.parametrize(("num_workers", "expected"), [(0, InlineIterator), (2, WorkerIterator)])
+@pytest.mark.parametrize(("num_workers", "expected"), [(0, SyncInlineIterator), (2, WorkerIterator)])
 def test_fit_runs_our_iterators(num_workers: int, expected: type) -> None:
     """Lightning iterates the loader that it was given: each epoch's iterator is one of this package."""
     iterators: list[type] = []

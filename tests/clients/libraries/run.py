@@ -22,7 +22,7 @@ import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 import asyncloader
-from asyncloader.epoch.sync_inline import InlineIterator
+from asyncloader.epoch.sync_inline import SyncInlineIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
 from tests.clients.libraries.gaps import fill_torchaudio
 from tests.integration.comparing import assert_same
@@ -47,7 +47,7 @@ def main(client: str, when: str, method: str) -> None:
             with _iterators_made() as made:
                 found = _batches(library.batches, workers)
             assert_same(found, expected[workers], f"{workers} workers")
-            assert made == {WorkerIterator if workers else InlineIterator}, f"{workers} workers: {made}"
+            assert made == {WorkerIterator if workers else SyncInlineIterator}, f"{workers} workers: {made}"
         if hasattr(library, "batches_of_threads"):  # those are torch's to make, and must be the same
             with _iterators_made() as made:
                 found = _batches(library.batches_of_threads, 2)
@@ -95,7 +95,7 @@ def _iterators_made() -> Generator[set[type]]:
     """The classes of the iterators that are made meanwhile, torch's and ours."""
     made: set[type] = set()
     with contextlib.ExitStack() as stack:
-        for kind in (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter, InlineIterator, WorkerIterator):
+        for kind in (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter, SyncInlineIterator, WorkerIterator):
             stack.callback(setattr, kind, "__init__", kind.__init__)
             kind.__init__ = _noting(made, kind, kind.__init__)  # type: ignore[method-assign]
         yield made

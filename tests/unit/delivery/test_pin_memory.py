@@ -72,7 +72,7 @@ def test_the_slot_is_free_once_the_batch_is_pinned() -> None:
 
 
 def test_an_error_becomes_a_failure() -> None:
-    """What pinning raises reaches the consumer in the batch's place, and the slot comes back."""
+    """What pinning raises reaches the consumer instead of the batch, and the slot comes back."""
 
     def refuse(batch: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no page-locked memory left")

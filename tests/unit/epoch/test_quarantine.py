@@ -7,7 +7,7 @@ import pytest
 
 from asyncloader.epoch.quarantine import Quarantine
 from asyncloader.errors import TaskQuarantined, WorkerDied
-from asyncloader.events import Placed, Poisoned, Task
+from asyncloader.events import Poisoned, PositionedIndex, Task
 from asyncloader.options import OnError
 from asyncloader.workers.fetch.sample_errors import BadSample, places_lost
 
@@ -49,9 +49,9 @@ def test_it_is_raised_with_the_indices_and_the_deaths(index: Any) -> None:
 
 
 def test_the_position_is_no_part_of_the_indices() -> None:
-    """In seeded mode tasks carry their place; the error shows the dataset's indices alone."""
+    """In seeded mode tasks carry their position; the error shows the dataset's indices alone."""
     with pytest.raises(TaskQuarantined) as caught:
-        settled(Placed(40, [3, 4]), "raise")
+        settled(PositionedIndex(40, [3, 4]), "raise")
     assert caught.value.indices == [3, 4]
 
 
@@ -73,8 +73,8 @@ def test_skip_leaves_out_the_batch_and_records_each_sample() -> None:
 
 @pytest.mark.parametrize(("replicas", "positions"), [(1, [40, 41, 42]), (4, [40, 44, 48])])
 def test_records_have_the_samples_positions(replicas: int, positions: list[int]) -> None:
-    """In seeded mode each sample has its place in the global order, of which this rank has every so manieth."""
-    _, records = settled(Placed(40, [3, 4, 5]), "skip", replicas=replicas)
+    """In seeded mode each sample has its position in the global order, of which this rank has every so manieth."""
+    _, records = settled(PositionedIndex(40, [3, 4, 5]), "skip", replicas=replicas)
     assert [record.position for record in records] == positions
     assert [record.index for record in records] == [3, 4, 5]
     assert places_lost(records) == 3
@@ -84,7 +84,7 @@ def test_records_have_the_samples_positions(replicas: int, positions: list[int])
 def test_without_batches_a_task_is_one_sample(placed: bool) -> None:
     """With batch_size=None the index is a sample's, even where it looks like several."""
     index = (3, 4)
-    batch, (record,) = settled(Placed(6, index) if placed else index, "skip", batched=False)
+    batch, (record,) = settled(PositionedIndex(6, index) if placed else index, "skip", batched=False)
     assert batch is None
     assert record.index == index
     assert record.position == (6 if placed else None)
@@ -103,7 +103,7 @@ def test_records_are_bounded() -> None:
 def test_a_function_gives_substitutes() -> None:
     """It is asked for each index, with the error; what it gives is collated to the batch."""
     ask = Asked()
-    batch, records = settled(Placed(40, [3, 4]), ask)
+    batch, records = settled(PositionedIndex(40, [3, 4]), ask)
     assert batch == (30, 40)
     assert [index for index, _ in ask.calls] == [3, 4]
     assert all(isinstance(error, TaskQuarantined) for _, error in ask.calls)

@@ -34,7 +34,7 @@ def concurrent(workers: int = 2, max_restarts: int = 3) -> Recovery:
 
 
 def replaced(recovery: Recovery, worker: int, lost: list[int]) -> list[int]:
-    """The worker's place is filled again, and `lost` waits for it. Returns what it is sent at once."""
+    """The worker is replaced, and `lost` waits for it. Returns what it is sent at once."""
     recovery.down(worker)
     for seq in lost:
         recovery.wait(worker, seq)
@@ -234,7 +234,7 @@ def test_other_workers_are_free_meanwhile(death: Deaths) -> None:
 # -------------------------------------------------------------------------------------------- who waits
 
 
-def test_all_is_normal_until_a_death_and_again_after_the_healing(death: Deaths) -> None:
+def test_all_is_normal_until_a_death_and_again_after_the_recovery(death: Deaths) -> None:
     """The scheduler need not ask while nothing is out of the way."""
     recovery = blocking()
     assert not recovery.active

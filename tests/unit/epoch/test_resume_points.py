@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncloader.epoch.resume_points import Places
+from asyncloader.epoch.resume_points import ResumePoints
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.setup import EpochStart
 
@@ -19,15 +19,15 @@ def cursor(batches: int, problem: str = "") -> Cursor:
     return Cursor(batches, 3 * batches, False, None, {"at": batches}, problem)
 
 
-def pickled(place: Cursor) -> bytes:
-    return pickle.dumps(tuple(place), 5)
+def pickled(cursor: Cursor) -> bytes:
+    return pickle.dumps(tuple(cursor), 5)
 
 
-def places(*starts: EpochStart, iterable: bool = True, replays: bool = False) -> Places:
-    return Places(starts or (BEGIN,), iterable=iterable, replays=replays)
+def resume_points(*starts: EpochStart, iterable: bool = True, replays: bool = False) -> ResumePoints:
+    return ResumePoints(starts or (BEGIN,), iterable=iterable, replays=replays)
 
 
-def answer(where: Places, *cursors: bytes, worker: int = 0) -> None:
+def answer(where: ResumePoints, *cursors: bytes, worker: int = 0) -> None:
     for each in cursors:
         where.answered(worker, each)
 
@@ -37,7 +37,7 @@ def answer(where: Places, *cursors: bytes, worker: int = 0) -> None:
 
 def test_a_stream_goes_on_at_its_last_cursor() -> None:
     """The replacement begins with the cursor of the last answer; the epoch is the same."""
-    where = places()
+    where = resume_points()
     answer(where, pickled(cursor(1)), pickled(cursor(2)))
     assert where.obstacle(0) == ""
     assert where.start(0) == BEGIN._replace(cursor=cursor(2), skip=0, made=2)
@@ -45,7 +45,7 @@ def test_a_stream_goes_on_at_its_last_cursor() -> None:
 
 def test_batches_since_the_cursor_are_read_and_dropped() -> None:
     """Where cursors are taken now and then, what was answered since is skipped."""
-    where = places()
+    where = resume_points()
     answer(where, pickled(cursor(0)), b"", pickled(cursor(3)), b"", b"")
     assert where.obstacle(0) == ""
     assert where.start(0) == BEGIN._replace(cursor=cursor(3), skip=2, made=5)
@@ -55,7 +55,7 @@ def test_a_worker_that_answered_nothing_begins_again() -> None:
     """Nothing was read that anybody has: the replacement begins as the worker before did, stateful or not."""
     began = BEGIN._replace(cursor=cursor(7), skip=2)
     for start in (BEGIN, began):
-        where = places(start)
+        where = resume_points(start)
         assert where.obstacle(0) == ""
         made = 9 if start.cursor else 0
         assert where.start(0) == start._replace(made=made)
@@ -63,7 +63,7 @@ def test_a_worker_that_answered_nothing_begins_again() -> None:
 
 def test_a_resumed_stream_counts_from_where_it_was_resumed() -> None:
     """Cursor and skipped batches of the state that was loaded count, too."""
-    where = places(BEGIN._replace(cursor=cursor(10), skip=3))
+    where = resume_points(BEGIN._replace(cursor=cursor(10), skip=3))
     answer(where, b"", b"")
     assert where.obstacle(0) == ""
     assert where.start(0) == BEGIN._replace(cursor=cursor(10), skip=5, made=15)
@@ -71,9 +71,9 @@ def test_a_resumed_stream_counts_from_where_it_was_resumed() -> None:
     assert where.start(0) == BEGIN._replace(cursor=cursor(16), skip=1, made=17)
 
 
-def test_each_worker_has_its_own_place() -> None:
+def test_each_worker_has_its_own_resume_point() -> None:
     """One worker's answers move no other."""
-    where = places(BEGIN, BEGIN._replace(epoch=5))
+    where = resume_points(BEGIN, BEGIN._replace(epoch=5))
     answer(where, pickled(cursor(1)), worker=1)
     assert where.start(0) == BEGIN._replace(made=0)
     assert where.start(1) == BEGIN._replace(epoch=5, cursor=cursor(1), made=1)
@@ -84,7 +84,7 @@ def test_each_worker_has_its_own_place() -> None:
 
 def test_a_stream_without_a_state_is_an_obstacle() -> None:
     """What was read cannot be read on from: the text says what is missing, and the two ways out."""
-    where = places()
+    where = resume_points()
     answer(where, b"")
     text = where.obstacle(0)
     for words in ("not replaced", "state_dict and load_state_dict", "asyncloader.Stateful", "resume='replay'"):
@@ -93,7 +93,7 @@ def test_a_stream_without_a_state_is_an_obstacle() -> None:
 
 def test_a_state_that_could_not_be_taken_is_an_obstacle() -> None:
     """The text says why there is none."""
-    where = places()
+    where = resume_points()
     answer(where, pickled(cursor(1, "TypeError: cannot pickle 'generator' object")))
     text = where.obstacle(0)
     assert "state_dict() TypeError: cannot pickle 'generator' object" in text
@@ -102,7 +102,7 @@ def test_a_state_that_could_not_be_taken_is_an_obstacle() -> None:
 
 def test_replay_reads_from_the_beginning() -> None:
     """All that was answered is read again and dropped."""
-    where = places(replays=True)
+    where = resume_points(replays=True)
     answer(where, b"", b"", b"")
     assert where.obstacle(0) == ""
     assert where.start(0) == BEGIN._replace(skip=3, made=3)
@@ -110,14 +110,14 @@ def test_replay_reads_from_the_beginning() -> None:
 
 def test_replay_in_a_resumed_epoch_skips_what_was_delivered_before_too() -> None:
     """The stream is read from its very beginning: the batches of the run before count."""
-    where = places(BEGIN._replace(skip=8), replays=True)
+    where = resume_points(BEGIN._replace(skip=8), replays=True)
     answer(where, b"", b"")
     assert where.start(0) == BEGIN._replace(skip=10, made=10)
 
 
 def test_replay_ignores_a_state_that_could_not_be_taken() -> None:
     """It is as if there were none, also behind one that could be."""
-    where = places(BEGIN._replace(cursor=cursor(4), skip=1), replays=True)
+    where = resume_points(BEGIN._replace(cursor=cursor(4), skip=1), replays=True)
     answer(where, pickled(cursor(6, "ValueError: no")))
     assert where.obstacle(0) == ""
     assert where.start(0) == BEGIN._replace(cursor=None, skip=6, made=6)
@@ -125,7 +125,7 @@ def test_replay_ignores_a_state_that_could_not_be_taken() -> None:
 
 def test_replay_goes_on_at_a_cursor_where_there_is_one() -> None:
     """What has a state is not read again from its beginning."""
-    where = places(replays=True)
+    where = resume_points(replays=True)
     answer(where, pickled(cursor(1)), b"")
     assert where.start(0) == BEGIN._replace(cursor=cursor(1), skip=1, made=2)
 
@@ -135,7 +135,7 @@ def test_replay_goes_on_at_a_cursor_where_there_is_one() -> None:
 
 def test_batches_that_raised_since_the_cursor_are_read_again() -> None:
     """They are dropped like the others, and are none of those that were made."""
-    where = places()
+    where = resume_points()
     where.failed(0)  # before the cursor: behind it now
     answer(where, pickled(cursor(1)))
     where.failed(0)
@@ -146,10 +146,10 @@ def test_batches_that_raised_since_the_cursor_are_read_again() -> None:
 
 def test_an_error_is_an_answer_too() -> None:
     """A stream without a state of which only errors came cannot be read on either."""
-    where = places()
+    where = resume_points()
     where.failed(0)
     assert "state_dict and load_state_dict" in where.obstacle(0)
-    where = places(replays=True)
+    where = resume_points(replays=True)
     where.failed(0)
     assert where.start(0) == BEGIN._replace(skip=1, made=0)
 
@@ -167,24 +167,24 @@ def test_replacements_of_replacements_miss_and_repeat_nothing(
     cursors are taken; and each replacement knows how many batches there were.
     """
     start = BEGIN._replace(cursor=cursor(began) if began else None, skip=skip)
-    where = places(start, replays=True)
-    place = made = began + skip  # in the stream, where errors count, too; and batches
-    expected = place, made
+    where = resume_points(start, replays=True)
+    position = made = began + skip  # in the stream, where errors count, too; and batches
+    expected = position, made
     for step in steps:
         if step == "death":
             again = where.start(0)
-            place = (0 if again.cursor is None else again.cursor.iterator["at"]) + again.skip
+            position = (0 if again.cursor is None else again.cursor.iterator["at"]) + again.skip
             assert again.made is not None
             made = again.made
-        assert (place, made) == expected
+        assert (position, made) == expected
         if step == "error":
-            place += 1
+            position += 1
             where.failed(0)
         elif step == "batch":
-            place, made = place + 1, made + 1
-            taken = cursor(made)._replace(iterator={"at": place})
+            position, made = position + 1, made + 1
+            taken = cursor(made)._replace(iterator={"at": position})
             where.answered(0, pickled(taken) if every and not made % every else b"")
-        expected = place, made
+        expected = position, made
 
 
 # -------------------------------------------------------------------------------------------- map datasets
@@ -192,7 +192,7 @@ def test_replacements_of_replacements_miss_and_repeat_nothing(
 
 def test_a_map_dataset_begins_anywhere() -> None:
     """Its tasks say what is to be read: nothing stands in the way, and nothing is skipped."""
-    where = places(iterable=False)
+    where = resume_points(iterable=False)
     answer(where, b"", b"")
     assert where.obstacle(0) == ""
     assert where.start(0) == BEGIN
@@ -200,7 +200,7 @@ def test_a_map_dataset_begins_anywhere() -> None:
 
 def test_a_map_datasets_state_goes_with_it() -> None:
     """A stateful one is restored to its last state; one that could not be taken is left out."""
-    where = places(iterable=False)
+    where = resume_points(iterable=False)
     answer(where, pickled(cursor(1)), pickled(cursor(2)), b"")
     assert where.start(0) == BEGIN._replace(cursor=cursor(2))
     answer(where, pickled(cursor(4, "ValueError: no")))
@@ -212,7 +212,7 @@ def test_a_map_datasets_state_goes_with_it() -> None:
 def test_starts_are_not_changed(iterable: bool) -> None:
     """Asking where a replacement begins changes nothing: it may be asked again."""
     random = Random(3)
-    where = places(BEGIN, BEGIN, iterable=iterable, replays=True)
+    where = resume_points(BEGIN, BEGIN, iterable=iterable, replays=True)
     for _ in range(9):
         answer(where, random.choice([b"", pickled(cursor(2))]), worker=random.randrange(2))
     first: list[Any] = [where.start(0), where.start(1)]

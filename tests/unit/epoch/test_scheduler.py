@@ -169,13 +169,13 @@ def test_an_offer_beyond_what_may_run_ahead_is_refused() -> None:
 
 def test_the_first_turn_may_be_anybodys() -> None:
     """A stream that goes on in its middle begins with the worker whose turn it was."""
-    s = Scheduler(workers=3, credits=1, iterable=True, turn=2)
+    s = Scheduler(workers=3, credits=1, iterable=True, first_worker=2)
     assert s.handle(Started()) == [
         Assign(2, Task(0, 0, None)),
         Assign(0, Task(0, 1, None)),
         Assign(1, Task(0, 2, None)),
     ]
-    s = started(workers=3, turn=1)
+    s = started(workers=3, first_worker=1)
     assert [s.handle(Offered(i))[0].worker for i in range(4)] == [1, 2, 0, 1]  # type: ignore[union-attr]
 
 

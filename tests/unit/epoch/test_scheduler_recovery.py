@@ -17,8 +17,8 @@ from asyncloader.events import (
     Fail,
     Finish,
     Offered,
-    Placed,
     Poisoned,
+    PositionedIndex,
     Pull,
     Replace,
     Replaced,
@@ -91,7 +91,7 @@ def test_new_tasks_for_a_worker_that_is_down_wait_behind_the_old_ones() -> None:
     assert s.handle(Replaced(0)) == [Assign(0, task(0), suspect=True), Assign(0, task(2))]
 
 
-def test_answers_after_a_healing_are_delivered_in_order() -> None:
+def test_answers_after_a_recovery_are_delivered_in_order() -> None:
     """What was held back for the lost task comes right after it."""
     s = started(offers=3)
     s.handle(Completed(1, 1, "B"))
@@ -111,7 +111,7 @@ def test_suspects_of_a_concurrent_worker_come_one_at_a_time() -> None:
 
 
 def test_the_third_death_over_a_task_delivers_it_as_poisoned() -> None:
-    """In the batch's place, with all its deaths; the others are made by the replacement."""
+    """Instead of the batch, with all its deaths; the others are made by the replacement."""
     s = started(workers=1, offers=2)
     dies(s, 0, 17, 18)
     again = s.handle(death(0, 19))
@@ -195,7 +195,7 @@ def test_without_restarts_the_advice_names_the_option() -> None:
 
 
 def test_retirement_needs_no_restarts() -> None:
-    """A worker that leaves by itself is replaced where no death is healed, and its tasks are no suspects."""
+    """A worker that leaves by itself is replaced without restarts after deaths, and its tasks are no suspects."""
     s = started(offers=4, max_restarts=0)
     assert s.handle(death(0, retired=True)) == [Replace(0)]
     assert s.handle(Replaced(0)) == [Assign(0, task(0)), Assign(0, task(2))]
@@ -210,7 +210,7 @@ def test_a_quarantine_says_why_we_killed_its_workers() -> None:
     assert text.endswith("a stack")
 
 
-@pytest.mark.parametrize("index", [[3, 4], Placed(40, [3, 4])], ids=["plain", "placed"])
+@pytest.mark.parametrize("index", [[3, 4], PositionedIndex(40, [3, 4])], ids=["plain", "placed"])
 def test_a_poisoned_task_beyond_the_restarts_ends_the_epoch(index: Any) -> None:
     """The error is the quarantine's, which says more than the last death; its indices are the dataset's."""
     s = started(workers=1, max_restarts=2)
@@ -223,7 +223,7 @@ def test_a_poisoned_task_beyond_the_restarts_ends_the_epoch(index: Any) -> None:
     assert "The epoch ends with it. Worker 0 had been replaced 2 times" in str(error)
 
 
-@pytest.mark.parametrize("index", [[3, 4], Placed(40, [3, 4])], ids=["plain", "placed"])
+@pytest.mark.parametrize("index", [[3, 4], PositionedIndex(40, [3, 4])], ids=["plain", "placed"])
 def test_beyond_the_restarts_a_death_from_outside_names_the_indices(index: Any) -> None:
     """It is no quarantine, however often one task was struck: but what the worker was at is told."""
     s = started(workers=1, max_restarts=3)
@@ -243,7 +243,7 @@ def test_a_death_over_several_tasks_tells_how_many() -> None:
     assert "It was at 3 tasks, the first of them for indices 0. To have a worker" in str(failure(s.handle(death(0))))
 
 
-def test_a_stream_cannot_go_on_behind_a_poisoned_place() -> None:
+def test_a_stream_cannot_go_on_behind_a_poisoned_task() -> None:
     """With restarts left, too: what comes after it cannot be reached."""
     s = started(workers=1, iterable=True, max_restarts=9)
     dies(s, 0, 17, 18)

@@ -1,4 +1,4 @@
-"""Tar shards: names become keys and fields as webdataset has them, and no archive can do harm."""
+"""Tar shards: names become keys and fields as in webdataset, and hostile archives are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of length-aware batches share: samplers with any options, and lengths like those of texts."""
+"""Helpers for the tests of length-aware batches: samplers with any options, and lengths like those of texts."""
 
 from __future__ import annotations
 

@@ -77,22 +77,22 @@ class Pages:
     """An iterator with a state of its own."""
 
     def __init__(self) -> None:
-        self.place = {"next": 0}
+        self.position = {"next": 0}
 
     def __iter__(self) -> Pages:
         return self
 
     def __next__(self) -> int:
-        if self.place["next"] == SIZE:
+        if self.position["next"] == SIZE:
             raise StopIteration
-        self.place["next"] += 1
-        return self.place["next"] - 1
+        self.position["next"] += 1
+        return self.position["next"] - 1
 
     def state_dict(self) -> dict[str, Any]:
-        return self.place  # the very dictionary that it goes on to change
+        return self.position  # the very dictionary that it goes on to change
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place = state
+        self.position = state
 
 
 class StatefulIterators:

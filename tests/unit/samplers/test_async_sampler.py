@@ -42,7 +42,7 @@ class Both(Endless):
 
 
 @dataclass
-class Place:
+class ReadPosition:
     """A position to read from, and what the reader tells of it."""
 
     first_step: int = 0
@@ -59,8 +59,8 @@ class Place:
         self.steps.append(step)
 
 
-async def read(source: AsyncIndexSource, place: Place | None = None) -> list[Any]:
-    return [index async for index in source.reading(place or Place())]
+async def read(source: AsyncIndexSource, position: ReadPosition | None = None) -> list[Any]:
+    return [index async for index in source.reading(position or ReadPosition())]
 
 
 def test_only_what_cannot_be_read_plainly_is_async() -> None:
@@ -103,12 +103,12 @@ async def test_reading_goes_on_at_a_position() -> None:
     """From any step on the rest comes; steps that were delivered beyond it are left out."""
     source = AsyncIndexSource(Counting(7), 2, drop_last=False)
     for first in range(5):
-        place = Place(first_step=first)
-        assert await read(source, place) == [[0, 1], [2, 3], [4, 5], [6]][first:]
-        assert place.steps == list(range(first, 4))
-    place = Place(first_step=1, skipped=frozenset({2}))
-    assert await read(source, place) == [[2, 3], [6]]
-    assert place.steps == [1, 3]
+        position = ReadPosition(first_step=first)
+        assert await read(source, position) == [[0, 1], [2, 3], [4, 5], [6]][first:]
+        assert position.steps == list(range(first, 4))
+    position = ReadPosition(first_step=1, skipped=frozenset({2}))
+    assert await read(source, position) == [[2, 3], [6]]
+    assert position.steps == [1, 3]
 
 
 class Remembering(Counting):
@@ -132,14 +132,16 @@ async def test_a_stateful_sampler_goes_on_by_its_state() -> None:
     """Its state after each step is kept, and from there it reads on without the items before."""
     for step in range(1, 4):
         source = AsyncIndexSource(Remembering(7), 2, drop_last=False)
-        again = Place(log=source.first_log(1))
+        again = ReadPosition(log=source.first_log(1))
         await read(source, again)
         assert again.log is not None
         saved = again.log.at(step)
         assert saved is not None
         assert saved["sampler"] == {"start": 2 * step}
         rest = AsyncIndexSource(Remembering(7), 2, drop_last=False)
-        assert await read(rest, Place(first_step=step, saved_sampler=saved)) == [[0, 1], [2, 3], [4, 5], [6]][step:]
+        assert (
+            await read(rest, ReadPosition(first_step=step, saved_sampler=saved)) == [[0, 1], [2, 3], [4, 5], [6]][step:]
+        )
 
 
 def test_length_of_an_unsized_sampler_is_a_type_error() -> None:
@@ -152,7 +154,7 @@ def test_length_of_an_unsized_sampler_is_a_type_error() -> None:
 async def test_closing_the_source_closes_the_sampler(batch_size: int | None) -> None:
     """A sampler that is left early is closed then and there, not when garbage is collected."""
     sampler = Counting(10)
-    indices = AsyncIndexSource(sampler, batch_size, drop_last=False).reading(Place())
+    indices = AsyncIndexSource(sampler, batch_size, drop_last=False).reading(ReadPosition())
     await anext(indices)
     await indices.aclose()  # type: ignore[attr-defined]
     assert sampler.closed == 1

@@ -1,4 +1,4 @@
-"""The plan of batches by length: as few as can be in each window, and written down for ever."""
+"""The plan of batches by length: a minimal number in each window, and fixed for all versions."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_a_window_makes_the_fewest_batches(lengths: list[int], limits: Limits, s
     window = plan._window(0)
     assert len(plan) == len(batches) == fewest(limits, window.costs.tolist())
     # In the window's order again, the batches are its pieces.
-    place = {index: place for place, index in enumerate(window.indices.tolist())}
-    pieces = sorted([place[index] for index in batch.tolist()] for batch in batches)
+    offset = {index: offset for offset, index in enumerate(window.indices.tolist())}
+    pieces = sorted([offset[index] for index in batch.tolist()] for batch in batches)
     assert [index for piece in pieces for index in piece] == list(range(len(lengths)))
 
 
@@ -52,8 +52,8 @@ def test_only_the_last_batch_of_a_window_could_be_fuller(lengths: list[int], lim
     plan = BatchPlan(np.array(lengths), limits, 40, drop_last=False, seed=seed, epoch=0)
     window = plan._window(0)
     costs, size = window.costs.tolist(), len(lengths)
-    place = {index: place for place, index in enumerate(window.indices.tolist())}
-    *others, last = ([place[index] for index in batch.tolist()] for batch in plan.batches(0))
+    offset = {index: offset for offset, index in enumerate(window.indices.tolist())}
+    *others, last = ([offset[index] for index in batch.tolist()] for batch in plan.batches(0))
     for piece in others:
         if piece[0] < last[0]:
             assert not allowed(limits, costs[piece[0] : piece[-1] + 2])

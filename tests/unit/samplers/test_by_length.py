@@ -1,4 +1,4 @@
-"""Length-aware batches: every sample once, one plan for all, any batch found without those before it."""
+"""Length-aware batches: every sample once, the same plan in every process, and any batch found directly."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import SequentialSampler
 
-from asyncloader.events import Placed
+from asyncloader.events import PositionedIndex
 from asyncloader.samplers.distributed import (
     BATCH_STRIDE,
     OnUneven,
@@ -73,12 +73,12 @@ def views(sampler: Any, batch_size: int | None, ranks: int, rule: OnUneven, **mo
     return [RankView(sampler, share(batch_size, ranks, rank, rule, **more)) for rank in range(ranks)]
 
 
-def steps(view: RankView) -> list[Placed]:
+def steps(view: RankView) -> list[PositionedIndex]:
     """Not ``list(view)``, which would ask for its length."""
     return [*view.iter_from(0)]
 
 
-def joined(shares: list[list[Placed]]) -> list[list[Any]]:
+def joined(shares: list[list[PositionedIndex]]) -> list[list[Any]]:
     """At each step the ranks' batches one after the other."""
     return [list(itertools.chain.from_iterable(placed.index for placed in step)) for step in zip(*shares, strict=True)]
 
@@ -189,8 +189,8 @@ def test_positions_are_unique_where_the_sampler_shards(of_batches: bool) -> None
 def test_single_indices() -> None:
     """Without batches, an index goes to each rank in turn, bare."""
     assert [steps(view) for view in views(["a", "b", "c", "d"], None, 2, "drop")] == [
-        [Placed(0, "a"), Placed(2, "c")],
-        [Placed(1, "b"), Placed(3, "d")],
+        [PositionedIndex(0, "a"), PositionedIndex(2, "c")],
+        [PositionedIndex(1, "b"), PositionedIndex(3, "d")],
     ]
 
 
@@ -245,7 +245,7 @@ def test_error_rule_names_what_is_left() -> None:
     """on_uneven="error" stops when the end is reached, and says what could be done; `len` says it at once."""
     view = RankView(range(7), share(2, 3, 0, "error"))
     iterator = view.iter_from(0)
-    assert next(iterator) == Placed(0, [0, 1])
+    assert next(iterator) == PositionedIndex(0, [0, 1])
     with pytest.raises(ValueError, match=r"last 1 samples cannot be shared evenly by world_size=3 .*drop_last=True"):
         next(iterator)
     with pytest.raises(ValueError, match="on_uneven='error'"):
@@ -281,15 +281,18 @@ def test_seekable_samplers_produce_nothing_in_vain() -> None:
     sampler = Seekable(list(range(10)))
     assert isinstance(sampler, SeekableSampler)
     view = RankView(sampler, share(2, 2, 1, "pad"))
-    assert [*view.iter_from(2)] == [Placed(10, [8, 9])]
+    assert [*view.iter_from(2)] == [PositionedIndex(10, [8, 9])]
     assert sampler.produced == 2
     assert [*view.iter_from(3)] == []
 
 
 def test_found_items_are_taken_as_they_come() -> None:
-    """Items from a place that was found already are cut from there, under the numbers of that place."""
+    """Items from a position that was found already are cut from there, with that position's numbers."""
     view = RankView([], share(2, 2, 1, "repeat"))
-    assert [*view.iter_from(3, iter([12, 13, 14, 15, 16]))] == [Placed(14, [14, 15]), Placed(17, [16])]
+    assert [*view.iter_from(3, iter([12, 13, 14, 15, 16]))] == [
+        PositionedIndex(14, [14, 15]),
+        PositionedIndex(17, [16]),
+    ]
 
 
 def test_sampler_without_a_length() -> None:
@@ -310,7 +313,7 @@ def test_one_view_many_epochs() -> None:
     assert steps(view) == first
     sampler.set_epoch(1)
     assert steps(view) != first
-    assert steps(RankView(SequentialSampler(range(3)), share(1))) == [Placed(i, [i]) for i in range(3)]
+    assert steps(RankView(SequentialSampler(range(3)), share(1))) == [PositionedIndex(i, [i]) for i in range(3)]
 
 
 def test_an_iterator_keeps_its_epoch() -> None:

@@ -1,4 +1,4 @@
-"""Walks over samplers: they end, and ask no sampler for its truth."""
+"""Walks over samplers end, and do not call `bool` on samplers."""
 
 from __future__ import annotations
 

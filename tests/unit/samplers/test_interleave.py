@@ -1,4 +1,4 @@
-"""The even interleaving: near its shares after every item, exact in each period, found at any place."""
+"""The even interleaving: near its shares after every item, exact in each period, found at any position."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ FIBONACCI = [1, 1, 2, 3, 5, 8, 13, 21, 34, 55]
 def sources(mixed: Interleave, first: int, size: int) -> list[int]:
     """The block as one list."""
     found = np.full(size, -1)
-    for source, before, places in mixed.block(first, size):
+    for source, before, offsets in mixed.block(first, size):
         assert before == mixed.counts(first)[source]
-        assert places.size
-        assert (np.diff(places) > 0).all()
-        found[places] = source
+        assert offsets.size
+        assert (np.diff(offsets) > 0).all()
+        found[offsets] = source
     assert (found >= 0).all()
     return [int(source) for source in found]
 
@@ -145,6 +145,6 @@ def test_weights_without_a_small_common_denominator_are_rounded() -> None:
     ],
 )
 def test_weights_out_of_range(weights: list[float], message: str) -> None:
-    """They are refused with the place and the value."""
+    """They are refused with the index and the value."""
     with pytest.raises(ValueError, match=message):
         whole_weights(weights)

@@ -51,14 +51,14 @@ def test_large_sizes_near_powers_of_two(n: int) -> None:
 
 @pytest.mark.parametrize("n", [*(2**power + delta for power in range(25, 41, 3) for delta in (-1, 0, 1)), LARGEST])
 def test_huge_sizes_by_sampling(n: int) -> None:
-    """`inverse` undoes the permutation at a thousand places, and the other way round; different places differ."""
+    """`inverse` undoes the permutation at a thousand positions, and the other way round; different positions differ."""
     permutation = Permutation(n, seed=n)
-    places = np.unique(np.random.default_rng(n).integers(0, n, 1000))
-    elements = permutation(places)
+    positions = np.unique(np.random.default_rng(n).integers(0, n, 1000))
+    elements = permutation(positions)
     assert ((elements >= 0) & (elements < n)).all()
-    assert len(np.unique(elements)) == len(places)
-    assert np.array_equal(permutation.inverse(elements), places)
-    assert np.array_equal(permutation(permutation.inverse(places)), places)
+    assert len(np.unique(elements)) == len(positions)
+    assert np.array_equal(permutation.inverse(elements), positions)
+    assert np.array_equal(permutation(permutation.inverse(positions)), positions)
 
 
 def test_the_order_is_for_ever() -> None:
@@ -123,10 +123,10 @@ KEYS, SIZE = 400, 1000
 def orders() -> dict[str, list[npt.NDArray[np.int64]]]:
     """Orders by neighbouring seeds, by neighbouring epochs, and torch's."""
     generator = torch.Generator().manual_seed(1)
-    places = np.arange(SIZE)
+    positions = np.arange(SIZE)
     return {
-        "seeds": [Permutation(SIZE, seed)(places) for seed in range(KEYS)],
-        "epochs": [Permutation(SIZE, 7, epoch)(places) for epoch in range(KEYS)],
+        "seeds": [Permutation(SIZE, seed)(positions) for seed in range(KEYS)],
+        "epochs": [Permutation(SIZE, 7, epoch)(positions) for epoch in range(KEYS)],
         "torch": [torch.randperm(SIZE, generator=generator).numpy() for _ in range(KEYS)],
     }
 
@@ -160,7 +160,7 @@ def test_fixed_points(source: str, orders: dict[str, list[npt.NDArray[np.int64]]
 
 @SOURCES
 def test_neighbouring_keys_have_nothing_in_common(source: str, orders: dict[str, list[npt.NDArray[np.int64]]]) -> None:
-    """Two orders one after the other agree in one place, as any two."""
+    """Two orders one after the other agree at one position on average, as any two orders."""
     pairs = itertools.pairwise(orders[source])
     assert abs(np.mean([(a == b).sum() for a, b in pairs]) - 1) < 5 / math.sqrt(KEYS)
 
@@ -168,8 +168,8 @@ def test_neighbouring_keys_have_nothing_in_common(source: str, orders: dict[str,
 @pytest.mark.parametrize("n", [2, 3, 4, 5])
 def test_all_orders_of_few_elements_are_equally_frequent(n: int) -> None:
     """Chi-squared over the n! orders, of 6,000 keys."""
-    places = np.arange(n)
-    found = Counter(tuple(Permutation(n, seed)(places).tolist()) for seed in range(6000))
+    positions = np.arange(n)
+    found = Counter(tuple(Permutation(n, seed)(positions).tolist()) for seed in range(6000))
     kinds = math.factorial(n)
     expected = 6000 / kinds
     squared = sum((count - expected) ** 2 for count in found.values()) / expected + (kinds - len(found)) * expected

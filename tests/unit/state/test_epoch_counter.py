@@ -1,4 +1,4 @@
-"""Which epoch a loader is in, and who is told of it."""
+"""The epoch counter, and the calls of `set_epoch` on samplers and datasets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""States that come from outside: whole, of this layout, and of a loader like this one, or refused with a reason."""
+"""States from outside are accepted if complete, of this layout and of a loader like this one; else refused with a
+reason.
+"""
 
 from __future__ import annotations
 
@@ -159,7 +161,7 @@ def test_newer_states_name_both_versions() -> None:
 @pytest.mark.parametrize("name", [name for name in state() if name != "version"])
 def test_a_truncated_state_names_what_is_missing(name: str) -> None:
     """Every key is needed."""
-    with pytest.raises(StateError, match=f"not whole: '{name}' missing"):
+    with pytest.raises(StateError, match=f"incomplete: '{name}' missing"):
         check_state(without(name))
 
 
@@ -167,7 +169,7 @@ def test_a_truncated_state_names_what_is_missing(name: str) -> None:
 def test_a_truncated_sampler_state(name: str) -> None:
     """Each of its parts is needed, too."""
     part = {key: value for key, value in state()["sampler"].items() if key != name}
-    with pytest.raises(StateError, match=f"'sampler' is not whole: '{name}' missing"):
+    with pytest.raises(StateError, match=f"'sampler' is incomplete: '{name}' missing"):
         check_state(state(sampler=part))
 
 
@@ -175,7 +177,7 @@ def test_a_truncated_sampler_state(name: str) -> None:
 def test_a_truncated_workers_part(name: str) -> None:
     """Each of its parts is needed, too."""
     part = {key: value for key, value in workers().items() if key != name}
-    with pytest.raises(StateError, match=f"'workers' is not whole: '{name}' missing"):
+    with pytest.raises(StateError, match=f"'workers' is incomplete: '{name}' missing"):
         check_state(state(workers=part))
 
 
@@ -183,7 +185,7 @@ def test_a_truncated_workers_part(name: str) -> None:
 def test_a_truncated_cursor(name: str) -> None:
     """Each of its parts is needed, too."""
     part = {key: value for key, value in cursor().items() if key != name}
-    with pytest.raises(StateError, match=f"a cursor of the state is not whole: '{name}' missing"):
+    with pytest.raises(StateError, match=f"a cursor of the state is incomplete: '{name}' missing"):
         check_state(state(workers=workers(cursors=[part, None])))
 
 
@@ -255,20 +257,20 @@ junk = st.recursive(
 )
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     found = [path]
     if isinstance(value, dict):
         for key, inner in value.items():
-            found += places(inner, (*path, key))
+            found += paths(inner, (*path, key))
     elif isinstance(value, list):
         for number, inner in enumerate(value):
-            found += places(inner, (*path, number))
+            found += paths(inner, (*path, number))
     return found
 
 
 def mutated(data: st.DataObject, value: Any) -> Any:
     """The state with a value replaced, left out or put in, somewhere."""
-    path = data.draw(st.sampled_from(places(value)))
+    path = data.draw(st.sampled_from(paths(value)))
     if not path:
         return data.draw(junk)
     value = copy.deepcopy(value)
@@ -308,8 +310,8 @@ def test_mutations_are_refused_or_valid(data: st.DataObject) -> None:
         torch.Generator().set_state(torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8))
     if checked["workers"] is not None:
         assert 0 <= checked["workers"]["next"] < 2
-        for count, place in zip(checked["workers"]["given"], checked["workers"]["cursors"], strict=True):
-            assert place is None or Cursor(**place).batches <= count
+        for count, cursor in zip(checked["workers"]["given"], checked["workers"]["cursors"], strict=True):
+            assert cursor is None or Cursor(**cursor).batches <= count
 
 
 # ------------------------------------------------------------------------------------------ comparing

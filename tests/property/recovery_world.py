@@ -1,7 +1,6 @@
-"""A simulated shell around the scheduler in which workers die, leave, and are replaced after a while.
+"""Simulates the pipeline around the scheduler, with workers that die, retire and are replaced after a while.
 
-It holds, at every step, what must hold whatever happens: see the asserts. `run` ends with the epoch, or fails where
-nothing can move any more.
+The asserts check invariants at every step. `run` ends with the epoch, or fails if nothing can move any more.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ class World:
     last: list[Action] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.turn = self.scheduler._turn
+        self.turn = self.scheduler._next_worker
         self.most_credits = self.scheduler.credits
         for number in range(self.scheduler.workers):
             self.pids += 1
@@ -361,7 +360,7 @@ def map_world(
     in_order: bool = True,
     assignment: Assignment = "round_robin",
     run_ahead: int = 0,
-    turn: int = 0,
+    first_worker: int = 0,
     concurrent: bool = False,
     max_restarts: int = PLENTY,
     poison: frozenset[int] = frozenset(),
@@ -371,14 +370,16 @@ def map_world(
     prompt: bool = False,
     varying: bool = False,
 ) -> World:
-    """A world whose sampler gives the indices below `count`. `run_ahead` and `turn` count where they mean something."""
+    """A world whose sampler gives the indices below `count`. `run_ahead` and `first_worker` are ignored where they do
+    not apply.
+    """
     scheduler = Scheduler(
         workers=workers,
         credits=credits,
         in_order=in_order,
         assignment=assignment,
         run_ahead=run_ahead if in_order and assignment == "least_loaded" else 0,
-        turn=turn % workers,
+        first_worker=first_worker % workers,
         max_restarts=max_restarts,
         concurrent=concurrent,
     )

@@ -1,7 +1,8 @@
-"""Places that no worker of ours would send: refused with a reason, or built on; nothing outside of the anchor is seen.
+"""Tensor ranges that no worker of ours would send are refused with a reason, or built without reading outside the
+anchor.
 
-Data path: worker -> [leaves -> codec] -> consumer. The pickle inside of a template is our own child's and trusted; the
-numbers in it are not.
+Data path: worker -> [leaves -> codec] -> consumer. The pickle inside a template comes from our own child and is
+trusted; the numbers in it are not.
 """
 
 from __future__ import annotations

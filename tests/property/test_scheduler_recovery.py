@@ -1,4 +1,4 @@
-"""Workers that die at random: nothing is lost, nothing comes twice, and the guilty alone are put in quarantine."""
+"""Workers die at random: no batch is lost or repeated, and only guilty tasks are quarantined."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncloader.epoch.recovery import Recovery
 from asyncloader.epoch.scheduler import Assignment, Scheduler
 from asyncloader.errors import TaskQuarantined, WorkerDied
 from asyncloader.events import Action, Assign, Died, Fail, Finish, Poisoned
-from tests.property.healing_world import PLENTY, World, map_world
+from tests.property.recovery_world import PLENTY, World, map_world
 from tests.property.scheduler_world import assignments, randoms
 
 
@@ -28,7 +28,7 @@ from tests.property.scheduler_world import assignments, randoms
             "in_order": st.booleans(),
             "assignment": assignments,
             "run_ahead": st.integers(0, 6),
-            "turn": st.integers(0, 3),
+            "first_worker": st.integers(0, 3),
             "concurrent": st.booleans(),
             "poison": st.frozensets(st.integers(0, 19), max_size=3),
             "kills": st.integers(0, 6),
@@ -115,7 +115,7 @@ def test_the_epoch_ends_with_the_first_death_beyond_the_restarts(options: dict[s
     credits=st.integers(1, 3),
     in_order=st.booleans(),
     assignment=assignments,
-    turn=st.integers(0, 3),
+    first_worker=st.integers(0, 3),
     concurrent=st.booleans(),
     max_restarts=st.sampled_from([0, 1, PLENTY, PLENTY]),
     poisoned=st.booleans(),
@@ -129,7 +129,7 @@ def test_every_copy_of_a_stream_is_read_to_its_end(
     credits: int,
     in_order: bool,
     assignment: Assignment,
-    turn: int,
+    first_worker: int,
     concurrent: bool,
     max_restarts: int,
     poisoned: bool,
@@ -149,7 +149,7 @@ def test_every_copy_of_a_stream_is_read_to_its_end(
         in_order=in_order,
         iterable=True,
         assignment=assignment,
-        turn=turn % len(lengths),
+        first_worker=first_worker % len(lengths),
         max_restarts=max_restarts,
         concurrent=concurrent,
     )

@@ -1,4 +1,4 @@
-"""Attributes of our loaders that a subclass may have for itself.
+"""Defines properties of our loaders that an instance may override.
 
 Data path: none.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Yielding"]
+__all__ = ["OverridableProperty"]
 
 T = TypeVar("T")
 
 
-class Yielding(Generic[T]):
-    """A property that gives way: an instance that assigns to its name keeps its own value, as subclasses of torch's
-    loader do with any name. Nothing of ours reads a loader through one.
+class OverridableProperty(Generic[T]):
+    """A read-only property that an instance may override by assigning to its name. Subclasses of torch's loader use any
+    names for their attributes, so ours must not be in their way; our own code never reads a loader through these.
     """
 
     def __init__(self, read: Callable[[Any], T]) -> None:
