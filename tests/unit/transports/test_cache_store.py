@@ -157,6 +157,7 @@ def test_an_aborted_fill_leaves_nothing(folder: Path) -> None:
         fill.write(DATA)
         fill.abort()
         assert everything(folder) == set()
+        assert store.usage._append() == 0  # what the account sums up to
     put(store, "v", data=b"x" * 7000)
     assert held(store, "v") == b"x" * 7000
 

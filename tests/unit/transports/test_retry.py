@@ -148,6 +148,13 @@ def test_retry_after_is_kept_or_given_up(policy: RetryPolicy, taken: float, aske
         assert asked <= verdict.delay <= left + 1e-9
 
 
+def test_those_that_were_turned_away_together_come_back_apart() -> None:
+    """The server told all of them the same moment: the jitter comes on top of it."""
+    policy = RetryPolicy(budget_s=100, first_delay_s=4)
+    waits = [Attempts(policy, 0.0, lambda: jitter).failed(1.0, retry_after=10).delay for jitter in (0.0, 0.5, 1.0)]  # noqa: B023
+    assert waits == [10.0, 12.0, 14.0]
+
+
 def test_reasons_say_what_ended_it() -> None:
     """The clause for the error's text names the budget, or what the server asked for."""
     assert Attempts(RetryPolicy(budget_s=0), 0.0).failed(1.0).reason == "retries are off"
