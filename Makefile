@@ -3,6 +3,7 @@
 #   make test ARGS='-k ring -x'      more arguments for pytest
 #   make test JOBS=0 ARGS='--pdb'    one test after the other
 #   make chaos SEEDS=2000            so many drawn disasters
+#   make bench ARGS='--against ../before'    this checkout against another one, with confidence bounds; writes no page
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -49,7 +50,7 @@ test-clients: $(VENV)/.stamp-test-clients ## compare libraries' batches inside i
 chaos: $(VENV)/.stamp-test ## kill, stop and starve workers at random; writes docs/reference/reliability.md
 	$(BIN)/python -m tests.stress --seeds $(SEEDS) --save $(ARGS)
 
-bench: $(VENV)/.stamp-bench ## measure against torch and the peers; writes docs/reference/benchmarks.md
+bench: $(VENV)/.stamp-bench ## measure against torch and the peers; writes docs/reference/benchmarks.md; ARGS='--against PATH': against another checkout
 	$(BIN)/python -m tests.benchmarks --save $(ARGS)
 
 check: $(VENV)/.stamp-check ## lint, format and types

@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 RETRYABLE_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 520, 521, 522, 523, 524, 529, 530})
-"""Statuses that mean "not now": time-outs, throttling, servers and gateways in trouble. S3 sometimes answers 500
+"""Statuses that mean "not now": time-outs, throttling, failing servers and gateways. S3 sometimes answers 500
 temporarily; 509 and 520 to 530 are sent by web hosts and CDNs when their backend fails. Every other 4xx, and 501 and
 505, is about the request itself and will be the same next time.
 """

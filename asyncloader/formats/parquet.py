@@ -1,32 +1,37 @@
-"""Parquet shards: a row is a sample, a column a field. Reads windows of column chunks, never a whole row group's.
+"""Parquet shards: a row is a sample, a column a field. The footer says where row groups are; pyarrow reads both.
 
-Data path: ranges -> [windows -> pyarrow -> rows] -> samples.
+Data path: ranges -> [footer -> windows -> pyarrow -> rows] -> samples.
 
-pyarrow decodes synchronously and asks for bytes as it goes. So this part runs in a thread of its own, and is given
-`fetch`, which has ranges read elsewhere. pyarrow reads each column chunk from its beginning to its end; `Windows` holds
-a part of each, and has the next part fetched while the present one is decoded.
+    PAR1    row groups: column chunks, each in pages    metadata    its length: u4    PAR1
+
+pyarrow decodes synchronously, so this part runs in a thread of its own, and is given `fetch`, which has ranges read
+elsewhere. pyarrow is imported when the first Parquet file is read.
 """
 
 from __future__ import annotations
 
-import io
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+import importlib
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from asyncloader.formats.base import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardError, base_name
-from asyncloader.formats.parquet_arrow import pyarrow, values
-from asyncloader.formats.parquet_meta import Footer, RowGroup
-from asyncloader.formats.parquet_pages import PageCheck
+from asyncloader.formats.parquet_file import Fetch, RangeFile, Windows
 
-__all__ = ["Fetch", "RangeFile", "Windows", "read_rows"]
+__all__ = ["MAX_FOOTER_BYTES", "TAIL_BYTES", "Footer", "RowGroup", "footer_size", "parse_footer", "read_rows"]
 
-Fetch: TypeAlias = Callable[[Sequence[tuple[int, int]]], "Future[Sequence[bytes]]"]
-"""Has ``(start, length)`` ranges read, near ones together; gives their bytes in the same order. Never blocks."""
+TAIL_BYTES = 1 << 16
+"""What is worth reading of a file's end at once: most footers are smaller."""
 
-LEAST_WINDOW = 1 << 16
+MAX_FOOTER_BYTES = 64 << 20
+"""Larger metadata is refused; it takes several times its size once parsed."""
+
+MAGIC = b"PAR1"
+ENCRYPTED = b"PARE"
+LEAST = 12  # the magic twice and the length
 
 BUFFER = 1 << 16
 """Bytes that pyarrow asks for at a time, unless a page is larger."""
@@ -38,146 +43,154 @@ STEP_BYTES = 4 << 20
 MOST_ROWS = 1024
 
 
-class Windows:
-    """The bytes of one row group: of each column chunk a window, and the next one on its way.
+def pyarrow() -> tuple[Any, Any]:
+    """Import ``pyarrow`` and ``pyarrow.parquet``, without their types: what stubs there are differ by version.
 
-    Args:
-        chunks: ``(start, length)`` of each, ascending.
-        most: bytes of all windows together, about; each has at least 64 KiB, and those on their way come on top.
-        fetch: has ranges read.
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise ImportError(
+            f"Parquet shards need pyarrow, which cannot be imported ({error}): pip install 'asyncloader[parquet]'"
+        ) from error
+
+
+class RowGroup(NamedTuple):
+    """The part of a row group that is read.
 
     Attributes:
-        whole: all of the row group fits into the windows.
-        pages: what is read of each chunk is checked by these, if they are set.
+        number: which.
+        first: number of its first row in the file.
+        rows: how many.
+        chunks: ``(start, length)`` in bytes of each column chunk, ascending.
+        uncompressed: bytes of them when decompressed, as the file says.
     """
 
-    def __init__(self, chunks: Sequence[tuple[int, int]], most: int, fetch: Fetch) -> None:
-        total = sum(length for _, length in chunks)
-        self._fetch = fetch
-        self._starts = [start for start, _ in chunks]
-        self._ends = [start + length for start, length in chunks]
-        self._sizes = [max(LEAST_WINDOW, most * length // max(total, 1)) for _, length in chunks]
-        self._held: list[tuple[int, bytes]] = [(start, b"") for start in self._starts]
-        self._coming: list[tuple[int, Future[Sequence[bytes]], int] | None] = [None] * len(chunks)
-        self.whole = total <= most
-        self.pages: Sequence[PageCheck] = ()
+    number: int
+    first: int
+    rows: int
+    chunks: tuple[tuple[int, int], ...]
+    uncompressed: int
 
-    def begin(self) -> None:
-        """Have the first window of each chunk fetched, all at once."""
-        ranges = [self._window(number, start) for number, start in enumerate(self._starts)]
-        if ranges:
-            coming = self._fetch(ranges)
-            self._coming = [(start, coming, index) for index, (start, _) in enumerate(ranges)]
 
-    def find(self, at: int) -> int | None:
-        """The chunk that byte `at` is in."""
-        number = bisect_right(self._starts, at) - 1
-        return number if number >= 0 and at < self._ends[number] else None
+@dataclass(frozen=True, slots=True)
+class Footer:
+    """What is known of a file.
 
-    def read(self, number: int, at: int, length: int) -> bytes:
-        """Read of chunk `number`; waits for what is on its way. Shorter at the chunk's end."""
-        length = min(length, self._ends[number] - at)
-        parts: list[bytes] = []
-        while length > 0:
-            start, data = self._held[number]
-            if not start <= at < start + len(data):
-                self._advance(number, at, length)
+    Attributes:
+        url: the file's.
+        size: its bytes.
+        end: offset of the metadata; everything else lies before it.
+        metadata: pyarrow's.
+        edges: the number of each row group's first row and, last, of all rows; ascending.
+        names: of the columns, nested ones by their outermost name.
+    """
+
+    url: str
+    size: int
+    end: int
+    metadata: Any
+    edges: tuple[int, ...]
+    names: tuple[str, ...]
+
+    @property
+    def rows(self) -> int:
+        """Rows in the file."""
+        return self.edges[-1]
+
+    def group(self, number: int, columns: Sequence[str] | None = None) -> RowGroup:
+        """Give the ranges of a row group. `columns`: of these only, and of those whose names pyarrow takes for them.
+
+        Only for a row group that pyarrow could open: of some damaged ones, reading a column's metadata here would end
+        the process.
+
+        Raises:
+            ShardError: a range does not lie in the file.
+        """
+        group, schema = self.metadata.row_group(number), self.metadata.schema
+        chunks: list[tuple[int, int]] = []
+        uncompressed = 0
+        for index in range(len(schema)):
+            path = schema.column(index).path
+            if columns is not None and not any(path == name or path.startswith(f"{name}.") for name in columns):
                 continue
-            part = data[at - start : at - start + length]
-            parts.append(part)
-            at += len(part)
-            length -= len(part)
-        data = parts[0] if len(parts) == 1 else b"".join(parts)
-        if self.pages:
-            self.pages[number].feed(at - len(data), data)
-        return data
+            column = group.column(index)
+            start, length = column.data_page_offset, column.total_compressed_size
+            if 0 < (column.dictionary_page_offset or 0) < start:
+                start = column.dictionary_page_offset
+            where = f"column {path[:80]!r} of row group {number}"
+            if column.file_path:
+                raise self.error(f"{where} lies in another file")
+            if start < len(MAGIC) or length < 0 or start + length > self.end:
+                raise self.error(f"{where} claims {length:,} bytes at byte {start:,}, which do not lie in the file")
+            uncompressed += column.total_uncompressed_size
+            chunks.append((start, length))
+        first, after = self.edges[number : number + 2]
+        return RowGroup(number, first, after - first, tuple(sorted(chunks)), uncompressed)
 
-    def _window(self, number: int, at: int, length: int = 0) -> tuple[int, int]:
-        return at, min(max(self._sizes[number], length), self._ends[number] - at)
-
-    def _advance(self, number: int, at: int, length: int) -> None:
-        """Hold the bytes from `at` on, and have those behind them fetched."""
-        coming, self._coming[number] = self._coming[number], None
-        self._held[number] = (at, b"")  # the old window goes before the new one comes
-        if coming is None or coming[0] != at:
-            coming = (at, self._fetch([self._window(number, at, length)]), 0)
-        data = coming[1].result()[coming[2]]
-        self._held[number] = (at, data)
-        after = at + len(data)
-        if after < self._ends[number]:
-            self._coming[number] = (after, self._fetch([self._window(number, after)]), 0)
+    def error(self, message: str) -> ShardError:
+        """Make an error about the metadata."""
+        return ShardError(message, url=self.url, offset=self.end)
 
 
-class RangeFile(io.RawIOBase):
-    """What pyarrow takes for a file. Blocks in `read`, so it is used in a thread.
+def footer_size(tail: bytes, size: int, url: str) -> int:
+    """The bytes at the end of a file that `parse_footer` wants, from its last bytes.
 
     Args:
+        tail: the last 8 bytes or more; the whole file, if it is shorter.
         size: of the file.
-        largest: bytes that may be asked for at once.
-        fetch: has ranges read.
-        url: for errors.
+        url: of the file, for errors.
 
-    Attributes:
-        windows: of the row groups that are read; what lies in none of them is fetched as it is asked for.
-        failure: what `fetch` or a limit raised; pyarrow may wrap it on its way.
+    Raises:
+        ShardError: it is no Parquet file, is encrypted, or claims a footer that is larger than itself or allowed.
     """
+    if size < LEAST or len(tail) < 8:
+        raise ShardError(f"no Parquet file: it has {size:,} bytes", url=url, offset=0)
+    magic = tail[-4:]
+    if magic == ENCRYPTED:
+        raise ShardError("an encrypted Parquet file: write it without encryption", url=url, offset=size - 4)
+    if magic != MAGIC:
+        raise ShardError("no Parquet file, or a truncated one: it does not end with PAR1", url=url, offset=size - 4)
+    length = int.from_bytes(tail[-8:-4], "little")
+    if length > size - LEAST:
+        raise ShardError(f"the footer claims {length:,} bytes, and there are {size:,}", url=url, offset=size - 8)
+    if length > MAX_FOOTER_BYTES:
+        raise ShardError(f"the footer has {length:,} bytes; {MAX_FOOTER_BYTES:,} are allowed", url=url, offset=size - 8)
+    return length + 8
 
-    def __init__(self, size: int, largest: int, fetch: Fetch, url: str) -> None:
-        super().__init__()
-        self.windows: list[Windows] = []
-        self.failure: BaseException | None = None
-        self._size = size
-        self._largest = largest
-        self._fetch = fetch
-        self._url = url
-        self._at = 0
 
-    def readable(self) -> bool:
-        """Always."""
-        return True
+def parse_footer(data: bytes, size: int, url: str) -> Footer:
+    """Parse and check the metadata. Takes CPU time: call it in a thread.
 
-    def seekable(self) -> bool:
-        """Always."""
-        return True
+    Args:
+        data: the last `footer_size` bytes of the file.
+        size: of the file.
+        url: of the file.
 
-    def size(self) -> int:
-        """Bytes of the file."""
-        return self._size
-
-    def tell(self) -> int:
-        """Where the next read begins."""
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Move, as a file does."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def read(self, size: int = -1, /) -> bytes:
-        """Read as many bytes as there are, `size` at most."""
-        left = max(0, self._size - self._at)
-        length = left if size < 0 else min(size, left)
-        try:
-            if length > self._largest:
-                raise ShardError(
-                    f"a page takes {length:,} bytes; {self._largest:,} are allowed: raise max_sample_bytes",
-                    url=self._url,
-                    offset=self._at,
-                )
-            data = self._take(length) if length else b""
-        except BaseException as error:
-            self.failure = error
-            raise
-        self._at += len(data)
-        return data
-
-    def _take(self, length: int) -> bytes:
-        for windows in self.windows:
-            number = windows.find(self._at)
-            if number is not None:
-                return windows.read(number, self._at, length)
-        return self._fetch([(self._at, length)]).result()[0]
+    Raises:
+        ShardError: the metadata is damaged or impossible.
+        ImportError: pyarrow is not installed.
+    """
+    arrow, parquet = pyarrow()
+    end = size - len(data)
+    edges = [0]
+    try:
+        metadata = parquet.read_metadata(arrow.BufferReader(data))
+        names = tuple(metadata.schema.to_arrow_schema().names)
+        for number in range(metadata.num_row_groups):
+            rows = metadata.row_group(number).num_rows
+            if rows < 0:
+                raise ValueError(f"row group {number} claims {rows} rows")
+            edges.append(edges[-1] + rows)
+        if edges[-1] != metadata.num_rows:
+            raise ValueError(f"the file claims {metadata.num_rows:,} rows, its row groups {edges[-1]:,}")
+        if len(set(names)) != len(names):
+            raise ValueError("two columns have the same name")
+    except Exception as error:
+        raise ShardError(f"the Parquet footer is damaged: {_text(error)}", url=url, offset=end) from error
+    return Footer(url, size, end, metadata, tuple(edges), names)
 
 
 def read_rows(
@@ -194,7 +207,7 @@ def read_rows(
     """Read rows ``[start, stop)``. Blocks while bytes are fetched: iterate in a thread.
 
     The key of a sample is the shard's name and the row's number, `resume` the number of the row after it. Columns named
-    ``__key__`` and ``__url__`` give way to ours. Values: see `parquet_arrow.values`. Rows that `on_bad` can have
+    ``__key__`` and ``__url__`` give way to ours. Values: see `values`. Rows that `on_bad` can have
     stepped over: those with a value that has no Python form.
 
     Args:
@@ -203,8 +216,9 @@ def read_rows(
         start: number of the first row.
         stop: number of the row after the last one. None: to the end.
         columns: names of those to read, of nested ones the outermost. None: all.
-        max_sample_bytes: refuse a row whose values take more (decoded) bytes. A page of more than that and 64 MiB is
-            refused before it is read. pyarrow decodes up to 1,024 rows, of 4 MiB by what the file says, at a time.
+        max_sample_bytes: refuse a row whose values take more (decoded) bytes. A page that takes more than that and 64
+            MiB in the file is refused before it is read. pyarrow decodes up to 1,024 rows, of 4 MiB by what the file
+            says, at a time.
         on_bad: is told of bad rows.
         window_bytes: of a row group that are held, about; the same again may be on its way.
 
@@ -217,15 +231,13 @@ def read_rows(
         ImportError: pyarrow is not installed.
         Exception: what `fetch` raised.
     """
-    arrow, parquet = pyarrow()
     if start < 0 or (stop is not None and stop < 0):
         raise ValueError(f"start={start} and stop={stop} are numbers of rows: 0 or more")
     if max_sample_bytes < 1:
         raise ValueError(f"max_sample_bytes is {max_sample_bytes}; it must be at least 1")
     if columns is not None and not columns:
         raise ValueError("columns= names no column; None reads all of them")
-    chosen = None if columns is None else frozenset(columns)
-    if missing := sorted((chosen or frozenset()) - set(footer.names)):
+    if missing := sorted(set(columns or ()) - set(footer.names)):
         raise ValueError(f"{footer.url!r} has no column {missing[0]!r}; it has {', '.join(map(repr, footer.names))}")
     stop = footer.rows if stop is None else min(stop, footer.rows)
     numbers = [
@@ -233,63 +245,106 @@ def read_rows(
         for number in range(len(footer.edges) - 1)
         if footer.edges[number] < stop and max(start, footer.edges[number]) < footer.edges[number + 1]
     ]
-    largest = max(max_sample_bytes, LARGEST_PAGE)
-    file = RangeFile(footer.size, largest, fetch, footer.url)
+    groups = _Groups(footer, fetch, columns, max(max_sample_bytes, LARGEST_PAGE), window_bytes)
     found = _Rows(footer, max_sample_bytes, on_bad)
-    source: Any = None
     following: tuple[RowGroup, Windows] | None = None
     for position, number in enumerate(numbers):
-        group, windows = following or _begin(footer, number, chosen, window_bytes, largest, fetch)
+        group, windows = following or groups.begin(number)
         following = None
-        file.windows = [windows]
         found.place = group.chunks[0][0] if group.chunks else footer.end
         if windows.whole and position + 1 < len(numbers):
             # Its error, if it has one, comes when it is its turn.
             with suppress(ShardError):
-                following = _begin(footer, numbers[position + 1], chosen, window_bytes, largest, fetch)
-        size = max(1, group.uncompressed // max(group.rows, 1))
-        rows = max(1, min(MOST_ROWS, STEP_BYTES // size))
+                following = groups.begin(numbers[position + 1])
         at = group.first
         try:
-            if source is None:
-                source = parquet.ParquetFile(
-                    arrow.PythonFile(file, mode="r"),
-                    metadata=footer.metadata,
-                    pre_buffer=False,
-                    buffer_size=BUFFER,
-                    page_checksum_verification=True,
-                )
-            names = None if columns is None else list(columns)
-            for batch in source.iter_batches(rows, row_groups=[number], columns=names, use_threads=False):
+            for batch in groups.batches(group, windows):
                 if at + batch.num_rows > group.first + group.rows:
                     raise footer.error(f"row group {number} has more rows than the {group.rows:,} that it claims")
-                # pyarrow takes "a.b" for field b of column a, too.
-                wanted = [name for name in batch.schema.names if chosen is None or name in chosen]
-                yield from found.read(batch.select(wanted), at, start, stop)
+                yield from found.read(batch, at, start, stop)
                 at += batch.num_rows
                 if at >= stop:
                     break
         except ShardError:
             raise
         except Exception as error:
-            if file.failure is not None:
-                raise file.failure from None
-            text = str(error)[:300] or type(error).__name__
+            if groups.file.failure is not None:
+                raise groups.file.failure from None
             raise ShardError(
-                f"row group {number} is damaged, after row {at:,}: {text}", url=footer.url, offset=found.place
+                f"row group {number} is damaged, after row {at:,}: {_text(error)}", url=footer.url, offset=found.place
             ) from error
         if at < min(stop, group.first + group.rows):
             raise footer.error(f"row group {number} has {at - group.first:,} rows, and claims {group.rows:,}")
 
 
-def _begin(
-    footer: Footer, number: int, columns: frozenset[str] | None, window_bytes: int, largest: int, fetch: Fetch
-) -> tuple[RowGroup, Windows]:
-    group = footer.group(number, columns)
-    windows = Windows(group.chunks, window_bytes, fetch)
-    windows.pages = [PageCheck(start, start + length, largest, footer.url) for start, length in group.chunks]
-    windows.begin()
-    return group, windows
+class _Groups:
+    """The row groups of a file: begun, perhaps one ahead, and then decoded by pyarrow.
+
+    Attributes:
+        file: what pyarrow reads.
+    """
+
+    def __init__(
+        self, footer: Footer, fetch: Fetch, columns: Sequence[str] | None, largest: int, window_bytes: int
+    ) -> None:
+        arrow, parquet = pyarrow()
+        self.file = RangeFile(footer.size, largest, fetch, footer.url)
+        self._footer = footer
+        self._fetch = fetch
+        self._columns = None if columns is None else list(columns)
+        self._window_bytes = window_bytes
+        try:
+            self._source = parquet.ParquetFile(
+                arrow.PythonFile(self.file, mode="r"),
+                metadata=footer.metadata,
+                pre_buffer=False,
+                buffer_size=BUFFER,
+                page_checksum_verification=True,
+            )
+        except Exception as error:
+            raise footer.error(f"the Parquet footer is damaged: {_text(error)}") from error
+
+    def begin(self, number: int) -> tuple[RowGroup, Windows]:
+        """Check where a row group lies, and have its first windows fetched.
+
+        Raises:
+            ShardError: pyarrow cannot open it, or it does not lie in the file.
+        """
+        self._open(number)
+        group = self._footer.group(number, self._columns)
+        windows = Windows(group.chunks, self._window_bytes, self._fetch)
+        windows.begin()
+        return group, windows
+
+    def _open(self, number: int) -> None:
+        """Have pyarrow open the row group, without a byte of it.
+
+        So contradictions in a column's metadata, encrypted columns among them, are errors here. Met by
+        `Footer.group`, they would end the process.
+        """
+        self.file.empty, self.file.asked = True, False
+        try:
+            next(self._batches(number, 1), None)
+        except Exception as error:
+            if not self.file.asked:
+                raise self._footer.error(f"pyarrow cannot open row group {number}: {_text(error)}") from error
+        finally:
+            self.file.empty = False
+
+    def batches(self, group: RowGroup, windows: Windows) -> Iterator[Any]:
+        """Decode a row group, as record batches of the columns that are wanted."""
+        self.file.windows = [windows]
+        size = max(1, group.uncompressed // max(group.rows, 1))
+        for batch in self._batches(group.number, max(1, min(MOST_ROWS, STEP_BYTES // size))):
+            # pyarrow takes "a.b" for field b of column a, too.
+            wanted = [name for name in batch.schema.names if self._columns is None or name in self._columns]
+            yield batch.select(wanted)
+
+    def _batches(self, number: int, rows: int) -> Iterator[Any]:
+        batches: Iterator[Any] = self._source.iter_batches(
+            rows, row_groups=[number], columns=self._columns, use_threads=False
+        )
+        return batches
 
 
 class _Rows:
@@ -345,8 +400,7 @@ class _Rows:
             except ShardError as error:
                 return error
             except Exception as error:
-                text = str(error)[:300]
-                bad = self._error(f"row {first + row:,} has a value with no Python form: {text}")
+                bad = self._error(f"row {first + row:,} has a value with no Python form: {_text(error)}")
                 bad.resume = first + row + 1
                 bad.__cause__ = error
                 if self._on_bad is None:
@@ -362,3 +416,39 @@ class _Rows:
 
     def _error(self, message: str) -> ShardError:
         return ShardError(f"{message}, in the row group that begins here", url=self._footer.url, offset=self.place)
+
+
+def values(column: Any) -> list[Any]:
+    """A column's values, one a row: Python's own; fixed-size lists of numbers as arrays of shape ``(size,)``, each
+    with memory of its own; fixed-shape tensors as arrays of their shape. A null is None.
+
+    Raises:
+        Exception: a value has no Python form: text that is not UTF-8 (UnicodeDecodeError), a date beyond the year 9999.
+    """
+    arrow, _ = pyarrow()
+    kind = column.type
+    if isinstance(kind, arrow.FixedShapeTensorType):
+        if column.null_count:
+            return list(column.to_pylist())
+        return [np.array(row, order="C") for row in column.to_numpy_ndarray()]
+    if isinstance(kind, arrow.BaseExtensionType):
+        return values(column.storage)
+    if not (arrow.types.is_fixed_size_list(kind) and _is_number(arrow, kind.value_type)):
+        return list(column.to_pylist())
+    items = column.flatten()  # without the rows that are null
+    if items.null_count:
+        return list(column.to_pylist())
+    rows = np.asarray(items.to_numpy(zero_copy_only=False)).reshape(len(column) - column.null_count, kind.list_size)
+    # Copies: a row that is kept for long must not hold its whole batch.
+    if not column.null_count:
+        return [row.copy() for row in rows]
+    filled = iter(rows)
+    return [next(filled).copy() if valid else None for valid in column.is_valid().to_pylist()]
+
+
+def _is_number(arrow: Any, kind: Any) -> bool:
+    return bool(arrow.types.is_integer(kind) or arrow.types.is_floating(kind) or arrow.types.is_boolean(kind))
+
+
+def _text(error: Exception) -> str:
+    return str(error)[:300] or type(error).__name__

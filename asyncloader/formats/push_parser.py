@@ -176,9 +176,9 @@ class PushReader(Reader):
                     pos += want
                     self._at += want
                 else:
-                    piece = chunk[pos : pos + want - len(held)]
-                    held += piece
-                    pos += len(piece)
+                    part = chunk[pos : pos + want - len(held)]
+                    held += part
+                    pos += len(part)
                     if len(held) < want:
                         break
                     data = bytes(held)

@@ -309,11 +309,11 @@ class TarReader(PushReader):
 
     def _header(self, block: bytes, at: int) -> int:
         """Check a header block; return the size that it claims."""
-        told = number(block[148:156])
+        stated = number(block[148:156])
         # The lower half of Adler-32 started at 0 is the exact sum of up to 256 bytes: 10 times as fast as `sum`.
         total = (adler32(block[:256], 0) & 0xFFFF) + (adler32(block[256:], 0) & 0xFFFF)
         plain = total - sum(block[148:156]) + 8 * 32
-        if told != plain and told != plain - 256 * sum(b > 127 for b in block[:148] + block[156:]):
+        if stated != plain and stated != plain - 256 * sum(b > 127 for b in block[:148] + block[156:]):
             self._fail("not a tar header: its checksum is wrong", at)
         size = number(block[124:136])
         if size is None:

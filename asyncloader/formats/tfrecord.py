@@ -123,9 +123,9 @@ def varints(data: memoryview) -> npt.NDArray[np.int64]:
     if longest > 10:
         raise ValueError(f"a varint of {longest} bytes; 10 are allowed")
     values = np.zeros(len(ends), np.uint64)
-    for place in range(longest):
-        here = np.flatnonzero(sizes > place)
-        values[here] |= (raw[starts[here] + place] & np.uint8(0x7F)).astype(np.uint64) << np.uint64(7 * place)
+    for index in range(longest):
+        here = np.flatnonzero(sizes > index)
+        values[here] |= (raw[starts[here] + index] & np.uint8(0x7F)).astype(np.uint64) << np.uint64(7 * index)
     return values.view(np.int64)
 
 
@@ -207,13 +207,13 @@ class TFRecordReader(PushReader):
             self._may_end = True
             head = yield 12
             self._may_end = False
-            length, told = unpack("<QI", head)
-            if told != masked(crc32c(head[:8])):
+            length, stated = unpack("<QI", head)
+            if stated != masked(crc32c(head[:8])):
                 self._fail("not a TFRecord: the checksum of its length is wrong", at)
             self._check_size(length, at)
             data = yield length
-            (told,) = unpack("<I", (yield 4))
-            if self._checksum is not None and told != masked(self._checksum(data)):
+            (stated,) = unpack("<I", (yield 4))
+            if self._checksum is not None and stated != masked(self._checksum(data)):
                 self._bad("a damaged TFRecord: the checksum of its data is wrong", at, self._at)
                 continue
             fields: Sample = {"record": data}

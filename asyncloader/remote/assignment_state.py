@@ -217,13 +217,13 @@ def check_stream_state(state: Any, shards: int) -> None:
     def shard_ranges(value: Any) -> bool:
         return isinstance(value, list | tuple) and all(is_catalog_range(each, shards) for each in value)
 
-    def place(value: Any) -> bool:
+    def is_batch_number(value: Any) -> bool:
         return is_count(value) or (value == -1 and not isinstance(value, bool))
 
     _check(
         state,
         {
-            "batch": place,
+            "batch": is_batch_number,
             "taken": is_count,
             "asked": lambda value: value is None or is_count(value),
             "dry": _is_flag,
@@ -237,7 +237,7 @@ def check_stream_state(state: Any, shards: int) -> None:
     if blocks is None:
         return
     fields: dict[str, Callable[[Any], bool]] = dict.fromkeys(("aim", "given", "size"), is_count)
-    _check(blocks, fields | {"number": place, "block": shard_ranges, "filling": shard_ranges})
+    _check(blocks, fields | {"number": is_batch_number, "block": shard_ranges, "filling": shard_ranges})
     if blocks["given"] > blocks["size"]:
         raise StateError(
             f"the state is broken: {blocks['given']} of a block of {blocks['size']} samples were given out"

@@ -49,38 +49,38 @@ Other errors fail the plan: they may be temporary, or seen by one rank only, and
 
 
 class RemoteIterableDataset(IterableDataset[Any]):
-    """Samples from shards that lie in a store: tar (WebDataset's naming), JSON lines, Parquet, MDS, TFRecord.
+    """Samples from shards in a remote store: tar (WebDataset's naming), JSON lines, Parquet, MDS, TFRecord.
 
-    A sample is a dictionary: ``__key__`` (str), ``__url__`` (str) and its fields, raw bytes unless the format says
-    more or `decode` does. Each is read once an epoch, whatever the number of workers and of ranks; every batch is full,
-    but for the last one of the epoch. Order, states and what happens when a worker dies: see
+    A sample is a dictionary: ``__key__`` (str), ``__url__`` (str) and its fields, raw bytes unless the format or
+    `decode` decodes them. Each sample is read once per epoch, on any number of workers and ranks; every batch is full,
+    except the last one of the epoch. Order, states and the replacement of dead workers: see
     ``docs/explanation/order-and-resume-in-streams.md``.
 
-    Use it with asyncloader's loaders, or iterate it alone: ``async for sample in dataset``. It is read by one process
-    for each worker, which is started by "forkserver" unless `multiprocessing_context` says otherwise.
+    Use it with asyncloader's loaders, or iterate over it alone: ``async for sample in dataset``. Its worker processes
+    are started by "forkserver" unless `multiprocessing_context` says otherwise.
 
     Args:
         urls: one or several of: the URL of a shard, or a local path; a brace pattern
             (``"s3://bucket/train-{000..127}.tar"``); a prefix, ending with ``/``, whose shards are listed; a folder or
-            an ``index.json`` of an MDS dataset. Without a `transport`, schemes are those of `open_transport`.
+            an ``index.json`` of an MDS dataset. Without a `transport`, the schemes are those of `open_transport`.
         format: of all shards, as an extension without its dot (``"tar"``, ``"jsonl.gz"``, ``"parquet"``); or a function
             of a URL and a `ShardRange` that makes a `ShardReader`. None: by the extension.
-        decode: a function of a sample, for its collated form. It runs in `decode_threads` threads of the loader.
-        shuffle_buffer: samples that are shuffled together in each worker (see ``asyncloader/remote/shuffle.py``);
-            0: they stay in their order.
+        decode: a function of a sample, applied before collation. It runs in `decode_threads` threads of the loader.
+        shuffle_buffer: samples that are shuffled together in each worker (see ``asyncloader/remote/shuffle.py``); 0: no
+            shuffling of samples.
         shuffle_shards: read the shards in another order each epoch. None: if there is a `shuffle_buffer`.
         transport: reads everything; URLs are then paths below its root.
-        cache_dir: directory in which whole objects are kept for the next epoch. None: nothing is.
-            (Shards that are cut, and Parquet, are read by ranges, and not kept.)
-        cache_bytes: bound on the size of that directory; None: no bound.
-        cache_revalidate: ask the store each time whether an object is still the one that is kept; False trusts that.
-        max_sample_bytes: refuse a sample of more (decompressed) bytes; default 1 GiB.
+        cache_dir: directory in which whole objects are cached for the next epoch. None: no caching. (Shards that are
+            cut, and Parquet, are read by ranges and not cached.)
+        cache_bytes: maximum size of that directory; None: no limit.
+        cache_revalidate: ask the store on each read whether a cached object is current; False: never ask.
+        max_sample_bytes: refuse a sample with more (decompressed) bytes; default 1 GiB.
         read_ahead: bytes of a shard that each worker fetches ahead; default 8 MiB.
         columns: of Parquet, the columns to read; None: all.
         storage_options: keyword arguments for the transports that are opened (credentials, endpoint, retry).
 
     Raises:
-        ValueError: an argument is out of range, or excludes another one.
+        ValueError: an argument is out of range, or incompatible with another one.
     """
 
     def __init__(

@@ -1,8 +1,10 @@
-"""A range of a Parquet shard, from its transport to its samples. Data path: [ranges -> thread -> rows] -> samples.
+"""Reads a range of a Parquet shard: from its transport to its samples.
 
-pyarrow decodes in a thread of its own, which waits for bytes that the loop fetches: `Ranges` stands between the two.
-One batch of rows is decoded ahead of whoever takes them. (The loop's own executor will not do: a host's name may be
-looked up there, and would wait for the threads that wait for it.)
+Data path: transport -> [parquet_reading: byte ranges -> thread -> rows] -> prefetch.RangeReading -> worker_stream.
+
+pyarrow decodes in a thread of its own, which waits for bytes that the event loop fetches: `Ranges` connects the two.
+One batch of rows is decoded ahead. (The loop's default executor is not used, because it may also look up host names: a
+look-up could be queued behind the threads that wait for it.)
 """
 
 from __future__ import annotations
@@ -17,18 +19,17 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, ShardError
-from asyncloader.formats.parquet import read_rows
-from asyncloader.formats.parquet_meta import TAIL_BYTES, Footer, footer_size, parse_footer
+from asyncloader.formats.parquet import TAIL_BYTES, Footer, footer_size, parse_footer, read_rows
 from asyncloader.transports import ObjectInfo, Transport, TransportClosed
 
 __all__ = ["Ranges", "read_footer", "read_parquet"]
 
 
 async def read_footer(transport: Transport, path: str, url: str) -> tuple[Footer, ObjectInfo]:
-    """Read a file's footer, in one or two requests, and what the store says of the file.
+    """Read a file's footer, in one or two requests, and its metadata in the store.
 
     Raises:
-        ShardError: it is no Parquet file, or its footer is damaged.
+        ShardError: it is not a Parquet file, or its footer is damaged.
         TransportError: it cannot be read.
         ImportError: pyarrow is not installed.
     """
@@ -56,7 +57,7 @@ async def read_parquet(
     """Read rows ``[start, stop)`` of a file. As `formats.parquet.read_rows`, with `on_bad` called in the loop.
 
     Raises:
-        ShardError: also when the file was replaced while it was read, as far as the store can tell.
+        ShardError: also if the file was replaced while it was read, as far as the store can tell.
         TransportError: the bytes cannot be read.
     """
     footer, info = await read_footer(transport, path, url)
@@ -103,7 +104,7 @@ async def read_parquet(
 
 
 class Step(NamedTuple):
-    """What one step of the thread has found: rows (None: there are no more), bad rows, and the error that ends it."""
+    """The result of one step of the thread: rows (None: there are no more), bad rows, and the error that ended it."""
 
     batch: list[Located] | None
     bad_rows: list[ShardError]
@@ -111,7 +112,7 @@ class Step(NamedTuple):
 
 
 class Ranges:
-    """Has ranges of one object read by the running loop, for a thread that waits for them."""
+    """Reads byte ranges of one object in the running loop, for a thread that waits for them."""
 
     def __init__(self, transport: Transport, path: str) -> None:
         self._transport = transport
@@ -121,7 +122,7 @@ class Ranges:
         self._closed = False
 
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> Future[Sequence[bytes]]:
-        """Begin to read; called in the thread. The future fails with TransportClosed after `aclose`.
+        """Start to read; called in the thread. The future fails with TransportClosed after `aclose`.
 
         Raises:
             RuntimeError: the loop is closed.
@@ -131,7 +132,7 @@ class Ranges:
         return answer
 
     async def aclose(self) -> None:
-        """End all reads and wait for their end. Every future is done then, also those that are asked for later."""
+        """Cancel all reads and wait for their end. All futures are done then, including those requested later."""
         self._closed = True
         interrupted: asyncio.CancelledError | None = None
         for task in self._tasks:
@@ -169,9 +170,9 @@ def _closed_error() -> TransportClosed:
 
 
 class _Steps:
-    """Calls a blocking function in a thread of its own, a call at a time.
+    """Calls a blocking function in a thread of its own, one call at a time.
 
-    The thread is a daemon: should the loop die before `aclose`, the interpreter's end does not wait for it.
+    The thread is a daemon: if the loop dies before `aclose`, the interpreter's exit does not wait for it.
     """
 
     def __init__(self, ranges: Ranges, step: Callable[[], Step]) -> None:
@@ -183,12 +184,12 @@ class _Steps:
         self._thread.start()
 
     def begin(self) -> None:
-        """Have the next call made."""
+        """Start the next call."""
         self._present = Future()
         self._asked.put(self._present)
 
     async def result(self) -> Step:
-        """Wait for the call that was begun last."""
+        """Wait for the call that was started last."""
         assert self._present is not None
         return await asyncio.shield(asyncio.wrap_future(self._present))
 

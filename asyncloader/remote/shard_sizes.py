@@ -145,8 +145,10 @@ async def _with_offsets(shard: Shard, stores: Stores, parts: int) -> Shard:
     except RangeOutOfBounds as error:
         raise ShardError("the shard is truncated: its header does not fit in it", url=shard.url, offset=0) from error
     offsets = await asyncio.to_thread(shard.mds.offsets, header, url=shard.url)
-    places = min(shard.mds.samples, EDGES_PER_RANGE * parts)
-    edges = [int(offsets[shard.mds.samples * place // places]) for place in range(places + 1)] if places else []
+    edge_count = min(shard.mds.samples, EDGES_PER_RANGE * parts)
+    edges = (
+        [int(offsets[shard.mds.samples * edge // edge_count]) for edge in range(edge_count + 1)] if edge_count else []
+    )
     return shard._replace(edges=tuple(edges) or None)
 
 

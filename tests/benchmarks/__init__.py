@@ -9,6 +9,7 @@
     loaders.py, peers.py  the loaders compared: torch, ours, the others
     workloads.py          the datasets, and the checks on every batch that arrives
     report.py, chart.py   the table, the page and its picture
+    against.py            this checkout's loaders against another checkout's, instead of torch's
     shared.py             the memory of a large list, a section of the page
     remote.py             reads from a store with a latency, another one; with the files remote_*.py
     gpu.py                the way to a CUDA device, a command and a section of its own; with the files gpu_*.py

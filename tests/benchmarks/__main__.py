@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from . import chart, gpu_report, remote, report, sections, shared
-from .harness import ROOT, JobFailed, Results, run_job, run_rounds
-from .plan import ROWS, THROUGHPUT, Job, jobs
+from . import against, chart, gpu_report, remote, report, sections, shared
+from .harness import ROOT, JobFailed, Results, run_job, run_rounds, verify
+from .plan import ROWS, Job, jobs
 
 PAGE = ROOT / "docs" / "reference" / "benchmarks.md"
 PICTURE = PAGE.with_suffix(".svg")
@@ -22,7 +23,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         description="Measure asyncloader against torch's DataLoader and the peers, as ratios in one run.",
     )
     parser.add_argument("--quick", action="store_true", help="2 short rounds instead of 6")
-    parser.add_argument("--rounds", type=int, help="interleaved rounds (6; 2 with --quick)")
+    parser.add_argument("--rounds", type=int, help="interleaved rounds (6; 2 with --quick; 10 with --against)")
     parser.add_argument("--rows", default=",".join(ROWS), help="rows to measure, joined by commas (%(default)s)")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="measure the peers too")
     parser.add_argument(
@@ -31,26 +32,29 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         default=False,
         help=f"write {PAGE.relative_to(ROOT)} and its picture",
     )
+    parser.add_argument(
+        "--against",
+        metavar="PATH",
+        type=Path,
+        help="another checkout of this project: measure this one's loaders against that one's, and nothing else; "
+        "prints a table and writes no page",
+    )
     options = parser.parse_args(arguments)
-    options.rounds = options.rounds or (2 if options.quick else 6)
+    options.rounds = options.rounds or (10 if options.against else 2 if options.quick else 6)
     options.rows = tuple(options.rows.split(","))
     if unknown := set(options.rows) - set(ROWS):
         parser.error(f"no such row: {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, not {options.rounds}")
+    if options.against:
+        options.save = False  # `make bench` asks for the page, which has no place for this table
+        if not (options.against / "asyncloader" / "__init__.py").is_file():
+            parser.error(f"--against: {options.against} is no checkout of this project")
+        if options.rounds < 2:
+            parser.error("--against needs at least 2 rounds: one has no confidence bounds")
     if options.save and options.rows != ROWS:
         parser.error("--save needs all rows: the page is written whole")
     return options
-
-
-def verify(results: Results) -> list[str]:
-    """Hold the checksum of every loader against the reference; gives the names of those that differ."""
-    references = {workload: run_job(Job("reference", workload))[0]["checksum"] for workload in THROUGHPUT}
-    return [
-        f"{loader} on {workload}: {checksum}, reference {references[workload]}"
-        for (workload, loader), checksum in results.checksums.items()
-        if checksum != references[workload]
-    ]
 
 
 def main(arguments: list[str]) -> int:
@@ -66,6 +70,8 @@ def main(arguments: list[str]) -> int:
         print(text, file=sys.stderr, flush=True)
 
     try:
+        if options.against:
+            return compare(options, seconds, log)
         if options.peers:
             run_job(Job("peers"))
         results = run_rounds(plan, options.rounds, log)
@@ -98,6 +104,28 @@ def main(arguments: list[str]) -> int:
     missed += sum(not each.ok for each in report.limit_verdicts(results))
     log(f"{missed} floors missed")
     return 1 if missed else 0
+
+
+def compare(options: argparse.Namespace, seconds: float, log: Callable[[str], None]) -> int:
+    """Measure this checkout against another one and print the table; the exit code.
+
+    Raises:
+        JobFailed: a measurement failed.
+    """
+
+    def plan(number: int) -> list[Job]:
+        return against.plan(options.rows, seconds, full=number == 0)
+
+    new, old = against.measure(options.against, plan, options.rounds, log)
+    both = {(workload, f"new {loader}"): checksum for (workload, loader), checksum in new.checksums.items()}
+    both |= {(workload, f"old {loader}"): checksum for (workload, loader), checksum in old.checksums.items()}
+    if wrong := verify(Results(checksums=both)):
+        log("no table, because content differs: " + "; ".join(wrong))
+        return 2
+    comparison = against.compare(new, old)
+    print(against.table(comparison), flush=True)
+    log(f"{comparison.short()} floors missed")
+    return 1 if comparison.short() else 0
 
 
 def save(results: Results, command: str, rounds: int, memory: str = "", remotes: str = "", page: Path = PAGE) -> None:

@@ -237,6 +237,17 @@ PROBES: dict[str, Callable[[Job], dict[str, Any]]] = {
 } | {name: _seeded(name) for name in ("shuffle", "cost", "state", "line")}
 
 
+def check_tree(found: str | None, tree: str) -> None:
+    """Hold the file that `import asyncloader` found against the checkout that the job names, or else this one.
+
+    Raises:
+        ImportError: it lies in another tree.
+    """
+    wanted = Path(tree) if tree else Path(__file__).resolve().parents[2]
+    if found is None or Path(found).resolve() != wanted / "asyncloader" / "__init__.py":
+        raise ImportError(f"asyncloader was to come from {wanted}, and came from {found}")
+
+
 def main() -> None:
     """Run the job named on the command line and write its result."""
     job = Job(**json.loads(sys.argv[1]))
@@ -248,6 +259,7 @@ def main() -> None:
     if job.loader in (*OURS, ASYNC_PLAIN):
         import asyncloader
 
+        check_tree(asyncloader.__file__, job.tree)
         getattr(asyncloader, job.loader.partition(" ")[0])  # imported where torch is, before any clock starts
     result = PROBES[job.probe](job)
     Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")

@@ -89,7 +89,7 @@ def run_rounds(plan: Callable[[int], list[Job]], rounds: int, log: Callable[[str
         jobs = plan(number)
         started = time.monotonic()
         for job in jobs if number % 2 == 0 else reversed(jobs):
-            _record(job, *_attempt(job, results), results)
+            record(job, *_attempt(job, results), results)
         results.memcpy.append(run_job(Job("memcpy", seconds=0.5))[0]["rate"])
         log(f"round {number + 1} of {rounds}: {len(jobs)} measurements in {time.monotonic() - started:.0f} s")
     return results
@@ -107,7 +107,8 @@ def _attempt(job: Job, results: Results) -> tuple[dict[str, Any], list[tuple[flo
     return run_job(job)
 
 
-def _record(job: Job, output: dict[str, Any], memory: list[tuple[float, Memory]], results: Results) -> None:
+def record(job: Job, output: dict[str, Any], memory: list[tuple[float, Memory]], results: Results) -> None:
+    """Add a job's numbers to those of its metrics and its loader."""
     if job.probe == "throughput":
         for way, rate in output["rate"].items():
             results.add(f"{job.workload}/{way}", job.loader, rate)
@@ -142,6 +143,17 @@ def _record(job: Job, output: dict[str, Any], memory: list[tuple[float, Memory]]
         results.add("memory/held", job.loader, statistics.median(look.pss + look.unmapped for look in steady))
 
 
+def verify(results: Results) -> list[str]:
+    """Hold the checksum of every loader against the reference; gives the names of those that differ."""
+    workloads = {workload for workload, _ in results.checksums}
+    references = {workload: run_job(Job("reference", workload))[0]["checksum"] for workload in workloads}
+    return [
+        f"{loader} on {workload}: {checksum}, reference {references[workload]}"
+        for (workload, loader), checksum in results.checksums.items()
+        if checksum != references[workload]
+    ]
+
+
 def run_job(
     job: Job, module: str = "tests.benchmarks.child", limit_s: float = LIMIT_S
 ) -> tuple[dict[str, Any], list[tuple[float, Memory]]]:
@@ -161,10 +173,15 @@ def run_job(
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         output, errors = Path(folder, "result.json"), Path(folder, "stderr")
         command = [sys.executable, "-m", module, job.to_json(), str(output)]
+        place = ROOT
+        if job.tree:  # these benchmarks and that package: the two that the child imports from where it runs
+            place = Path(folder)
+            (place / "tests").symlink_to(ROOT / "tests")
+            (place / "asyncloader").symlink_to(Path(job.tree) / "asyncloader")
         with errors.open("wb") as stderr:
             process = subprocess.Popen(
                 command,
-                cwd=ROOT,
+                cwd=place,
                 stdin=subprocess.DEVNULL,
                 stdout=stderr,
                 stderr=stderr,

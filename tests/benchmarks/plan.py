@@ -40,6 +40,7 @@ class Job:
         seconds: least time measured for each way to consume.
         full: check the content of the whole warm-up epoch, not only the places of its samples.
         store: URL of the store that it reads from, for the probe "remote".
+        tree: the checkout whose `asyncloader` is measured, its path resolved; empty for this one.
     """
 
     probe: str
@@ -49,6 +50,7 @@ class Job:
     seconds: float = 1.0
     full: bool = False
     store: str = ""
+    tree: str = ""
 
     def to_json(self) -> str:
         """The command-line argument that `child.py` reads."""

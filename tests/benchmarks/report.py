@@ -286,7 +286,12 @@ METHOD = f"""\
 - Peers whose workers do not outlive an epoch (nodes, grain, spdl) read an endless repetition of it, and
   so are spared the start of an epoch. spdl threads has no worker processes but two threads in the main
   process; spdl arena has two threads in one process. webdataset reads no tar files here: only its loader
-  is used."""
+  is used.
+- `python -m tests.benchmarks --against PATH` measures this checkout against another one instead of against torch, as
+  a change is measured against the commit before it. Both stand side by side in every round, each in a process that
+  checks whose package it imported. The table gives the geometric mean of the rounds' ratios, turned over where less is
+  better, with its 95 % confidence bounds (Student's t on the logarithms), and the same over all rows. A row passes
+  unless its upper bound is below 0.98, the mean of all unless its is below 0.99."""
 
 
 def _number(value: float) -> str:

@@ -1,4 +1,4 @@
-"""What every transport must do. Subclass `TransportConformance`, and fill in `make` and `put`."""
+"""Conformance tests of transports. Subclass `TransportConformance`, and implement `make` and `put`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every transport must keep up under concurrency, cancellation, closing and pickling."""
+"""Lifetime: concurrency, cancellation, closing and pickling of every transport."""
 
 from __future__ import annotations
 

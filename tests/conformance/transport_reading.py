@@ -1,4 +1,4 @@
-"""What every transport must give, and what it must refuse."""
+"""Reading: what every transport must return, and what it must refuse."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ReadingConformance(TransportSubject):
             assert await drain(transport.list()) == [path]
 
     async def test_read_sees_a_replaced_object(self) -> None:
-        """Nothing is cached: a read gives the bytes of now."""
+        """Nothing is cached: a read returns the current bytes."""
         async with self.make() as transport:
             self.put(transport, "a", b"old")
             assert await transport.read("a") == b"old"
@@ -74,7 +74,7 @@ class ReadingConformance(TransportSubject):
 
     @pytest.mark.parametrize(("start", "length"), [(0, 16385), (16384, 1), (16380, 5), (1 << 40, 1), (0, 1 << 60)])
     async def test_range_past_the_end_is_an_error(self, start: int, length: int) -> None:
-        """No short answer is given, and no memory is taken for a length that the object cannot have."""
+        """It is never a short result, and no memory is allocated for an impossible length."""
         async with self.make() as transport:
             self.put(transport, "a", CONTENT)
             with pytest.raises(RangeOutOfBounds, match="'a'") as caught:
@@ -152,7 +152,7 @@ class ReadingConformance(TransportSubject):
             assert all(0 < len(chunk) <= chunk_size for chunk in chunks)
 
     async def test_stream_from_the_end(self) -> None:
-        """Behind the last byte there is nothing, which is no error; so it is with an object of no bytes."""
+        """A stream from the end is empty, which is no error; also for an empty object."""
         async with self.make() as transport:
             self.put(transport, "a", CONTENT)
             self.put(transport, "empty", b"")
@@ -161,7 +161,7 @@ class ReadingConformance(TransportSubject):
 
     @pytest.mark.parametrize("start", [16385, 1 << 40])
     async def test_stream_from_past_the_end_is_an_error(self, start: int) -> None:
-        """A position that the object does not have is refused, as it belongs to another object or version."""
+        """A start beyond the end is refused: it belongs to another object or version."""
         async with self.make() as transport:
             self.put(transport, "a", CONTENT)
             with pytest.raises(RangeOutOfBounds, match="'a'") as caught:
@@ -177,7 +177,7 @@ class ReadingConformance(TransportSubject):
                 await drain(transport.stream("a", start=-1))
 
     async def test_stream_left_early_leaves_the_transport_usable(self) -> None:
-        """A consumer that stops in the middle costs nothing but the chunks it took."""
+        """A consumer may stop in the middle of a stream."""
         async with self.make() as transport:
             self.put(transport, "a", CONTENT)
             async with aclosing(transport.stream("a", chunk_size=100)) as chunks:
@@ -195,7 +195,7 @@ class ReadingConformance(TransportSubject):
 
     @pytest.mark.parametrize("size", [0, 5, 16384])
     async def test_info_gives_the_size(self, size: int) -> None:
-        """An object is described without being read; its version is a text, or nothing is known of it."""
+        """Size and version are returned without a read; the version is a text or None."""
         async with self.make() as transport:
             self.put(transport, "a", CONTENT[:size])
             info = await transport.info("a")
@@ -213,7 +213,7 @@ class ReadingConformance(TransportSubject):
                     assert etag is None or seen.setdefault(etag, data) == data
 
     async def test_read_with_info_describes_what_it_gives(self) -> None:
-        """The version that comes with the bytes is theirs, or nothing is known of it; the limit holds."""
+        """The returned version is that of the bytes, or None; the limit applies."""
         async with self.make() as transport:
             for data in [CONTENT, CONTENT[::-1], b""]:
                 self.put(transport, "a", data)
@@ -252,7 +252,7 @@ class ReadingConformance(TransportSubject):
                 assert await drain(transport.list(prefix)) == expected, prefix
 
     async def test_every_listed_path_can_be_read(self) -> None:
-        """What `list` gives, `read` takes."""
+        """Every path from `list` can be read."""
         async with self.make() as transport:
             for number in range(30):
                 self.put(transport, f"{number % 3}/{number:02}.bin", str(number).encode())
@@ -260,7 +260,7 @@ class ReadingConformance(TransportSubject):
             assert sorted(read) == list(range(30))
 
     async def test_list_of_an_empty_store(self) -> None:
-        """A store that holds nothing lists nothing."""
+        """An empty store lists nothing."""
         async with self.make() as transport:
             assert await drain(transport.list()) == []
 

@@ -1,4 +1,4 @@
-"""What the conformance tests of transports share: the transport under test, and the ways to ask it."""
+"""Base class of the conformance tests of transports: makes the transport under test."""
 
 from __future__ import annotations
 
@@ -42,4 +42,4 @@ class TransportSubject(ABC):
 
     @abstractmethod
     def put(self, transport: Transport, path: str, data: bytes) -> None:
-        """Store an object by the back door, not through the transport's own methods."""
+        """Store an object without using the transport's own methods."""

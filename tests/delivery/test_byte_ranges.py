@@ -98,6 +98,13 @@ def test_views_of_one_storage_stay_views_of_one() -> None:
     assert copies[id(second)][10] == -1
 
 
+def test_a_view_within_another_is_in_its_copy() -> None:
+    """The range ends where the longer one does, whichever begins last."""
+    whole = torch.arange(100)
+    assert check([whole, whole[10:20], whole[90:]]) == [800]
+    assert check([whole[10:20], whole]) == [800]
+
+
 def test_a_few_elements_of_much_memory_are_gathered() -> None:
     """A column of a large table that is not the batch's: the table stays where it is."""
     table = torch.arange(100_000).view(1000, 100)

@@ -1,4 +1,4 @@
-"""A process that uses a cache directory as one of many. Run by `test_cache_processes` with its part as arguments."""
+"""One of many processes that share a cache directory. Run by `test_cache_processes`; the arguments are its role."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A web server of objects on loopback that breaks as it is told, one fault for each request."""
+"""A web server on loopback with programmable faults, one per request."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ LIES: dict[str, Callable[[Task], object]] = {
         wire.pack_answer(wire.ERROR, t.epoch, t.seq + 1000, 0.0, pickle.dumps(ValueError("of no task")))
     ),
     "the end of a dataset that has no end": lambda t: t.sends(wire.pack_answer(wire.EXHAUSTED, t.epoch, t.seq, 0.0)),
-    "a request for a lease, where nothing is leased": lambda t: t.sends(
+    "a request for shards, where none are assigned": lambda t: t.sends(
         wire.pack_ask(t.epoch, 0, 0, pickle.dumps(None))
     ),
     "nothing, for a task that nobody asked for": lambda t: t.sends(

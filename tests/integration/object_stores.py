@@ -1,4 +1,4 @@
-"""Object stores on loopback: a bucket that breaks as it is told, moto's whole S3, and what obstore leaves open."""
+"""Fake object stores on loopback: a bucket with programmable faults, moto's S3 server, and leak checks."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def serving_bucket() -> AsyncGenerator[BucketStore]:
 
 
 class Moto(NamedTuple):
-    """moto's S3, which believes every signature."""
+    """moto's S3 server, which accepts every signature."""
 
     host: str
     port: int

@@ -1,4 +1,4 @@
-"""Folders of small shards, and what tests do with a loader over them."""
+"""Folders of small shards, and helpers of tests with loaders over them."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def disk_use(folder: Path) -> int:
 
 
 def account(folder: Path) -> int:
-    """What the cache believes that it takes."""
+    """The usage that the cache has recorded."""
     found = CacheUsage(str(folder / ROOT_NAME), None, CacheCounts())._append()
     assert found is not None
     return found
@@ -129,7 +129,7 @@ def test_processes_that_are_killed(tmp_path: Path) -> None:
 
 
 def test_a_process_killed_in_the_middle_of_a_fill(tmp_path: Path) -> None:
-    """Half an object is never given; the next process deletes what was left, and caches the object."""
+    """An incomplete object is never returned; the next process deletes it, and caches the object."""
     data = content(1, 0) * 20
     with started("fill", tmp_path) as process:
         for _ in range(2):
@@ -150,7 +150,7 @@ def test_a_process_killed_in_the_middle_of_a_fill(tmp_path: Path) -> None:
 
 
 def test_two_processes_that_stream_the_same_object(tmp_path: Path) -> None:
-    """Both get all of it, and one file comes of it, whichever of them wrote it."""
+    """Both get the whole object, and one of them writes one file."""
     with started("fill", tmp_path) as one, started("fill", tmp_path) as two:
         words = {process: line(process) for process in [one, two]}
         while "chunk" in words.values():
@@ -208,7 +208,7 @@ FULL_DISK = """
 
 
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    """Every byte is given, what was cached still is, nothing half done stays, and each directory warns once."""
+    """Every byte is returned, cached objects stay, nothing incomplete is left, and each directory warns once."""
     ended = run_script(tmp_path, FULL_DISK)
     assert (ended.returncode, ended.stderr) == (0, "")
     first, second = ended.stdout.splitlines()

@@ -69,7 +69,7 @@ async def test_requests_are_bounded(store: HttpStore) -> None:
 
 
 async def test_waiting_for_a_slot_uses_no_budget_up(store: HttpStore) -> None:
-    """A read that stood in the queue for longer than the budget still has all of it for its own failures."""
+    """Time in the queue does not count towards a read's retry budget."""
 
     async def slow(store: HttpStore, request: web.Request) -> None:
         await asyncio.sleep(2.0)
@@ -120,7 +120,7 @@ async def test_closing_ends_what_waits(store: HttpStore) -> None:
 
 
 async def test_another_loop_is_told_so(store: HttpStore) -> None:
-    """A second loop gets an error, at a read and at a close, and the first one goes on."""
+    """In a second loop reading and closing raise; the first loop continues."""
     async with opened(store) as transport:
         assert await transport.read("a") == b"data"
         for call in (transport.read, lambda _: transport.aclose()):
@@ -265,7 +265,7 @@ async def test_redirects_to_nowhere(store: HttpStore, target: str) -> None:
 
 @pytest.mark.parametrize("host", ["a" * 64, "a..b"])
 async def test_hosts_that_nobody_can_have(store: HttpStore, host: str) -> None:
-    """Their names cannot even be looked up."""
+    """Such names cannot be looked up."""
     store.faults["a"].append(redirect(f"http://{host}/b"))
     for root in (store.url, f"http://{host}"):
         async with HttpTransport(root, retry=SOON) as transport:
@@ -276,7 +276,7 @@ async def test_hosts_that_nobody_can_have(store: HttpStore, host: str) -> None:
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
 async def test_a_certificate_that_nobody_signed(tmp_path: Path) -> None:
-    """A server that cannot prove who it is gets no request and no second try."""
+    """A server with an invalid certificate gets no request, and no retry."""
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     made = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=127.0.0.1"]
     command = ["openssl", "req", "-x509", *made, "-keyout", str(key), "-out", str(certificate)]
@@ -309,8 +309,8 @@ async def test_a_proxy_of_the_environment(store: HttpStore, monkeypatch: pytest.
     assert [asked.headers["Host"] for asked in store.asked][1] == "nowhere.invalid"
 
 
-async def test_a_proxy_in_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it answers instead of the way to an https server heals or not, as an answer of that server would."""
+async def test_a_failing_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its response to CONNECT is retryable or not, like a response of the server itself."""
     answers = [b"503 Service Unavailable\r\nRetry-After: 0", b"407 Proxy Authentication Required"]
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -329,7 +329,7 @@ async def test_a_proxy_in_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_the_system_looks_names_up(store: HttpStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where another resolver is installed, by which one could not say which failures heal."""
+    """Also if another resolver is installed, whose errors do not show which failures are retryable."""
     monkeypatch.setattr("aiohttp.connector.DefaultResolver", None)
     async with HttpTransport(store.url.replace("127.0.0.1", "localhost"), retry=SOON) as transport:
         assert await transport.read("a") == b"data"

@@ -56,8 +56,8 @@ def raw(answer: bytes) -> Fault:
 
 
 @pytest.mark.parametrize("code", [408, 429, 500, 502, 503, 504])
-async def test_a_status_that_heals_is_tried_again(store: HttpStore, code: int) -> None:
-    """Servers in trouble are asked until they answer, and the counts say what happened."""
+async def test_a_retryable_status_is_retried(store: HttpStore, code: int) -> None:
+    """Requests to failing servers are retried until they succeed, and the counts say what happened."""
     store.put("a", b"data")
     store.faults["a"] += [status(code), status(code, Retry_After="0"), status(code, Retry_After="soon")]
     async with opened(store) as transport:
@@ -70,7 +70,7 @@ async def test_a_status_that_heals_is_tried_again(store: HttpStore, code: int) -
     ("code", "kind"),
     [(400, ReadFailed), (401, AccessDenied), (403, AccessDenied), (404, ObjectNotFound), (410, ObjectNotFound)],
 )
-async def test_a_status_that_cannot_heal_fails_at_once(store: HttpStore, code: int, kind: type[Exception]) -> None:
+async def test_a_status_that_is_not_retryable_fails_at_once(store: HttpStore, code: int, kind: type[Exception]) -> None:
     """One request is made, and the error has the URL and the status."""
     store.put("dir/a b", b"data")
     store.faults["dir/a b"].append(status(code))
@@ -93,7 +93,7 @@ async def test_a_server_that_asks_for_too_much_time(store: HttpStore) -> None:
     assert len(store.asked) == 1
 
 
-async def test_the_budget_ends_a_hopeless_read(store: HttpStore) -> None:
+async def test_the_budget_ends_a_read_without_progress(store: HttpStore) -> None:
     """A server that never recovers is given up after the budget; the error says how often it was asked."""
     store.put("a", b"data")
     store.faults["a"].extend([status(503)] * 1000)
@@ -104,7 +104,7 @@ async def test_the_budget_ends_a_hopeless_read(store: HttpStore) -> None:
 
 
 async def test_a_loop_that_stood_still_uses_no_budget_up(store: HttpStore) -> None:
-    """Who blocks the loop for longer than the budget, or stops the process, ends no read by its first failure."""
+    """If the loop is blocked or the process stopped for longer than the budget, one failure does not end a read."""
 
     async def stand_still(store: HttpStore, request: web.Request) -> web.StreamResponse:
         time.sleep(0.3)  # noqa: ASYNC251 - as an evaluation in the body of an ``async for``
@@ -163,7 +163,7 @@ async def test_a_broken_stream_goes_on_where_it_broke(store: HttpStore, stall: b
 
 
 async def test_a_broken_range_is_resumed_within_itself(store: HttpStore) -> None:
-    """What is asked for again ends where the range does."""
+    """A resumed request ends where the range ends."""
     store.put("a", CONTENT)
     store.faults["a"].append(broken(1 << 19, stall=True))
     async with opened(store, stalled_s=1.0) as transport:
@@ -205,7 +205,7 @@ async def test_ranges_of_one_call_are_of_one_version(store: HttpStore) -> None:
 
 
 async def test_without_a_validator_a_read_begins_again(store: HttpStore) -> None:
-    """No ETag proves nothing, so the whole object is fetched anew: here another one, and no mixture."""
+    """Without an ETag the whole object is fetched again: here another one, and never a mixture."""
     store.put("a", CONTENT, etag="")
     store.faults["a"] += [broken(1 << 20, stall=True), change(OTHER)]
     async with opened(store, stalled_s=0.5) as transport:
@@ -285,7 +285,7 @@ async def test_another_range_than_asked(store: HttpStore, head: str) -> None:
 
 
 async def test_a_server_that_hangs_up_in_the_handshake() -> None:
-    """It is asked again, and the error says what happened although the system has no words for it."""
+    """It is retried, and the error says what happened although the system has no text for it."""
 
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
@@ -339,7 +339,7 @@ async def test_an_encoded_body(store: HttpStore) -> None:
 
 @pytest.mark.parametrize("header", ["Repr-Digest", "x-goog-hash", "Content-MD5"])
 async def test_a_declared_digest_is_checked(store: HttpStore, header: str) -> None:
-    """Bytes that are not what the server declared are fetched again, and are an error if they stay wrong."""
+    """Bytes with a wrong digest are fetched again, and are an error if they stay wrong."""
 
     def declared(data: bytes) -> str:
         md5 = base64.b64encode(hashlib.md5(data).digest()).decode()

@@ -1,4 +1,4 @@
-"""Streams over HTTP from any byte on, and what servers tell of an object's version."""
+"""Streams over HTTP from any byte, and the versions of objects."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def streamed(transport: HttpTransport, start: int, path: str = "a") -> byt
 
 
 def answer(code: int, body: bytes = b"", **headers: str) -> Fault:
-    """Give an answer that is made up."""
+    """Send a given response."""
 
     async def fault(store: HttpStore, request: web.Request) -> web.StreamResponse:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -69,7 +69,7 @@ async def test_only_what_is_wanted_is_asked_for(store: HttpStore) -> None:
 
 
 async def test_a_server_without_ranges(store: HttpStore) -> None:
-    """It sends all, and the bytes before the start are passed over; also when it does not say how many they are."""
+    """It sends the whole object, and the bytes before the start are dropped; also if it does not state its size."""
     store.ranges = False
     async with opened(store) as transport:
         for start in [1, 1_500_000, len(CONTENT)]:
@@ -120,7 +120,7 @@ async def test_a_broken_stream_from_the_middle_of_what_changed(store: HttpStore)
 
 
 async def test_failures_before_the_first_byte(store: HttpStore) -> None:
-    """A stream from the middle that gets no answer at first begins where it was to begin."""
+    """A stream from the middle whose first request fails still begins at its start."""
     store.faults["a"] += [status(503), broken(-1), broken(0)]
     async with opened(store) as transport:
         assert await streamed(transport, 7) == CONTENT[7:]
@@ -131,7 +131,7 @@ async def test_failures_before_the_first_byte(store: HttpStore) -> None:
 
 @pytest.mark.parametrize("size", [len(CONTENT) - 1, len(CONTENT), len(CONTENT) + 1])
 async def test_416_without_a_size(store: HttpStore, size: int) -> None:
-    """A server that refuses the range and does not say why is asked for the size, and that decides."""
+    """If a server refuses the range without a reason, the size is requested, and decides."""
     store.put("a", bytes(size))
     store.faults["a"].append(status(416))
     async with opened(store) as transport:
@@ -243,8 +243,8 @@ async def test_a_read_that_is_resumed_knows_its_version(store: HttpStore) -> Non
         assert (data, info.etag) == (CONTENT, store.objects["a"].etag)
 
 
-async def test_a_size_that_the_server_does_not_tell(store: HttpStore, tmp_path: Path) -> None:
-    """It is an error for who asks for it. Objects are read all the same, with a cache around them, too."""
+async def test_a_size_that_the_server_does_not_state(store: HttpStore, tmp_path: Path) -> None:
+    """`size` raises. Objects are still read, also through a cache."""
 
     async def sizeless(store: HttpStore, request: web.Request) -> web.StreamResponse | None:
         return web.Response(status=405) if request.method == "HEAD" else await chunked()(store, request)

@@ -44,7 +44,7 @@ async def test_samples_are_what_was_written(kind: str) -> None:
 
 
 async def test_shards_are_cut_at_samples() -> None:
-    """Four shards of a few samples, assigned out in more ranges than there are shards, give each sample once."""
+    """Four small shards, cut into more ranges than there are shards, give each sample once."""
     dataset = RemoteIterableDataset(DATA / "plain")
     assert sum(len(assignment) for assignment in await dataset.plan(2, 0, 1, None)) > 4
     async with AsyncDataLoader(dataset, batch_size=5, collate_fn=list) as loader:

@@ -33,7 +33,7 @@ ONCE = RetryPolicy(budget_s=0)
 
 
 async def usual(store: HttpStore, request: web.Request) -> None:
-    """Nothing goes wrong."""
+    """No fault."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,7 +48,7 @@ async def store() -> AsyncIterator[BucketStore]:
         yield store
 
 
-# ---------------------------------------------------------------------------------------------- what heals
+# ------------------------------------------------------------------------------------------- what is retryable
 
 
 @pytest.mark.parametrize("code", [408, 429, 500, 503])
@@ -67,7 +67,7 @@ async def test_answers_that_say_not_now_are_asked_again(store: BucketStore, code
 
 
 async def test_a_connection_that_breaks_before_the_answer_is_made_again(store: BucketStore) -> None:
-    """A reset without a byte heals."""
+    """A reset before the first byte is retryable."""
     store.faults[A].append(broken(-1))
     async with store.transport() as transport:
         assert await transport.read_range("a", 1, 2) == CONTENT[1:3]
@@ -94,8 +94,8 @@ async def test_a_broken_download_goes_on_where_it_broke(store: BucketStore, way:
     assert second.headers["If-Match"] == store.objects[A].etag
 
 
-async def test_a_stream_that_breaks_behind_every_piece_arrives(store: BucketStore) -> None:
-    """What was gained counts as progress: many breaks outlive a budget that one outage would use up."""
+async def test_a_stream_that_breaks_after_every_part_arrives(store: BucketStore) -> None:
+    """Received bytes count as progress: many breaks do not use up a budget that one outage would."""
     store.faults[A].extend([broken(200_000)] * 15)
     async with store.transport() as transport:
         assert b"".join(await drain(transport.stream("a", start=5, chunk_size=65_536))) == CONTENT[5:]
@@ -103,7 +103,7 @@ async def test_a_stream_that_breaks_behind_every_piece_arrives(store: BucketStor
 
 
 async def test_a_small_body_that_breaks_is_read_again(store: BucketStore) -> None:
-    """Bytes that nobody has seen are fetched anew."""
+    """Bytes that were not returned yet are fetched again."""
     store.put(BucketStore.key("small"), b"x" * 5000)
     store.faults[BucketStore.key("small")].append(broken(2000))
     async with store.transport() as transport:
@@ -121,7 +121,7 @@ async def test_a_store_that_stalls_is_asked_again(store: BucketStore, after: int
 
 
 async def test_a_slow_consumer_is_no_stall(store: BucketStore) -> None:
-    """A stream that rests in its user's hands for longer than `stalled_s` goes on; it is not broken, nor retried."""
+    """A stream whose consumer pauses for longer than `stalled_s` continues, without a retry."""
     async with store.transport(stalled_s=0.2) as transport, aclosing(transport.stream("a", chunk_size=1000)) as chunks:
         data = await anext(chunks)
         await asyncio.sleep(0.5)
@@ -131,7 +131,7 @@ async def test_a_slow_consumer_is_no_stall(store: BucketStore) -> None:
 
 
 async def test_the_budget_ends(store: BucketStore) -> None:
-    """An outage that lasts is an error with path, place, status and what was tried; the original is its cause."""
+    """A long outage is an error with path, root, status and number of attempts; the original is its cause."""
     store.faults[A].extend([status(503)] * 1000)
     policy = RetryPolicy(budget_s=0.3, first_delay_s=0.01, cap_s=0.05)
     async with store.transport(retry=policy) as transport:
@@ -152,7 +152,7 @@ async def test_no_budget_means_one_request(store: BucketStore) -> None:
     assert len(store.asked) == 1
 
 
-# -------------------------------------------------------------------------------------- what does not heal
+# --------------------------------------------------------------------------------------- what is not retryable
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ async def test_no_budget_means_one_request(store: BucketStore) -> None:
 async def test_answers_about_the_request_itself_fail_at_once(
     store: BucketStore, code: int, error: type[Exception]
 ) -> None:
-    """One request; the text names the path, the place and the status."""
+    """One request; the text names the path, the root and the status."""
     store.faults[A].append(status(code))
     async with store.transport() as transport:
         with pytest.raises(error, match=rf"'a'.*s3://bucket/root.*{code}"):
@@ -172,7 +172,7 @@ async def test_answers_about_the_request_itself_fail_at_once(
 
 
 def ignore_conditions(data: bytes) -> Fault:
-    """Another version of the object, given to whoever asked for the old one."""
+    """Another version of the object, sent although the old one was requested."""
 
     async def fault(store: HttpStore, request: web.Request) -> web.StreamResponse:
         store.put(A, data)
@@ -228,7 +228,7 @@ async def test_a_weak_etag_proves_nothing(store: BucketStore) -> None:
 
 
 async def test_a_server_without_ranges_is_refused(store: BucketStore) -> None:
-    """Something that answers a range with the whole object is no object store; asking again would not help."""
+    """A server that answers a range with the whole object is no object store; there is no retry."""
     store.ranges = False
     async with store.transport() as transport:
         with pytest.raises(ReadFailed, match=r"'a'.*non-partial"):
@@ -248,7 +248,7 @@ async def test_large_objects_are_refused_by_their_head(store: BucketStore) -> No
 
 
 async def test_nobody_listens() -> None:
-    """A refused connection heals, so it is tried again for as long as the budget is; then the address is told."""
+    """A refused connection is retried until the budget is used up; then the error names the address."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
@@ -328,7 +328,7 @@ async def test_names_that_are_no_paths(store: BucketStore) -> None:
 
 
 async def test_listing_a_bucket_that_does_not_exist(store: BucketStore) -> None:
-    """A wrong name of a bucket is no empty store."""
+    """A wrong bucket name is an error, not an empty listing."""
     for key in ["bucket", "bucket/"]:
         store.faults[key].append(status(404))
     async with store.transport() as transport:

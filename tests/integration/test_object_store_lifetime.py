@@ -81,7 +81,7 @@ async def test_a_cancelled_read_gives_its_slot_back(store: BucketStore, after: i
 
 
 async def test_a_stream_cancelled_in_a_wait_can_be_left(store: BucketStore) -> None:
-    """The cancelled stream is over, its slot is free, and the transport works on."""
+    """The cancelled stream has ended, its slot is free, and the transport remains usable."""
     store.faults[A].append(broken(100_000, stall=True))
     async with store.transport(requests=1, stalled_s=1000) as transport:
         streaming = asyncio.create_task(drain(transport.stream("a", chunk_size=1 << 20)))
@@ -153,7 +153,7 @@ async def test_a_foreign_loop_is_refused(store: BucketStore) -> None:
 
 
 def test_loops_one_after_another(moto: Moto) -> None:
-    """When a loop has ended, the next one takes the transport over."""
+    """When a loop has ended, the transport can be used in the next one."""
     transport = opened(moto)
     for _ in range(2):
         assert asyncio.run(transport.read("a")) == b"data"

@@ -1,4 +1,4 @@
-"""What goes wrong while shards are read: workers that die or grow, samples and shards that cannot be read, liars."""
+"""Faults while shards are read: dead and growing workers, bad samples and shards, and invalid requests."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_deaths_change_nothing(kind: str, ending: str, tmp_path: Path) -> None:
 
 
 def test_deaths_in_torch_mode_and_out_of_order(tmp_path: Path) -> None:
-    """Every sample comes once all the same."""
+    """Every sample still comes once."""
     url = make_shards(tmp_path, SIZES)
     for number, options in enumerate(({"max_worker_restarts": 3}, {"in_order": False, "seed": 1})):
         struck = tmp_path / f"struck{number}"
@@ -110,7 +110,7 @@ def test_a_consumer_that_takes_its_time_kills_nobody(tmp_path: Path) -> None:
 
 
 class Hoard:
-    """`number_of`, which keeps 2 MiB a sample."""
+    """`number_of`, which leaks 2 MiB per sample."""
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
@@ -163,7 +163,7 @@ def test_bad_samples_are_left_out(kind: str, workers: int, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_samples_are_replaced(workers: int, tmp_path: Path) -> None:
-    """A function as `on_error` gets a ShardError for each, and what it gives is in the batch."""
+    """A function as `on_error` gets a ShardError for each, and its result is in the batch."""
     (batches,) = epochs_of(
         "sync", dataset_of(broken_shards(tmp_path)), batch_size=4, num_workers=workers, seed=1, on_error=_instead
     )
@@ -179,7 +179,7 @@ def _instead(index: Any, error: Exception) -> int:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_samples_are_raised(kind: str, workers: int, tmp_path: Path) -> None:
-    """``on_error="raise"``: an error with URL and offset in the batch's place; who goes on gets all the others."""
+    """``on_error="raise"``: an error with URL and offset instead of the batch; all other samples come after it."""
     got: list[int] = []
     errors: list[ShardError] = []
     options = with_method({"batch_size": 4, "num_workers": workers, "seed": 1})
@@ -200,7 +200,7 @@ def test_bad_samples_are_raised(kind: str, workers: int, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_missing_shards(workers: int, tmp_path: Path) -> None:
-    """A shard of a list that is not there is an error with its name, or is left out; the others all come."""
+    """A missing shard is an error with its name, or is skipped; all others are read."""
     make_shards(tmp_path, (5, 5))
     urls = [tmp_path / "s-000.tar", tmp_path / "gone.tar", tmp_path / "s-001.tar"]
     options = {"batch_size": 2, "num_workers": workers, "seed": 1}
@@ -213,7 +213,7 @@ def test_missing_shards(workers: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ending", ["jsonl", "parquet", "mds"])
 def test_shards_whose_sizes_are_unknown(ending: str, workers: int, tmp_path: Path) -> None:
-    """Where few shards are to be cut, one that is gone or damaged is its reader's error, or left out, as any other."""
+    """If shards are to be cut, a missing or damaged one does not fail the plan, but its reader."""
     url = make_shards(tmp_path, (5, 5, 5), ending=ending)
     second = sorted(path for path in tmp_path.iterdir() if path.suffix != ".json")[1]
     urls = url if ending == "mds" else sorted(tmp_path.iterdir())
@@ -244,7 +244,7 @@ def test_decode_errors(workers: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("on_error", ["skip", "function"])
 @pytest.mark.parametrize("bad", ["line", "decode"])
 def test_bad_samples_at_the_end_of_an_epoch(bad: str, on_error: str, tmp_path: Path) -> None:
-    """What was bad in a batch that a worker cannot fill goes to another worker with the rest: told of once, no gaps."""
+    """Bad samples of a batch that a worker cannot fill go to another worker with the rest, and are reported once."""
     count = 4 * 13
     wrong = set(range(3, count, 7))
     for shard in range(4):
@@ -276,8 +276,8 @@ def _no_threes_of_seven(sample: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("steps", [2, 8, 22])
-def test_bad_rows_of_parquet_are_told_of_at_their_place(steps: int, tmp_path: Path) -> None:
-    """Before the rows behind them; a run that goes on in the middle tells of the same ones, each once."""
+def test_bad_rows_of_parquet_are_reported_with_their_offset(steps: int, tmp_path: Path) -> None:
+    """Before the rows after them; a resumed run reports the same ones, each once."""
     values = [b"%d" % n for n in range(60)]
     values[10] = values[40] = b"\xff"
     table = pa.table({"n": list(range(60)), "text": pa.array(values, pa.binary()).view(pa.string())})
@@ -319,19 +319,19 @@ def _no_five(sample: dict[str, Any]) -> int:
     return number
 
 
-# ------------------------------------------------------------------------------------------- liars
+# ------------------------------------------------------------------------------------------- invalid requests
 
 ASKS: dict[str, tuple[int, int, Any]] = {
-    "a assignment far ahead": (77, 0, None),
-    "a batch that nobody will make": (1, 1 << 40, None),
-    "ranges that are none": (1, 0, [(1, 2, 3, 4, 5)]),
-    "numbers that are none": (1, 0, [("a", "b", "c", "d")]),
-    "a rest that is none": (1, 0, 5),
+    "an assignment far ahead": (77, 0, None),
+    "an impossible batch": (1, 1 << 40, None),
+    "ranges of the wrong length": (1, 0, [(1, 2, 3, 4, 5)]),
+    "ranges that are no numbers": (1, 0, [("a", "b", "c", "d")]),
+    "no list of ranges": (1, 0, 5),
 }
 
 
 class Asking:
-    """`number_of`; the worker that decodes number 9 asks for something that cannot be, and says no more."""
+    """`number_of`; the worker that decodes number 9 sends an invalid request, and nothing more."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -359,7 +359,7 @@ def _channel() -> tuple[Any, int]:
 
 @pytest.mark.parametrize("how", ASKS)
 def test_a_worker_that_asks_for_what_cannot_be(how: str, tmp_path: Path) -> None:
-    """The consumer gets an error in words, and no worker is left; nobody waits for ever."""
+    """The consumer gets a clear error, and no worker is left."""
     url = make_shards(tmp_path, SIZES)
     options = with_method({"batch_size": 4, "num_workers": 2, "seed": 1, "timeout": PATIENCE_S})
     with DataLoader[Any](dataset_of(url, decode=Asking(how)), **options) as loader:
@@ -369,6 +369,6 @@ def test_a_worker_that_asks_for_what_cannot_be(how: str, tmp_path: Path) -> None
 
 
 def test_a_request_for_shards_where_none_are_assigned() -> None:
-    """A dataset of another kind: its workers have nothing to ask for."""
-    _, error = until_error("sync", Liar("a request for a assignment, where nothing is assigned"), num_workers=1)
-    assert "asks for a assignment" in str(error)
+    """Workers of other datasets cannot request shards."""
+    _, error = until_error("sync", Liar("a request for shards, where none are assigned"), num_workers=1)
+    assert "asks for shards" in str(error)

@@ -32,7 +32,7 @@ def nothing_left(two: RankGroup) -> Iterator[None]:
 
 
 def check(ranks: list[list[Any]], count: int, least: int) -> None:
-    """Of each epoch: as many batches on each rank, no sample twice, and none beyond `count`."""
+    """Per epoch: equally many batches on each rank, no sample twice, and none beyond `count`."""
     for epoch in zip(*ranks, strict=True):
         assert [end for _, end in epoch] == ["end"] * len(ranks)
         assert len({len(batches) for batches, _ in epoch}) == 1
@@ -69,7 +69,7 @@ def test_shards_that_are_cut_evenly(two: RankGroup, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [3, None])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_ranks_resume(two: RankGroup, workers: int, seed: int | None, tmp_path: Path) -> None:
-    """Each from its own state: as if nothing had happened."""
+    """Each rank resumes from its own state, and the epoch equals an uninterrupted one."""
     url = make_shards(tmp_path, SIZES)
     options: dict[str, Any] = {"num_workers": workers, "seed": seed, "buffer": 4}
     assert two("shards", url, steps=3, **options) == two("shards", url, **options)

@@ -97,7 +97,7 @@ async def test_signed_urls_keep_their_queries(store: HttpStore, stores: Stores) 
 
 
 async def test_a_run_goes_on_with_new_signatures(store: HttpStore) -> None:
-    """A state knows shards without what signs their URLs; what else a query says is part of their names."""
+    """A state identifies shards by their URLs without signatures; the rest of a query is part of the name."""
     store.put("a.jsonl", jsonl(range(5)))
 
     def make(query: str) -> AsyncDataLoader[Any]:
@@ -118,7 +118,7 @@ async def test_a_run_goes_on_with_new_signatures(store: HttpStore) -> None:
 
 
 async def test_options_that_do_not_pickle(store: HttpStore) -> None:
-    """A function that gives headers, as for a token that changes: nothing is pickled where there are no workers."""
+    """Headers from a function, as for a changing token: nothing is pickled without workers."""
     store.put("a.jsonl", jsonl([5, 6, 7]))
     options: dict[str, Any] = {"headers": lambda: {"Authorization": "Bearer token"}}
     dataset = RemoteIterableDataset(f"{store.url}/a.jsonl", decode=number_of, storage_options=options)
@@ -158,7 +158,7 @@ async def test_an_mds_data_set(store: HttpStore, stores: Stores) -> None:
 
 @pytest.mark.parametrize("url", ["a.tar", "a.tar.gz", "a.jsonl", "a.tfrecord", "a.mds", "a.parquet"])
 async def test_broken_connections_lose_and_double_nothing(store: HttpStore, stores: Stores, url: str) -> None:
-    """Downloads go on where they broke; servers in trouble are asked again."""
+    """Broken downloads are resumed; requests to failing servers are retried."""
     store.put(url, MAKERS[url](range(3000)))
     store.faults[url].extend([status(503), broken(1000), broken(5000), broken(0)])
     found = await read_all(stores, shard_of(f"{store.url}/{url}", range(3000)))
@@ -167,7 +167,7 @@ async def test_broken_connections_lose_and_double_nothing(store: HttpStore, stor
 
 
 async def test_a_shard_that_is_replaced_meanwhile(store: HttpStore, stores: Stores) -> None:
-    """Its samples so far are right, then an error: never a mixture of the two."""
+    """The samples before the change are right, then an error: never a mixture."""
     store.put("a.tar", tar(range(2000), size=1000))
     store.faults["a.tar"].extend([broken(500_000), change(tar(range(5000, 7000), size=1000))])
     got: list[Located] = []
@@ -178,7 +178,7 @@ async def test_a_shard_that_is_replaced_meanwhile(store: HttpStore, stores: Stor
 
 
 async def test_a_parquet_file_that_is_replaced_meanwhile(store: HttpStore, stores: Stores) -> None:
-    """Also one of the same size; at the latest its end tells."""
+    """Also one of the same size; detected at the end at the latest."""
     old, new = parquet(range(1000), group=100), parquet(range(2000, 3000), group=100)
     store.put("a.parquet", old)
     batches = read_shard_range(stores, Shard(f"{store.url}/a.parquet", format_of("a.parquet")), CatalogRange(0))
@@ -189,7 +189,7 @@ async def test_a_parquet_file_that_is_replaced_meanwhile(store: HttpStore, store
 
 
 async def test_leaving_early_ends_the_requests(store: HttpStore, stores: Stores) -> None:
-    """The rest of the shard is not downloaded, and nothing goes on in the background."""
+    """The rest of the shard is not downloaded, and nothing continues in the background."""
     store.put("a.tar", tar(range(5000), size=4000))
     batches = read_shard_range(
         stores, Shard(f"{store.url}/a.tar", format_of("a.tar")), CatalogRange(0), read_ahead=100_000

@@ -1,4 +1,4 @@
-"""Shards made to do harm: an error with URL and place, or skipped; nothing is written, memory stays bounded."""
+"""Hostile shards: an error with URL and offset, or skipped samples; nothing is written, memory stays bounded."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def members(*each: tuple[tarfile.TarInfo, bytes]) -> bytes:
 
 
 async def test_tar_paths_are_only_names(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Absolute paths, ``..`` and links: keys and nothing else. No file comes to be."""
+    """Absolute paths, ``..`` and links are keys and nothing else. No file is created."""
     monkeypatch.chdir(tmp_path)
     link = tarfile.TarInfo("link.txt")
     link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
@@ -169,7 +169,7 @@ async def test_a_tar_with_a_lying_size(serve: Serve, size: bytes, match: str) ->
 
 
 async def test_a_tfrecord_with_a_lying_length(serve: Serve) -> None:
-    """Also with a right checksum of the lying length."""
+    """Also with a valid checksum of the wrong length."""
     head = struct.pack("<Q", 1 << 50)
     stores, shard = serve("a.tfrecord", head + struct.pack("<I", masked(crc32c(head))) + b"x" * 100)
     _, error = await fails(stores, shard)
@@ -182,7 +182,7 @@ async def test_a_tfrecord_with_a_lying_length(serve: Serve) -> None:
     [("a.tar", tar), ("a.jsonl", jsonl), ("a.parquet", parquet), ("a.mds", mds)],
 )
 async def test_a_truncated_shard(serve: Serve, path: str, make: Callable[[range], bytes]) -> None:
-    """Cut off inside a sample: what is whole comes, then the error with the place."""
+    """Truncated inside a sample: the complete samples, then an error with the offset."""
     data = make(range(500))
     stores, shard = serve(path, data[: len(data) * 2 // 3 + 5])
     got, error = await fails(stores, shard._replace(mds=mds_entry(range(500)) if path == "a.mds" else None))

@@ -1,4 +1,4 @@
-"""States of loaders over shards: what follows is what would have followed; what does not fit is refused."""
+"""States of loaders over shards: resumed epochs equal uninterrupted ones, and invalid states are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_states_in_the_middle(kind: str, workers: int, tars: str) -> None:
-    """From the first batch to the last: what follows is what would have followed."""
+    """After any batch, the resumed epoch equals the uninterrupted one."""
     dataset = dataset_of(tars, shuffle_buffer=6)
     options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "seed": 5}
     (batches,) = epochs_of(kind, dataset, **options)
@@ -32,7 +32,7 @@ def test_states_in_the_middle(kind: str, workers: int, tars: str) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_states_between_epochs(workers: int, tars: str) -> None:
-    """Saved when the end was told: the next epoch follows."""
+    """Saved at the end of an epoch: the next epoch follows."""
     dataset = dataset_of(tars, shuffle_buffer=6)
     options = with_method({"batch_size": 4, "num_workers": workers, "seed": 5})
     with Stepwise("sync", dataset, **options) as run:
@@ -54,7 +54,7 @@ def test_torch_mode_resumes(tars: str) -> None:
 
 
 def test_out_of_order_resumes(tars: str) -> None:
-    """With ``in_order=False`` each sample comes once all the same, however seldom the user wants states taken."""
+    """With ``in_order=False`` each sample still comes once, for any `snapshot_every_n_steps`."""
     for every in (1, 4, 0):
         options: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "in_order": False}
         batches = resumed("sync", dataset_of(tars), 3, **options, snapshot_every_n_steps=every)
@@ -115,7 +115,7 @@ def test_states_that_do_not_fit(workers: int, tars: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_buffer_that_cannot_be_filled_again(kind: str, workers: int, tmp_path: Path) -> None:
-    """Its error is raised, and is no sample's: ``on_error="skip"`` finds no place behind it to go on from."""
+    """Its error is raised also with ``on_error="skip"``: it does not belong to a sample."""
     options = with_method({"batch_size": 4, "num_workers": workers, "seed": 5, "on_error": "skip"})
     dataset = dataset_of(make_shards(tmp_path, SIZES), shuffle_buffer=6)
     with Stepwise(kind, dataset, **options) as run:
@@ -146,7 +146,7 @@ def test_states_of_other_numbers_of_workers(tars: str) -> None:
 
 
 def test_a_worker_stream_is_stateful(tars: str) -> None:
-    """A worker's stream keeps to the protocol by which every stream's state is taken."""
+    """A worker stream implements the protocol of stateful streams."""
     dataset = dataset_of(tars)
 
     async def run() -> bool:

@@ -1,4 +1,4 @@
-"""What transports tried again, or gave from a cache, is in `stats()`: of workers, and of the consumer's own process."""
+"""`stats()` counts retries and cache hits of transports, in workers and in the main process."""
 
 from __future__ import annotations
 

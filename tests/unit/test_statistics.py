@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from asyncloader.statistics import Statistics
 from tests.unit.figures import FIGURES
 
@@ -21,6 +23,17 @@ def test_batches_add_up() -> None:
     s.batch(samples=3, nbytes=50, pickled=1, waited=0.25, busy=0.5, workers=2)
     assert (s.batches, s.samples, s.bytes, s.pickled, s.wait_s, s.busy_s) == (2, 7, 150, 8, 0.75, 0.75)
     assert s.worker_s == 2 * s.elapsed_s > 0
+
+
+def test_each_batch_counts_the_time_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the workers' time is as much for each of them."""
+    times = iter([10.0, 11.0, 13.0])
+    monkeypatch.setattr("asyncloader.statistics.perf_counter", lambda: next(times))
+    s = Statistics()
+    s.begin()
+    for _ in range(2):
+        s.batch(samples=1, nbytes=1, pickled=0, waited=0.0, busy=0.0, workers=2)
+    assert (s.elapsed_s, s.worker_s) == (3.0, 6.0)
 
 
 def test_rates_are_per_second_of_the_iterators_time() -> None:

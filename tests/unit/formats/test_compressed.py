@@ -1,4 +1,4 @@
-"""Shards inside gzip and zstd, and the choice of a reader by the name. Bombs cost no memory."""
+"""Shards compressed with gzip and zstd, decompression bombs, and the choice of a reader by extension."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_bomb_of_empty_members() -> None:
 
 
 def test_end_while_pending_is_a_mistake_of_the_caller() -> None:
-    """It would lose samples in silence, so it says so."""
+    """It would silently lose samples, so it raises."""
     reader = make()
     reader.feed(gzip.compress(b"{}\n" * (2 * STEP)))
     with pytest.raises(RuntimeError, match="pending"):
@@ -291,7 +291,7 @@ def test_zstd_without_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_zstd_by_the_package_that_is_installed() -> None:
-    """What a package wrote is read by whichever is found."""
+    """Data written by one package is read by every other."""
     zstandard: Any = importlib.import_module("zstandard")
     data = zstandard.ZstdCompressor().compress(LINES)
     plain = read(lambda start: JsonlReader("a.jsonl.zst", start=start), LINES)

@@ -1,4 +1,4 @@
-"""What holds for readers of every format, and for one that a user writes."""
+"""The contract of readers, for every format and for a user's own reader."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_an_error_waits_for_the_samples_before_it() -> None:
 
 
 def test_max_sample_bytes() -> None:
-    """A line without an end is given up as soon as it is too long, and what is held of it stays that small."""
+    """A line without an end is refused as soon as it is too long, and only so much of it is held."""
     assert len(samples_of(JsonlReader(URL, max_sample_bytes=9), b'{"a": 12}\n')) == 1
     assert "max_sample_bytes" in error_of(lambda _: JsonlReader(URL, max_sample_bytes=8), b'{"a": 12}\n')[0]
     reader = JsonlReader(URL, max_sample_bytes=100_000)

@@ -1,4 +1,4 @@
-"""MDS: MosaicML's shards by an index that is believed in nothing. `mds_writer` says where the layout is from."""
+"""MDS: MosaicML's shards, with an untrusted index. `mds_writer` says where the layout is from."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ S = ("shards", 0)
     ],
 )
 def test_hostile_index(change: Callable[[dict[str, Any]], None], message: str) -> None:
-    """Each lie is an error that names it and the index."""
+    """Each wrong value is an error that names it and the index."""
     with pytest.raises(ShardError, match=message):
         parse_mds_index(write_index(shard_entry(COLUMNS, 7, len(DATA)), change=change), url=URL)
 
@@ -260,7 +260,7 @@ FIRST = struct.unpack_from("<I", DATA, 4)[0]
     ],
 )
 def test_hostile_shards(data: bytes, message: str, offset: int | None) -> None:
-    """Each lie is an error with its place, and nothing of the claimed size is allocated."""
+    """Each wrong number is an error with its offset, and nothing of the claimed size is allocated."""
     text, place = error_of(make, data)
     assert message in text
     assert offset in (None, place)
@@ -298,7 +298,7 @@ def test_a_bad_value_can_be_stepped_over() -> None:
 @given(data=corrupted(DATA), cuts=cut_points)
 @settings(deadline=None, max_examples=100)
 def test_random_damage(data: bytes, cuts: list[float]) -> None:
-    """Damaged bytes give samples or a `ShardError`, from the table and behind it."""
+    """Damaged bytes give samples or a `ShardError`, in the table and after it."""
     check_survives(make, data, cuts)
     offset = int(SHARD.offsets(DATA[: SHARD.header_size])[2])
     read(make, data, cuts, start=offset)

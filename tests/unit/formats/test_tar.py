@@ -1,4 +1,4 @@
-"""Tar shards: names become keys and fields as webdataset has them, and no archive can do harm."""
+"""Tar shards: names become keys and fields as in webdataset, and hostile archives are refused."""
 
 from __future__ import annotations
 
@@ -124,6 +124,13 @@ def test_long_names_are_part_of_their_sample(kind: str) -> None:
     archive = pack([(f"{'deep/' * 50}{n}.txt", b"x") for n in "abc"], FORMATS[kind])
     assert [s["__key__"] for s in samples_of(make(), archive)] == [f"{'deep/' * 50}{n}" for n in "abc"]
     check_resume(make, archive)
+
+
+def test_a_size_in_a_pax_header_is_that_of_one_member() -> None:
+    """As writers give it to members of more than 8 GB; the next member has the size in its own header."""
+    first = pack([("a.txt", b"x" * 700)], tarfile.PAX_FORMAT, pax_headers={"size": "700"}).rstrip(b"\0")
+    archive = first + bytes(-len(first) % 512) + pack([("b.txt", b"y" * 3), ("c.txt", b"z")])
+    assert [sample["txt"] for sample in samples_of(make(), archive)] == [b"x" * 700, b"y" * 3, b"z"]
 
 
 class TestWebdataset:

@@ -1,4 +1,4 @@
-"""TFRecord: lengths are never believed unchecked, and Examples are read as protobuf reads them."""
+"""TFRecord: lengths are verified, and Examples are parsed as by protobuf."""
 
 from __future__ import annotations
 

@@ -75,6 +75,20 @@ def test_a_request_that_is_made_again_has_the_same_answer() -> None:
     assert assigner.ask(1, 0, 0) == [nothing]
 
 
+def test_a_dead_process_is_not_answered_and_its_request_keeps_its_turn() -> None:
+    """Who takes its place has the answer when it asks: at once if it was due, else together with the others."""
+    assigner = assigner_of(4, 2)
+    assert given(assigner.ask(1, 0, 0)) == []
+    assigner.died(1)
+    assert given(assigner.ask(0, 0, 0)) == [(0, 0)]
+    assert given(assigner.ask(1, 0, 0)) == [(1, 1)]
+    assigner = assigner_of(4, 2)
+    assert given(assigner.ask(1, 0, 0)) == []
+    assigner.died(1)
+    assert given(assigner.ask(1, 0, 0)) == []
+    assert given(assigner.ask(0, 0, 0)) == [(0, 0), (1, 1)]
+
+
 def test_what_was_refused_stays_refused_when_there_is_more_again() -> None:
     """A worker was told that there is nothing, and later got what another gave back; so is its replacement."""
     assigner = assigner_of(2, 2)

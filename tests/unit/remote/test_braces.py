@@ -1,4 +1,4 @@
-"""Brace patterns mean what they mean to webdataset, and a slip of a finger fills no memory."""
+"""Brace patterns are expanded as by webdataset, with bounded memory."""
 
 from __future__ import annotations
 

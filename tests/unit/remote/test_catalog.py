@@ -33,7 +33,7 @@ def test_formats_by_extension_and_by_name() -> None:
 
 
 def test_one_range_per_shard_if_there_are_enough() -> None:
-    """What could be cut is not cut without need."""
+    """With enough shards nothing is cut."""
     shards = [Shard(f"{number}.jsonl", JSONL, 1000) for number in range(4)]
     assert cut(shards, 4) == [CatalogRange(number) for number in range(4)]
     assert cut(shards, 1) == [CatalogRange(number) for number in range(4)]
@@ -65,7 +65,7 @@ def test_the_largest_are_cut_first() -> None:
 
 
 def test_no_parts_are_refused() -> None:
-    """Nobody reads no parts."""
+    """At least one part is needed."""
     with pytest.raises(ValueError, match="into 0 parts"):
         cut([], 0)
 

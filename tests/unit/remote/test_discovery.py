@@ -1,4 +1,4 @@
-"""What a user writes, and the shards that are meant."""
+"""Finding the shards that a user's URLs refer to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes fetched ahead of their consumer: in order, bounded, and nothing left behind."""
+"""`StreamBuffer`: bytes in order, bounded memory, and no task left."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Source:
 
 
 async def settle() -> None:
-    """Let everything run that can."""
+    """Run the loop until nothing can continue."""
     for _ in range(200):
         await asyncio.sleep(0)
 
@@ -78,7 +78,7 @@ async def test_beyond_what_is_wanted_it_reads_only_when_asked() -> None:
 
 
 async def test_an_error_comes_after_the_chunks_before_it() -> None:
-    """What was read is given first."""
+    """Chunks before the error are returned first."""
     ahead = StreamBuffer(Source([b"a", b"b"], OSError("broken")).stream(), most=100)
     await settle()
     assert [await ahead.next(), await ahead.next()] == [b"a", b"b"]
@@ -127,6 +127,6 @@ async def test_a_cancelled_close_still_closes() -> None:
 
 
 def test_no_room_at_all_is_refused() -> None:
-    """It could never read."""
+    """Nothing could ever be read."""
     with pytest.raises(ValueError, match="at least 1 byte"):
         StreamBuffer(Source([]).stream(), most=0)

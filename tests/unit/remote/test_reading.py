@@ -1,4 +1,4 @@
-"""Ranges of shards from any transport: all samples once, from any place on, and no task left behind."""
+"""Reading ranges of shards from any transport: all samples once, from any offset, and no task left."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Small(MemoryTransport):
 
 @pytest.mark.parametrize("url", MAKERS)
 async def test_every_format_is_read_whole_and_from_everywhere(url: str) -> None:
-    """After each sample there is a place from which a range gives exactly what follows."""
+    """After each sample there is an offset from which a range returns exactly what follows."""
     async with Small({url: MAKERS[url](range(COUNT))}) as transport:
         stores, shard = Stores(transport=transport), shard_of(url, range(COUNT))
         found = await read_all(stores, shard)
@@ -108,7 +108,7 @@ async def test_a_truncated_shard_says_so(url: str) -> None:
 
 @pytest.mark.parametrize("url", ["a.tar", "a.jsonl", "a.mds", "a.parquet"])
 async def test_a_shard_that_shrank_since_it_was_cut(url: str) -> None:
-    """A range that begins behind the end is not taken for an empty one."""
+    """A range that begins after the end is not treated as empty."""
     data = MAKERS[url](range(COUNT))
     async with Small({url: data[: len(data) // 4]}) as transport:
         with pytest.raises(ShardError, match=r"truncated|no Parquet"):

@@ -68,7 +68,7 @@ async def test_a_missing_shard_is_named() -> None:
         assert len(asyncio.all_tasks()) == 1
 
 
-async def test_a_shard_whose_size_nobody_tells_is_read_whole() -> None:
+async def test_a_shard_of_unknown_size_is_read_whole() -> None:
     """It is no error but for who needs the size; the other shards are measured, and cut."""
     lines = b"{}\n" * 100
     async with Vague({"a.jsonl": lines, "vague.jsonl": lines}) as transport:

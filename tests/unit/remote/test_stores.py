@@ -159,7 +159,7 @@ async def test_buckets_of_different_stores_are_cached_apart(tmp_path: Path) -> N
     assert "s3://bucket/a.tar" in urls
 
 
-def test_what_cannot_go_together() -> None:
+def test_incompatible_options() -> None:
     """A transport has no URL to cache by, and takes no options after it was made."""
     with pytest.raises(ValueError, match="CachedTransport"):
         Stores(transport=MemoryTransport(), cache_dir="x")

@@ -71,6 +71,16 @@ def test_without_a_position_the_sampler_is_read_as_it_is(wrapper: str) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_batches_are_those_of_torch(kind: str, drop_last: bool) -> None:
+    """However the indices are read, they are cut as torch's `BatchSampler` cuts them, the last batch included."""
+    torch.manual_seed(1)
+    expected = [*BatchSampler(SAMPLERS[kind](), 5, drop_last)]
+    torch.manual_seed(1)
+    assert [*stream(BatchSampler(SAMPLERS[kind](), 5, drop_last))] == expected
+
+
 @pytest.mark.parametrize("kind", ["random", "weighted", "eager"])
 def test_resuming_leaves_the_global_generators_alone(kind: str) -> None:
     """The generators from which the order came are set for the sampler only."""

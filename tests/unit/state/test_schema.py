@@ -213,6 +213,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "counts": (state(workers=workers(given=[1])), "num_workers=2, but 1 counts and 2 cursors"),
     "next": (state(workers=workers(next=2)), "next"),
     "negative count": (state(workers=workers(given=[3, -1])), "a worker gave -1 batches"),
+    "count of truths": (state(workers=workers(given=[3, True])), "a worker gave True batches"),
     "count of words": (state(workers=workers(given=[3, "x"])), "a worker gave 'x' batches"),
     "cursor": (state(workers=workers(cursors=[3, None])), "a cursor is int"),
     "cursor after the end": (state(workers=workers(cursors=[cursor(batches=4), None])), "after 4 of 3 batches"),

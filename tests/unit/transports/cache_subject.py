@@ -1,4 +1,4 @@
-"""What the tests of the cache's directory share."""
+"""Helpers of the tests of the cache directory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def put(store: CacheStore, url: str, etag: str = "1", data: bytes = DATA) -> Non
 
 
 def held(store: CacheStore, url: str, etag: str = "1") -> bytes | None:
-    """What the cache gives for an object, None if it is not cached."""
+    """The cached bytes of an object, None if it is not cached."""
     return content(store.open(hash_key(url), etag))
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the cache around a transport share."""
+"""Helpers of the tests of `CachedTransport`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHUNKS = [CONTENT[start : start + 1000] for start in range(0, len(CONTENT), 1000
 
 
 class Asked(MemoryTransport):
-    """A store that writes down what it is asked, and calls `during` before each request is answered."""
+    """A store that records its requests, and calls `during` before each response."""
 
     def __init__(self, objects: dict[str, bytes] | None = None) -> None:
         super().__init__(objects)

@@ -1,4 +1,4 @@
-"""What programs about forks begin with. Data path: none; the text is run by `python -c`."""
+"""The beginning of test programs that fork; run by `python -c`."""
 
 from __future__ import annotations
 

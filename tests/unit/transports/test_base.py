@@ -53,7 +53,7 @@ async def test_near_ranges_are_one_request() -> None:
 
 
 async def test_requests_overlap_up_to_the_bound() -> None:
-    """`range_requests` requests are in flight together, and never one more."""
+    """At most `range_requests` requests are in flight at once."""
     transport = Gated()
     reading = asyncio.create_task(transport.read_ranges("a", [(start, 1) for start in range(0, 250, 25)]))
     await transport.full.wait()

@@ -12,7 +12,7 @@ from asyncloader.transports.errors import TransportClosed
 
 
 class Hold:
-    """A call that keeps its thread until it is let go."""
+    """A call that blocks its thread until it is released."""
 
     def __init__(self, result: object = None) -> None:
         self.begun = threading.Event()
@@ -74,7 +74,7 @@ async def test_threads_are_bounded() -> None:
 
 
 async def test_cancelled_in_the_queue_never_runs(pool: BlockingPool) -> None:
-    """A call whose caller is gone before a thread took it is dropped."""
+    """A call that is cancelled before a thread starts it is dropped."""
     hold, ran = Hold(), []
     holding = asyncio.create_task(pool.run(hold))
     await hold.wait_begun()
@@ -90,7 +90,7 @@ async def test_cancelled_in_the_queue_never_runs(pool: BlockingPool) -> None:
 
 
 async def test_cancelled_while_running_leaves_the_pool_usable(pool: BlockingPool) -> None:
-    """The caller is free at once; the thread is when its call ends."""
+    """The caller continues at once, the thread when its call ends."""
     hold = Hold()
     holding = asyncio.create_task(pool.run(hold))
     await hold.wait_begun()
@@ -103,7 +103,7 @@ async def test_cancelled_while_running_leaves_the_pool_usable(pool: BlockingPool
 
 
 async def test_cancelled_acquire_releases_what_comes_too_late(pool: BlockingPool) -> None:
-    """A result that nobody waits for any more is released, once."""
+    """A result without a waiting caller is released, once."""
     hold = Hold("file")
     released: list[object] = []
     acquiring = asyncio.create_task(pool.acquire(hold, released.append))
@@ -140,7 +140,7 @@ async def test_acquire_that_succeeds_or_fails_releases_nothing(pool: BlockingPoo
 
 
 async def test_finish_goes_on_without_its_caller(pool: BlockingPool) -> None:
-    """A clean-up runs although its caller was cancelled while it stood in the queue."""
+    """A cleanup runs although its caller was cancelled while it was queued."""
     hold, cleaned = Hold(), []
     holding = asyncio.create_task(pool.run(hold))
     await hold.wait_begun()
@@ -156,7 +156,7 @@ async def test_finish_goes_on_without_its_caller(pool: BlockingPool) -> None:
 
 
 async def test_finish_after_close_runs_at_once() -> None:
-    """A clean-up that comes after the threads are gone still happens."""
+    """A cleanup after the threads have ended still runs."""
     pool, cleaned = BlockingPool("test", threads=1), []
     await pool.aclose()
     await pool.finish(lambda: cleaned.append(threading.current_thread()))
@@ -193,6 +193,6 @@ def test_shutdown_from_outside_a_loop() -> None:
 
 
 def test_a_pool_has_at_least_one_thread() -> None:
-    """No threads would mean that every read hangs."""
+    """Without threads every read would hang."""
     with pytest.raises(ValueError, match="threads must be at least 1, got 0"):
         BlockingPool("test", threads=0)

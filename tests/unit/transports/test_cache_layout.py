@@ -66,7 +66,7 @@ def test_names_are_hashes(url: str, etag: str) -> None:
 
 
 @given(st.text())
-def test_other_names_are_not_ours(name: str) -> None:
+def test_other_names_are_ignored(name: str) -> None:
     """A file is taken for an object, or for one that is being written, by its whole name or not at all."""
     ours = entry_name(hash_key("u"), "e")
     for foreign in [name, f"{ours}{name or 'x'}", f"{name or 'x'}{ours}", ours.replace(".", "G"), ours[:-1]]:
@@ -121,7 +121,7 @@ def test_charge_is_whole_blocks(size: int, charged: int) -> None:
     st.integers(-5, 400),
 )
 def test_victims_are_the_oldest_and_enough(files: list[Stored], excess: int) -> None:
-    """No file goes before one that was used earlier, no more go than are needed, and all if they are too few."""
+    """No file is chosen before one that was used earlier, no more than needed, and all if they are too few."""
     victims = choose_victims(iter(files), excess)
     kept = set(files) - set(victims)
     assert len(victims) + len(kept) == len(files)
@@ -134,7 +134,7 @@ def test_victims_are_the_oldest_and_enough(files: list[Stored], excess: int) -> 
 
 
 def test_choosing_holds_few_files() -> None:
-    """Of a hundred thousand files as many are held as go, in whatever order they come."""
+    """Of a hundred thousand files only the chosen ones are held in memory, in whatever order they come."""
     stored = [Stored(used, str(used), 4096) for used in range(100_000)]
     for files in [stored, stored[::-1]]:
         tracemalloc.start()
@@ -149,7 +149,7 @@ def test_choosing_holds_few_files() -> None:
 
 @given(st.lists(st.integers(-(2**40), 2**40)))
 def test_changes_add_up(changes: list[int]) -> None:
-    """The account is the sum of its records; a record that is cut makes it unreadable, not wrong."""
+    """The usage is the sum of its records; a truncated record makes it unreadable, not wrong."""
     records = b"".join(map(pack_change, changes))
     assert sum_changes(records) == sum(changes)
     assert sum_changes(records + b"\0") is None

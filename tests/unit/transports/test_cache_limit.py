@@ -1,4 +1,4 @@
-"""What the cache's directory keeps to: its limit, and what is its own."""
+"""The cache directory: its limit, evictions, and files that do not belong to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_least_recently_used_goes(folder: Path) -> None:
-    """What was used longest ago is evicted first, and a read is a use; the limit holds at every moment."""
+    """The least recently used object is evicted first, and a read is a use; the limit holds at every moment."""
     store = opened(folder, 5 * 4096)
     for age, url in enumerate(["a", "b", "c", "d"]):
         put(store, url)
@@ -36,7 +36,7 @@ def test_the_least_recently_used_goes(folder: Path) -> None:
 
 
 def test_evictions_are_counted(folder: Path) -> None:
-    """The counter tells how many files went."""
+    """The counter gives the number of evicted files."""
     counts = CacheCounts()
     store = CacheStore(str(folder), 40 * 4096, counts)
     for number in range(100):
@@ -69,7 +69,7 @@ def test_an_object_that_is_too_large_is_not_cached(folder: Path) -> None:
 
 
 def test_what_is_being_written_counts(folder: Path) -> None:
-    """Space is taken before the first byte is written, so that fills together cannot pass the limit."""
+    """Space is reserved before the first byte is written, so that concurrent fills cannot exceed the limit."""
     store = opened(folder, 8 * 4096)
     first = begun(store, "1", size=4 * 4096)
     assert store.begin(hash_key("2"), "1", 4 * 4096) is None
@@ -113,8 +113,8 @@ def test_a_link_in_place_of_an_object(folder: Path) -> None:
     assert target.exists()
 
 
-def test_the_account_heals(folder: Path) -> None:
-    """An account that is lost, damaged or wrong is made again from what is there."""
+def test_a_damaged_usage_file_is_rewritten(folder: Path) -> None:
+    """A usage file that is missing, damaged or wrong is rewritten from the actual files."""
     store = opened(folder, 6 * 4096)
     account = folder / ROOT_NAME / "usage"
     put(store, "a")
@@ -125,8 +125,8 @@ def test_the_account_heals(folder: Path) -> None:
         assert disk_use(folder) <= 6 * 4096
 
 
-def test_a_torn_file_gives_nothing_back(folder: Path) -> None:
-    """What it took is not told by what is left of it, and whoever else finds it would give it back as well."""
+def test_a_torn_file_subtracts_nothing(folder: Path) -> None:
+    """Its original size is unknown, and other processes that find it would subtract it as well."""
     store = opened(folder, 4 * 4096)
     put(store, "torn")
     file_of(folder, "torn").write_bytes(bytes(20 * 4096))
@@ -136,8 +136,8 @@ def test_a_torn_file_gives_nothing_back(folder: Path) -> None:
         assert disk_use(folder) <= 4 * 4096
 
 
-def test_a_long_account_is_made_short(folder: Path) -> None:
-    """An account that has grown is rewritten when a process begins to write."""
+def test_a_long_usage_file_is_rewritten(folder: Path) -> None:
+    """A usage file that has grown is rewritten when a process starts to write."""
     put(opened(folder), "a")
     account = folder / ROOT_NAME / "usage"
     account.write_bytes(account.read_bytes() + bytes(2 << 20))
@@ -145,8 +145,8 @@ def test_a_long_account_is_made_short(folder: Path) -> None:
     assert account.stat().st_size < 100
 
 
-def test_who_evicts_keeps_others_from_waiting(folder: Path) -> None:
-    """While one process counts and deletes, another does not wait: its object is just not cached."""
+def test_an_eviction_in_another_process_is_not_waited_for(folder: Path) -> None:
+    """While one process evicts, another does not wait: its object is not cached."""
     store, other = opened(folder, 2 * 4096), opened(folder, 2 * 4096)
     put(store, "a")
     put(store, "b")

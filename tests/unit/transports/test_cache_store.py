@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
 # -------------------------------------------------------------------------------------------- what goes in comes out
 
 
-def test_what_is_put_is_held(folder: Path) -> None:
+def test_put_and_open(folder: Path) -> None:
     """An object comes back under its URL and ETag and no other, in whole and in parts."""
     store = opened(folder)
     put(store, "u", "1")
@@ -50,8 +50,8 @@ def test_the_newest_version(folder: Path) -> None:
         assert content(store.open_newest(hash_key("u"))) == str(number).encode()
 
 
-def test_looking_makes_nothing(folder: Path) -> None:
-    """A cache that was never written to does not exist; asking it is no error and makes no directory."""
+def test_lookups_create_nothing(folder: Path) -> None:
+    """A cache that was never written to does not exist; looking up objects creates no directory."""
     store = opened(folder)
     assert held(store, "u") is None
     assert not store.has(hash_key("u"))
@@ -59,7 +59,7 @@ def test_looking_makes_nothing(folder: Path) -> None:
 
 
 def test_threads_begin_at_the_same_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first write of a process cleans up; another thread's waits for that, and is not taken for a dead one's."""
+    """The first write of a process cleans up; another thread's write waits, and its file is not deleted."""
     store = opened(folder)
     clean, cleaning, go_on = store.usage.start, threading.Event(), threading.Event()
     calls: list[int] = []
@@ -83,7 +83,7 @@ def test_threads_begin_at_the_same_time(folder: Path, monkeypatch: pytest.Monkey
 
 
 def test_only_this_user_may_look(folder: Path) -> None:
-    """The directories that are made are for the user alone, and so are the files."""
+    """Directories and files are accessible to the user alone."""
     put(opened(folder), "u")
     root = folder / ROOT_NAME
     for directory in [folder, root, *(each for each in root.rglob("*") if each.is_dir())]:
@@ -92,8 +92,8 @@ def test_only_this_user_may_look(folder: Path) -> None:
         assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
 
 
-def test_urls_are_not_told(folder: Path) -> None:
-    """A URL may hold a signature; it is nowhere in the directory, in no name and in no file."""
+def test_urls_are_not_stored(folder: Path) -> None:
+    """URLs, which may contain signatures, occur in no file name and in no file."""
     put(opened(folder), "https://host/a?sig=SECRET")
     for file in folder.rglob("*"):
         assert "SECRET" not in file.name
@@ -113,7 +113,7 @@ def test_the_directory_is_tagged(folder: Path) -> None:
 
 
 def test_a_fill_is_seen_when_it_is_whole(folder: Path) -> None:
-    """Nobody meets an object that is being written; after the commit everybody does."""
+    """An object that is being written is not visible before the commit."""
     store, other = opened(folder), opened(folder)
     fill = begun(store, "u")
     fill.write(DATA[:100])
@@ -130,7 +130,7 @@ def test_a_fill_is_seen_when_it_is_whole(folder: Path) -> None:
 @pytest.mark.parametrize("written", [b"", DATA[:-1], DATA + b"x"])
 @pytest.mark.parametrize("last", [0, 100])
 def test_a_fill_of_another_length_is_dropped(folder: Path, written: bytes, last: int) -> None:
-    """Bytes that are not as many as the object has do not become the object."""
+    """If the number of bytes does not match, nothing is cached."""
     store = opened(folder)
     fill = begun(store, "u")
     fill.write(written[last:])
@@ -139,7 +139,7 @@ def test_a_fill_of_another_length_is_dropped(folder: Path, written: bytes, last:
 
 
 def test_the_last_bytes_come_with_the_commit(folder: Path) -> None:
-    """They count and are checked as all others."""
+    """They are counted and checked like all others."""
     store = opened(folder)
     fill = begun(store, "u")
     fill.write(DATA[:-50])
@@ -150,19 +150,20 @@ def test_the_last_bytes_come_with_the_commit(folder: Path) -> None:
 
 
 def test_an_aborted_fill_leaves_nothing(folder: Path) -> None:
-    """Neither a file nor a share of the limit stays."""
+    """Neither a file nor reserved space is left."""
     store = opened(folder, 8192)
     for _ in range(5):
         fill = begun(store, "u", size=7000)
         fill.write(DATA)
         fill.abort()
         assert everything(folder) == set()
+        assert store.usage._append() == 0  # what the account sums up to
     put(store, "v", data=b"x" * 7000)
     assert held(store, "v") == b"x" * 7000
 
 
 def test_one_writer_at_a_time(folder: Path) -> None:
-    """Who wants to write an object that is being written does not; nor one that is there."""
+    """An object that is being written, or is cached, is not written again."""
     store, other = opened(folder), opened(folder)
     fill = begun(store, "u")
     assert other.begin(hash_key("u"), "1", len(DATA)) is None
@@ -189,7 +190,7 @@ def test_a_dead_writer_is_followed(folder: Path) -> None:
 
 
 def test_what_dead_writers_left_is_cleaned(folder: Path) -> None:
-    """A process that begins to write deletes what dead ones left; what living ones write stays."""
+    """A process that starts to write deletes files of dead writers, and no others."""
     store = opened(folder)
     alive, dead = begun(store, "alive"), begun(store, "dead")
     alive.write(DATA)
@@ -220,7 +221,7 @@ def test_what_dead_writers_left_is_cleaned(folder: Path) -> None:
     ids=["last byte", "half", "empty", "no footer", "longer"],
 )
 def test_a_torn_file_is_removed(folder: Path, tear: Callable[[bytes], bytes]) -> None:
-    """A file that is not as long as it says, or has lost its footer, is deleted, and can be written again."""
+    """A file of the wrong length, or without a footer, is deleted, and can be written again."""
     store = opened(folder)
     put(store, "u")
     file = file_of(folder, "u")
@@ -232,7 +233,7 @@ def test_a_torn_file_is_removed(folder: Path, tear: Callable[[bytes], bytes]) ->
 
 
 def test_a_file_of_an_earlier_boot_is_verified(folder: Path) -> None:
-    """After a restart of the system a file's bytes are checked once: torn ones go, whole ones are marked."""
+    """After a restart of the system a file is verified once: damaged ones are deleted, the others marked."""
     store = opened(folder)
     put(store, "whole")
     put(store, "torn")
@@ -252,7 +253,7 @@ def test_a_file_of_an_earlier_boot_is_verified(folder: Path) -> None:
 
 
 def test_a_file_that_is_cut_under_a_reader(folder: Path) -> None:
-    """It says so, is deleted, and never gives fewer bytes than asked for."""
+    """The read fails, and the file is deleted; fewer bytes than requested are never returned."""
     store = opened(folder)
     put(store, "u")
     entry = store.open(hash_key("u"), "1")
@@ -266,7 +267,7 @@ def test_a_file_that_is_cut_under_a_reader(folder: Path) -> None:
 
 
 def test_a_deleted_file_is_read_to_its_end(folder: Path) -> None:
-    """Who has an object open keeps it, although it was evicted meanwhile."""
+    """An open object can be read although it was evicted meanwhile."""
     store = opened(folder)
     put(store, "u")
     entry = store.open(hash_key("u"), "1")
@@ -275,8 +276,8 @@ def test_a_deleted_file_is_read_to_its_end(folder: Path) -> None:
     assert content(entry) == DATA
 
 
-def test_a_renamed_file_is_not_believed(folder: Path) -> None:
-    """A file under another object's name is not given for that object."""
+def test_a_renamed_file_is_not_used(folder: Path) -> None:
+    """A file under another object's name is not used for that object."""
     store = opened(folder)
     put(store, "u", "1")
     for url, etag in [("u", "2"), ("v", "1")]:
@@ -289,8 +290,8 @@ def test_a_renamed_file_is_not_believed(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------ what is not ours
 
 
-def test_a_directory_of_somebody_else(folder: Path) -> None:
-    """A directory of the cache's name without its mark is left alone, with an error that says so."""
+def test_a_foreign_directory(folder: Path) -> None:
+    """A directory with the cache's name but without its marker is left alone, with an error."""
     root = folder / ROOT_NAME
     root.mkdir(parents=True)
     (root / "data").write_text("mine")
@@ -304,7 +305,7 @@ def test_a_directory_of_somebody_else(folder: Path) -> None:
 
 
 def test_a_link_in_place_of_the_directory(folder: Path) -> None:
-    """A link under the cache's name, which might lead anywhere, is refused."""
+    """A link with the cache's name is refused."""
     folder.mkdir(parents=True)
     elsewhere = folder.parent / "elsewhere"
     put(opened(elsewhere), "u")
@@ -314,7 +315,7 @@ def test_a_link_in_place_of_the_directory(folder: Path) -> None:
 
 
 def test_a_cache_that_is_deleted_is_made_again(folder: Path) -> None:
-    """Who deletes the directory while it is in use loses what was cached, and nothing else."""
+    """If the directory is deleted while in use, only the cached objects are lost."""
     store = opened(folder)
     put(store, "u")
     for file in sorted(folder.rglob("*"), reverse=True):
@@ -326,7 +327,7 @@ def test_a_cache_that_is_deleted_is_made_again(folder: Path) -> None:
 
 
 def test_a_cache_that_is_deleted_under_a_fill(folder: Path) -> None:
-    """The object is not cached. No directory is left that nobody would take for a cache."""
+    """The object is not cached, and no directory without a marker is left."""
     store = opened(folder)
     fill = begun(store, "u")
     shutil.rmtree(folder / ROOT_NAME)
@@ -338,7 +339,7 @@ def test_a_cache_that_is_deleted_under_a_fill(folder: Path) -> None:
 
 
 def test_a_cache_that_lost_its_marker(folder: Path) -> None:
-    """Who deletes one that is in use may get no further than that. It is marked again, and nothing is lost."""
+    """A deletion may end after the marker. The cache is marked again, and nothing is lost."""
     put(opened(folder), "u")
     (folder / ROOT_NAME / MARKER_NAME).unlink()
     store = opened(folder)
@@ -350,7 +351,7 @@ def test_a_cache_that_lost_its_marker(folder: Path) -> None:
 
 
 def test_a_cache_that_is_deleted_while_others_fill_it(folder: Path) -> None:
-    """Whoever comes in between caches nothing, without an error, and the cache is whole again in the end."""
+    """Writers during the deletion cache nothing, without an error, and the cache works again in the end."""
     done = threading.Event()
 
     def delete() -> None:

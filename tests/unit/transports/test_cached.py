@@ -24,7 +24,7 @@ from tests.unit.transports.cached_subject import CHUNKS, OTHER, Asked, around, c
 
 
 async def test_requests_of_reads(tmp_path: Path) -> None:
-    """A read that misses is one request, one that hits asks for the version, one of other bytes for both."""
+    """A miss is one request, a hit asks for the version, and a read of a changed object does both."""
     store = Asked({"a": CONTENT})
     async with around(store, tmp_path) as transport:
         assert await transport.read("a") == CONTENT
@@ -39,7 +39,7 @@ async def test_requests_of_reads(tmp_path: Path) -> None:
 
 
 async def test_requests_without_revalidation(tmp_path: Path) -> None:
-    """What is cached is given without a word to the store, the newest version of it, size and version too."""
+    """The newest cached version is returned without any request, and so are its size and version."""
     store = Asked({"a": CONTENT})
     async with around(store, tmp_path, revalidate=False) as transport:
         assert await transport.size("a") == len(CONTENT)
@@ -63,7 +63,7 @@ async def test_requests_without_revalidation(tmp_path: Path) -> None:
 
 
 async def test_ranges_and_sizes_are_not_cached(tmp_path: Path) -> None:
-    """Parts of an object go to the store until somebody reads it whole; nothing is written for them."""
+    """Ranges are read from the store until the whole object was read; nothing is written for them."""
     store = Asked({"a": CONTENT})
     async with around(store, tmp_path) as transport:
         assert await transport.read_range("a", 1, 2) == CONTENT[1:3]
@@ -77,7 +77,7 @@ async def test_ranges_and_sizes_are_not_cached(tmp_path: Path) -> None:
 
 
 async def test_objects_without_a_version_are_not_cached(tmp_path: Path) -> None:
-    """A store that knows no versions is asked as if there were no cache; no directory is made for it."""
+    """A store without versions is used as without a cache; no directory is created."""
 
     class Plain(Asked):
         info = Transport.info
@@ -110,7 +110,7 @@ async def test_young_files_are_not_cached(tmp_path: Path) -> None:
 
 
 async def test_an_object_belongs_to_its_url(tmp_path: Path) -> None:
-    """The same path below another root is another object, also when its version is called the same."""
+    """The same path below another root is another object, also if its version has the same name."""
     async with (
         CachedTransport(MemoryTransport({"a": CONTENT}), "memory://one", tmp_path, revalidate=False) as one,
         CachedTransport(MemoryTransport({"a": OTHER}), "memory://two", tmp_path, revalidate=False) as two,
@@ -121,7 +121,7 @@ async def test_an_object_belongs_to_its_url(tmp_path: Path) -> None:
 
 
 async def test_limits_hold_for_hits(tmp_path: Path) -> None:
-    """What the store would refuse is refused from the cache as well, and the object stays cached."""
+    """Reads that the store would refuse are refused for cached objects as well, which stay cached."""
     async with around(MemoryTransport({"a": CONTENT}), tmp_path, revalidate=False) as transport:
         await transport.read("a")
         with pytest.raises(ObjectTooLarge, match="'a' has 16,384 bytes"):
@@ -168,7 +168,7 @@ def test_impossible_options(tmp_path: Path, name: str, value: int) -> None:
 
 
 async def test_a_stream_is_cached_in_passing(tmp_path: Path) -> None:
-    """One that ran to its end was downloaded once, and is a hit from then on, from any byte."""
+    """A complete stream is downloaded once, and is a hit from then on, from any byte."""
     store = Asked({"a": CONTENT})
     async with around(store, tmp_path) as transport:
         assert await drain(transport.stream("a", chunk_size=1000)) == CHUNKS
@@ -180,7 +180,7 @@ async def test_a_stream_is_cached_in_passing(tmp_path: Path) -> None:
 
 
 async def test_a_large_stream_is_cached(tmp_path: Path) -> None:
-    """Many megabytes in odd chunks come out as they went in, both times."""
+    """Many megabytes in odd chunks are returned unchanged, both times."""
     data = os.urandom(5 << 20)
     async with around(MemoryTransport({"a": data}), tmp_path) as transport:
         for size in [100_003, 3 << 20, 65_536]:
@@ -189,7 +189,7 @@ async def test_a_large_stream_is_cached(tmp_path: Path) -> None:
 
 
 async def test_a_reader_that_stops_at_the_last_byte(tmp_path: Path) -> None:
-    """Who knows where the object ends need not ask for more: the object is cached when its last chunk is given."""
+    """The object is cached when its last chunk is returned, also if the reader then stops."""
     async with around(MemoryTransport({"a": CONTENT}), tmp_path) as transport:
         async with aclosing(transport.stream("a", chunk_size=1000)) as chunks:
             for _ in CHUNKS:
@@ -200,7 +200,7 @@ async def test_a_reader_that_stops_at_the_last_byte(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("taken", [0, 1, len(CHUNKS) - 1])
 async def test_a_stream_left_early_leaves_nothing(tmp_path: Path, taken: int) -> None:
-    """Neither a part of the object nor a temporary file stays."""
+    """Neither a part of the object nor a temporary file is left."""
     async with around(MemoryTransport({"a": CONTENT}), tmp_path) as transport:
         async with aclosing(transport.stream("a", chunk_size=1000)) as chunks:
             for _ in range(taken):
@@ -210,7 +210,7 @@ async def test_a_stream_left_early_leaves_nothing(tmp_path: Path, taken: int) ->
 
 
 async def test_a_cancelled_stream_leaves_nothing(tmp_path: Path) -> None:
-    """A task that is cancelled anywhere in its stream leaves nothing half done: no file, or in the end all of it."""
+    """A task that is cancelled anywhere in its stream leaves no incomplete file."""
     store = MemoryTransport({"a": bytes(3 << 20)})
     cut = 0
     for turns in range(0, 60, 3):
@@ -235,7 +235,7 @@ async def test_a_cancelled_stream_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("moment", ["stream 0", "info"])
 @pytest.mark.parametrize("data", [OTHER, OTHER[:-1], OTHER + b"x"], ids=["same size", "shorter", "longer"])
 async def test_an_object_that_changes_is_not_cached(tmp_path: Path, moment: str, data: bytes) -> None:
-    """Bytes get into the cache under the version that they are of, or not at all."""
+    """Bytes are cached under their own version, or not at all."""
     store = Asked({"a": CONTENT})
     async with around(store, tmp_path) as transport:
         chunks = transport.stream("a", chunk_size=1000)
@@ -266,7 +266,7 @@ async def test_a_stream_whose_version_cannot_be_confirmed(tmp_path: Path) -> Non
 
 
 async def test_many_at_once(tmp_path: Path) -> None:
-    """Readers and streams of one object that begin together all get it, and one file comes of it."""
+    """Readers and streams of one object that start at once all get it, and one file is written."""
     async with around(MemoryTransport({"a": CONTENT}), tmp_path) as transport:
 
         async def streamed() -> bytes:

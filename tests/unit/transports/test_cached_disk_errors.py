@@ -1,4 +1,4 @@
-"""The cache around a transport, on disks that fail, and when it is closed in the middle."""
+"""`CachedTransport` with failing disks, and closed during a read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.transports.cached_subject import CHUNKS, OTHER, Asked, around, c
 
 
 async def test_a_file_cut_under_a_stream(tmp_path: Path) -> None:
-    """The store gives the rest; the next reader caches the object anew."""
+    """The rest is read from the store; the next reader caches the object again."""
     store = Asked({"a": CONTENT})
     async with around(store, tmp_path) as transport:
         await transport.read("a")
@@ -39,7 +39,7 @@ async def test_a_file_cut_under_a_stream(tmp_path: Path) -> None:
 
 
 async def test_a_file_cut_under_a_stream_of_an_object_that_changed(tmp_path: Path) -> None:
-    """The bytes of two versions are never joined: it is an error."""
+    """The bytes of two versions are never mixed: it is an error."""
     store = Asked({"a": CONTENT})
     async with around(store, tmp_path) as transport:
         await transport.read("a")
@@ -53,7 +53,7 @@ async def test_a_file_cut_under_a_stream_of_an_object_that_changed(tmp_path: Pat
 
 @pytest.mark.parametrize("size", [0, 100, 16384])
 async def test_a_cut_file_is_read_again(tmp_path: Path, size: int) -> None:
-    """A file that lost its end is removed, and the object comes from the store, without a warning."""
+    """A truncated file is deleted, and the object is read from the store, without a warning."""
     store = Asked({"a": CONTENT})
     async with around(store, tmp_path) as transport:
         await transport.read("a")
@@ -88,7 +88,7 @@ async def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     assert str(folder) in str(caught[0].message)
 
 
-async def test_a_directory_of_somebody_else(tmp_path: Path) -> None:
+async def test_a_foreign_directory(tmp_path: Path) -> None:
     """A directory of the cache's name without its mark is not used: a warning, and reads as before."""
     root = tmp_path / ROOT_NAME
     root.mkdir()
@@ -101,7 +101,7 @@ async def test_a_directory_of_somebody_else(tmp_path: Path) -> None:
 
 
 async def test_hits_go_on_when_writing_fails(tmp_path: Path) -> None:
-    """What is cached is given although nothing more can be written."""
+    """Cached objects are served although nothing can be written any more."""
     store = Asked({"a": CONTENT, "b": OTHER})
     async with around(store, tmp_path) as transport:
         await transport.read("a")
@@ -117,7 +117,7 @@ async def test_hits_go_on_when_writing_fails(tmp_path: Path) -> None:
 
 
 async def test_a_disk_that_fails_under_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write that fails in the middle costs the copy and nothing else."""
+    """If a write fails in the middle, only the copy is lost."""
     data = os.urandom(4 << 20)
     async with around(MemoryTransport({"a": data, "b": data}), tmp_path) as transport:
         chunks = transport.stream("a", chunk_size=1 << 20)

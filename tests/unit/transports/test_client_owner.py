@@ -65,7 +65,7 @@ async def waiting(owner: Owner, limit: float | None = None) -> asyncio.Task[None
 
 
 async def test_one_client_serves_all_calls_of_a_loop() -> None:
-    """It is opened by the first use, and no sooner."""
+    """It is opened by the first use."""
     owner = Owner()
     assert not owner.opened
     client = owner.use()
@@ -76,7 +76,7 @@ async def test_one_client_serves_all_calls_of_a_loop() -> None:
 
 
 def test_the_next_loop_gets_a_client_and_slots_of_its_own() -> None:
-    """When a loop has ended, what it held is not counted: its slots, and the calls that it broke off."""
+    """Slots and calls of a loop that has ended are not counted."""
     owner = Owner(requests=1)
 
     async def hold() -> tuple[Client, asyncio.Semaphore]:
@@ -97,7 +97,7 @@ def test_the_next_loop_gets_a_client_and_slots_of_its_own() -> None:
 
 
 async def test_another_loop_is_refused_while_the_first_is_open() -> None:
-    """Neither use nor close can reach over from another thread, and the first loop works on."""
+    """Neither use nor close is allowed from another thread's loop; the first loop can continue."""
     owner = Owner()
     client = owner.use()
 
@@ -114,7 +114,7 @@ async def test_another_loop_is_refused_while_the_first_is_open() -> None:
 
 
 async def test_a_client_that_cannot_be_opened_is_asked_for_again() -> None:
-    """The refusal is the call's error, and binds nothing."""
+    """The call raises, and no client is bound."""
     owner = Owner()
     owner.refuses = True
     with pytest.raises(TransportError, match="none can be made"):
@@ -126,7 +126,7 @@ async def test_a_client_that_cannot_be_opened_is_asked_for_again() -> None:
 
 
 async def test_limits_of_many_calls_are_kept_by_one_timer() -> None:
-    """Each call ends by its own limit, whatever their order; one whose limit was taken back goes on."""
+    """Each call ends by its own time-out, in any order; a call without a time-out continues."""
     owner = Owner()
     stays = await waiting(owner, None)
     calls = [await waiting(owner, seconds) for seconds in (0.03, 0.01, 0.02, 0.01)]
@@ -166,7 +166,7 @@ async def test_a_loop_that_is_blocked_again_and_again_has_time_outs(monkeypatch:
 
 
 async def test_closing_ends_the_calls_and_then_closes_once() -> None:
-    """The client is closed behind the last call, for all who close at the same time."""
+    """The client is closed after the last call, for all concurrent callers of `aclose`."""
     owner = Owner()
     client = owner.use()
     seen: list[bool] = []
@@ -192,7 +192,7 @@ async def test_closing_ends_the_calls_and_then_closes_once() -> None:
 
 
 async def test_closing_ends_a_sleep() -> None:
-    """A back-off is a call in progress like others."""
+    """A back-off counts as a call in progress."""
     owner = Owner()
     sleeping = asyncio.create_task(owner.sleep(10_000))
     await asyncio.sleep(0)
@@ -202,7 +202,7 @@ async def test_closing_ends_a_sleep() -> None:
 
 
 async def test_a_cancelled_caller_leaves_the_closing_to_the_others() -> None:
-    """The client is closed, although the one who had begun with it was cancelled."""
+    """The client is closed although the first caller was cancelled."""
     owner = Owner()
     client = owner.use()
     first, second = (asyncio.create_task(owner.aclose()) for _ in range(2))
@@ -229,7 +229,7 @@ async def test_closing_begins_again_when_all_tasks_were_cancelled() -> None:
 
 
 async def test_a_closed_client_is_let_go() -> None:
-    """The owner keeps nothing of it, so that what is closed by being dropped is dropped."""
+    """The owner keeps no reference, so that a client that is closed by garbage collection is closed."""
     owner = Owner()
     client = weakref.ref(owner.use())
     owner.opened.clear()
@@ -238,7 +238,7 @@ async def test_a_closed_client_is_let_go() -> None:
 
 
 def test_a_forked_child_leaves_the_parents_client_alone() -> None:
-    """In the child it is neither used, nor closed, nor collected; in the parent it works on."""
+    """In the child it is neither used, closed nor garbage-collected; in the parent it continues to work."""
     owner = Owner()
     loop = asyncio.new_event_loop()
 
@@ -267,7 +267,7 @@ def test_a_forked_child_leaves_the_parents_client_alone() -> None:
 
 
 def test_a_child_with_its_parents_pid_knows_that_it_was_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a pid namespace of its own a child can have the same number: the fork itself is what counts."""
+    """In a pid namespace of its own a child can have the same pid: the fork itself is detected."""
     owner = Owner()
     pid = os.getpid()
 

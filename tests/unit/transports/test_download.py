@@ -157,7 +157,7 @@ LAST = st.builds(Answer, st.integers(0, 1), st.none())
 def test_bytes_are_of_one_version_or_there_is_an_error(
     size: int, answers: list[Answer], last: Answer, proves: bool, streams: bool
 ) -> None:
-    """Whatever breaks and changes on the way: a version whole, or an error, and never a mixture."""
+    """Whatever breaks and changes: one version as a whole or an error, never a mixture."""
     store = Store(size, [*answers, last], proves=proves)
     given_out: list[bytes] = []
 
@@ -180,7 +180,7 @@ def test_bytes_are_of_one_version_or_there_is_an_error(
 
 @given(st.integers(1, 20), st.lists(st.integers(0, 12), max_size=6))
 def test_a_proved_download_asks_for_no_byte_twice(size: int, breaks: list[int]) -> None:
-    """It goes on where it broke, and says how often it did; each failure is one retry."""
+    """It continues where it broke, and counts that; each failure is one retry."""
     store = Store(size, [*(Answer(0, after) for after in breaks), Answer()], proves=True)
     data, client = run(store, lambda client: StoreDownload(client, "a").rest())
     assert data == store.content(0)
@@ -190,7 +190,7 @@ def test_a_proved_download_asks_for_no_byte_twice(size: int, breaks: list[int]) 
 
 
 def test_an_unproved_read_begins_again() -> None:
-    """Nobody has seen its bytes, so those of the first version are dropped for the second's."""
+    """No bytes were returned yet, so those of the first version are dropped."""
     store = Store(9, [Answer(0, 6), Answer(1)], proves=False)
     data, client = run(store, lambda client: StoreDownload(client, "a").rest())
     assert data == store.content(1)
@@ -199,7 +199,7 @@ def test_an_unproved_read_begins_again() -> None:
 
 
 async def test_an_unproved_stream_cannot_go_on() -> None:
-    """Bytes that were given stay given: the error says how many, and what the other side lacks."""
+    """Returned bytes cannot be taken back: the error says how many, and what the server lacks."""
     async with client_of(Store(9, [Answer(0, 3), Answer()], proves=False)) as client:
         download = StoreDownload(client, "a")
         assert await download.part(3) == bytes(3)
@@ -224,7 +224,7 @@ async def test_an_error_that_is_not_the_stores_is_raised_as_it_is() -> None:
 
 
 async def test_a_download_that_waits_for_a_slot_can_be_cancelled() -> None:
-    """It gives back none that it does not have; one that is left in the middle gives its own back."""
+    """A download without a slot releases none; one that is left in the middle releases its own."""
     async with client_of(Store(9, [Answer()], proves=True)) as client:
         first, second = StoreDownload(client, "a"), StoreDownload(client, "a")
         assert await first.part(3) == bytes(3)
@@ -247,7 +247,7 @@ async def test_blocks_of_two_versions_are_refused() -> None:
 
 
 async def test_blocks_come_in_order() -> None:
-    """As many as there are, none among them."""
+    """Any number of them, including none."""
     async with client_of(Store(9, [Answer(1)], proves=True)) as client:
         for count in range(4):
             downloads = [StoreDownload(client, "a", start, start + 1) for start in range(count)]

@@ -57,7 +57,7 @@ def test_content_range_round_trip(start: int, length: int, more: int) -> None:
 
 @given(hostile, hostile, st.none() | st.integers(0))
 def test_hostile_headers_never_raise(mine: dict[str, str], other: dict[str, str], size: int | None) -> None:
-    """Whatever a server sends, there is an answer; and no version both proves another and differs from it."""
+    """No header raises; and no version both proves another and differs from it."""
     one, two = Version.of(mine, size), Version.of(other, size)
     assert not (one.proves(two) and one.differs(two))
     assert one.differs(two) == two.differs(one)
@@ -83,7 +83,7 @@ def test_hostile_headers_never_raise(mine: dict[str, str], other: dict[str, str]
     ],
 )
 def test_what_proves_equality(headers: dict[str, str], validator: str | None) -> None:
-    """A strong ETag does, and a date that is a minute old where there is no ETag; nothing else."""
+    """A strong ETag does, and without an ETag a date that is a minute old; nothing else."""
     assert Version.of(headers, None).validator == validator
 
 
@@ -132,7 +132,7 @@ def test_declared_digests() -> None:
     [("identity", None, True), ("gzip", "gzip", True), ("gzip", None, False), (None, None, True)],
 )
 def test_googles_digest_is_of_the_bytes_as_stored(stored: str | None, sent: str | None, declared: bool) -> None:
-    """An object that is kept packed and arrives unpacked has none."""
+    """An object that is stored compressed and sent decompressed has none."""
     md5 = hashlib.md5(b"x").digest()
     headers = {"x-goog-hash": f"crc32c=AAAAAA==,md5={base64.b64encode(md5).decode()}"}
     if stored is not None:

@@ -55,7 +55,7 @@ def test_malformed_url(url: str) -> None:
 
 
 async def test_relative_root_is_fixed_when_it_is_opened(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later change of the working directory changes nothing."""
+    """A later change of the working directory has no effect."""
     monkeypatch.chdir(root.parent)
     transport = LocalTransport(root.name)
     monkeypatch.chdir("/")
@@ -64,7 +64,7 @@ async def test_relative_root_is_fixed_when_it_is_opened(root: Path, monkeypatch:
 
 
 async def test_missing_root(tmp_path: Path) -> None:
-    """It is no error to name a root that is not there yet; it is one to read from it."""
+    """A missing root is no error until it is read from."""
     async with LocalTransport(tmp_path / "later") as transport:
         with pytest.raises(ObjectNotFound, match=r"the root '.*/later' is not a directory"):
             await transport.read("a")
@@ -145,7 +145,7 @@ def test_ranges_come_whole_from_a_file_that_gives_less_than_asked() -> None:
 
 
 def test_file_cut_short_after_its_size_was_taken(root: Path) -> None:
-    """A range that was there when the file was opened, and is not any more, is an error, not a short answer."""
+    """A range that is truncated after the file was opened is an error, not a short result."""
     with (root / "a.bin").open("rb") as file, pytest.raises(RangeOutOfBounds, match="cut to 10,240 bytes") as caught:
         _pread(file.fileno(), "a.bin", 10_000, 1_000)
     assert (caught.value.path, caught.value.size) == ("a.bin", 10_240)
@@ -163,7 +163,7 @@ async def test_broken_read() -> None:
 
 
 async def test_listing_survives_a_directory_that_goes_away(root: Path) -> None:
-    """What is removed during the walk is not listed; the rest is."""
+    """Files that are removed during the walk are not listed; all others are."""
     for path in ["b/1", "c/1", "d/1"]:
         (root / path).parent.mkdir()
         (root / path).write_bytes(b"")

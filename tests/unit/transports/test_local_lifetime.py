@@ -33,7 +33,7 @@ async def hold_threads(transport: LocalTransport, free: threading.Event) -> list
 
 
 async def test_read_is_cancelled_in_the_queue_of_the_threads(root: Path) -> None:
-    """A read that waits for a thread is gone when it is cancelled; those around it are served."""
+    """A read that waits for a thread can be cancelled; the others are served."""
     free = threading.Event()
     async with LocalTransport(root, threads=2) as transport:
         held = await hold_threads(transport, free)
@@ -138,7 +138,7 @@ def test_transport_used_before_a_fork_works_in_the_child(root: Path) -> None:
 
 
 def test_one_transport_in_one_loop_after_another(root: Path) -> None:
-    """A file transport outlives the loop it was first used in."""
+    """A `LocalTransport` can be used after the loop of its first use."""
     transport = LocalTransport(root)
     for _ in range(2):
         assert asyncio.run(transport.size("a.bin")) == 10240

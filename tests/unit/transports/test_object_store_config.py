@@ -72,7 +72,7 @@ def test_urls(url: str, location: Location) -> None:
 @pytest.mark.parametrize(
     "url", ["s3:/bucket", "bucket/a", "ftp://bucket", "s3://", "s3:///a", "gs://a:80/b", "az://a b/c"]
 )
-def test_what_is_no_url_of_a_store(url: str) -> None:
+def test_urls_of_no_store(url: str) -> None:
     """It is refused before anything is asked."""
     with pytest.raises(ValueError, match="write"):
         parse_location(url)

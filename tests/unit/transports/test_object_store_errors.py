@@ -38,7 +38,7 @@ def broke(kind: str, words: str = "error sending request", inner: str = "") -> s
     )
 
 
-def trouble(error: BaseException, path: str | None = "a") -> tuple[str, bool, str]:
+def classified(error: BaseException, path: str | None = "a") -> tuple[str, bool, str]:
     found = classify_error(error, path, WHERE, RETRYABLE_STATUSES)
     assert found is not None
     assert found.cause is error
@@ -47,10 +47,10 @@ def trouble(error: BaseException, path: str | None = "a") -> tuple[str, bool, st
 
 @pytest.mark.parametrize("status", [400, 409, 416, 429, 500, 501, 503, 507])
 def test_statuses(status: int) -> None:
-    """A status heals if the policy says so; whatever the store writes below it does not change what it is."""
+    """A status is retryable if the policy says so, whatever text the store sends with it."""
     error = exceptions.GenericError(answered(status, "status: 503, inner: Status { status: 500,"))
     assert status_of(error) == status
-    kind, retryable, text = trouble(error)
+    kind, retryable, text = classified(error)
     assert (kind, retryable) == (f"status {status}", status in RETRYABLE_STATUSES)
     assert str(status) in text
     assert "Debug" not in text
@@ -69,8 +69,8 @@ def test_statuses(status: int) -> None:
         (ValueError("Could not parse path"), InvalidPath),
     ],
 )
-def test_what_does_not_heal(error: Exception, final: type[Exception]) -> None:
-    """Each meaning has its error, with path and place in it."""
+def test_errors_that_are_not_retryable(error: Exception, final: type[Exception]) -> None:
+    """Each is raised as its own class, with path and root in its text."""
     found = classify_error(error, "a", WHERE, RETRYABLE_STATUSES)
     assert found is not None
     assert not found.retryable
@@ -101,31 +101,31 @@ def test_what_does_not_heal(error: Exception, final: type[Exception]) -> None:
     ],
 )
 def test_connections(text: str, kind: str, retryable: bool) -> None:
-    """Broken connections heal; certificates, unknown names and broken protocols do not; what is unknown does."""
-    found_kind, found_retryable, _ = trouble(exceptions.GenericError(text))
+    """Broken connections and unknown errors are retryable; certificates, unknown hosts and protocol errors are not."""
+    found_kind, found_retryable, _ = classified(exceptions.GenericError(text))
     assert (found_kind, found_retryable) == (kind, retryable)
 
 
 def test_hints() -> None:
-    """Two failures are nearly always a setting that is missing, and say which."""
+    """Two failures are nearly always caused by a missing setting, which the text names."""
     metadata = exceptions.GenericError(
         broke("Connect", words="error sending request for http://169.254.169.254/latest")
     )
-    assert "skip_signature=True" in trouble(metadata)[2]
+    assert "skip_signature=True" in classified(metadata)[2]
     redirect = exceptions.GenericError("Received redirect\n\nDebug source:\ninner: BareRedirect,")
     found = classify_error(redirect, "a", WHERE, RETRYABLE_STATUSES)
     assert found is not None
     assert "pass region=" in str(found.final)
-    assert "status 403" in trouble(exceptions.PermissionDeniedError(answered(403)))[0]
+    assert "status 403" in classified(exceptions.PermissionDeniedError(answered(403)))[0]
 
 
 def test_long_answers_are_cut() -> None:
-    """A page of HTML from a proxy does not fill the log."""
-    assert len(trouble(exceptions.GenericError(answered(503, "x" * 100_000)))[2]) <= 400
+    """A proxy's HTML page does not fill the log."""
+    assert len(classified(exceptions.GenericError(answered(503, "x" * 100_000)))[2]) <= 400
 
 
 def test_what_is_not_the_stores() -> None:
-    """Cancellation, our own errors and bugs pass."""
+    """Cancellation, the package's own errors and bugs are not classified."""
     for error in [asyncio.CancelledError(), TransportClosed("closed"), KeyError("bug"), KeyboardInterrupt()]:
         assert classify_error(error, "a", WHERE, RETRYABLE_STATUSES) is None
-    assert trouble(TimeoutError())[:2] == ("no answer", True)
+    assert classified(TimeoutError())[:2] == ("no answer", True)

@@ -61,7 +61,7 @@ def test_a_range_inside_another_costs_nothing() -> None:
 
 
 def test_nothing_asked_nothing_read() -> None:
-    """No range and empty ranges need no read."""
+    """No ranges, or empty ones, need no read."""
     assert plan_ranges([]) == ReadPlan((), ())
     plan = plan_ranges([(5, 0), (0, 0)])
     assert plan.blocks == ()
@@ -69,7 +69,7 @@ def test_nothing_asked_nothing_read() -> None:
 
 
 def test_an_answer_that_is_its_block_is_not_copied() -> None:
-    """The bytes that were read are handed on as they are."""
+    """The bytes are passed on without a copy."""
     data = bytes(1000)
     (answer,) = plan_ranges([(50, 1000)]).cut([data])
     assert answer is data

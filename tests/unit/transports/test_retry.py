@@ -61,8 +61,8 @@ def test_policy_pickles() -> None:
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 410, 412, 416, 501, 505])
-def test_statuses_that_are_about_the_request_do_not_heal(status: int) -> None:
-    """What the server will say again next time is not asked again."""
+def test_statuses_about_the_request_are_not_retryable(status: int) -> None:
+    """A request that would get the same response again is not repeated."""
     assert status not in RETRYABLE_STATUSES
 
 
@@ -109,7 +109,7 @@ def test_nothing_is_begun_after_the_budget(policy: RetryPolicy, each: list[tuple
 
 @given(policies(), seconds, seconds)
 def test_one_long_attempt_is_followed_by_another(policy: RetryPolicy, more: float, taken: float) -> None:
-    """A process may have stood still meanwhile: suspended, or with a loop that somebody blocked."""
+    """The process may have stood still meanwhile: suspended, or with a blocked loop."""
     attempts = Attempts(policy, began=0.0, jitter=lambda: 0.5)
     delay = attempts.failed(policy.budget_s + more).delay
     if not policy.budget_s:
@@ -122,8 +122,8 @@ def test_one_long_attempt_is_followed_by_another(policy: RetryPolicy, more: floa
 
 
 @given(policies(), jitters)
-def test_a_hopeless_operation_ends(policy: RetryPolicy, jitter: float) -> None:
-    """Attempts that fail at once end all the same: each wait is positive, or the time passes by itself."""
+def test_an_operation_without_progress_ends(policy: RetryPolicy, jitter: float) -> None:
+    """Attempts that fail at once come to an end, too: each wait is positive, or time passes otherwise."""
     policy = RetryPolicy(min(policy.budget_s, 20 * policy.first_delay_s), policy.first_delay_s, policy.cap_s)
     attempts = Attempts(policy, began=0.0, jitter=lambda: max(jitter, 0.01))
     now = 0.0
@@ -148,6 +148,13 @@ def test_retry_after_is_kept_or_given_up(policy: RetryPolicy, taken: float, aske
         assert asked <= verdict.delay <= left + 1e-9
 
 
+def test_those_that_were_turned_away_together_come_back_apart() -> None:
+    """The server told all of them the same moment: the jitter comes on top of it."""
+    policy = RetryPolicy(budget_s=100, first_delay_s=4)
+    waits = [Attempts(policy, 0.0, lambda: jitter).failed(1.0, retry_after=10).delay for jitter in (0.0, 0.5, 1.0)]  # noqa: B023
+    assert waits == [10.0, 12.0, 14.0]
+
+
 def test_reasons_say_what_ended_it() -> None:
     """The clause for the error's text names the budget, or what the server asked for."""
     assert Attempts(RetryPolicy(budget_s=0), 0.0).failed(1.0).reason == "retries are off"
@@ -159,7 +166,7 @@ def test_reasons_say_what_ended_it() -> None:
 
 
 def test_progress_starts_the_budget_and_the_back_off_again() -> None:
-    """A long download that breaks now and then goes on for ever."""
+    """A long download that breaks now and then continues for any length of time."""
     attempts = Attempts(RetryPolicy(budget_s=10, first_delay_s=1), 0.0, jitter=lambda: 1.0)
     for hour in range(5):
         assert attempts.failed(hour * 3600.0 + 1).delay == 1
@@ -169,7 +176,7 @@ def test_progress_starts_the_budget_and_the_back_off_again() -> None:
 
 
 def test_a_pause_uses_nothing_up() -> None:
-    """Time in which nobody asked for bytes is no part of the outage; a negative one counts as none."""
+    """Time in which no bytes were requested is not part of the outage; a negative one counts as none."""
     attempts = Attempts(RetryPolicy(budget_s=10), 0.0, jitter=lambda: 0.0)
     attempts.paused(1000.0)
     attempts.paused(-50.0)
@@ -186,7 +193,7 @@ def test_own_jitter_leaves_the_global_generator_alone() -> None:
     assert random.getstate() == state
 
 
-# ---------------------------------------------------------------------------------------------------- what heals
+# ------------------------------------------------------------------------------------------------ what is retryable
 
 
 @pytest.mark.parametrize(
@@ -203,8 +210,8 @@ def test_own_jitter_leaves_the_global_generator_alone() -> None:
     ],
     ids=repr,
 )
-def test_the_network_heals(error: Exception) -> None:
-    """Time-outs, broken connections and unreachable networks are tried again."""
+def test_network_errors_are_retryable(error: Exception) -> None:
+    """Time-outs, broken connections and unreachable networks are retried."""
     assert is_retryable(error)
 
 
@@ -220,7 +227,7 @@ def test_the_network_heals(error: Exception) -> None:
     ],
     ids=repr,
 )
-def test_a_mistake_does_not_heal(error: Exception) -> None:
+def test_bugs_are_not_retryable(error: Exception) -> None:
     """Bugs, missing rights, wrong names and refused certificates fail at once."""
     assert not is_retryable(error)
 

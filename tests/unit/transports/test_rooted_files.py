@@ -66,7 +66,7 @@ def test_links_that_lead_out_are_refused(root: RootedFiles, name: str, target: s
 
 
 def test_a_link_to_a_link_that_leads_out_is_refused(root: RootedFiles) -> None:
-    """What counts is the file that was opened, not the first link."""
+    """The opened file is checked, not the first link."""
     link(root, "first", "second")
     link(root, "second", "../root-2/secret")
     with pytest.raises(InvalidPath, match="'first'"):
@@ -160,7 +160,7 @@ def test_names_that_the_system_refuses(root: RootedFiles) -> None:
 
 
 def test_listing_is_in_the_order_of_the_paths(root: RootedFiles) -> None:
-    """Walking into each directory where it stands gives sorted paths, also beside names like its own."""
+    """Descending into each directory at its position gives sorted paths, also next to similar names."""
     for path in ["a.txt", "a0", "a b", "a/c/d", "a/c.d", "b/b", "B"]:
         file = Path(root.directory) / path
         file.parent.mkdir(exist_ok=True)

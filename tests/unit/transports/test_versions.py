@@ -1,4 +1,4 @@
-"""Versions of objects, as the transports other than HTTP tell them, and streams that begin anywhere."""
+"""Versions of objects in transports other than HTTP, and streams from any byte."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_check_start() -> None:
 
 
 class Plain(MemoryTransport):
-    """Has the inherited ways to versions and to reads that tell one."""
+    """Has the inherited `info` and `read_with_info`."""
 
     info = Transport.info
     read_with_info = Transport.read_with_info
 
 
 class Told(Plain):
-    """Tells the versions that it is given, one for each request."""
+    """Returns the given versions, one per request."""
 
     def __init__(self, *versions: str | None, data: bytes) -> None:
         super().__init__({"a": data})
@@ -64,7 +64,7 @@ async def test_a_version_that_is_asked_for_twice(
 
 
 async def test_a_transport_of_somebody_else_has_sizes() -> None:
-    """One that knows nothing of versions gives the size alone."""
+    """A transport without versions returns the size alone."""
     assert await Plain({"a": b"data"}).info("a") == ObjectInfo(4, None)
 
 

@@ -1,0 +1,168 @@
+"""The file that pyarrow reads: ranges fetched as windows of each column chunk, never a whole row group.
+
+Data path: ranges -> [windows] -> pyarrow.
+
+pyarrow asks for bytes as it decodes, and reads each column chunk from its beginning to its end. `Windows` holds a part
+of each, and has the next part fetched while the present one is decoded.
+"""
+
+from __future__ import annotations
+
+import io
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeAlias
+
+from asyncloader.formats.base import ShardError
+
+__all__ = ["Fetch", "RangeFile", "Windows"]
+
+Fetch: TypeAlias = Callable[[Sequence[tuple[int, int]]], "Future[Sequence[bytes]]"]
+"""Has ``(start, length)`` ranges read, near ones together; gives their bytes in the same order. Never blocks."""
+
+LEAST_WINDOW = 1 << 16
+
+
+class Windows:
+    """The bytes of one row group: of each column chunk a window, and the next one on its way.
+
+    Args:
+        chunks: ``(start, length)`` of each, ascending.
+        most: bytes of all windows together, about; each has at least 64 KiB, and those on their way come on top.
+        fetch: has ranges read.
+
+    Attributes:
+        whole: all of the row group fits into the windows.
+    """
+
+    def __init__(self, chunks: Sequence[tuple[int, int]], most: int, fetch: Fetch) -> None:
+        total = sum(length for _, length in chunks)
+        self._fetch = fetch
+        self._starts = [start for start, _ in chunks]
+        self._ends = [start + length for start, length in chunks]
+        self._sizes = [max(LEAST_WINDOW, most * length // max(total, 1)) for _, length in chunks]
+        self._held: list[tuple[int, bytes]] = [(start, b"") for start in self._starts]
+        self._coming: list[tuple[int, Future[Sequence[bytes]], int] | None] = [None] * len(chunks)
+        self.whole = total <= most
+
+    def begin(self) -> None:
+        """Have the first window of each chunk fetched, all at once."""
+        ranges = [self._window(number, start) for number, start in enumerate(self._starts)]
+        if ranges:
+            coming = self._fetch(ranges)
+            self._coming = [(start, coming, index) for index, (start, _) in enumerate(ranges)]
+
+    def find(self, at: int) -> int | None:
+        """The chunk that byte `at` is in."""
+        number = bisect_right(self._starts, at) - 1
+        return number if number >= 0 and at < self._ends[number] else None
+
+    def read(self, number: int, at: int, length: int) -> bytes:
+        """Read of chunk `number`; waits for what is on its way. Shorter at the chunk's end."""
+        length = min(length, self._ends[number] - at)
+        parts: list[bytes] = []
+        while length > 0:
+            start, data = self._held[number]
+            if not start <= at < start + len(data):
+                self._advance(number, at, length)
+                continue
+            part = data[at - start : at - start + length]
+            parts.append(part)
+            at += len(part)
+            length -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _window(self, number: int, at: int, length: int = 0) -> tuple[int, int]:
+        return at, min(max(self._sizes[number], length), self._ends[number] - at)
+
+    def _advance(self, number: int, at: int, length: int) -> None:
+        """Hold the bytes from `at` on, and have those behind them fetched."""
+        coming, self._coming[number] = self._coming[number], None
+        self._held[number] = (at, b"")  # the old window goes before the new one comes
+        if coming is None or coming[0] != at:
+            coming = (at, self._fetch([self._window(number, at, length)]), 0)
+        data = coming[1].result()[coming[2]]
+        self._held[number] = (at, data)
+        after = at + len(data)
+        if after < self._ends[number]:
+            self._coming[number] = (after, self._fetch([self._window(number, after)]), 0)
+
+
+class RangeFile(io.RawIOBase):
+    """What pyarrow takes for a file. Blocks in `read`, so it is used in a thread.
+
+    Args:
+        size: of the file.
+        largest: bytes that may be asked for at once.
+        fetch: has ranges read.
+        url: for errors.
+
+    Attributes:
+        empty: reads give no bytes, as at the end of a file.
+        asked: something was to be read.
+        windows: of the row groups that are read; what lies in none of them is fetched as it is asked for.
+        failure: what `fetch` or a limit raised; pyarrow may wrap it on its way.
+    """
+
+    def __init__(self, size: int, largest: int, fetch: Fetch, url: str) -> None:
+        super().__init__()
+        self.empty = False
+        self.asked = False
+        self.windows: list[Windows] = []
+        self.failure: BaseException | None = None
+        self._size = size
+        self._largest = largest
+        self._fetch = fetch
+        self._url = url
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def seekable(self) -> bool:
+        """Always."""
+        return True
+
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._size
+
+    def tell(self) -> int:
+        """Where the next read begins."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Move, as a file does."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def read(self, size: int = -1, /) -> bytes:
+        """Read as many bytes as there are, `size` at most."""
+        self.asked = True
+        if self.empty:
+            return b""
+        left = max(0, self._size - self._at)
+        length = left if size < 0 else min(size, left)
+        try:
+            if length > self._largest:
+                raise ShardError(
+                    f"a page takes {length:,} bytes; {self._largest:,} are allowed: raise max_sample_bytes",
+                    url=self._url,
+                    offset=self._at,
+                )
+            data = self._take(length) if length else b""
+        except BaseException as error:
+            self.failure = error
+            raise
+        self._at += len(data)
+        return data
+
+    def _take(self, length: int) -> bytes:
+        for windows in self.windows:
+            number = windows.find(self._at)
+            if number is not None:
+                return windows.read(number, self._at, length)
+        return self._fetch([(self._at, length)]).result()[0]
