@@ -1,15 +1,16 @@
-"""The first code of ours that runs in a worker process.
+"""The entry point of a new worker process: handles the garbage collector, then calls `worker_main`.
 
 Data path: pool start-up -> [bootstrap] -> worker.
 
-A forked worker is born with its parent's garbage, and must not collect it: what a finalizer does is meant for the
-process that it was set up in (a tensor that was handed to a CUDA stream aborts when it is freed in a forked child). So
-the collector rests while a worker is forked, and what is there is frozen in the child before the collector goes on.
+A forked worker inherits its parent's garbage and must not collect it: finalizers are meant for the process that created
+the objects (a tensor that was used on a CUDA stream aborts the process when it is freed in a forked child). So the
+collector is paused while a worker is forked, and the child freezes what exists before it resumes the collector.
 
-A spawned worker imports torch, which takes most of a second; a tenth of that goes to the garbage collector, which looks
-again and again at objects that will live as long as the process. So it rests until the worker's arguments are there.
+A spawned worker imports torch, which takes most of a second; a tenth of that is spent in the garbage collector, which
+visits objects again and again that live as long as the process. So the collector is paused until the worker's arguments
+have been unpickled.
 
-This module imports nothing heavy: it is unpickled, and with it the collector stopped, before the arguments are.
+This module imports nothing heavy: it is unpickled, and pauses the collector, before the arguments are.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ import threading
 from collections.abc import Generator
 from typing import Any
 
-__all__ = ["Bootstrap", "uncollected"]
+__all__ = ["Bootstrap", "gc_paused"]
 
 
 class Bootstrap:
-    """The target of a worker's `Process`."""
+    """The target of a worker's `Process`: called in the new process."""
 
-    def __init__(self, resting: bool = False) -> None:
-        self._resting = resting
+    def __init__(self, gc_stopped: bool = False) -> None:
+        self._gc_stopped = gc_stopped
 
     def __call__(self, *arguments: Any) -> None:
-        """`worker_main` with its arguments, the collector being what it was."""
+        """Resume the collector if it was paused, and run `worker_main`."""
         from asyncloader.workers.worker import worker_main
 
-        if self._resting:
+        if self._gc_stopped:
             gc.freeze()
             gc.enable()
         worker_main(*arguments)
@@ -45,52 +46,52 @@ class Bootstrap:
 
 
 def _unpickled() -> Bootstrap:
-    """In the new process. Under a fork server, or a user's site that has stopped the collector, it stays as it was."""
-    resting = gc.isenabled()
+    """Pause the collector in a spawned process, unless it is off already (fork server, or the user's own setting)."""
+    gc_stopped = gc.isenabled()
     gc.disable()
-    return Bootstrap(resting)
+    return Bootstrap(gc_stopped)
 
 
 @contextlib.contextmanager
-def uncollected() -> Generator[None]:
-    """Around the fork of a worker: garbage that is there at the fork is never collected in the child."""
+def gc_paused() -> Generator[None]:
+    """Context around the fork of a worker: garbage that exists at the fork is never collected in the child."""
     _install_fork_hook()
-    with _rest.lock:
-        if _rest.enabled is not None:  # a signal handler forks in the middle of another fork
+    with _pause.lock:
+        if _pause.enabled is not None:  # a signal handler forks in the middle of another fork
             yield
             return
-        _rest.enabled = gc.isenabled()
+        _pause.enabled = gc.isenabled()
         gc.disable()
         try:
             yield
         finally:
-            enabled, _rest.enabled = _rest.enabled, None
+            enabled, _pause.enabled = _pause.enabled, None
             if enabled:
                 gc.enable()
 
 
-class _Rest:
-    """The collector's, while a worker is forked; by one thread at a time."""
+class _GcPause:
+    """The pause of the collector while a worker is forked; one thread at a time."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.enabled: bool | None = None
-        """Whether the collector was on before; None while nobody forks."""
+        """Whether the collector was on before the pause; None while no worker is being forked."""
 
     def end_in_child(self) -> None:
-        """Also in a child that another thread forks meanwhile, where nobody else would end it."""
+        """End the pause in a forked child, also in one that another thread forked meanwhile."""
         if self.enabled is None:
             return
         gc.freeze()
         if self.enabled:
             gc.enable()
         self.enabled = None
-        self.lock = threading.RLock()  # of a thread that is not here
+        self.lock = threading.RLock()  # the old one may be held by a thread that does not exist here
 
 
-_rest = _Rest()
+_pause = _GcPause()
 
 
 @functools.cache
 def _install_fork_hook() -> None:
-    os.register_at_fork(after_in_child=_rest.end_in_child)
+    os.register_at_fork(after_in_child=_pause.end_in_child)

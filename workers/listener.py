@@ -1,4 +1,4 @@
-"""What the pool tells its epoch: answers, errors, ends and deaths.
+"""The interface by which a pool notifies its epoch: of answers, errors, ends and deaths.
 
 Data path: worker -> ring -> pool -> [listener] -> pipeline.
 """
@@ -21,7 +21,7 @@ __all__ = ["Answer", "Listener"]
 class Answer(NamedTuple):
     """A worker's batch, not decoded yet: in a slot of `ring`, in the one-off segment `fd`, or nowhere (no bytes).
 
-    Whoever gets it must open it (`delivery.py`) or discard it.
+    The receiver must open it (`delivery/opener.py`) or discard it.
     """
 
     result: wire.Result
@@ -30,10 +30,10 @@ class Answer(NamedTuple):
     fd: int | None
     cursor: bytes = b""
     bad: bytes = b""
-    """Pickled records of samples that were left out or replaced."""
+    """Pickled records of samples that were dropped or replaced."""
 
     def discard(self) -> None:
-        """Nobody wants the batch: its memory comes back."""
+        """Free the memory of a batch that is not wanted."""
         if self.ring is not None:
             self.ring.give_back(self.result.slot)
         if self.fd is not None:
@@ -41,15 +41,15 @@ class Answer(NamedTuple):
 
 
 class Listener(ABC):
-    """What the pool tells its epoch. Called in the loop's thread, never concurrently."""
+    """Receives a pool's notifications. Called in the loop's thread, never concurrently."""
 
     @abstractmethod
     def on_started(self, worker: int, error: bytes, cursor: bytes) -> None:
-        """The worker has begun the epoch: with this pickled error, if any; the pickled cursor says where."""
+        """The worker has begun the epoch, with a pickled error, if any, and the pickled cursor of its dataset."""
 
     @abstractmethod
     def on_answer(self, worker: int, answer: Answer) -> None:
-        """A batch."""
+        """The worker made a batch."""
 
     @abstractmethod
     def on_error(self, worker: int, seq: int, busy: float, error: Any, bad: bytes) -> None:
@@ -57,15 +57,15 @@ class Listener(ABC):
 
     @abstractmethod
     def on_exhausted(self, worker: int, seq: int, cursor: bytes) -> None:
-        """The worker's copy of an iterable dataset ended, where the cursor says."""
+        """The worker's copy of an iterable dataset is exhausted; `cursor` is its final state."""
 
     @abstractmethod
-    def on_nothing(self, worker: int, seq: int, busy: float, cursor: bytes, bad: bytes) -> None:
-        """A task was carried out, and all of its samples were left out; the cursor is that after it."""
+    def on_empty_batch(self, worker: int, seq: int, busy: float, cursor: bytes, bad: bytes) -> None:
+        """A task was carried out, but all of its samples were dropped; `cursor` is the state after it."""
 
     @abstractmethod
     def on_counts(self, counts: Mapping[str, float]) -> None:
-        """What the transports of a worker did: to be added."""
+        """Counts of a worker's transports, to be added up."""
 
     @abstractmethod
     def on_ask(self, worker: int, number: int, batch: int, left: Any) -> None:
@@ -73,12 +73,12 @@ class Listener(ABC):
 
     @abstractmethod
     def on_death(self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None, outside: bool) -> None:
-        """The worker ended unasked; everything that it had sent was reported before.
+        """The worker ended without being asked to; everything that it had sent was reported before.
 
-        `at_work`: it had started up. `retired`: what it hands over, if it left by itself because it had grown.
+        `at_work`: its start-up was over. `retired`: its RNG state, if it left because it exceeded its memory limit.
         `outside`: see `WorkerProcess.outside`.
         """
 
     @abstractmethod
     def on_failure(self, error: Exception) -> None:
-        """The pool itself cannot go on (no descriptors left, a broken stream)."""
+        """The pool itself cannot go on (out of descriptors, a broken stream)."""

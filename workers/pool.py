@@ -1,17 +1,15 @@
-"""The pool: all workers of a loader, their rings, and the event loop that listens to them.
+"""The worker pool: starts and stops a loader's worker processes, and connects them to an event loop.
 
 Data path: scheduler -> [pool] -> worker -> ring -> [pool] -> reorder.
 
-A pool outlives an epoch when workers are persistent. It is started and stopped by plain blocking calls, so that any
-thread may do so, with or without a loop; in between it is *attached* to one running loop at a time, which then calls
-back for every answer and every death.
+Starting and stopping are blocking calls that any thread may make, with or without an event loop. In between the pool is
+*attached* to one running loop at a time and calls its `Listener` there for every answer and every death. With
+persistent workers one pool serves several epochs.
 
-A worker that died leaves its place empty: whoever listens may have another process made for it (`make`, which blocks
-and may be called in any thread) and put there (`adopt`). How workers are ended is `shutdown.py`'s.
+When a worker has died, its id is vacant: the listener may have another process made for it (`make`, which blocks and
+may run in any thread) and installed (`adopt`). `shutdown.py` decides how workers are ended.
 
-At exit, pools that still have workers are stopped, before multiprocessing ends its daemonic children itself.
-
-Data path: none.
+An exit hook stops the pools that still have workers before multiprocessing ends its daemonic children itself.
 """
 
 from __future__ import annotations
@@ -36,12 +34,12 @@ from asyncloader.workers.inbox import Inbox
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.lifeline import Lifeline
 from asyncloader.workers.listener import Listener
-from asyncloader.workers.memory.kept_rings import KeptRings, RingTerms
+from asyncloader.workers.memory.kept_rings import KeptRings, RingOptions
 from asyncloader.workers.memory.ring import install_fork_hook
-from asyncloader.workers.memory.ring_manager import RingKeeper
+from asyncloader.workers.memory.ring_manager import RingManager
 from asyncloader.workers.process import WorkerProcess, hang_up
 from asyncloader.workers.setup_payload import Payload, dump, import_worker_code, preload_in_fork_server
-from asyncloader.workers.watchdog import Watch
+from asyncloader.workers.watchdog import TaskWatchdog
 
 __all__ = [
     "WorkerPool",
@@ -50,27 +48,27 @@ __all__ = [
 ]
 
 _DEATH_SECONDS = 2.0
-"""How long a worker that we killed may take to end. After that it is taken for dead: it hangs in the system."""
+"""Seconds that a killed worker may take to end. After that it counts as dead: it hangs in a system call."""
 _LEAVE_SECONDS = 2.0
-"""How long one that leaves by itself may take to end: what threads of the user's do is not waited for longer."""
+"""Seconds that a worker which leaves by itself may take to end; the user's threads may hold it up."""
 
 
 class WorkerPool:
-    """Started workers.
+    """The running workers of one loader.
 
     Args:
         context: a multiprocessing context (or `torch.multiprocessing`).
-        setup: what the workers have in common.
-        credits: tasks outstanding a worker, as long as batches are small.
-        ring_bytes: bound on each ring, None for none.
-        run_ahead: batches that may wait for an earlier one, beside the credits.
-        worker_timeout: seconds that a worker may take over one task; None: as long as it likes.
-        least_credits: tasks outstanding a worker, however large batches are; default: `credits`.
-        kept: where page-locked rings come from and go to; default None: each pool has its own.
+        setup: the set-up that all workers share.
+        credits: outstanding tasks per worker, as long as batches are small.
+        ring_bytes: upper bound on the size of each ring; None: no bound.
+        run_ahead: batches that may wait for an earlier one, in addition to the credits.
+        worker_timeout: seconds that a worker may spend on one task; None: no limit.
+        least_credits: outstanding tasks per worker, however large batches are; default: `credits`.
+        kept: cache that page-locked rings are taken from and returned to; None: every pool makes its own.
 
     Raises:
-        RingMemoryError: the rings asked for can never fit.
-        Exception: the set-up cannot be pickled (spawn, forkserver); its cause names the part.
+        RingMemoryError: rings of this size can never fit.
+        Exception: the set-up cannot be pickled (spawn, forkserver); the cause names the part.
     """
 
     def __init__(
@@ -86,24 +84,26 @@ class WorkerPool:
     ) -> None:
         self.start_method: str = context.get_start_method()
         self.concurrent = is_concurrent(setup.dataset, setup.fetch_threads)
-        """Whether a worker has several tasks in hand at a time."""
-        # Threads take samples in the order of the tasks, and streams are read by one task after the other: one that is
-        # late waits for those before it.
+        """Whether a worker carries out several tasks at a time."""
+        # Threads take samples in task order, and streams are read by one task after the other: there a slow task
+        # delays the tasks behind it, which must not be blamed.
         self._all_at_once = self.concurrent and not setup.fetch_threads and not setup.iterable
         self.epoch = 0
         self._context = context
         self._worker_timeout = worker_timeout
-        self._watch: Watch | None = None
+        self._watchdog: TaskWatchdog | None = None
         self._failed = False
-        self._lingering: list[WorkerProcess] = []  # killed, and not gone yet
-        self._spare: set[WorkerProcess] = set()  # made, and in no place
+        self._unkillable: list[WorkerProcess] = []  # killed, but not ended yet
+        self._spare: set[WorkerProcess] = set()  # made, but not adopted yet
         self._making = threading.Lock()
-        self._vacant: set[int] = set()  # places of workers that died
+        self._vacant: set[int] = set()  # ids of workers that died and have no replacement yet
         self.processes: list[WorkerProcess] = []
         self._kept = kept
-        self._terms = terms = RingTerms(credits, ring_bytes, run_ahead, setup.num_workers, least_credits)
-        inherited = None if kept is None else kept.take(terms)
-        self.rings = inherited or [RingKeeper(*terms) for _ in range(setup.num_workers)]
+        self._ring_options = ring_options = RingOptions(
+            credits, ring_bytes, run_ahead, setup.num_workers, least_credits
+        )
+        inherited = None if kept is None else kept.take(ring_options)
+        self.rings = inherited or [RingManager(*ring_options) for _ in range(setup.num_workers)]
         self._inboxes: list[Inbox] = []
         self._listener: Listener | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -111,7 +111,7 @@ class WorkerPool:
         self._owner = os.getpid()
         self._used = False
         self._lifeline = Lifeline()
-        self._stopped = False  # from here on there is something to be stopped
+        self._stopped = False  # from here on `stop` has work to do
         install_fork_hook()
         stop_at_exit(self)
         try:
@@ -123,7 +123,7 @@ class WorkerPool:
             raise
 
     def make(self, workers: Iterable[int], setup: WorkerSetup) -> list[WorkerProcess]:
-        """Start processes for these workers. Blocks; any thread. Give each to `adopt` or `discard`.
+        """Start processes for these workers. Blocks; any thread. Pass each to `adopt` or `discard`.
 
         Raises:
             LoaderClosed: the pool was stopped meanwhile.
@@ -143,14 +143,14 @@ class WorkerPool:
             for worker in workers:
                 process = WorkerProcess(self._context, worker, shared, self._lifeline.fd, pidfd)
                 made.append(process)
-                with self._making:  # `stop` ends what is here by then; what comes later ends itself
+                with self._making:  # `stop` ends what is in `_spare` by then; a later process is ended here
                     self._spare.add(process)
                     if self._stopped:
                         raise LoaderClosed("the workers were stopped")
         except BaseException:
             with self._making:
                 if not self._stopped:
-                    self._spare.update(made)  # Ctrl-C may have come before the last was noted
+                    self._spare.update(made)  # Ctrl-C may have struck before the last one was added
             for process in made:
                 self.discard(process)
             raise
@@ -162,18 +162,18 @@ class WorkerPool:
         return made
 
     def discard(self, process: WorkerProcess) -> None:
-        """Nobody wants a process that `make` gave. Blocks until it has ended, some seconds at most."""
+        """End a process from `make` that will not be used. Blocks until it has ended, a few seconds at most."""
         with self._making:
             if process not in self._spare:
-                return  # `stop` was faster
+                return  # `stop` has taken it
             self._spare.discard(process)
         process.kill()
         shutdown.run([process])
 
     def adopt(self, process: WorkerProcess) -> bool:
-        """Put a process that `make` gave in the place of the one that died. In the loop's thread, while attached.
+        """Replace the worker that died by a process from `make`. In the loop's thread, while attached.
 
-        False if another is there: `discard` this one.
+        Returns False if it has been replaced already: `discard` this process then.
         """
         worker = process.worker_id
         if worker not in self._vacant:
@@ -188,12 +188,12 @@ class WorkerPool:
 
     @property
     def stopped(self) -> bool:
-        """`stop` was called."""
+        """Whether `stop` was called."""
         return self._stopped
 
     @property
     def broken(self) -> bool:
-        """A worker is gone, or talks nonsense: the pool cannot serve another epoch. Nor can it in a forked child."""
+        """Whether the pool cannot serve another epoch: a worker died, a stream broke, or this is a forked child."""
         if os.getpid() != self._owner:
             return True
         return self._failed or not all(p.alive for p in self.processes)
@@ -205,20 +205,20 @@ class WorkerPool:
     # ------------------------------------------------------------------------------------------ in the loop
 
     def attach(self, loop: asyncio.AbstractEventLoop, listener: Listener, starts: Sequence[EpochStart]) -> int:
-        """Begin an epoch: listen to the workers from now on, in this loop's thread. Returns this attachment's number.
+        """Begin an epoch: listen to the workers from now on, in this loop's thread. Returns the number of this epoch.
 
-        From the second one on the workers are told to drop what they were asked for before, and how to begin (in the
-        first they know that from their set-up).
+        From the second epoch on, each worker is sent a RESET: it drops its older tasks and begins as `starts` says. For
+        the first epoch that is part of its set-up.
         """
         self._loop, self._listener = loop, listener
         if self._worker_timeout is not None:
-            self._watch = Watch(
+            self._watchdog = TaskWatchdog(
                 loop,
                 self._worker_timeout,
                 len(self.processes),
                 concurrent=self._all_at_once,
                 catch_up=lambda worker: self._on_readable(self.processes[worker]),
-                late=self._on_late,
+                on_timeout=self._on_timeout,
             )
         for process in self.processes:
             self._listen_to(loop, process)
@@ -233,60 +233,60 @@ class WorkerPool:
     def _listen_to(self, loop: asyncio.AbstractEventLoop, process: WorkerProcess) -> None:
         loop.add_reader(process.channel.fileno(), self._on_readable, process)
         loop.add_reader(process.death_fd, self._on_death, process)
-        if self._watch is not None:
-            (self._watch.started if process.started and not self._used else self._watch.starts)(process.worker_id)
-        if process.retired is not None:  # in the epoch before
-            loop.call_later(_LEAVE_SECONDS, self._on_staying, process)
+        if self._watchdog is not None:
+            (self._watchdog.started if process.started and not self._used else self._watchdog.starts)(process.worker_id)
+        if process.retired is not None:  # it announced in the epoch before that it leaves
+            loop.call_later(_LEAVE_SECONDS, self._on_exit_overdue, process)
 
     def detach(self) -> None:
         """Stop listening. In the loop's thread, or in any once the loop is closed. Idempotent."""
         loop, self._loop = self._loop, None
         self._listener = None
-        watch, self._watch = self._watch, None
-        # A forked child shares its parent's epoll instance: it must not touch what is registered there.
+        watchdog, self._watchdog = self._watchdog, None
+        # A forked child shares its parent's epoll instance and must not change its registrations.
         if loop is None or loop.is_closed() or os.getpid() != self._owner:
             return
-        if watch is not None:
-            watch.close()
+        if watchdog is not None:
+            watchdog.close()
         for process in self.processes:
             self._unlisten(loop, process)
 
     def _unlisten(self, loop: asyncio.AbstractEventLoop, process: WorkerProcess) -> None:
-        if process.channel.fileno() >= 0:  # else it was released
+        if process.channel.fileno() >= 0:  # otherwise it has been released
             loop.remove_reader(process.channel.fileno())
             loop.remove_writer(process.channel.fileno())
             loop.remove_reader(process.death_fd)
 
     @property
     def run_ahead(self) -> int:
-        """Batches that any worker may have ready before an earlier one, by the memory that its ring has for them."""
-        return min(keeper.run_ahead for keeper in self.rings)
+        """Batches that any worker may have ready ahead of an earlier one, limited by the memory of its ring."""
+        return min(manager.run_ahead for manager in self.rings)
 
     @property
     def credits(self) -> int:
-        """Tasks that any worker may have outstanding, by the memory that its ring has for them."""
-        return min(keeper.credits for keeper in self.rings)
+        """Tasks that any worker may have outstanding, limited by the memory of its ring."""
+        return min(manager.credits for manager in self.rings)
 
     def assign(self, worker: int, epoch: int, seq: int, index: Any, *, suspect: bool = False) -> None:
-        """Send a task, with a slot if one is free. `suspect`: what it writes to standard error is kept."""
-        process, keeper = self.processes[worker], self.rings[worker]
+        """Send a task, with a slot if one is free. `suspect`: capture what the task writes to standard error."""
+        process, manager = self.processes[worker], self.rings[worker]
         if suspect:
             self._send(process, wire.pack(wire.SUSPECT), [process.suspected()])
-        grown = keeper.replacement()
+        grown = manager.replacement()
         if grown is not None:
             assert grown.fd is not None
             self._send(process, wire.pack_ring(grown.number, grown.slots, grown.slot_bytes), [grown.fd])
             if self._kept is None:
-                grown.close_fd()  # no other worker will get it
-        number, slot = keeper.assign(epoch, seq)
-        if self._watch is not None:
-            self._watch.assigned(worker, seq)
+                grown.close_fd()  # without a cache no other worker gets this ring
+        number, slot = manager.assign(epoch, seq)
+        if self._watchdog is not None:
+            self._watchdog.assigned(worker, seq)
         self._send(process, wire.pack_task(epoch, seq, slot, number, pickle.dumps(index, 5)))
 
     def send_assignment(self, worker: int, epoch: int, number: int, answer: Any) -> None:
         """Answer the worker's request for assignment `number`."""
-        if self._watch is not None:
-            self._watch.assignment_sent(worker)
+        if self._watchdog is not None:
+            self._watchdog.assignment_sent(worker)
         self._send(self.processes[worker], wire.pack_assignment(epoch, number, pickle.dumps(answer, 5)))
 
     def _send(self, process: WorkerProcess, frame: bytes, fds: list[int] | None = None) -> None:
@@ -294,7 +294,7 @@ class WorkerPool:
             if not process.channel.send(frame, fds or ()) and self._loop is not None:
                 self._loop.add_writer(process.channel.fileno(), self._on_writable, process)
         except ConnectionError:
-            pass  # it is dying; its pidfd will say so
+            pass  # it is dying; its pidfd reports that
 
     def _on_writable(self, process: WorkerProcess) -> None:
         try:
@@ -307,60 +307,62 @@ class WorkerPool:
     def _on_readable(self, process: WorkerProcess) -> None:
         try:
             self._drain(process)
-        except Exception as error:  # an exception here would only be logged by the loop, and the consumer wait for ever
+        except Exception as error:  # the loop would only log it, and the consumer would wait forever
             self._fail(error)
         if process.channel.ended and self._loop is not None:
-            self._loop.remove_reader(process.channel.fileno())  # the pidfd tells whether, and how, it died
+            self._loop.remove_reader(process.channel.fileno())  # whether and how it died is reported by the pidfd
 
     def _drain(self, process: WorkerProcess) -> None:
         inbox = self._inboxes[process.worker_id]
         for kind, body in process.channel.receive():
-            inbox.frame(kind, body, self.epoch, self._listener, self._watch)
+            inbox.frame(kind, body, self.epoch, self._listener, self._watchdog)
             if kind == wire.RETIRING and self._loop is not None:
-                self._loop.call_later(_LEAVE_SECONDS, self._on_staying, process)
+                self._loop.call_later(_LEAVE_SECONDS, self._on_exit_overdue, process)
 
     def _on_death(self, process: WorkerProcess) -> None:
-        # What it sent before it died is still in the socket.
+        # Frames that it sent before it died are still in the socket.
         try:
             before = -1
             while not process.channel.ended and process.channel.received != before:
-                before = process.channel.received  # nothing new: its own child holds the other end open
+                before = (
+                    process.channel.received
+                )  # stops when nothing new comes: a child of the worker may hold the other end open
                 self._drain(process)
         except Exception as error:
             self._fail(error)
-        self._buried(process, process.death())
+        self._on_exited(process, process.death())
         process.release()
 
-    def _on_late(self, worker: int, seconds: float) -> None:
+    def _on_timeout(self, worker: int, seconds: float) -> None:
         process, loop = self.processes[worker], self._loop
-        process.condemn(
+        process.kill_for(
             f"The loader killed it: it was at one task for {seconds:.1f} seconds, and worker_timeout is "
             f"{self._worker_timeout:g}."
         )
-        assert loop is not None  # a watch is there only while attached
-        loop.call_later(_DEATH_SECONDS, self._on_lingering, process)
+        assert loop is not None  # there is a watchdog only while attached
+        loop.call_later(_DEATH_SECONDS, self._on_unkillable, process)
 
-    def _on_staying(self, process: WorkerProcess) -> None:
-        """It has said that it leaves, and has nothing more to say."""
+    def _on_exit_overdue(self, process: WorkerProcess) -> None:
+        """The worker announced that it leaves, but has not ended in time."""
         if not process.released:
             process.kill()
 
-    def _on_lingering(self, process: WorkerProcess) -> None:
-        """SIGKILL has not ended it, which only the system itself can hold back: nothing of it runs any more."""
+    def _on_unkillable(self, process: WorkerProcess) -> None:
+        """SIGKILL has not ended the worker: it hangs in a system call, and none of its code runs any more."""
         if self.processes[process.worker_id] is not process or process.channel.fileno() < 0 or self._loop is None:
             return
-        self._lingering.append(process)
-        self._buried(process, WorkerDied(process.worker_id, process.pid, None, process.condemned))
+        self._unkillable.append(process)
+        self._on_exited(process, WorkerDied(process.worker_id, process.pid, None, process.kill_reason))
 
-    def _buried(self, process: WorkerProcess, death: WorkerDied) -> None:
-        """Its place is empty now."""
+    def _on_exited(self, process: WorkerProcess, death: WorkerDied) -> None:
+        """The worker is gone: stop listening, void its tasks, and report the death."""
         worker = process.worker_id
         if self._loop is not None:
             self._unlisten(self._loop, process)
         self.rings[worker].abandon()
         self._vacant.add(worker)
-        if self._watch is not None:
-            self._watch.forget(worker)
+        if self._watchdog is not None:
+            self._watchdog.forget(worker)
         if self._listener is not None:
             self._listener.on_death(
                 worker, death, at_work=process.started, retired=process.retired, outside=process.outside
@@ -374,26 +376,26 @@ class WorkerPool:
     # -------------------------------------------------------------------------------------------- stopping
 
     def request_stop(self) -> None:
-        """Ask all workers to leave, without waiting; `stop` must follow, perhaps in another thread."""
+        """Ask all workers to end, without waiting. `stop` must follow, in this thread or another."""
         if os.getpid() == self._owner:
             for process in self.processes:
                 process.request_stop()
 
     def hang_up(self) -> None:
-        """Have the workers leave, and wait until they have, some seconds at most. For finalizers, in any thread but
-        the loop's: see `process.hang_up`. `stop` must be under way in another thread, or follow.
+        """Make the workers end and wait for that, a few seconds at most. For finalizers, in any thread but the loop's:
+        see `process.hang_up`. `stop` must be running in another thread, or follow.
         """
         if os.getpid() == self._owner:
             hang_up(self.processes, shutdown.BUDGET)
 
     def stop_soon(self) -> None:
-        """`stop` in a thread of its own, for callers that may not block: idle workers leave at once all the same."""
+        """Run `stop` in a new thread, for callers that may not block. Idle workers end at once."""
         if not self._stopped and os.getpid() == self._owner:
             self.detach()
             self.request_stop()
             try:
                 threading.Thread(target=self.stop, name="asyncloader-stop", daemon=True).start()
-            except RuntimeError:  # at exit there are no more threads
+            except RuntimeError:  # no thread can be started at exit
                 self.stop()
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -401,7 +403,7 @@ class WorkerPool:
             self.stop_soon()
 
     def stop(self) -> None:
-        """End all workers and wait until they are gone, some seconds at most. Blocks; any thread; idempotent.
+        """End all workers and wait for that, a few seconds at most. Blocks; any thread; idempotent.
 
         A no-op in a forked child.
         """
@@ -412,9 +414,9 @@ class WorkerPool:
                 return
             with self._making:
                 self._stopped = True
-                every = [*self.processes, *self._lingering, *self._spare]
+                every = [*self.processes, *self._unkillable, *self._spare]
                 self._spare.clear()
-            # Else the loop's thread may be at an answer this moment, and with it at the rings.
+            # While attached, the loop's thread may be handling an answer, and with it the rings, at this moment.
             at_rest = self._loop is None and not self._failed
             try:
                 self.detach()
@@ -422,31 +424,33 @@ class WorkerPool:
             finally:
                 self._lifeline.close()
                 if self._kept is not None and at_rest:
-                    self._hand_on_rings(self._kept)
-                for keeper in self.rings:
-                    keeper.close()
+                    self._keep_rings(self._kept)
+                for manager in self.rings:
+                    manager.close()
 
-    def _hand_on_rings(self, kept: KeptRings) -> None:
-        for process, keeper in zip(self.processes, self.rings, strict=False):  # no process, if they were not all made
+    def _keep_rings(self, kept: KeptRings) -> None:
+        for process, manager in zip(
+            self.processes, self.rings, strict=False
+        ):  # fewer processes than rings if start-up failed
             if not process.left:
-                keeper.abandon()
+                manager.abandon()
         if self.processes:
-            kept.leave(self._terms, [keeper.hand_on() for keeper in self.rings])
+            kept.keep(self._ring_options, [manager.successor() for manager in self.rings])
 
 
 class Stoppable(Protocol):
-    """A pool of workers."""
+    """What the exit hook needs of a pool."""
 
     def detach(self) -> None:
         """Stop listening."""
         ...
 
     def request_stop(self) -> None:
-        """Ask all workers to leave, without waiting."""
+        """Ask all workers to end, without waiting."""
         ...
 
     def stop(self) -> None:
-        """Wait until they have."""
+        """Wait until they have ended."""
         ...
 
 
@@ -454,14 +458,14 @@ _pools: weakref.WeakSet[Stoppable] = weakref.WeakSet()
 
 
 def stop_at_exit(pool: Stoppable) -> None:
-    """Have this pool stopped, if it is still there."""
+    """Stop this pool at exit, if it still exists."""
     install_exit_hook()
     _pools.add(pool)
 
 
 @functools.cache
 def install_exit_hook() -> None:
-    """Register the hook, once: what is registered later is called before it."""
+    """Register the exit hook, once. Exit hooks run in reverse order, so hooks registered later run before it."""
     atexit.register(_stop_all)
 
 
@@ -472,4 +476,4 @@ def _stop_all() -> None:
             pool.detach()
             pool.request_stop()
     for pool in pools:
-        pool.stop()  # waits for one in progress, too
+        pool.stop()  # also waits for a `stop` in progress

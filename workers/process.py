@@ -1,9 +1,10 @@
-"""One worker process as the main process sees it: started, watched, stopped.
+"""Represents one worker process in the main process: starts, watches and stops it.
 
 Data path: scheduler -> pool -> [process] -> worker.
 
-*Death* is a file descriptor that becomes readable: the process's pidfd, which no other process can hold back. For a
-child of the fork server, whose exit code only the server learns, it is the sentinel, through which the server tells it.
+The death of a process is seen as a file descriptor that becomes readable. That is the process's pidfd, which no other
+process can hold open. For a child of the fork server, whose exit code only the server learns, it is the sentinel,
+through which the server reports it.
 """
 
 from __future__ import annotations
@@ -20,30 +21,30 @@ from time import monotonic
 from typing import Any
 
 from asyncloader.errors import WorkerDied
-from asyncloader.workers.bootstrap import Bootstrap, uncollected
+from asyncloader.workers.bootstrap import Bootstrap, gc_paused
 from asyncloader.workers.fetch.setup import Links, WorkerSetup
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel, channel_pair
 from asyncloader.workers.memory_use import MemoryKills
 from asyncloader.workers.setup_payload import InheritedFd, Payload
 from asyncloader.workers.stacks import crash_trace, stack_pipe
-from asyncloader.workers.stderr_capture import make_keeper, read_tail
+from asyncloader.workers.stderr_capture import make_capture_file, read_tail
 
 __all__ = ["WorkerProcess", "wait_for_deaths"]
 
-_TRACE_LINES = 40  # of a dying worker's stacks, for its error
+_TRACE_LINES = 40  # lines of a dead worker's stack trace in its error
 _FORKSERVER_REPORTS = 5.0  # seconds to wait for the fork server to report the exit code of a child that is gone
 
 
 class WorkerProcess:
-    """A worker process and the channels to it.
+    """One worker process and the channels to it.
 
     Args:
         context: a multiprocessing context.
         worker_id: 0 to ``num_workers - 1``.
         setup: the set-up itself for a forked worker, otherwise the pickled one.
-        lifeline: read end of the pool's lifeline.
-        own_pidfd: this process's pidfd, which the worker watches; None where there is none.
+        lifeline: read end of the pool's lifeline pipe.
+        own_pidfd: this process's pidfd, which the worker watches; None where the system has no pidfds.
 
     Raises:
         OSError: the process could not be started.
@@ -54,21 +55,21 @@ class WorkerProcess:
     ) -> None:
         self.worker_id = worker_id
         self.ready = False
-        """The worker said that it runs; before that it has not touched the user's code."""
+        """The worker has reported that it runs; before that it runs no user code."""
         self.started = False
-        """The user's start-up code has run."""
+        """The user's start-up code is over."""
         self.retired: bytes | None = None
-        """What the worker hands over, once it has said that it leaves because it has grown."""
-        self.condemned = ""
-        """Why we killed it; empty if we did not."""
+        """Set once the worker announced that it leaves because of its memory limit: its saved RNG state."""
+        self.kill_reason = ""
+        """Why the loader killed it; empty if it did not."""
         self.outside = False
-        """It was killed as no task of ours kills: by SIGKILL or SIGTERM, not by us, nor for want of memory."""
+        """It was killed by a SIGKILL or SIGTERM, neither from the loader nor from the out-of-memory killer."""
         self.suspect: int | None = None
-        """Where a suspected task's standard error is kept."""
+        """File with the captured standard error of a suspected task."""
         self.released = False
         self.asked = False
-        """It was asked to leave."""
-        self.process: Any = None  # a fork in another thread, before there is one, looks for it
+        """It was asked to end."""
+        self.process: Any = None  # the fork hook of another thread may read it before there is one
         self._pidfd: int | None = None
         self.stacks, theirs_stacks = stack_pipe()
         try:
@@ -90,7 +91,7 @@ class WorkerProcess:
             self.process = context.Process(
                 target=Bootstrap(), args=(worker_id, links, setup), name=f"asyncloader-worker-{worker_id}", daemon=True
             )
-            with uncollected() if context.get_start_method() == "fork" else contextlib.nullcontext():
+            with gc_paused() if context.get_start_method() == "fork" else contextlib.nullcontext():
                 self.process.start()
         except BaseException:
             with contextlib.suppress(Exception):  # interrupted between the start and its return
@@ -110,23 +111,24 @@ class WorkerProcess:
 
     @property
     def death_fd(self) -> int:
-        """Readable once the process has ended."""
+        """File descriptor that is readable once the process has ended."""
         return self.process.sentinel if self._pidfd is None else self._pidfd
 
     @property
     def alive(self) -> bool:
-        """Whether the process still runs (asks the kernel, does not wait)."""
+        """Whether the process still runs. Does not wait."""
         return bool(self.process.is_alive())
 
     @property
     def left(self) -> bool:
-        """Whether it has ended, for certain, and in order: it was asked to, and neither killed nor crashed."""
+        """Whether it has certainly ended in order: it was asked to, and was neither killed nor crashed."""
         return self.released and self.asked and self.process.exitcode == 0
 
     def death(self) -> WorkerDied:
-        """The error for a process that ended unasked; call when `death_fd` is readable."""
-        # `join` with a time-out waits for the sentinel pipe, which a child of the worker's own may hold open. The pidfd
-        # has spoken, so the process can be reaped without waiting; only a fork server's report may still be on its way.
+        """Return the error for a process that ended without being asked to. Call when `death_fd` is readable."""
+        # `join` with a time-out waits for the sentinel pipe, which a child of the worker may hold open. With a pidfd it
+        # is known that the process has ended, and it is reaped without waiting. Only a fork server's report may still
+        # be on its way.
         if self._pidfd is None:
             self.process.join(_FORKSERVER_REPORTS)
         self.stacks.read()
@@ -134,33 +136,33 @@ class WorkerProcess:
         suspect, self.suspect = self.suspect, None
         if suspect is not None:
             trace = "\n".join(filter(None, (read_tail(suspect), trace)))
-        reason = self.condemned
+        reason = self.kill_reason
         if self.retired is not None:
             reason = "It left because it had grown beyond worker_memory_limit."
         elif not reason and self.process.exitcode in (-signal.SIGKILL, -signal.SIGTERM):
-            reason = self._memory_kills.words()
+            reason = self._memory_kills.describe()
             self.outside = not reason
         return WorkerDied(self.worker_id, self.pid, self.process.exitcode, reason, trace=trace)
 
     def suspected(self) -> int:
-        """The next task killed a worker: its standard error is kept. Returns a descriptor for the worker."""
+        """The next task has killed a worker before: capture its standard error. Returns a descriptor for the worker."""
         self.cleared()
-        self.suspect = make_keeper()
+        self.suspect = make_capture_file()
         return self.suspect
 
     def cleared(self) -> None:
-        """The suspected task was answered."""
+        """The suspected task was answered: discard its captured standard error."""
         fd, self.suspect = self.suspect, None
         if fd is not None:
             os.close(fd)
 
-    def condemn(self, reason: str) -> None:
-        """SIGKILL, for this reason."""
-        self.condemned = reason
+    def kill_for(self, reason: str) -> None:
+        """Send SIGKILL; `reason` becomes part of the worker's error."""
+        self.kill_reason = reason
         self.kill()
 
     def request_stop(self) -> None:
-        """Ask the worker to leave. Does not wait; an idle worker leaves at once."""
+        """Ask the worker to end. Does not wait; an idle worker ends at once."""
         self.asked = True
         with contextlib.suppress(OSError):
             self.channel.send(wire.pack(wire.STOP))
@@ -168,16 +170,16 @@ class WorkerProcess:
             self.channel.sock.shutdown(socket.SHUT_WR)
 
     def terminate(self) -> None:
-        """SIGTERM."""
+        """Send SIGTERM."""
         self.process.terminate()
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self.process.kill()
 
     def reap(self) -> None:
-        """Leave no zombie of it, if it has ended. Any thread, also beside another that does so."""
-        if self._direct:  # else the fork server reaps it, and tells one thread how it ended
+        """Reap it if it has ended, so that no zombie is left. Any thread, also concurrently."""
+        if self._direct:  # otherwise the fork server reaps it and reports the exit code to one reader only
             _ = self.process.exitcode
 
     def release(self) -> None:
@@ -189,11 +191,11 @@ class WorkerProcess:
         with contextlib.suppress(AttributeError):
             self.process._popen.close()
         self._close()
-        self.released = True  # last: one that Ctrl-C interrupts is released again
+        self.released = True  # set last: if Ctrl-C interrupts this, it is done again
 
     def _close(self) -> None:
-        # Each number is forgotten first and closed then: another thread may fork in between, and the child's hook would
-        # close whatever has got the number since.
+        # Forget each descriptor before closing it: another thread may fork in between, and the fork hook in its child
+        # would close whatever file has got the number since.
         self.channel.close()
         self.stacks.close()
         self.cleared()
@@ -203,7 +205,7 @@ class WorkerProcess:
         _processes.discard(self)
 
     def forget_in_child(self) -> None:
-        """In a process forked from ours: close our ends, so that they do not outlive us there."""
+        """In a forked child: close the copies of this side's descriptors, so that they do not stay open there."""
         self.channel.close()
         self.stacks.close()
         with contextlib.suppress(OSError):
@@ -217,8 +219,8 @@ class WorkerProcess:
         return f"<WorkerProcess {self.worker_id} pid={self.pid}>"
 
 
-# Every process that is not released yet. Strong: a pool that is garbage must find its sockets and pidfds whole,
-# and garbage is finalized in any order. Nothing here refers to a pool.
+# Every process that is not released yet. Strong references, because the finalizer of a garbage pool needs its sockets
+# and pidfds intact, and garbage is finalized in any order. Nothing here refers to a pool.
 _processes: set[WorkerProcess] = set()
 
 
@@ -229,7 +231,7 @@ def _install_fork_hook() -> None:
 
 
 def _forget_all() -> None:
-    """A forked child, a worker or not, has copies of all that its parent had open: close our kind at once."""
+    """In a forked child, a worker or not: close the inherited descriptors of all worker processes."""
     for process in _processes:
         process.forget_in_child()
         # After a plain `os.fork`, multiprocessing's exit hook in the child would end the parent's workers.
@@ -239,8 +241,8 @@ def _forget_all() -> None:
 
 
 def hang_up(processes: Sequence[WorkerProcess], seconds: float) -> None:
-    """Tell workers to leave, and wait until they have, so many seconds at most. For finalizers: takes no lock, and
-    needs no other thread, although one may be ending the same workers meanwhile.
+    """Ask workers to end and wait for that, `seconds` at most. For finalizers: takes no lock and needs no other thread,
+    although another thread may be ending the same workers meanwhile.
     """
     poll, watched = select.poll(), set[int]()
     try:
@@ -248,7 +250,9 @@ def hang_up(processes: Sequence[WorkerProcess], seconds: float) -> None:
             process.asked = True
             with contextlib.suppress(OSError):  # another thread has closed it
                 process.channel.sock.shutdown(socket.SHUT_WR)
-                fd = os.dup(process.death_fd)  # its own number may be closed, and used again, at any moment
+                fd = os.dup(
+                    process.death_fd
+                )  # a copy: another thread may close the original at any moment, and its number be reused
                 watched.add(fd)
                 poll.register(fd, select.POLLIN)
         deadline = monotonic() + seconds
@@ -265,7 +269,7 @@ def hang_up(processes: Sequence[WorkerProcess], seconds: float) -> None:
 
 
 def wait_for_deaths(processes: list[WorkerProcess], seconds: float) -> list[WorkerProcess]:
-    """Wait until all have ended or the time is over; return those still alive. Blocks; holds no GIL meanwhile."""
+    """Wait until all processes have ended, `seconds` at most. Returns those still alive. Blocks without the GIL."""
     deadline = monotonic() + seconds
     alive = list(processes)
     poll = select.poll()

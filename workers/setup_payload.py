@@ -1,15 +1,11 @@
-"""The workers' common set-up as bytes: pickled once for all workers, with torch's own reductions.
+"""Pickles the workers' common set-up once for all workers, and prepares the start of worker processes.
 
-Data path: pool start-up (spawn and forkserver; a forked worker inherits the objects themselves).
+Data path: pool start-up -> [setup_payload] -> process. Spawn and forkserver only; a forked worker inherits the objects.
 
-`multiprocessing` would pickle the dataset anew for each process. Here it is pickled once, into an anonymous segment
-that every worker maps. Pickling happens as if for a child process, so that what may only be shared by inheritance
-(locks, queues, connections, tensors in shared memory) is shared as torch's loader shares it: the descriptors are
-collected beside the bytes, and every worker gets its own duplicates of them.
-
-What is needed before a worker process can be started: its set-up as bytes, a fork server that knows torch.
-
-Data path: pool start-up -> [starting] -> process.
+`multiprocessing` would pickle the dataset for each process. Here it is pickled once, into an anonymous segment that
+every worker maps. It is pickled as if for a child process, so that objects that may only be shared by inheritance
+(locks, queues, connections, tensors in shared memory) are shared as torch's loader shares them: their descriptors are
+collected beside the bytes, and every worker gets duplicates of its own.
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ _receiving = threading.local()
 
 
 class InheritedFd:
-    """A descriptor that reaches the child when the object is pickled as an argument of its `Process`."""
+    """A file descriptor that can be pickled as an argument of a `Process`; the child gets a duplicate."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -56,17 +52,17 @@ def _inherited(duplicate: Any) -> InheritedFd:
 
 
 class _CollectedFd:
-    """Stands in the payload for a descriptor: its place among those that travel beside it."""
+    """Stands in the payload for a descriptor: its index among the collected ones."""
 
-    def __init__(self, place: int) -> None:
-        self.place = place
+    def __init__(self, index: int) -> None:
+        self.index = index
 
     def detach(self) -> int:
-        return os.dup(_receiving.fds[self.place])
+        return os.dup(_receiving.fds[self.index])
 
 
 class _Collector:
-    """What `multiprocessing.reduction` asks of the process object that it pickles for."""
+    """Collects descriptors while pickling; `multiprocessing.reduction` takes it for the process being started."""
 
     DupFd = _CollectedFd
 
@@ -79,15 +75,15 @@ class _Collector:
 
 
 def _set_spawning(collector: _Collector | None) -> None:
-    """Tell the reductions, in this thread, for which "process" they pickle."""
+    """Set, for this thread, the object that reductions take for the process being started."""
     context.set_spawning_popen(collector)  # type: ignore[arg-type]
 
 
 class Payload:
     """A pickled `WorkerSetup` in shared memory. Pickles as an argument of a `Process`; `load` in the child.
 
-    Keep it until every worker has started: it owns a descriptor, and holds what owns those beside it: the set-up, and
-    what reductions made while pickling, such as the tensor of a `torch.Generator`'s state.
+    Keep it until every worker has started: it owns the segment's descriptor, and keeps the owners of the collected ones
+    alive: the set-up, and objects that reductions created, such as the tensor of a `torch.Generator`'s state.
     """
 
     def __init__(self, fd: int, nbytes: int, fds: list[int], owners: object = None) -> None:
@@ -101,14 +97,14 @@ class Payload:
         """Pickle the set-up.
 
         Raises:
-            Exception: whatever pickling raises; `explain_unpicklable` tells which part it was.
+            Exception: whatever pickling raises; `explain_unpicklable` finds the part.
         """
         collector = _Collector()
         _set_spawning(collector)
         try:
             buffer = io.BytesIO()
             pickler = reduction.ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL)
-            pickler.dump(tuple(setup))  # its memo refers to all that it has pickled
+            pickler.dump(tuple(setup))  # its memo keeps all pickled objects alive
         finally:
             _set_spawning(None)
         data = buffer.getbuffer()
@@ -126,7 +122,7 @@ class Payload:
         return _received_payload, (InheritedFd(self.fd), self.nbytes, [InheritedFd(fd) for fd in self.fds])
 
     def load(self) -> WorkerSetup:
-        """Unpickle in the child; takes the descriptors."""
+        """Unpickle in the child; closes the descriptors."""
         memory = mmap.mmap(self.fd, self.nbytes, prot=mmap.PROT_READ)
         _receiving.fds = self.fds
         try:
@@ -138,7 +134,7 @@ class Payload:
                 os.close(fd)
 
     def close(self) -> None:
-        """Close the payload's descriptor, and let go of what owns those beside it."""
+        """Close the segment's descriptor, and release the owners of the collected ones."""
         self._owners = None
         if self.fd >= 0:
             os.close(self.fd)
@@ -150,7 +146,7 @@ def _received_payload(fd: InheritedFd, nbytes: int, fds: list[InheritedFd]) -> P
 
 
 def explain_unpicklable(setup: WorkerSetup) -> str | None:
-    """Which part of the set-up cannot be pickled, down to an attribute; None when all of it can."""
+    """Describe the part of the set-up that cannot be pickled, down to an attribute; None if all of it can."""
     for name in ("dataset", "collate_fn", "worker_init_fn"):
         path, value = _find_unpicklable(name, getattr(setup, name), depth=3)
         if path is not None:
@@ -196,11 +192,11 @@ _PICKLE_WARNING = (
 
 
 def dump(setup: WorkerSetup) -> Payload:
-    """Pickle the set-up, with torch's warning if it cannot be.
+    """Pickle the set-up, with torch's warning if that fails.
 
     Raises:
-        Exception: whatever pickling raises, as it is, so that a traceback ends as torch's does. What it was that cannot
-            be pickled says its cause, which stands before it.
+        Exception: whatever pickling raises, unchanged, so that a traceback ends as torch's does. Its cause names the
+            part that cannot be pickled.
     """
     try:
         return Payload.dump(setup)
@@ -213,18 +209,18 @@ def dump(setup: WorkerSetup) -> Payload:
 
 
 def import_worker_code() -> None:
-    """Before a fork: what a worker runs is imported here, once for all that are ever forked. A replacement then runs
-    this process's code, whatever has become of the files.
+    """Import the worker's code before a fork, once for all workers. A replacement that is forked later then runs the
+    same code, even if the files have changed.
     """
     import_module("asyncloader.workers.worker")
 
 
 def preload_in_fork_server(context: Any) -> None:
-    """Let a fork server that is not running yet import torch, so that its children have it from the start."""
+    """Have a fork server that is not running yet import torch, so that its children start faster."""
     from multiprocessing import forkserver
 
     server = forkserver._forkserver
-    # There is no public way to ask; where the attributes are missing, children just start more slowly.
+    # There is no public API for this; without these attributes, children just start more slowly.
     if getattr(server, "_forkserver_pid", 0) is None and getattr(server, "_preload_modules", None) == ["__main__"]:
         context = context if hasattr(context, "set_forkserver_preload") else multiprocessing
         context.set_forkserver_preload(["__main__", "torch", "asyncloader.workers.worker"])

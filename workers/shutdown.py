@@ -1,20 +1,20 @@
-r"""The end of worker processes: one state machine with one deadline for all of them.
+r"""Ends worker processes: one state machine, with one deadline for all of them.
 
-Data path: none; it is how a pool stops, in whatever state it and its workers are.
+Data path: none; this is how a pool stops, whatever state it and its workers are in.
 
     RUNNING --> ASKED --2 s--> TERMINATED --1.5 s--> KILLED --the rest of 5 s--> RELEASED
         \________\______________\__ stopped, or in a hurry ___/
 
-Every process climbs this ladder by itself and never down; what is not needed is skipped: one that still boots cannot
-hear a request and is terminated at once, one that is stopped (SIGSTOP) hears nothing but SIGKILL. One that has ended is
-reaped at the next look. One that SIGKILL does not end (it sleeps uninterruptibly in a file system that does not answer)
-is given up: what we hold of it is closed, it is named, and nobody waits for it.
+Every process advances by itself, never back, and skips states that cannot help: one that still boots reads no request
+and is terminated at once; one that is stopped (SIGSTOP) reacts only to SIGKILL. A process that has ended is reaped at
+the next step. One that SIGKILL does not end (it sleeps uninterruptibly in a file system that does not answer) is given
+up: its resources here are closed, a warning names it, and it is not waited for.
 
-*Pure part*: `Shutdown` is told the time and which processes live, and says what to do next and how long to wait.
-*Driver*: `run` does so. It blocks, in any thread, starts none (at exit there are none to be had), and changes no signal
-handler. Whatever is raised while it waits, Ctrl-C above all, makes it hurry: everything is killed and reaped at once,
-and then it is raised, once. Only an exception that strikes twice within the few instructions between two turns can get
-past it.
+*Pure part*: `Shutdown` gets the time and the set of living processes, and says what to do next and how long to wait.
+*Driver*: `run` does it. It blocks, in any thread, starts no threads (at exit none can be started), and changes no
+signal handlers. If an exception is raised while it waits, Ctrl-C above all, it hurries: everything is killed and reaped
+at once, and then the exception is raised, once. Only an exception that strikes twice within the few instructions
+between two steps can escape earlier.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from asyncloader.workers.stacks import process_state
 __all__ = ["BUDGET", "Shutdown", "State", "Step", "run"]
 
 BUDGET = 5.0
-"""Seconds for all of it."""
-_ASK_SECONDS = 2.0  # for a worker to finish what it is at
-_TERMINATE_SECONDS = 1.5  # for one that SIGTERM reaches
-_KILL_SECONDS = 0.5  # at least so long after SIGKILL, should the main process itself have been held up until then
-_FAILURES = 3  # so often waiting may raise an error of its own before all are killed and let go
+"""Seconds for the whole shutdown."""
+_ASK_SECONDS = 2.0  # for a worker to finish its task
+_TERMINATE_SECONDS = 1.5  # for a worker to end on SIGTERM
+_KILL_SECONDS = 0.5  # at least this long after SIGKILL, even if the main process itself was held up
+_FAILURES = 3  # errors of waiting itself after which all processes are killed and given up
 
 
 # --------------------------------------------------------------------------------------------------- the pure part
 
 
 class State(enum.IntEnum):
-    """How far a process, or all of them, have come."""
+    """The state of one process, or of the whole shutdown."""
 
     RUNNING = 0
     ASKED = 1
@@ -55,7 +55,7 @@ class State(enum.IntEnum):
 
 
 class Step(NamedTuple):
-    """What to do now, by the processes' numbers; then wait for deaths, `wait` seconds at most, and look again."""
+    """What to do now, by process number. Then wait for deaths, at most `wait` seconds, and take the next step."""
 
     ask: tuple[int, ...] = ()
     terminate: tuple[int, ...] = ()
@@ -63,7 +63,7 @@ class Step(NamedTuple):
     release: tuple[int, ...] = ()
     """These have ended: reap them, and confirm each by `Shutdown.released`."""
     give_up: tuple[int, ...] = ()
-    """These will not end: let go of them, and confirm each by `Shutdown.released`."""
+    """These will not end: close their resources, and confirm each by `Shutdown.released`."""
     wait: float = 0.0
 
 
@@ -71,50 +71,50 @@ class Shutdown:
     """The state machine for `count` processes, numbered from 0. Pure: no clock, no processes.
 
     Args:
-        count: how many.
-        now: when it begins; seconds on any clock that does not run backwards.
+        count: number of processes.
+        now: the current time, in seconds on any monotonic clock.
     """
 
     def __init__(self, count: int, now: float) -> None:
         self._deadline = now + BUDGET
         self._states = [State.RUNNING] * count
-        self._due = [now] * count  # when a process that still lives climbs on
+        self._due = [now] * count  # when a living process advances to the next state
         self._hurry = False
         self._given_up: list[int] = []
 
     @property
     def state(self) -> State:
-        """That of the process that is least far."""
+        """The least advanced state of all processes."""
         return min(self._states, default=State.RELEASED)
 
     @property
     def over(self) -> bool:
-        """Nothing is left to do."""
+        """Whether nothing is left to do."""
         return self.state is State.RELEASED
 
     @property
     def given_up(self) -> tuple[int, ...]:
-        """Those that were let go of while they lived."""
+        """The processes that were given up while they lived."""
         return tuple(self._given_up)
 
     def hurry(self) -> None:
-        """The next step kills all that live, also those that it killed before: that may not have been carried out."""
+        """Have the next step kill all living processes, even killed ones: the kill may have been interrupted."""
         self._hurry = True
 
     def released(self, number: int) -> None:
-        """Process `number` was released or given up, and is not this machine's business any more."""
+        """Process `number` was released or given up, and is ignored from now on."""
         self._states[number] = State.RELEASED
 
     def step(
-        self, now: float, alive: Collection[int], deaf: Collection[int] = (), stopped: Collection[int] = ()
+        self, now: float, alive: Collection[int], booting: Collection[int] = (), stopped: Collection[int] = ()
     ) -> Step:
         """What to do at this time.
 
         Args:
             now: the time.
             alive: the processes that have not ended, as far as is known.
-            deaf: those among them that cannot hear a request.
-            stopped: those among them that only SIGKILL reaches.
+            booting: those of them that do not read requests yet.
+            stopped: those of them that react only to SIGKILL.
         """
         hurry, self._hurry = self._hurry, False
         to_do: dict[State, list[int]] = {state: [] for state in State}
@@ -126,7 +126,7 @@ class Shutdown:
             if number not in alive:
                 release.append(number)
                 continue
-            following = self._following(number, now, number in deaf, hurry or number in stopped, hurry)
+            following = self._following(number, now, number in booting, hurry or number in stopped, hurry)
             if following is State.RELEASED:
                 give_up.append(number)
                 if number not in self._given_up:
@@ -134,7 +134,7 @@ class Shutdown:
             elif following is not None:
                 to_do[following].append(number)
                 self._states[number] = following
-                if following > state:  # killed again, it gets no more time
+                if following > state:  # a second kill does not extend the deadline
                     self._due[number] = self._next_due(following, now)
         left = [
             self._due[number]
@@ -150,15 +150,15 @@ class Shutdown:
             max(0.0, min(left, default=now) - now),
         )
 
-    def _following(self, number: int, now: float, deaf: bool, kill: bool, again: bool) -> State | None:
-        """Where a living process climbs to now; None: it stays."""
+    def _following(self, number: int, now: float, booting: bool, kill: bool, again: bool) -> State | None:
+        """Return the next state of a living process; None if it stays."""
         state, due = self._states[number], now >= self._due[number]
         if state is State.KILLED and due:
             return State.RELEASED
         if again or (kill and state < State.KILLED):
             return State.KILLED
         if state is State.RUNNING:
-            return State.TERMINATED if deaf else State.ASKED
+            return State.TERMINATED if booting else State.ASKED
         return State(state + 1) if due else None
 
     def _next_due(self, state: State, now: float) -> float:
@@ -172,75 +172,75 @@ class Shutdown:
 # ------------------------------------------------------------------------------------------------------ the driver
 
 Wait = Callable[[list[WorkerProcess], float], list[WorkerProcess]]
-"""Waits until all have ended or the seconds are over; gives those that live."""
+"""Waits until all have ended or the seconds are over; returns those still alive."""
 
 
 def run(
     processes: Sequence[WorkerProcess], *, clock: Callable[[], float] = monotonic, wait: Wait = wait_for_deaths
 ) -> list[WorkerProcess]:
-    """End all processes and let go of them. Blocks, 5 seconds at most; any thread.
+    """End all processes and release their resources. Blocks, 5 seconds at most; any thread.
 
-    Two threads, or two calls, must not end the same processes at the same time; one after the other they may.
+    Two threads must not end the same processes at the same time; one after the other is fine.
 
     Returns:
-        Those that were given up because SIGKILL did not end them. A `RuntimeWarning` has named them.
+        The processes that were given up because SIGKILL did not end them. A `RuntimeWarning` names them.
 
     Raises:
-        BaseException: what was raised meanwhile (KeyboardInterrupt), after everything has ended all the same.
+        BaseException: what was raised meanwhile (KeyboardInterrupt), after all processes have ended nevertheless.
     """
     driver = _Driver(processes, clock, wait)
     try:
         driver.finish()
-    except BaseException as error:  # between two of its turns: it catches all others itself
-        driver.struck = driver.struck or error
+    except BaseException as error:  # struck between two steps; `finish` catches all others
+        driver.error = driver.error or error
         driver.machine.hurry()
         driver.finish()
     given_up = [driver.processes[number] for number in driver.machine.given_up]
-    words = _left_behind(given_up)
-    if driver.struck is not None:
+    message = _describe_given_up(given_up)
+    if driver.error is not None:
         if given_up:
-            driver.struck.add_note(words)
-        raise driver.struck
+            driver.error.add_note(message)
+        raise driver.error
     if given_up:
-        warnings.warn(words, RuntimeWarning, stacklevel=2)
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
     return given_up
 
 
 class _Driver:
     def __init__(self, processes: Sequence[WorkerProcess], clock: Callable[[], float], wait: Wait) -> None:
         self.processes = [process for process in processes if not process.released]
-        self.struck: BaseException | None = None
+        self.error: BaseException | None = None
         self.machine = Shutdown(len(self.processes), clock())
         self._clock = clock
         self._wait = wait
-        self._left = set(range(len(self.processes)))  # not reaped, not given up
-        self._alive = {number for number, process in enumerate(self.processes) if _is_whole(process)}
-        self._looked = False
+        self._left = set(range(len(self.processes)))  # neither reaped nor given up
+        self._alive = {number for number, process in enumerate(self.processes) if _is_complete(process)}
+        self._polled = False
         self._failures = 0
 
     def finish(self) -> None:
-        """Take steps until it is over, whatever is raised."""
+        """Take steps until the shutdown is over, whatever is raised."""
         while not self.machine.over:
             try:
-                self._turn()
+                self._advance()
             except BaseException as error:
-                self.struck = self.struck or error
+                self.error = self.error or error
                 self.machine.hurry()
                 self._failures += isinstance(error, Exception)
-                if self._failures >= _FAILURES:  # waiting itself fails, and will again
-                    self._let_go(self._left)
+                if self._failures >= _FAILURES:  # waiting itself fails, and would fail again
+                    self._kill_and_abandon(self._left)
 
-    def _turn(self) -> None:
-        # One that was only half made has no descriptor to be waited for. It is killed, if it can be, and let go.
-        self._let_go({number for number in self._left if not _is_whole(self.processes[number])})
-        if not self._looked:
-            self._looked = True
-            self._look(0.0)
+    def _advance(self) -> None:
+        # A process whose creation was interrupted has no descriptor to wait for: kill it, if possible, and give it up.
+        self._kill_and_abandon({number for number in self._left if not _is_complete(self.processes[number])})
+        if not self._polled:
+            self._polled = True
+            self._poll(0.0)
         stopped = {n for n in self._alive if process_state(self.processes[n].pid).startswith("stopped")}
-        deaf: set[int] = set()
+        booting: set[int] = set()
         if self.machine.state is State.RUNNING:
-            deaf = {n for n in self._alive - stopped if _cannot_hear(self.processes[n])}
-        step = self.machine.step(self._clock(), self._alive, deaf, stopped)
+            booting = {n for n in self._alive - stopped if _still_booting(self.processes[n])}
+        step = self.machine.step(self._clock(), self._alive, booting, stopped)
         for number in (*step.ask, *step.terminate):
             _try(self.processes[number].request_stop)
         for number in step.terminate:
@@ -254,14 +254,14 @@ class _Driver:
             _abandon(self.processes[number])
             self._ended(number)
         if not self.machine.over:
-            self._look(step.wait)
+            self._poll(step.wait)
 
-    def _look(self, seconds: float) -> None:
+    def _poll(self, seconds: float) -> None:
         numbers = sorted(self._alive)
         alive = self._wait([self.processes[number] for number in numbers], seconds)
         self._alive = {number for number in numbers if self.processes[number] in alive}
 
-    def _let_go(self, numbers: set[int]) -> None:
+    def _kill_and_abandon(self, numbers: set[int]) -> None:
         for number in sorted(numbers):
             _try(self.processes[number].kill)
             _abandon(self.processes[number])
@@ -274,23 +274,23 @@ class _Driver:
 
 
 def _abandon(process: WorkerProcess) -> None:
-    """Let go of a process that has perhaps not ended: `release` without the wait for it. Idempotent."""
+    """Release a process that has perhaps not ended, without waiting for it. Idempotent."""
     process.released = True
-    # Or multiprocessing's own exit hook would wait for it without end.
+    # Otherwise multiprocessing's exit hook would wait for it forever.
     with contextlib.suppress(AttributeError):
         multiprocessing.process._children.discard(process.process)  # type: ignore[attr-defined]
     _try(process._close)
 
 
-def _is_whole(process: WorkerProcess) -> bool:
+def _is_complete(process: WorkerProcess) -> bool:
     try:
         return process.death_fd >= 0 and process.pid > 0
     except Exception:
         return False
 
 
-def _cannot_hear(process: WorkerProcess) -> bool:
-    """It still boots (spawn: a second or more): it reads no request yet, and has nothing to lose."""
+def _still_booting(process: WorkerProcess) -> bool:
+    """Whether the process still starts up (with spawn for a second or more): it reads no requests yet."""
     try:
         return not process.ready and wire.READY not in [kind for kind, _ in process.channel.receive()]
     except Exception:
@@ -298,12 +298,12 @@ def _cannot_hear(process: WorkerProcess) -> bool:
 
 
 def _try(action: Callable[[], object]) -> None:
-    # A signal that could not be sent changes nothing: the process climbs on, and is given up at last.
+    # If a signal cannot be sent, the process advances to the next state all the same, and is given up at last.
     with contextlib.suppress(Exception):
         action()
 
 
-def _left_behind(processes: Sequence[WorkerProcess]) -> str:
+def _describe_given_up(processes: Sequence[WorkerProcess]) -> str:
     named = ", ".join(f"worker {p.worker_id} (pid {p.pid}, {process_state(p.pid)})" for p in processes)
     return (
         f"left behind: {named}. SIGKILL did not end it within {BUDGET:g} s, as when a process waits for a file system "

@@ -1,19 +1,19 @@
-"""What a worker is doing: the Python stacks of all its threads, also when it is stuck in C code with the GIL.
+"""Gets the Python stacks of a worker's threads, even if it is stuck in C code that holds the GIL.
 
-Data path: none; it is for the report before a time-out is raised, and for the words beside a crash.
+Data path: none; used for the report before a time-out is raised, and for the error of a crash.
 
-One pipe a worker. In the worker `faulthandler` writes into it: at a fatal signal (segmentation fault, abort, bus
-error), and whenever a signal that nobody else uses arrives. Its handlers are C, need no GIL and take no lock, so they
-answer for a process whose Python code cannot run any more. The main process reads.
+There is one pipe per worker. In the worker `faulthandler` writes into it: at a fatal signal (segmentation fault, abort,
+bus error), and whenever a signal arrives that is otherwise unused. Its handlers are C, need no GIL and take no lock, so
+they also answer for a process whose Python code cannot run any more. The main process reads.
 
-- The pipe never blocks anybody: both ends are non-blocking, and what finds it full is lost.
-- A signal is sent only to a worker that said that it takes it (its first line in the pipe names the signal) and, where
-  the kernel tells, still does: the default action of every signal that could serve is to end the process. It is sent
-  through a pidfd, so never to a stranger who got the number of a process that ended.
+- The pipe never blocks: both ends are non-blocking, and what does not fit is lost.
+- A signal is sent only to a worker that has announced a handler for it (the first line in the pipe names the signal)
+  and, where the kernel tells, still has it: the default action of every suitable signal is to end the process. It is
+  sent through a pidfd, so never to another process that got the number of one that ended.
 - A worker that is stopped (SIGSTOP), or waits for a disk that does not answer, gives no stack: its report says so.
 
-Everything is installed in workers only; the main process's own `faulthandler` and handlers stay as they are. A call in
-C that the signal interrupts, and that is not one of those that the kernel restarts (``nanosleep``, ``poll``), returns
+Handlers are installed in workers only; the main process's own `faulthandler` and handlers are unchanged. A call in C
+that the signal interrupts, and that is not one of those that the kernel restarts (``nanosleep``, ``poll``), returns
 early with ``EINTR``, as with any signal; Python's own calls go on.
 """
 
@@ -44,42 +44,42 @@ __all__ = [
 ]
 
 _KEPT_BYTES = 64 << 10
-_READS_AT_ONCE = 16  # bounds one `read` against a worker that writes as fast as we read
-_QUIET = 0.1  # seconds without another byte after which a stack counts as complete; it has no mark at its end
+_READS_AT_ONCE = 16  # bounds one `read` if a worker writes as fast as we read
+_QUIET = 0.1  # seconds without another byte after which a stack counts as complete; it has no end mark
 _GREETING = re.compile(rb"stacks on signal (\d+)\n")
 
 # ------------------------------------------------------------------------------------------------ in the worker
 
 
 def install(fd: int) -> int | None:
-    """Write the stacks of all threads to `fd` at a fatal signal, and at one signal that is free.
+    """Have the stacks of all threads written to `fd` at a fatal signal, and at one signal that is unused.
 
     Args:
         fd: the write end of `stack_pipe`. It must stay open as long as this process lives.
 
     Returns:
-        The signal's number, which the pipe now tells the main process; None if none is free.
+        The signal's number, which is also written to the pipe for the main process; None if no signal is unused.
     """
     os.set_blocking(fd, False)
-    # Off first: one that is on already, in the process that was forked, would keep handlers that were replaced since.
+    # Disable first: if it was enabled before the fork, it would restore handlers that have been replaced since.
     faulthandler.disable()
     faulthandler.enable(file=fd, all_threads=True)
     number = _free_signal()
     if number is None:
         return None
     faulthandler.register(number, file=fd, all_threads=True, chain=False)
-    with contextlib.suppress(OSError):  # nobody reads any more: then nobody will ask
+    with contextlib.suppress(OSError):  # the reader is gone, and will not ask for stacks
         os.write(fd, b"stacks on signal %d\n" % number)
     return number
 
 
 def _free_signal() -> int | None:
     candidates = (
-        # The last few are left out: libraries that want a real-time signal tend to count from either end.
+        # Without the first and last few: libraries that use a real-time signal tend to take one of those.
         list(range(signal.SIGRTMAX - 3, signal.SIGRTMIN + 3, -1)) if hasattr(signal, "SIGRTMAX") else [signal.SIGUSR2]
     )
     for number in candidates:
-        # Python knows its own handlers, the kernel also those of C libraries and of `faulthandler`.
+        # Python knows only its own handlers; the kernel also knows those of C libraries and of `faulthandler`.
         if signal.getsignal(number) is signal.SIG_DFL and _catches(os.getpid(), number) is not True:
             return number
     return None
@@ -96,16 +96,16 @@ class StackReader:
         self._fd = fd
         self._kept = bytearray()
         self.signal: int | None = None
-        """The signal that the worker takes, once its greeting was read."""
+        """The signal that the worker handles, once its greeting was read."""
         self.ended = False
-        """Nobody can write any more."""
+        """Whether the write end is closed."""
 
     def fileno(self) -> int:
         """The descriptor; -1 once closed."""
         return self._fd
 
     def read(self) -> int:
-        """Take what is in the pipe. Never blocks. Returns how many bytes came."""
+        """Read what is in the pipe, without blocking. Returns the number of bytes."""
         came = 0
         for _ in range(_READS_AT_ONCE if self._fd >= 0 else 0):
             try:
@@ -127,7 +127,7 @@ class StackReader:
         del self._kept[:-_KEPT_BYTES]
 
     def text(self) -> str:
-        """What was read since `clear`, the end of it if it was much."""
+        """Return what was read since `clear`, at most the last 64 KiB."""
         return self._kept.decode(errors="replace")
 
     def clear(self) -> None:
@@ -145,7 +145,7 @@ class StackReader:
 
 
 def stack_pipe() -> tuple[StackReader, int]:
-    """A pipe for one worker: the reader, and the write end, which the caller hands to the worker and then closes.
+    """Create the pipe of one worker. Returns the reader and the write end, which the caller passes on and closes.
 
     Raises:
         OSError: no descriptors are left.
@@ -156,48 +156,48 @@ def stack_pipe() -> tuple[StackReader, int]:
 
 
 class Target(NamedTuple):
-    """A worker to be asked. Its reader may be closed meanwhile, in the loop's thread; nobody else may read from it."""
+    """A worker to ask. Its reader may be closed meanwhile, in the loop's thread; no other code may read from it."""
 
     pid: int
     death_fd: int
-    """Readable once the process has ended; it tells that `pid` is still this worker's."""
+    """Readable once the process has ended. While it is not, `pid` is still this worker's."""
     reader: StackReader
 
 
 class Report(NamedTuple):
-    """What a worker was doing."""
+    """What one worker was doing."""
 
     state: str
-    """`process_state` when it was asked."""
+    """`process_state` when the worker was asked."""
     text: str
-    """The stacks of all its threads; if there are none, a sentence that says why."""
+    """The stacks of all its threads, or a sentence that says why there are none."""
 
 
 async def ask(targets: Sequence[Target], seconds: float) -> list[Report]:
-    """Ask workers for their stacks, all at once, and wait for the answers without blocking the loop.
+    """Ask all workers for their stacks at once, and wait for the answers without blocking the loop.
 
-    An answer is complete when nothing came for 0.1 s. What a reader held before is forgotten.
+    An answer is complete when nothing came for 0.1 s. What a reader held before is discarded.
 
     Args:
         targets: the workers.
-        seconds: at most so long for all of them together.
+        seconds: time limit for all of them together.
 
     Returns:
-        One report a target, in their order.
+        One report per target, in their order.
     """
-    asked = [_Question(target) for target in targets]
+    asked = [_StackRequest(target) for target in targets]
     try:
-        answers = [question.answer for question in asked if question.send()]
+        answers = [request.answer for request in asked if request.send()]
         if answers:
             await asyncio.wait(answers, timeout=seconds)
     finally:
-        for question in asked:
-            question.end()
-    return [question.report() for question in asked]
+        for request in asked:
+            request.end()
+    return [request.report() for request in asked]
 
 
-class _Question:
-    """One target's part of `ask`."""
+class _StackRequest:
+    """The request to one target in `ask`."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -206,18 +206,18 @@ class _Question:
         self._quiet: asyncio.TimerHandle | None = None
         self._state = process_state(target.pid)
         self._why_not = ""
-        # Of our own: the reader may be closed meanwhile (the worker is replaced), and its number be another file's.
-        self._watched = -1
+        # A duplicate: the reader may be closed meanwhile (the worker is replaced), and its number be reused.
+        self._stderr_capture = -1
         self.answer: asyncio.Future[None] = self._loop.create_future()
 
     def send(self) -> bool:
-        """Send the signal. False if there will be no answer."""
+        """Send the signal. Returns False if there will be no answer."""
         self._reader.read()
         self._reader.clear()
         self._why_not = self._obstacle() or ""
         if self._why_not:
             return False
-        self._loop.add_reader(self._watched, self._readable)
+        self._loop.add_reader(self._stderr_capture, self._readable)
         return True
 
     def _obstacle(self) -> str | None:
@@ -229,7 +229,7 @@ class _Question:
         if number is None:
             return "no stack: the process is still starting, or has no signal free to be asked by"
         try:
-            self._watched = os.dup(self._reader.fileno())
+            self._stderr_capture = os.dup(self._reader.fileno())
             if not _send(target, number):
                 return "no stack: the process has ended"
         except OSError as error:
@@ -251,13 +251,13 @@ class _Question:
             self.answer.set_result(None)
 
     def _unwatch(self) -> None:
-        fd, self._watched = self._watched, -1
+        fd, self._stderr_capture = self._stderr_capture, -1
         if fd >= 0:
             self._loop.remove_reader(fd)
             os.close(fd)
 
     def end(self) -> None:
-        """Leave nothing in the loop. Idempotent."""
+        """Remove all callbacks from the loop. Idempotent."""
         if self._quiet is not None:
             self._quiet.cancel()
         self._unwatch()
@@ -269,7 +269,7 @@ class _Question:
 
 
 def _send(target: Target, number: int) -> bool:
-    """Send the signal to this process and no other; False if it has ended, or does not take the signal any more."""
+    """Send the signal to this process and no other. Returns False if it has ended."""
     if not hasattr(os, "pidfd_open"):  # pragma: no cover - macOS: a child keeps its number until it is reaped
         if _ended(target.death_fd):
             return False
@@ -280,7 +280,7 @@ def _send(target: Target, number: int) -> bool:
     except ProcessLookupError:
         return False
     try:
-        # In this order: it has not ended now, so the number was its own when the pidfd was made.
+        # Checked after opening the pidfd: if it has not ended now, the pidfd is certainly its own.
         if _ended(target.death_fd):
             return False
         if _catches(target.pid, number) is False:
@@ -311,7 +311,7 @@ _STATES = {
 
 
 def process_state(pid: int) -> str:
-    """What the process's main thread is doing, in words; "unknown" if it is gone, or the system does not tell."""
+    """Describe what the process's main thread is doing; "unknown" if it is gone, or the system does not tell."""
     try:
         # pid (command) state ...: the command may hold spaces and brackets, so split after the last
         state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
@@ -331,29 +331,29 @@ def _catches(pid: int, number: int) -> bool | None:
 
 
 def last_lines(text: str, n: int) -> str:
-    """The last `n` lines of `text` that are not blank."""
+    """Return the last `n` lines of `text` that are not blank."""
     lines = [line for line in text.splitlines() if line.strip()]
     return "\n".join(lines[-n:] if n > 0 else [])
 
 
 def crash_trace(text: str, n: int) -> str:
-    """The fatal error that `text` ends with, and the stack of the thread that it struck, most recent call first.
+    """Return the fatal error that `text` ends with, and the stack of the failing thread, most recent call first.
 
-    `faulthandler` writes the other threads and a list of extension modules around it, and the outermost calls last, so
-    the last lines of all would say little.
+    `faulthandler` also writes the other threads and a list of extension modules, and the outermost calls last, so the
+    last lines of the text would say little.
 
     Args:
-        text: what a worker left (`StackReader.text`).
-        n: so many calls at most.
+        text: what a worker wrote (`StackReader.text`).
+        n: maximal number of calls.
 
     Returns:
-        Some lines; "" if there was no fatal error (a worker that SIGKILL ended leaves none).
+        Some lines; "" if there was no fatal error (SIGKILL leaves none).
     """
     _, mark, crash = text.rpartition("Fatal Python error: ")
     if not mark:
         return ""
     lines = (mark + crash).splitlines()
-    # Threads that Python does not know have no "current" one: then the first is as good as any.
+    # If the failing thread is unknown to Python, no thread is marked as current: take the first one.
     starts = [at for at, line in enumerate(lines) if line.startswith("Current thread ")]
     starts = starts or [at for at, line in enumerate(lines) if line.startswith("Thread ")]
     trace = lines[:1]
@@ -367,8 +367,8 @@ def crash_trace(text: str, n: int) -> str:
 
 
 def worker_calls(text: str) -> str:
-    """The stacks without what every worker has: our own waiting thread, and the calls that led to the worker's entry
-    point (in a forked worker these are the main process's, down to its first).
+    """Remove from the stacks what every worker has: our own waiting thread, and the calls that led to the worker's
+    entry point (in a forked worker those of the main process).
     """
     blocks = re.split(r"\n(?=(?:Current thread|Thread) 0x)", text)
     kept = [re.sub(r"(\n *File [^\n]* in worker_main)(\n *File [^\n]*)+", r"\1", block) for block in blocks]

@@ -1,10 +1,11 @@
-"""What a suspected task writes to standard error: kept, so that it can be read if the worker dies over it again.
+"""Captures what a suspected task writes to standard error, to be read if the worker dies over it again.
 
-Data path: beside a task that killed a worker before. Ordinary tasks write where their process's standard error goes,
-and nobody listens in.
+Data path: beside a task that has killed a worker before. Other tasks write to their process's standard error as usual,
+and nothing is captured.
 
-The main process makes a file in memory and sends its descriptor before the task. While the task runs, the worker's
-descriptor 2 is that file, for libraries in C as for Python; afterwards the worker passes on what was written.
+The main process creates a file in memory and sends its descriptor before the task. While the task runs, that file is
+the worker's descriptor 2, for C libraries as for Python; afterwards the worker copies the text to the real standard
+error.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from collections.abc import Generator
 
 from asyncloader.workers.memory import segment
 
-__all__ = ["kept_stderr", "make_keeper", "read_tail"]
+__all__ = ["captured_stderr", "make_capture_file", "read_tail"]
 
 _TAIL = 16 << 10
 
 
-def make_keeper() -> int:
-    """An empty file in memory; the caller owns its descriptor."""
+def make_capture_file() -> int:
+    """Create an empty file in memory; the caller owns its descriptor."""
     return segment.create(0)
 
 
 @contextlib.contextmanager
-def kept_stderr(fd: int) -> Generator[None]:
-    """Inside the block descriptor 2 is the file. Takes the descriptor."""
+def captured_stderr(fd: int) -> Generator[None]:
+    """Context in which descriptor 2 is the file `fd`. Takes ownership of the descriptor."""
     _flush()
     try:
         real = os.dup(2)
-    except OSError:  # standard error is closed: there is nothing to be kept
+    except OSError:  # standard error is closed: nothing to capture
         os.close(fd)
         yield
         return
@@ -43,7 +44,7 @@ def kept_stderr(fd: int) -> Generator[None]:
         finally:
             _flush()
             os.dup2(real, 2)
-            with contextlib.suppress(OSError):  # nobody reads it any more
+            with contextlib.suppress(OSError):  # its reader is gone
                 _pass_on(fd, real)
     finally:
         os.close(real)
@@ -51,7 +52,7 @@ def kept_stderr(fd: int) -> Generator[None]:
 
 
 def read_tail(fd: int, lines: int = 20) -> str:
-    """The last lines that were written, decoded as far as they are text. Takes the descriptor."""
+    """Return the last lines that were written, decoded as far as possible. Closes the descriptor."""
     try:
         text = _read(fd).decode(errors="replace")
     finally:
@@ -71,5 +72,5 @@ def _read(fd: int) -> bytes:
 
 
 def _flush() -> None:
-    with contextlib.suppress(Exception):  # whatever a user put in its place
+    with contextlib.suppress(Exception):  # the user may have replaced it by anything
         sys.stderr.flush()

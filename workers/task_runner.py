@@ -1,16 +1,13 @@
-"""One worker's tasks: from the frame to the answer.
+"""Carries out one worker's tasks: from a received frame to the answer.
 
 Data path: channel -> [task_runner: fetch -> collate -> ring slot] -> channel.
 
-Holds what a worker has: its copy of the dataset, its ring, its random numbers. Knows nothing of how frames are waited
-for; that is `worker.py`'s.
+`TaskRunner` holds a worker's state: its copy of the dataset, its ring, its process-global random numbers. How frames
+are waited for is decided in `worker.py`.
 
-An error on its way out of a worker. Data path: worker: fetch -> [error_pickle] -> answer -> consumer.
-
-What a worker that leaves hands to the one that takes its place: where its random numbers stood.
-
-Data path: beside the worker's start and end. Of use in torch mode alone, where random numbers are the worker's; in
-seeded mode they are the samples'. A worker that is killed hands over nothing.
+`pickle_error` turns an exception into what the main process raises. `save_rng_state` and `restore_rng_state` hand the
+state of the process-global generators from a worker that leaves to its replacement. That is needed in torch mode only:
+in seeded mode random numbers belong to samples, not to workers. A worker that is killed saves nothing.
 """
 
 from __future__ import annotations
@@ -37,9 +34,9 @@ from asyncloader.counters import COUNTERS
 from asyncloader.errors import LoaderError
 from asyncloader.events import bare_index
 from asyncloader.workers.fetch.assignment_client import WorkerAssignments
-from asyncloader.workers.fetch.context import DatasetContext, Unasked
+from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation
 from asyncloader.workers.fetch.dataset_state import is_stateful
-from asyncloader.workers.fetch.error_notes import add_note, collation_place, take_notes
+from asyncloader.workers.fetch.error_notes import add_note, describe_collation, take_notes
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import BadSample, NoSamples
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup, install_worker_info, seed_worker
@@ -49,26 +46,26 @@ from asyncloader.workers.memory import segment
 from asyncloader.workers.memory.codec import Encoded, Encoder
 from asyncloader.workers.memory.collate import Collator, use_private_memory
 from asyncloader.workers.memory.ring import WorkerRing
-from asyncloader.workers.memory_use import Footprint
+from asyncloader.workers.memory_use import PrivateMemory
 from asyncloader.workers.setup_payload import Payload
-from asyncloader.workers.stderr_capture import kept_stderr
+from asyncloader.workers.stderr_capture import captured_stderr
 
 __all__ = [
     "TaskRunner",
     "pickle_error",
-    "restore_generators",
-    "save_generators",
+    "restore_rng_state",
+    "save_rng_state",
 ]
 
-_ASKED_FOR = 64 << 20
-"""Bytes from which on a batch of its own is held against the memory there is, which takes 50 microseconds."""
+_CHECKED_BYTES = 64 << 20
+"""From this size on, the free memory is checked before a batch gets a segment of its own; a check takes 50 us."""
 
 
 class TaskRunner:
-    """Carries tasks out and answers them.
+    """Carries out tasks and answers them.
 
     An error at start-up (a dataset that does not unpickle, `worker_init_fn`, `__aenter__`, `__iter__`) is kept and
-    answers the first task, as torch does, and the others of the epoch, too. The next epoch of persistent workers tries
+    answers every task of the epoch; torch answers the first one so. With persistent workers the next epoch tries
     `__aenter__` and `__iter__` again.
     """
 
@@ -80,20 +77,20 @@ class TaskRunner:
         self._ring: WorkerRing | None = None
         self._ring_number = -1
         self._assignments = WorkerAssignments(self.channel_send)
-        self._counted = COUNTERS.sums.copy()  # what this process's parent did is not ours
+        self._counted = COUNTERS.sums.copy()  # a forked worker inherits its parent's counts
         self._encoder = Encoder()
         self._last_template = b""
         self._samples = 0
         self._epoch = 0
         self._cpu_mark = process_time()
-        self._ended = False  # this worker's copy of an iterable dataset has ended in this epoch
+        self._ended = False  # this worker's copy of an iterable dataset is exhausted in this epoch
         self._start_error: bytes | None = None
         self._reader: Reader | None = None
-        self._context: DatasetContext | None = None  # what is entered in the loop before the first task
-        self._suspect: int | None = None  # where the next task's standard error is to be kept
-        self._footprint: Footprint | None = None
+        self._context: DatasetContext | None = None  # entered in the event loop before the first task
+        self._suspect: int | None = None  # file for the next task's standard error
+        self._private_memory: PrivateMemory | None = None
         self._memory_limit = 0
-        self._worked = False  # this process has carried out a task, after which it may leave
+        self._worked = False  # a task was carried out: the worker may leave from now on
         torch.multiprocessing._set_thread_name("pt_data_worker")
         torch.set_num_threads(1)
         use_private_memory()
@@ -104,7 +101,7 @@ class TaskRunner:
         except Exception as error:
             self._start_error = pickle_error(error, self.worker_id)
         if not self.opens:
-            self._started()
+            self._send_started()
 
     @property
     def opens(self) -> bool:
@@ -112,11 +109,11 @@ class TaskRunner:
         return self._context is not None and self._start_error is None
 
     async def open(self) -> None:
-        """Await what `worker_init_fn` gave, and enter the dataset's context."""
-        await self._entered()
-        self._started()
+        """Await what `worker_init_fn` returned, and enter the dataset's context."""
+        await self._enter_context()
+        self._send_started()
 
-    async def _entered(self) -> None:
+    async def _enter_context(self) -> None:
         if self._context is None or self._start_error is not None:
             return
         try:
@@ -126,7 +123,7 @@ class TaskRunner:
                 self._start_error = pickle_error(error, self.worker_id)
 
     async def close(self) -> None:
-        """Leave the dataset's context, within bounded time."""
+        """Exit the dataset's context, in bounded time."""
         if self._context is None:
             return
         error = await self._context.close()
@@ -135,8 +132,8 @@ class TaskRunner:
                 f"the dataset's __aexit__ raised {type(error).__name__}: {error}", RuntimeWarning, stacklevel=1
             )
 
-    def _started(self) -> None:
-        """Say so, with the error that it ended in, or where the dataset stands."""
+    def _send_started(self) -> None:
+        """Report that start-up is over: with its error, or with the dataset's cursor."""
         cursor = b""
         if self._start_error is None and self._reader is not None and not self.asynchronous:
             cursor = self._reader.first_cursor()
@@ -160,10 +157,10 @@ class TaskRunner:
         before = None if setup.worker_init_fn is None else setup.worker_init_fn(self.worker_id)
         self._context = self._make_context(before)
         reader.begin(start)
-        if setup.handover:
-            restore_generators(setup.handover)
+        if setup.rng_state:
+            restore_rng_state(setup.rng_state)
         if setup.memory_limit is not None:
-            self._memory_limit, self._footprint = setup.memory_limit, Footprint()
+            self._memory_limit, self._private_memory = setup.memory_limit, PrivateMemory()
 
     def _make_context(self, before: Any) -> DatasetContext | None:
         awaitable = before is not None and inspect.isawaitable(before)
@@ -186,7 +183,7 @@ class TaskRunner:
         return dataset
 
     def _make_collate(self, setup: WorkerSetup) -> Callable[[Any], Encoded]:
-        """A function from what was fetched to an encoded batch."""
+        """Return a function that collates fetched samples to an encoded batch."""
         collate_fn, auto = setup.collate_fn, setup.auto_collation
         collator = Collator(self._encoder) if collate_fn is torch_collate.default_collate else None
 
@@ -199,7 +196,7 @@ class TaskRunner:
     # --------------------------------------------------------------------------------------------- frames
 
     def control(self, kind: int, body: bytes) -> None:
-        """Everything but a task."""
+        """Handle a frame that is not a task."""
         if kind == wire.RING:
             number, slots, slot_bytes = wire.unpack_ring(body)
             self._ring = WorkerRing(self.channel.take_fd(), slots, slot_bytes)
@@ -214,26 +211,26 @@ class TaskRunner:
             self.stopped = True
 
     @property
-    def outgrown(self) -> bool:
-        """Whether this worker has grown beyond its bound, and should leave in place of the task that it was given now.
-        Not without one: when its epoch is over nobody takes what it hands over.
+    def over_memory_limit(self) -> bool:
+        """Whether this worker exceeds its memory limit and should leave instead of carrying out the task just received.
+        It leaves only on a task: after the epoch's end the main process would not take over its RNG state.
         """
-        if self._footprint is None or self._ended or not self._worked:
+        if self._private_memory is None or self._ended or not self._worked:
             return False
-        if self._footprint.growth() <= self._memory_limit:
+        if self._private_memory.growth() <= self._memory_limit:
             return False
-        # A stream that another worker could not read on is left to this one.
-        return self._setup.replays or (self._reader is not None and self._reader.can_go_on)
+        # If no other worker could continue its stream, this one must go on.
+        return self._setup.replays or (self._reader is not None and self._reader.can_resume)
 
     def retire(self) -> None:
-        """Say that this worker leaves. Call it with no task in hand, and take none afterwards."""
+        """Announce that this worker leaves. Call it with no task in progress, and take none afterwards."""
         seeded = self._setup.seeded is not None
-        self.channel_send(wire.pack(wire.RETIRING, b"" if seeded else save_generators()))
+        self.channel_send(wire.pack(wire.RETIRING, b"" if seeded else save_rng_state()))
 
-    def _watched(self) -> contextlib.AbstractContextManager[None]:
-        """Around a task: keeps what one that is suspected writes to standard error."""
+    def _stderr_capture(self) -> contextlib.AbstractContextManager[None]:
+        """Context around a task: captures standard error if the task is suspected of having killed a worker."""
         suspect, self._suspect = self._suspect, None
-        return contextlib.nullcontext() if suspect is None else kept_stderr(suspect)
+        return contextlib.nullcontext() if suspect is None else captured_stderr(suspect)
 
     def _reset(self, body: bytes) -> None:
         epoch, payload = wire.unpack_reset(body)
@@ -242,9 +239,9 @@ class TaskRunner:
         self.channel_send(wire.pack_reset(wire.RESET_DONE, epoch))
         reader = self._reader
         if reader is None:
-            return  # the set-up did not unpickle: that stays the answer to every task
+            return  # the set-up did not unpickle: that error answers every task
         if self._setup.iterable or is_stateful(reader.dataset):
-            self._worked = False  # before its first answer in this epoch nobody knows where its dataset stands
+            self._worked = False  # no cursor of its dataset is known before its first answer in this epoch
         self._start_error = None
         start = EpochStart(*pickle.loads(payload))
         try:
@@ -252,7 +249,7 @@ class TaskRunner:
             reader.begin(start)
         except Exception as error:
             self._start_error = pickle_error(error, self.worker_id)
-        self._started()
+        self._send_started()
 
     def task(self, body: bytes) -> None:
         """Carry out one task of a blocking dataset."""
@@ -267,17 +264,17 @@ class TaskRunner:
             if self._suspect is None:
                 encoded = reader.fetch(pickle.loads(index), bad)
             else:
-                with self._watched():
+                with self._stderr_capture():
                     encoded = reader.fetch(pickle.loads(index), bad)
             if bad:
-                self._tell_bad(epoch, seq, bad)
-            place = self._place(encoded, slot, self._ring if ring == self._ring_number else None, index)
-            self._answer(epoch, seq, place, encoded, reader.cursor(), perf_counter() - begin)
+                self._send_bad_samples(epoch, seq, bad)
+            written = self._write_batch(encoded, slot, self._ring if ring == self._ring_number else None, index)
+            self._answer(epoch, seq, written, encoded, reader.cursor(), perf_counter() - begin)
         except Exception as error:
             self._answer_error(epoch, seq, lambda: perf_counter() - begin, error, bad)
 
     async def task_async(self, body: bytes) -> None:
-        """Carry out one task of an asynchronous dataset; several run at a time."""
+        """Carry out one task of an asynchronous dataset; several run concurrently."""
         if self._ended:
             return
         self._worked = True
@@ -286,23 +283,23 @@ class TaskRunner:
         bad: list[BadSample] = []
         try:
             if self._context is not None:
-                await self._entered()
+                await self._enter_context()
             reader = self._reader_or_error()
-            with self._watched(), Unasked("the dataset's"):
+            with self._stderr_capture(), UnexpectedCancellation("the dataset's"):
                 encoded = await reader.fetch_async(pickle.loads(index), bad)
-            # A task that outlived its epoch (it would not be cancelled) may not touch its slot: it is another's now.
+            # A task that ignored its cancellation and outlived its epoch must not write: its slot has been given away.
             if epoch == self._epoch:
                 if bad:
-                    self._tell_bad(epoch, seq, bad)
-                place = self._place(encoded, slot, ring, index)
-                # Nothing was awaited since the fetch: no other task has read on.
-                self._answer(epoch, seq, place, encoded, reader.cursor(), self._cpu_time())
+                    self._send_bad_samples(epoch, seq, bad)
+                written = self._write_batch(encoded, slot, ring, index)
+                # Nothing was awaited since the fetch, so no other task has advanced the dataset meanwhile.
+                self._answer(epoch, seq, written, encoded, reader.cursor(), self._cpu_time())
         except Exception as error:
             if epoch == self._epoch and not self._ended:
                 self._answer_error(epoch, seq, self._cpu_time, error, bad)
 
     def _cpu_time(self) -> float:
-        """CPU seconds since the last call: what an asynchronous worker spent, beside waiting, since its last answer."""
+        """CPU seconds since the last call: the busy time of an asynchronous worker since its last answer."""
         now = process_time()
         spent, self._cpu_mark = now - self._cpu_mark, now
         return spent
@@ -310,14 +307,15 @@ class TaskRunner:
     def _reader_or_error(self) -> Reader:
         if self._start_error is not None:
             raise _StartError(self._start_error)
-        assert self._reader is not None  # else there is an error
+        assert self._reader is not None  # or there would be a start error
         return self._reader
 
     # -------------------------------------------------------------------------------------------- answers
 
-    def _place(self, encoded: Encoded, slot: int, ring: WorkerRing | None, index: bytes) -> tuple[int, list[int]]:
-        """Write the batch: to the slot, or to a segment of its own, whose descriptor comes back. Nothing is counted as
-        made before it is written.
+    def _write_batch(self, encoded: Encoded, slot: int, ring: WorkerRing | None, index: bytes) -> tuple[int, list[int]]:
+        """Write the batch to the slot, or to a one-off segment. Returns the slot and the segment's descriptor, if any.
+
+        The default collation stacks samples only here, so its errors are raised here, too.
         """
         if not encoded.nbytes:
             return wire.NO_SLOT, []
@@ -326,19 +324,19 @@ class TaskRunner:
                 encoded.write(ring.memory, ring.offset(slot, encoded.nbytes))
                 return slot, []
             return wire.ONEOFF, [_write_oneoff(encoded)]
-        except LoaderError:  # no memory
+        except LoaderError:  # out of memory
             raise
-        except Exception as error:  # the default collation stacks samples where they are written
+        except Exception as error:
             if not self._setup.iterable:
                 bare = bare_index(pickle.loads(index))
-                add_note(error, collation_place(bare, batched=self._setup.auto_collation))
+                add_note(error, describe_collation(bare, batched=self._setup.auto_collation))
             raise
 
     def _answer(
-        self, epoch: int, seq: int, place: tuple[int, list[int]], encoded: Encoded, cursor: bytes, busy: float
+        self, epoch: int, seq: int, written: tuple[int, list[int]], encoded: Encoded, cursor: bytes, busy: float
     ) -> None:
-        self._tell_counts()
-        slot, fds = place
+        self._send_counts()
+        slot, fds = written
         same = encoded.template == self._last_template
         result = wire.Result(epoch, seq, slot, encoded.nbytes, encoded.pickled, self._samples, busy, same, len(cursor))
         try:
@@ -348,24 +346,24 @@ class TaskRunner:
                 os.close(fd)
         self._last_template = encoded.template
 
-    def _tell_counts(self) -> None:
+    def _send_counts(self) -> None:
         if counts := COUNTERS.changes(self._counted):
             self.channel_send(wire.pack(wire.COUNTS, pickle.dumps(dict(counts), 5)))
 
-    def _tell_bad(self, epoch: int, seq: int, bad: list[BadSample]) -> None:
-        """Before the answer that the records belong to."""
+    def _send_bad_samples(self, epoch: int, seq: int, bad: list[BadSample]) -> None:
+        """Send the records of a task's bad samples. The task's answer must follow."""
         try:
             payload = pickle.dumps(bad, 5)
-        except Exception:  # an index that does not pickle came here without pickling, by fork: its text must do
+        except Exception:  # an index that cannot be pickled (inherited by fork): send its text
             payload = pickle.dumps([each._replace(index=repr(each.index)) for each in bad], 5)
         self.channel_send(wire.pack_answer(wire.BAD, epoch, seq, 0.0, payload))
 
     def _answer_error(
         self, epoch: int, seq: int, busy: Callable[[], float], error: Exception, bad: list[BadSample]
     ) -> None:
-        self._tell_counts()
+        self._send_counts()
         if bad:
-            self._tell_bad(epoch, seq, bad)
+            self._send_bad_samples(epoch, seq, bad)
         if isinstance(error, NoSamples):
             cursor = self._reader.cursor() if self._reader is not None else b""
             self.channel_send(wire.pack_answer(wire.NOTHING, epoch, seq, busy(), cursor))
@@ -379,18 +377,18 @@ class TaskRunner:
         self.channel_send(wire.pack_answer(wire.ERROR, epoch, seq, busy(), payload))
 
     def _setup_iterable(self) -> bool:
-        setup = getattr(self, "_setup", None)  # missing when the set-up itself did not unpickle
+        setup = getattr(self, "_setup", None)  # missing if the set-up did not unpickle
         return setup is not None and setup.iterable
 
     def channel_send(self, frame: bytes, fds: list[int] | None = None) -> None:
-        """Send, waiting for room in the socket if need be."""
+        """Send a frame; waits while the socket is full."""
         if not self.channel.send(frame, fds or ()):
             while not self.channel.flush():
                 select.select([], [self.channel.sock], [])
 
 
 class _StartError(Exception):
-    """Carries an error of start-up, pickled already, to the place where errors are answered."""
+    """Carries a pickled start-up error to `_answer_error`."""
 
     def __init__(self, payload: bytes) -> None:
         super().__init__(payload)
@@ -398,8 +396,8 @@ class _StartError(Exception):
 
 
 def _write_oneoff(encoded: Encoded) -> int:
-    if encoded.nbytes >= _ASKED_FOR:
-        # Before the kernel is, which would rather kill somebody than say no.
+    if encoded.nbytes >= _CHECKED_BYTES:
+        # Check first: the kernel would overcommit, and then kill a process instead of refusing.
         segment.check_room(encoded.nbytes, "one batch")
     fd = segment.create(encoded.nbytes)
     try:
@@ -412,26 +410,26 @@ def _write_oneoff(encoded: Encoded) -> int:
 
 
 def pickle_error(error: Exception, worker_id: int) -> bytes:
-    """The error as the main process will raise it: ours as they are, others as torch wraps them."""
+    """Pickle an error as the main process raises it: a `LoaderError` as it is, others in torch's wrapper."""
     where = f"in DataLoader worker process {worker_id}"
     notes = [] if isinstance(error, LoaderError) else take_notes(error)
     wrapper: Any = ExceptionWrapper(exc_info=(type(error), error, error.__traceback__), where=where)
     if isinstance(error, LoaderError):
         error.add_note(f"Raised {where}.\nOriginal {wrapper.exc_msg}")
         return pickle.dumps(error.with_traceback(None))
-    # Not in torch's text, whose last line is the exception's own: `raise_worker_error` adds them again.
+    # Kept apart from torch's text, whose last line must be the exception's own; `raise_worker_error` adds them.
     wrapper.notes = [f"{note}, in worker {worker_id} (pid {os.getpid()})" for note in notes]
     try:
         data = pickle.dumps(wrapper)
         pickle.loads(data)
-    except Exception:  # the type is local to a function, or does not unpickle: keep its name and text
-        wrapper.exc_type = _LostType(type(error).__name__)
+    except Exception:  # a local type, or one that does not unpickle: keep its name and text
+        wrapper.exc_type = _UnpicklableType(type(error).__name__)
         data = pickle.dumps(wrapper)
     return data
 
 
-class _LostType:
-    """Stands for an exception type that cannot travel. It makes no exceptions; torch then makes a RuntimeError."""
+class _UnpicklableType:
+    """Stands for an exception type that cannot be pickled. Calling it raises, so torch makes a RuntimeError instead."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -440,13 +438,13 @@ class _LostType:
         raise TypeError(f"{self.__name__} could not be pickled")
 
 
-def save_generators() -> bytes:
-    """The states of `random`'s, numpy's and torch's process-global generators, pickled."""
+def save_rng_state() -> bytes:
+    """Return the pickled states of the process-global generators of `random`, numpy and torch."""
     return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy().tobytes()), 5)
 
 
-def restore_generators(saved: bytes) -> None:
-    """Set the process-global generators to states that `save_generators` gave in another worker of ours."""
+def restore_rng_state(saved: bytes) -> None:
+    """Set the process-global generators to states that `save_rng_state` returned in another worker."""
     ours, numpys, torchs = pickle.loads(saved)
     random.setstate(ours)
     np.random.set_state(numpys)

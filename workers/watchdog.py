@@ -1,15 +1,15 @@
-"""Tells of workers that take too long over one task.
+"""Detects workers that take too long over one task.
 
-Data path: beside the pool, in the loop's thread; only where a `worker_timeout` is set.
+Data path: beside the pool, in the loop's thread; only with a `worker_timeout`.
 
-One timer for all workers. It is set for the first deadline that there could be, and looks when it fires whether that
-still stands: answers do not touch it. While nobody has a task there is none.
+There is one timer for all workers. It is set for the earliest possible deadline; when it fires, the deadlines are
+computed again, so answers need not touch the timer. While no worker has a task there is no timer.
 
-A worker is not blamed for our own delay: what it has sent and nobody has read is read first; and if the loop itself was
-held up (by a long call in its thread, or because the whole job was suspended), everybody's time begins anew. Nor for
-that of others: while it waits for an assignment of shards, which depends on other workers and on the consumer, no time
-counts. That hides no worker that hangs: it asks in the task that it is at, and the others are past that task sooner or
-later, or are late themselves.
+A worker is not blamed for delays of the main process: frames that it has sent but that were not read yet are read
+first; and if the loop itself was held up (by a long call in its thread, or because the whole job was suspended), every
+worker's time starts again. Nor is it blamed for other workers or a slow consumer: while it waits for an assignment that
+depends on them, its time does not count. A worker that hangs is still found: it can only wait within a task, and the
+others either get past that task sooner or later, or time out themselves.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-__all__ = ["START_SECONDS", "Watch"]
+__all__ = ["START_SECONDS", "TaskWatchdog"]
 
-_RESOLUTION = 0.001  # seconds by which a timer of uvloop may fire too early
-_HELD_UP = 1.0  # seconds that the loop's timer may be late before that says something about the loop
+_RESOLUTION = 0.001  # seconds by which a uvloop timer may fire early
+_HELD_UP = 1.0  # seconds of delay of the timer from which on the loop counts as held up
 
 START_SECONDS = 60.0
-"""Seconds that a worker's start-up has at least: importing torch, unpickling the dataset, reading a stream again."""
+"""Minimal time limit for a start-up: importing torch, unpickling the dataset, reading a stream again."""
 
 
-class Watch:
-    """Deadlines of a pool's workers.
+class TaskWatchdog:
+    """Tracks the deadlines of a pool's workers.
 
     Args:
-        loop: the loop whose thread calls everything here.
-        seconds: for one task.
-        workers: their number.
-        concurrent: a worker is at all of its tasks at a time; else at the first that it has not answered.
-        catch_up: called with a worker's number before it is judged: reads what it has sent.
-        late: called with a worker's number and the seconds that it took so far; the worker has no tasks afterwards.
+        loop: the event loop; everything here is called in its thread.
+        seconds: time limit per task.
+        workers: number of workers.
+        concurrent: a worker carries out all of its tasks at a time; else only the oldest unanswered one.
+        catch_up: called with a worker's id before its deadline is checked: reads what it has sent.
+        on_timeout: called with a worker's id and the seconds that its task took so far. Its tasks are forgotten.
     """
 
     def __init__(
@@ -46,36 +46,35 @@ class Watch:
         *,
         concurrent: bool,
         catch_up: Callable[[int], None],
-        late: Callable[[int, float], None],
+        on_timeout: Callable[[int, float], None],
     ) -> None:
         self._loop = loop
         self._seconds = seconds
         self._concurrent = concurrent
         self._catch_up = catch_up
-        self._late = late
-        self._tasks: list[dict[int, float]] = [{} for _ in range(workers)]  # task -> when it was given
-        self._since = [loop.time()] * workers  # the last start, or answer
+        self._on_timeout = on_timeout
+        self._tasks: list[dict[int, float]] = [{} for _ in range(workers)]  # task -> time of its assignment
+        self._since = [loop.time()] * workers  # time of the last start or answer
         self._starting = [True] * workers
-        self._waiting = [False] * workers  # for a lease
+        self._waiting = [False] * workers  # for an assignment from the main process
         self._timer: asyncio.Handle | None = None
-        self._due = (
-            0.0  # when it fires: uvloop gives a handle that does not tell if that is less than a millisecond away
-        )
+        # When the timer fires. Kept here because a uvloop handle does not tell a time less than a millisecond away.
+        self._due = 0.0
 
     def starts(self, worker: int) -> None:
-        """A new process starts, or an epoch: the user's start-up code runs now."""
+        """A new process or a new epoch starts: the user's start-up code runs now."""
         self._since[worker] = self._loop.time()
         self._starting[worker] = True
         self._waiting[worker] = False
 
     def cleared(self, worker: int) -> None:
-        """The worker is past one more task of the epoch before, or past all of them: its start-up code begins only
-        then.
+        """The worker is done with a task of an earlier epoch, or with all of them. Its start-up code begins only after
+        them, so its time starts again.
         """
         self._since[worker] = self._loop.time()
 
     def started(self, worker: int) -> None:
-        """That code has run."""
+        """The user's start-up code is over."""
         self._since[worker] = self._loop.time()
         self._starting[worker] = False
         self._arm()
@@ -102,11 +101,11 @@ class Watch:
             self._since[worker] = self._loop.time()
 
     def forget(self, worker: int) -> None:
-        """The worker is gone, or its tasks are void."""
+        """The worker is gone, or its tasks are void: drop its deadlines."""
         self._tasks[worker].clear()
 
     def close(self) -> None:
-        """No deadlines any more."""
+        """Drop all deadlines."""
         for tasks in self._tasks:
             tasks.clear()
         if self._timer is not None:
@@ -122,8 +121,8 @@ class Watch:
         return max(next(iter(tasks.values())), self._since[worker]) + self._seconds
 
     def _arm_by(self, now: float) -> None:
-        """See to it that the timer is there for a worker's deadline that is counted from now."""
-        if self._timer is None or self._due > now + self._seconds:  # it waits for another's start-up
+        """Make sure that the timer fires early enough for a deadline that counts from now."""
+        if self._timer is None or self._due > now + self._seconds:  # it is set for another worker's start-up
             self._arm()
 
     def _arm(self) -> None:
@@ -133,9 +132,9 @@ class Watch:
         self._timer = None
         if deadlines:
             self._due = min(deadlines)
-            self._timer = self._loop.call_at(self._due, self._look)
+            self._timer = self._loop.call_at(self._due, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now = self._loop.time()
         reached = now + _RESOLUTION
         self._timer = None
@@ -151,5 +150,5 @@ class Watch:
             if due is not None and due <= reached:
                 taken = now - max(next(iter(self._tasks[worker].values())), self._since[worker])
                 self.forget(worker)
-                self._late(worker, taken)
+                self._on_timeout(worker, taken)
         self._arm()

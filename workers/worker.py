@@ -1,21 +1,19 @@
-"""What a worker process does: receive tasks, fetch, collate into the slot, answer.
+"""The main function of a worker process: receives frames and has a `TaskRunner` carry out the tasks.
 
 Data path: scheduler -> channel -> [worker: fetch -> collate -> ring slot] -> channel -> reorder.
 
-Two shells around one `TaskRunner`: a blocking loop for plain datasets (an event loop would add its turn to every batch
-and could overlap nothing), and an event loop for asynchronous ones, where the tasks in hand are fetched concurrently.
+There are two main loops. Plain datasets have a blocking loop: an event loop would add overhead to every batch and could
+overlap nothing. Asynchronous datasets have an event loop, where several tasks are fetched concurrently.
 
-A worker holds no lock and shares no state with anybody: it reads tasks from its socket, writes to the slot that a task
-names, and answers. It can be killed at any instruction without harm to others.
+A worker holds no lock and shares no state with other processes: it reads tasks from its socket, writes to the slot that
+a task names, and answers. So it can be killed at any instruction without harm to others.
 
-It ends when it is told to (STOP), when its socket ends, or when its parent dies, in whatever state it is: the kernel
-kills it (`lifeline.py`); where it cannot be asked to, a thread waits for the parent's pidfd. End of the socket alone
-would not do: a sibling forked between two `socketpair` calls, or a process that the user's dataset forked, may hold the
-other end open.
+A worker ends on a STOP frame, at the end of its socket, or when its parent dies. The end of the socket alone would not
+do: a sibling forked between two `socketpair` calls, or a process that the user's dataset forked, may hold the other end
+open. So the kernel kills the worker when its parent dies (`lifeline.py`); where that is not possible, a thread waits
+for the parent's pidfd.
 
-How a worker process keeps its garbage collector and its allocator from doing the same work over and over.
-
-Data path: worker start-up, before the first task. A worker is ours alone: nobody else's process is touched.
+`tune` sets the garbage collector and the allocator of the worker process before its first task.
 """
 
 from __future__ import annotations
@@ -51,10 +49,10 @@ def worker_main(worker_id: int, links: Links, setup: WorkerSetup | Payload) -> N
 
     Args:
         worker_id: 0 to ``num_workers - 1``.
-        links: the descriptors that it shares with the main process.
+        links: the descriptors shared with the main process.
         setup: the common set-up, pickled unless the process was forked.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's business; it will stop us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C and stops its workers
     lifeline.hold(links.lifeline.fd)
     _end_with_parent(links.parent)
     stacks.install(links.stacks.fd)
@@ -67,7 +65,7 @@ def worker_main(worker_id: int, links: Links, setup: WorkerSetup | Payload) -> N
         else:
             _serve_blocking(runner)
     except ConnectionError:
-        pass  # the main process closed its end: nobody waits for an answer
+        pass  # the main process closed its end
     finally:
         channel.close()
 
@@ -99,14 +97,14 @@ def _wait_for_parent_kqueue() -> None:  # pragma: no cover - macOS
         queue.control([event], 1, None)
 
 
-# ------------------------------------------------------------------------------------------------- the two shells
+# ---------------------------------------------------------------------------------------------- the main loops
 
 
 def _serve_blocking(runner: TaskRunner) -> None:
     channel = runner.channel
     inbox: deque[tuple[int, bytes]] = deque()
     while not runner.stopped:
-        # Look into the socket before each task: STOP overtakes the tasks before it.
+        # Read the socket before each task: a STOP takes effect before the tasks that are queued.
         _receive(channel, inbox, wait=not inbox)
         if channel.ended and not inbox:
             return
@@ -116,7 +114,7 @@ def _serve_blocking(runner: TaskRunner) -> None:
         if kind != wire.TASK:
             runner.control(kind, body)
             continue
-        if runner.outgrown:
+        if runner.over_memory_limit:
             runner.retire()
             return
         runner.task(body)
@@ -125,15 +123,15 @@ def _serve_blocking(runner: TaskRunner) -> None:
 def _receive(channel: Channel, inbox: deque[tuple[int, bytes]], *, wait: bool) -> None:
     for kind, body in channel.receive(wait=wait):
         if kind == wire.STOP:
-            inbox.clear()  # nobody will look at what comes of them
-        # RESET does not overtake: torch's workers carry out the tasks of an abandoned epoch, too, and the random
-        # numbers that these take are not there for the next one.
+            inbox.clear()  # their answers are not wanted
+        # A RESET waits for the tasks queued before it: torch's workers also finish the tasks of an abandoned epoch, and
+        # the random numbers drawn there change those of the next epoch.
         inbox.append((kind, body))
 
 
 def _serve_async(runner: TaskRunner) -> None:
     with asyncio.Runner(loop_factory=_loop_factory()) as loop_runner:
-        loop_runner.run(_run_shell(runner))
+        loop_runner.run(_run_task_loop(runner))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -146,8 +144,8 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-class _AsyncShell:
-    """The event loop's side of an asynchronous worker: one asyncio task for each task in hand."""
+class _AsyncTaskLoop:
+    """The main loop of an asynchronous worker: one asyncio task per task in progress."""
 
     def __init__(self, runner: TaskRunner) -> None:
         self._runner = runner
@@ -183,8 +181,8 @@ class _AsyncShell:
 
     def _take(self, kind: int, body: bytes) -> None:
         if self._retiring and kind not in (wire.ASSIGNMENT, wire.RESET, wire.STOP):
-            return  # for the one that comes in its place
-        if kind == wire.TASK and self._runner.outgrown:
+            return  # the replacement gets this task
+        if kind == wire.TASK and self._runner.over_memory_limit:
             self._retiring = True
             self._retire()
         elif kind == wire.TASK:
@@ -207,7 +205,7 @@ class _AsyncShell:
             self._retire()
 
     def _retire(self) -> None:
-        """Leave when the tasks in hand are answered. They may have to wait for shard assignments. No more are taken."""
+        """Leave once all tasks in progress are answered."""
         if not self._tasks and not self._done.done():
             self._runner.retire()
             self._end(None)
@@ -221,40 +219,40 @@ class _AsyncShell:
             self._done.set_exception(error)
 
 
-async def _run_shell(runner: TaskRunner) -> None:
-    await _AsyncShell(runner).run()
+async def _run_task_loop(runner: TaskRunner) -> None:
+    await _AsyncTaskLoop(runner).run()
 
 
-_PYTHONS_THRESHOLDS = (700, 2000)
-"""New objects after which the youngest are collected where nobody has said otherwise: up to Python 3.12, and since."""
+_DEFAULT_THRESHOLDS = (700, 2000)
+"""Default thresholds of the youngest generation, until Python 3.12 and since."""
 
-_IN_FLIGHT = 50_000
-"""The same where hundreds of samples are in hand. Not more: it bounds what garbage in cycles holds on to."""
+_CONCURRENT_THRESHOLD = 50_000
+"""The threshold with hundreds of samples in flight; it also bounds the memory held by cyclic garbage."""
 
-# Of <malloc.h>: which setting, and its value.
+# Parameters of mallopt, from <malloc.h>, and their values.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _SETTINGS = ((_TRIM_THRESHOLD, 256 << 20), (_TOP_PAD, 16 << 20), (_MMAP_THRESHOLD, 64 << 20))
 
 
 def tune(*, concurrent: bool) -> None:
-    """Set this worker up.
+    """Set the garbage collector and the allocator of this worker process. The user's own settings are kept.
 
-    What was there before the first task (torch's modules, the dataset) is not looked at by the collector again; a
-    forked worker's pages stay shared, besides.
+    Objects that exist before the first task (torch's modules, the dataset) are frozen: the collector does not visit
+    them again, and in a forked worker their pages stay shared.
 
-    Samples in flight outlive collections of the youngest objects, for nothing: a few hundred are some ten thousand
-    objects, so the collector looks when there are several times as many. And the buffers of their bodies come and go by
-    the megabyte: glibc would give pages back and fault them in again for each wave. (Together a third of the CPU that a
-    remote read costs. A worker's heap stays at its peak; the main process is left alone.) What the user has set stands.
+    A few hundred samples in flight are some ten thousand objects, which survive every collection of the youngest
+    generation; so the collector runs only after several times as many allocations. Their buffers are allocated and
+    freed by the megabyte, and glibc would return the pages and fault them in again each time; so the heap keeps its
+    peak size. Together this saves a third of the CPU time of a remote read.
 
     Args:
-        concurrent: hundreds of samples are in hand at a time.
+        concurrent: hundreds of samples are in flight at a time.
     """
     gc.freeze()
     if not concurrent:
         return
-    if gc.get_threshold()[0] in _PYTHONS_THRESHOLDS:
-        gc.set_threshold(_IN_FLIGHT, 20, 50)
+    if gc.get_threshold()[0] in _DEFAULT_THRESHOLDS:
+        gc.set_threshold(_CONCURRENT_THRESHOLD, 20, 50)
     if sys.platform.startswith("linux") and not any(
         name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ
     ):

@@ -41,9 +41,9 @@ from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress
 from asyncloader.statistics import BadSampleLog, Statistics
 from asyncloader.workers.fetch.assignment_client import assigns_shards
-from asyncloader.workers.fetch.context import DatasetContext, Unasked
+from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation
 from asyncloader.workers.fetch.reader import Reader
-from asyncloader.workers.fetch.sample_errors import BadSample, NoSamples, places_lost
+from asyncloader.workers.fetch.sample_errors import BadSample, NoSamples, dropped_count
 from asyncloader.workers.memory.recycle import recycling_collate
 
 __all__ = [
@@ -102,7 +102,7 @@ def count_samples(spec: LoaderSpec[Any], index: Any, bad: Sequence[BadSample]) -
     if spec._asyncloader_options.seed is not None and not is_iterable(spec):
         index = index[1]  # seeded mode: (position, index)
     count = len(index) if spec._auto_collation and hasattr(index, "__len__") else 1
-    return count - places_lost(bad) if bad else count
+    return count - dropped_count(bad) if bad else count
 
 
 def batch_nbytes(batch: Any) -> int:
@@ -261,7 +261,7 @@ class AsyncInlineIterator:
     async def _agreed_next(self) -> tuple[Any, int, bytes]:
         index = None
         try:
-            with Unasked("the dataset's or sampler's"):
+            with UnexpectedCancellation("the dataset's or sampler's"):
                 if self._prefetcher is not None:
                     index, batch = await self._prefetcher.take(self._bad)
                 else:

@@ -48,7 +48,7 @@ from asyncloader.events import (
 )
 from asyncloader.remote.assignment import Reply, ShardAssigner
 from asyncloader.workers import stacks
-from asyncloader.workers.fetch.context import Unasked
+from asyncloader.workers.fetch.context import UnexpectedCancellation
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.listener import Answer, Listener
 from asyncloader.workers.pool import WorkerPool
@@ -213,7 +213,7 @@ class Pipeline(Listener):
         self._handle(Completed(worker, seq, WorkerFailure(error, busy, bad)))
         self._made_batch(worker)
 
-    def on_nothing(self, worker: int, seq: int, busy: float, cursor: bytes, bad: bytes) -> None:
+    def on_empty_batch(self, worker: int, seq: int, busy: float, cursor: bytes, bad: bytes) -> None:
         """See `Listener`."""
         if self._resume_points is not None:
             self._resume_points.answered(worker, cursor)
@@ -263,15 +263,15 @@ class Pipeline(Listener):
     def _replace(self, worker: int) -> None:
         start = self._starts[worker] if self._resume_points is None else self._resume_points.start(worker)
         handed = self._handovers.pop(worker, None)
-        retired, handover, warning = handed is not None, handed or b"", ""
-        if not self._exact and not handover:
+        retired, rng_state, warning = handed is not None, handed or b"", ""
+        if not self._exact and not rng_state:
             warning = (
                 f"DataLoader worker {worker} died and was replaced. Its random numbers begin anew: the states of its "
                 "generators were lost with it, so random augmentations differ from those of an undisturbed run. With "
                 "seed= they do not."
             )
         self.notices.append(Notice(retired, warning))
-        self._respawner.request(Request(worker, start, handover, self._pool.epoch))
+        self._respawner.request(Request(worker, start, rng_state, self._pool.epoch))
 
     def _on_made(self, made: WorkerProcess | Exception) -> None:
         """Take a replacement, or the reason why there is none."""
@@ -338,7 +338,7 @@ class Pipeline(Listener):
         """Read the async source ahead, as far as credits allow."""
         assert self._allow is not None
         try:
-            with Unasked("the sampler's"):
+            with UnexpectedCancellation("the sampler's"):
                 await self._allow.wait()
                 indices = aiter(source)
                 try:

@@ -32,20 +32,20 @@ class Request(NamedTuple):
     Attributes:
         worker: the worker's number.
         start: where the replacement begins.
-        handover: the RNG state of its predecessor, if that could send it; else empty.
+        rng_state: the RNG state of its predecessor, if that could send it; else empty.
         attachment: the pool's number of this epoch.
     """
 
     worker: int
     start: EpochStart
-    handover: bytes
+    rng_state: bytes
     attachment: int
 
     def setup(self, common: WorkerSetup) -> WorkerSetup:
         """The replacement's setup, from that of the pool."""
         starts = list(common.starts)
         starts[self.worker] = self.start
-        return common._replace(starts=starts, attachment=self.attachment, handover=self.handover)
+        return common._replace(starts=starts, attachment=self.attachment, rng_state=self.rng_state)
 
 
 class WorkerRespawner:

@@ -42,7 +42,7 @@ from asyncloader.samplers.distributed import even_ranks, without_batch
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress
 from asyncloader.statistics import BadSampleLog, Statistics
-from asyncloader.workers.fetch.context import DatasetContext, Unasked
+from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import BadSample, NoSamples
 from asyncloader.workers.pool import install_exit_hook
@@ -197,7 +197,7 @@ class SyncInlineIterator(CountedNext):
             raise StopIteration from None
 
     async def _fetch(self, bad: list[BadSample]) -> tuple[Any, Any]:
-        with Unasked("the dataset's or sampler's"):
+        with UnexpectedCancellation("the dataset's or sampler's"):
             index = await self._next_index_async()
             if self._reader.asynchronous:
                 await self._context.open()
@@ -231,7 +231,7 @@ class SyncInlineIterator(CountedNext):
                 prefetcher.start(index)
         while self.order is None and prefetcher.room > 0:
             prefetcher.start_next(self._next_index_async)
-        with Unasked("the dataset's or sampler's"):
+        with UnexpectedCancellation("the dataset's or sampler's"):
             return await prefetcher.take(bad)
 
     def _next_index_plain(self) -> Any:

@@ -108,7 +108,7 @@ def _dataset_at_rest(spec: LoaderSpec[Any], *, itself: bool) -> Cursor | None:
         # the real one will be called later.
         with contextlib.suppress(Exception):
             bookmark = Bookmark(copied := copy.copy(dataset), 1)
-            bookmark.iterates(iter(copied), None)
+            bookmark.restore_iterator(iter(copied), None)
             found = _taken(bookmark)
         return found if found is not None and found.itself else None
     return found._replace(itself="before") if found is not None and itself else found

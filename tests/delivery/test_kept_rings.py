@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 from asyncloader import DataLoader
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.memory.layout import PAGE
-from asyncloader.workers.memory.ring_manager import RingKeeper
+from asyncloader.workers.memory.ring_manager import RingManager
 from tests.delivery.fake import FakeMachine, installed
 from tests.delivery.test_loading_lifetime import some, unlocked
 from tests.integration.comparing import assert_same
@@ -153,7 +153,7 @@ def _is_right_in_child(machine: FakeMachine, loader: Any, expected: list[Any]) -
         return False
 
 
-# ------------------------------------------------------------------------------------------------- one keeper
+# ------------------------------------------------------------------------------------------------- one manager
 
 
 @pytest.mark.parametrize("delivered", [False, True])
@@ -161,15 +161,15 @@ def test_a_slot_that_somebody_still_has(delivered: bool) -> None:
     """An answer that was neither delivered nor discarded when the epoch ended: two would be at its ring. What only was
     asked for is no reason.
     """
-    keeper = RingKeeper(credits=3, ring_bytes=12 * PAGE)
-    ring = keeper.replacement()
+    manager = RingManager(credits=3, ring_bytes=12 * PAGE)
+    ring = manager.replacement()
     assert ring is not None
     ring.lock_pages(lambda *_: lambda: None)
-    _, slot = keeper.assign(0, 1)
-    keeper.assign(0, 2)
-    assert keeper.answered(0, 1, slot, 10) is ring
-    heir = keeper.hand_on()
-    assert keeper.ring is None
+    _, slot = manager.assign(0, 1)
+    manager.assign(0, 2)
+    assert manager.answered(0, 1, slot, 10) is ring
+    heir = manager.successor()
+    assert manager.ring is None
     if delivered:
         ring.give_back(slot)
     inherited = heir.replacement()
@@ -182,12 +182,12 @@ def test_a_slot_that_somebody_still_has(delivered: bool) -> None:
 
 def test_only_what_is_locked_is_handed_on() -> None:
     """Of others, what was learned: the next ring is as large as the batches need."""
-    keeper = RingKeeper(credits=3, ring_bytes=None)
-    small = keeper.replacement()
+    manager = RingManager(credits=3, ring_bytes=None)
+    small = manager.replacement()
     assert small is not None
-    keeper.assign(0, 0)
-    keeper.answered(0, 0, wire.ONEOFF, 1 << 20)
-    first = keeper.hand_on().replacement()
+    manager.assign(0, 0)
+    manager.answered(0, 0, wire.ONEOFF, 1 << 20)
+    first = manager.successor().replacement()
     assert first is not None
     assert first is not small
     assert first.slot_bytes >= 1 << 20

@@ -169,7 +169,7 @@ def test_an_error_at_entering_is_one_of_start_up(kind: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_an_error_at_entering_without_workers(kind: str, tmp_path: Path) -> None:
-    """It is raised in the place of the batches that waited for it; entering is tried again by later ones."""
+    """The error is raised instead of the batches that waited for it; later batches try to enter again."""
     got = outcomes(kind, Refuses(tmp_path, 300), batch_size=4, concurrency=4)
     kinds = [each[0] if isinstance(each, tuple) else None for each in got]
     assert kinds[0] is ConnectionError

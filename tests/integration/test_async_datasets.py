@@ -33,7 +33,7 @@ def test_async_getitem(kind: str, workers: int, options: dict[str, Any]) -> None
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", WORKERS)
 def test_async_getitems(kind: str, workers: int) -> None:
-    """`async def __getitems__` is awaited with the whole batch."""
+    """`async def __getitems__` is awaited with all indices of the batch."""
     got = collect(kind, AsyncWholeBatches(10), num_workers=workers, batch_size=4)
     assert_same(got, collect("torch", Numbers(10), batch_size=4))
 

@@ -85,7 +85,7 @@ async def test_batches_are_a_blocking_stacks(name: str, workers: int) -> None:
 
 
 def test_a_part_that_gives_too_few() -> None:
-    """torch's error, in torch's words."""
+    """torch's error, with torch's text."""
     with (
         DataLoader(StackDataset(Short(0)), batch_size=4) as loader,
         pytest.raises(ValueError, match=r"output size mismatch\. Expected 4, got 1"),

@@ -230,7 +230,7 @@ def picky(sample: int) -> int:
 @pytest.mark.parametrize("threads", [0, 2])
 @pytest.mark.parametrize("name", MAPS)
 def test_an_error_is_the_samples(kind: str, workers: int, threads: int, name: str) -> None:
-    """It fails its batch, in its place, with a note of the sample."""
+    """The error is raised instead of its batch, with a note of the sample."""
     dataset, more = MAPS[name]
     options: dict[str, Any] = {**more, "batch_size": 4, "num_workers": workers}
     options |= {"decode": picky, "decode_threads": threads}

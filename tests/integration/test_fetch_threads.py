@@ -219,7 +219,7 @@ class OnlyWhole(Dataset[Any]):
 
 
 class Whole(Dataset[Any]):
-    """Fetched in whole batches."""
+    """A dataset whose batches are fetched by `__getitems__`."""
 
     def __getitems__(self, indices: Any) -> list[int]:
         return list(indices)

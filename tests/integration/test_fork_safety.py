@@ -35,7 +35,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("how", PROGRAMS)
 def test_programs(kind: str, how: str) -> None:
-    """`subprocess.run` in the loop, however it forks: the program ends, has nothing of ours, and the epoch is whole."""
+    """However `subprocess.run` forks in the loop, the program inherits nothing, and the epoch is complete."""
 
     def run(_: Here) -> None:
         done = subprocess.run(
@@ -68,7 +68,7 @@ def test_programs_and_other_start_methods(method: str) -> None:
 
 
 def test_a_child_that_fails_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With pidfds and without: `Child.wait` is over when the child is, and fails with its words if it failed."""
+    """With pidfds and without: `Child.wait` returns when the child ends, and raises with its output if it failed."""
 
     def fails() -> None:
         raise ValueError("the child's words")
@@ -82,7 +82,7 @@ def test_a_child_that_fails_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_child_at_every_step(kind: str) -> None:
-    """A child that ends at once, after every batch, while some batches are held: the epoch is whole."""
+    """A child that ends at once, after every batch, while some batches are held: the epoch is complete."""
     held: list[Any] = []
 
     def body(here: Here) -> None:
@@ -195,7 +195,7 @@ def test_a_child_that_goes_on_with_the_parents_iterator(kind: str) -> None:
 @pytest.mark.parametrize("own", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_child_with_a_loader_of_its_own(kind: str, own: str, workers: int) -> None:
-    """A new loader, of either kind, with workers and without, lives a whole life in the child."""
+    """A new loader, of either kind, with workers and without, works from start to end in the child."""
 
     def child() -> None:
         assert epoch(own, lambda _: None, n=10, num_workers=workers, timeout=PATIENCE_S if workers else 0) == expected(

@@ -218,7 +218,7 @@ EXITS = {
 
 @pytest.mark.parametrize("name", EXITS)
 def test_a_child_that_exits_with_its_hooks(name: str, tmp_path: Path) -> None:
-    """The child runs its exit hooks and ends with its own code; the parent's epoch is whole; nobody says a word."""
+    """The child runs its exit hooks and ends with its own code; the parent's epoch is complete; there is no output."""
     with start_script(tmp_path, HEAD + EXITS[name]) as running:
         out, err = running.finish()
     assert (out, err, running.process.returncode) == ("hook 3 True\n", "", 0)

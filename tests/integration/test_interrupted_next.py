@@ -194,7 +194,7 @@ def test_ctrl_c_at_every_place(case: str) -> None:
                 (got if rest is batches else expected).append(_next(rest, deque(maxlen=1)))
         assert got == expected
         held.clear()
-        (ring,) = (keeper.ring for keeper in batches._pool.rings)
+        (ring,) = (manager.ring for manager in batches._pool.rings)
         assert ring.idle
 
 
@@ -217,5 +217,5 @@ def test_an_epoch_left_after_ctrl_c_at_every_place(case: str) -> None:
         batches = iter(loader)
         assert [int(batch[0, -1]) for batch in batches] == list(range(BATCHES))
         held.clear()
-        (ring,) = (keeper.ring for keeper in batches._pool.rings)
+        (ring,) = (manager.ring for manager in batches._pool.rings)
         assert ring.idle

@@ -1,4 +1,4 @@
-"""A start of workers that is cut short, or overtaken by a fork: what was begun is undone, the next start is whole."""
+"""A start of workers that is interrupted, or overtaken by a fork: it is undone, and the next start works."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tests.integration.running import BOTH, PATIENCE_S
 
 
 def check(found: tuple[list[torch.Tensor], Exception], most: int) -> None:
-    """At most so many batches, all of them right, then an error in words."""
+    """At most so many batches, all of them correct, then an error with a text."""
     batches, error = found
     assert len(batches) <= most
     for number, batch in enumerate(batches[:5]):
@@ -25,7 +25,7 @@ def check(found: tuple[list[torch.Tensor], Exception], most: int) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("how", [how for how in LIES if how != "the template of before"])
 def test_a_lie_is_an_error_for_the_consumer(kind: str, how: str) -> None:
-    """Batches before it are right; then comes an error in its place or before it, and nothing is left behind."""
+    """Batches before it are correct; then an error is raised, and no resource is left behind."""
     check(until_error(kind, Liar(how), num_workers=1), 6 if how == "the same answer twice" else 5)
 
 

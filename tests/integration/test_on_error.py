@@ -159,7 +159,7 @@ def test_function_gives_substitutes(kind: str, workers: int) -> None:
 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_function_may_raise(workers: int) -> None:
-    """What it raises is raised to the user in the batch's place; the next batches still come."""
+    """What `on_error` raises is raised instead of the batch; the next batches are delivered."""
     loader = iter(DataLoader[Any](Rotten(8, {2}), batch_size=4, num_workers=workers, on_error=refuses))
     with pytest.raises(LookupError, match="nothing for 2"):
         next(loader)
@@ -257,7 +257,7 @@ def test_error_names_sample_and_worker() -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", WORKERS)
 def test_rank_without_a_batch_does_not_hang_the_others(kind: str, workers: int) -> None:
-    """Of several ranks none may have fewer batches: one that lost all samples of a batch hears of it at once."""
+    """Of several ranks none may have fewer batches: one that dropped all samples of a batch raises an error at once."""
     options: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "seed": 1, "rank": 0, "world_size": 2}
     with pytest.raises(RanksDisagree, match="the other 1 ranks have theirs"):
         run(kind, Rotten(16, {8, 9}), on_error="skip", **options)

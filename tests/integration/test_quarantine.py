@@ -53,7 +53,7 @@ def test_error_has_the_facts(workers: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_suspect_that_survives_says_what_it_said(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Words that a suspected task wrote come out where they always do."""
+    """The captured output of a suspected task still reaches standard error."""
     got, _, _ = run(kind, Faulty(6, Talkative(tmp_path, {3: "SIGKILL"})), num_workers=1, seed=1)
     assert indices(got) == [[i] for i in range(6)]
     assert "a word about 3" in capfd.readouterr().err
@@ -80,7 +80,7 @@ def test_innocent_companions_of_an_async_task(kind: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_skip_leaves_out_the_batch(kind: str, tmp_path: Path) -> None:
-    """With ``on_error="skip"`` the whole batch is left out, and each of its indices is on record with the reason."""
+    """With ``on_error="skip"`` all samples of the batch are dropped, and each index is recorded with the reason."""
     dataset = Faulty(20, poison(tmp_path, {5: "SIGSEGV", 14: "exit"}))
     got, errors, stats = run(kind, dataset, batch_size=2, num_workers=2, seed=1, on_error="skip", max_worker_restarts=6)
     assert indices(got) == [[i, i + 1] for i in range(0, 20, 2) if i not in (4, 14)]
@@ -112,7 +112,7 @@ def test_last_restart_spent_on_a_poisoned_task(tmp_path: Path) -> None:
 
 
 def test_stream_ends_where_it_cannot_pass(tmp_path: Path) -> None:
-    """A place in a stream that kills its readers cannot be left out: the epoch ends there."""
+    """A sample of a stream that kills its readers cannot be skipped: the epoch ends there."""
     dataset = FaultyStream(12, poison(tmp_path, {5: "exit"}))
     with pytest.raises(TaskQuarantined, match="the next batch of a stream killed 3 workers"):
         run("sync", dataset, num_workers=1, seed=1, resume="replay", on_error="skip")

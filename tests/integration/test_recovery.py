@@ -74,7 +74,7 @@ def test_hanging_worker_is_replaced(kind: str, way: str, tmp_path: Path) -> None
 
 
 def test_tasks_of_a_stream_wait_for_one_another() -> None:
-    """An asynchronous stream is read by one task after the other: what waits for its turn is not late."""
+    """An asynchronous stream is read by one task after the other: waiting tasks do not time out."""
     options: dict[str, Any] = {"batch_size": 1, "num_workers": 1, "prefetch_factor": 10, "max_worker_restarts": 0}
     assert len(collect("sync", SlowStream(12, 0.2), worker_timeout=1.2, **options)) == 12
 
@@ -112,7 +112,7 @@ def test_async_dataset(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_torch_mode_keeps_the_order_and_warns(kind: str, tmp_path: Path) -> None:
-    """Where random numbers are the worker's, they are lost with it: a warning says so. The samples are all there."""
+    """In torch mode the worker's RNG state is lost when it dies: a warning says so. No samples are missing."""
     dataset = Faulty(40, Faults(tmp_path, {5: "SIGKILL"}))
     with pytest.warns(RuntimeWarning, match="worker 1 died and was replaced. Its random numbers begin anew"):
         got = collect(kind, dataset, batch_size=4, num_workers=2, max_worker_restarts=1)
@@ -233,7 +233,7 @@ def test_stateless_stream_cannot_go_on(kind: str, tmp_path: Path) -> None:
 
 
 def test_stream_that_has_given_nothing_begins_again(tmp_path: Path) -> None:
-    """Before its first answer a stream has no place to be lost."""
+    """A stream that has not answered yet is read from its beginning."""
     got = collect("sync", FaultyStream(6, Faults(tmp_path, {0: "SIGKILL"})), seed=3, num_workers=1)
     assert [int(b["index"]) for b in got] == list(range(6))
 
@@ -262,7 +262,7 @@ def results(dataset: Any, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("struck", range(12))
 @pytest.mark.parametrize("dataset", [RaisingStream, StatefulRaisingStream])
 def test_errors_of_a_stream_come_once(dataset: type[RaisingStream], struck: int, every: int, tmp_path: Path) -> None:
-    """Errors that a stream raised before its worker died are not raised again, and nothing is lost behind them."""
+    """Errors that a stream raised before its worker died are not raised again, and no later sample is missing."""
     options: dict[str, Any] = {
         "batch_size": 2, "seed": 1, "num_workers": 1, "resume": "replay", "snapshot_every_n_steps": every,
     }  # fmt: skip

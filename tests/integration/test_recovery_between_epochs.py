@@ -91,14 +91,14 @@ def test_what_an_abandoned_epoch_left_to_do_is_no_delay(monkeypatch: pytest.Monk
 
 @pytest.mark.filterwarnings("ignore:DataLoader worker . died and was replaced:RuntimeWarning")
 def test_worker_that_dies_while_the_next_epoch_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the abandoned epoch has ended the loop still hears of deaths. One that comes then makes all begin anew."""
+    """While an abandoned epoch ends, the loop is still notified of deaths; a death makes all workers start anew."""
     with DataLoader[Any](Growing(8), **OPTIONS, max_worker_restarts=1) as loader:
         batches: Any = iter(loader)
         next(batches)
         end_epoch, process = batches._end_epoch, batches._pool.processes[0]
 
         async def released() -> None:
-            while not process.released:  # noqa: ASYNC110 - the loop is to hear of it
+            while not process.released:  # noqa: ASYNC110 - the loop must be notified
                 await asyncio.sleep(0)
 
         def dies_then() -> None:

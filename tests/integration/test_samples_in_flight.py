@@ -172,7 +172,7 @@ def test_an_error_comes_in_its_place(kind: str, workers: int) -> None:
 
 
 class BrokenSampler:
-    """Raises in the place of its third batch, and has ended then."""
+    """Raises instead of its third batch, and is exhausted then."""
 
     def __iter__(self) -> Any:
         yield from ([0, 1], [2, 3])

@@ -44,7 +44,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 
 
 def difference(got: dict[str, Any], expected: dict[str, Any]) -> str:
-    """What is wrong with an end, in words; nothing if it is as it should be."""
+    """Return what is wrong with the end of the process, as text; empty if it is right."""
     if not got["ended"] or got["stayed"]:
         return "it hangs" if not got["ended"] else f"{got['stayed']} processes stay"
     if got["code"] != expected["code"] or got["out"] != expected["out"]:
@@ -61,7 +61,7 @@ def difference(got: dict[str, Any], expected: dict[str, Any]) -> str:
 
 
 def test_every_provocation(ends: dict[str, dict[str, Any]]) -> None:
-    """Each ends, with torch's exit code and output; its workers end with it; only an uncaught exception is heard."""
+    """Each ends, with torch's exit code and output; its workers end with it; only an uncaught exception is printed."""
     ours, theirs = ends["asyncloader"], ends["torch.utils.data"]
     found = {}
     for name in CASES:

@@ -86,7 +86,7 @@ def test_close_with_stuck_workers(how: str, workers: int, capfd: pytest.CaptureF
 @pytest.mark.parametrize("how", ["in C with the GIL, deaf to SIGTERM", "stopped", GRANDCHILD])
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
 def test_aclose_with_stuck_workers(how: str, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """The same for `aclose`, and the event loop turns meanwhile."""
+    """The same for `aclose`; the event loop runs meanwhile."""
     turns = 0
 
     async def count() -> None:

@@ -134,7 +134,7 @@ def test_report_on_an_async_worker() -> None:
 
 @pytest.mark.parametrize("number", [0, 1])
 async def test_report_while_a_worker_dies(number: int) -> None:
-    """A worker dies, and another takes its place, while all are asked: nobody's state is shown for another's."""
+    """A worker dies and is replaced while all are asked for stacks: no report shows another process's state."""
     async with AsyncDataLoader[Any](Hanging(), num_workers=2, max_worker_restarts=1) as loader:
         batches: Any = aiter(loader)
         await anext(batches)

@@ -1,4 +1,4 @@
-"""Errors of the user's code: torch's type and text, in the failing batch's place, and iteration goes on."""
+"""Errors of the user's code: raised instead of the failing batch, with torch's type and text; iteration goes on."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def fail_in_second(worker: int) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_error_of_worker_init_fn(kind: str) -> None:
-    """It comes in place of that worker's first batch, with torch's text; the other worker's batches come."""
+    """The error is raised instead of that worker's first batch, with torch's text; the other worker's batches come."""
     options: dict[str, Any] = {"num_workers": 2, "worker_init_fn": fail_in_second, "batch_size": 2}
     expected = outcomes("torch", Numbers(4), **options)
     got = outcomes(kind, Numbers(4), **options)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader.workers.memory.codec import Encoder, Template, copy_out
-from asyncloader.workers.memory.leaves import DTYPES, PLACES, Dense, Place, Raw, Storage, Strided, extent
+from asyncloader.workers.memory.leaves import DTYPES, LEAF_SPECS, Dense, LeafSpec, Raw, Storage, Strided, extent
 from asyncloader.workers.memory.ring import make_anchor
 from tests.property.hostile import INSIDE, NBYTES, WALLED, outcome, template_of, wild
 
@@ -30,34 +30,34 @@ junk = st.one_of(st.none(), st.text(max_size=2), st.floats(), st.booleans(), st.
 
 
 @st.composite
-def near_places(draw: st.DrawFn) -> tuple[Any, ...]:
+def near_specs(draw: st.DrawFn) -> tuple[Any, ...]:
     """Places that are right, or wrong in one number."""
     shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
     count = int(np.prod(shape))
     code = draw(st.integers(0, len(DTYPES) - 1))
     item = DTYPES[code].itemsize
     offset = draw(st.integers(0, NBYTES // 64)) * 64
-    kind = draw(st.sampled_from(PLACES))
-    place: Place
+    kind = draw(st.sampled_from(LEAF_SPECS))
+    spec: LeafSpec
     if kind is Dense:
-        place = Dense(offset, count, code, shape)
+        spec = Dense(offset, count, code, shape)
     elif kind is Strided:
         stride = tuple(draw(st.lists(st.integers(0, 9), min_size=len(shape), max_size=len(shape))))
         reach = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
         first = draw(st.integers(0, 5))
-        place = Strided(offset, max(0, first + reach) * item, code, shape, stride, first)
+        spec = Strided(offset, max(0, first + reach) * item, code, shape, stride, first)
     else:
-        place = (Raw if kind is Raw else Storage)(offset, draw(st.integers(0, NBYTES)))
-    values = list(place)
+        spec = (Raw if kind is Raw else Storage)(offset, draw(st.integers(0, NBYTES)))
+    values = list(spec)
     if draw(st.booleans()):
         wrong = draw(st.integers(0, len(values) - 1))
         values[wrong] = draw(shapes if isinstance(values[wrong], tuple) else wild)
-    return PLACES.index(kind), tuple(values)
+    return LEAF_SPECS.index(kind), tuple(values)
 
 
-any_places = st.one_of(
-    near_places(),
-    near_places(),
+any_specs = st.one_of(
+    near_specs(),
+    near_specs(),
     st.tuples(st.just(0), st.tuples(wild, wild, codes, shapes)),
     st.tuples(st.just(1), st.tuples(wild, wild, codes, shapes, shapes, wild)),
     st.tuples(st.sampled_from([2, 3]), st.tuples(wild, wild)),
@@ -108,22 +108,22 @@ REFUSED: list[tuple[Any, ...]] = [
 ]
 
 
-@pytest.mark.parametrize("places", REFUSED, ids=str)
-def test_what_was_found(places: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize("specs", REFUSED, ids=str)
+def test_what_was_found(specs: tuple[Any, ...]) -> None:
     """Each is no place at all, or lies elsewhere, and is refused in words."""
     with pytest.raises(ValueError, match="a worker's answer is broken"):
-        Template(template_of(places)).build(WALLED.anchor())
+        Template(template_of(specs)).build(WALLED.anchor())
 
 
 @settings(deadline=None)
-@given(st.lists(any_places, max_size=4).map(tuple), st.sampled_from([NBYTES, NBYTES, 64, 1000]))
-def test_no_leaf_lies_outside_of_the_anchor(places: tuple[Any, ...], nbytes: int) -> None:
+@given(st.lists(any_specs, max_size=4).map(tuple), st.sampled_from([NBYTES, NBYTES, 64, 1000]))
+def test_no_leaf_lies_outside_of_the_anchor(specs: tuple[Any, ...], nbytes: int) -> None:
     """Whatever numbers the places have: a `ValueError`, or leaves that show nothing but the anchor's bytes."""
-    leaves = outcome(lambda: Template(template_of(places)).build(WALLED.anchor(nbytes)))
+    leaves = outcome(lambda: Template(template_of(specs)).build(WALLED.anchor(nbytes)))
     if isinstance(leaves, ValueError):
         assert "broken" in str(leaves)
         return
-    assert len(leaves) == len(places)
+    assert len(leaves) == len(specs)
     for leaf in leaves:
         shown = seen(leaf)
         assert len(shown) <= 10 * NBYTES or min(leaf.stride()) == 0
@@ -131,13 +131,13 @@ def test_no_leaf_lies_outside_of_the_anchor(places: tuple[Any, ...], nbytes: int
 
 
 @settings(deadline=None)
-@given(st.lists(near_places(), max_size=3).map(tuple))
-def test_what_is_accepted_builds_on_memory_of_its_extent_and_on_no_less(places: tuple[Any, ...]) -> None:
+@given(st.lists(near_specs(), max_size=3).map(tuple))
+def test_what_is_accepted_builds_on_memory_of_its_extent_and_on_no_less(specs: tuple[Any, ...]) -> None:
     """The extent is exact: a template builds on as many bytes, as a view or a copy, and not on one byte less."""
-    template = outcome(lambda: Template(template_of(places)))
+    template = outcome(lambda: Template(template_of(specs)))
     if isinstance(template, ValueError):
         return
-    needed = extent(tuple(PLACES[kind](*values) for kind, values in places))
+    needed = extent(tuple(LEAF_SPECS[kind](*values) for kind, values in specs))
     if needed > NBYTES:
         with pytest.raises(ValueError, match=f"byte {needed} of {NBYTES}"):
             template.build(WALLED.anchor())

@@ -1,8 +1,8 @@
 """A model test of the rule that prevents deadlocks of the rings: credits, slots and copies.
 
-The scheduler, ring managers, rings and opener are real; worker and consumer are models: a worker is a queue of tasks, a
-consumer a set of batches that it holds for as long as it likes. Every batch is filled with its own number, so a slot
-that is overwritten while it is still in use is detected at once.
+The real scheduler, ring managers, rings and opener run between a model worker, which is a queue of tasks, and a model
+consumer, which is a set of batches that it holds arbitrarily long. Every batch is filled with its own number, so a slot
+that is overwritten while a view of it exists is detected at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncloader.workers.memory import segment
 from asyncloader.workers.memory.codec import Encoder, Template
 from asyncloader.workers.memory.layout import FIRST_SLOT_BYTES, PAGE, slot_count
 from asyncloader.workers.memory.ring import Ring
-from asyncloader.workers.memory.ring_manager import RingKeeper
+from asyncloader.workers.memory.ring_manager import RingManager
 
 SMALL, LARGE, HUGE = 40, FIRST_SLOT_BYTES // 8 + 100, FIRST_SLOT_BYTES // 8 * 3  # in int64, of the stamp
 
@@ -54,7 +54,7 @@ class Machine(RuleBasedStateMachine):
         ring_bytes = slot_count(credits) * PAGE if bounded else None
         self.workers, self.credits = workers, credits
         self.in_order, self.least_loaded = in_order, least_loaded
-        self.keepers = [RingKeeper(credits, ring_bytes) for _ in range(workers)]
+        self.managers = [RingManager(credits, ring_bytes) for _ in range(workers)]
         self.rings: list[list[Ring]] = [[] for _ in range(workers)]
         self.jobs: list[deque[Job]] = [deque() for _ in range(workers)]
         self.statistics = Statistics()
@@ -93,12 +93,12 @@ class Machine(RuleBasedStateMachine):
     def assign(self, action: Assign) -> None:
         """What the pool does: a grown ring first, then a slot, then the task."""
         worker, task, _ = action
-        keeper = self.keepers[worker]
-        fresh = keeper.replacement()
+        manager = self.managers[worker]
+        fresh = manager.replacement()
         if fresh is not None:
             fresh.close_fd()
             self.rings[worker].append(fresh)
-        number, slot = keeper.assign(task.epoch, task.seq)
+        number, slot = manager.assign(task.epoch, task.seq)
         ring = self.rings[worker][-1]
         assert ring.number == number
         mine = [seq for seq, owner in self.scheduler._owner.items() if owner == worker]
@@ -140,7 +140,7 @@ class Machine(RuleBasedStateMachine):
             slot, fd = wire.ONEOFF, segment.create(encoded.nbytes)
             encoded.write(segment.map_segment(fd, encoded.nbytes), 0)
         result = wire.Result(job.epoch, job.seq, slot, encoded.nbytes, 0, 1, 0.0, same=False)
-        ring = self.keepers[worker].answered(job.epoch, job.seq, slot, encoded.nbytes)
+        ring = self.managers[worker].answered(job.epoch, job.seq, slot, encoded.nbytes)
         assert (ring is job.ring) == (slot >= 0)
         answer = Answer(result, Template(encoded.template), ring, fd)
         if job.epoch != self.epoch:
@@ -155,7 +155,7 @@ class Machine(RuleBasedStateMachine):
         """A worker has dropped the tasks of older epochs, and says so."""
         worker = data.draw(st.sampled_from(sorted(self.draining)))
         self.jobs[worker] = deque(job for job in self.jobs[worker] if job.epoch == self.epoch)
-        self.keepers[worker].reset_done(self.epoch)
+        self.managers[worker].reset_done(self.epoch)
         self.draining.discard(worker)
 
     # ------------------------------------------------------------------------------------------ the consumer
@@ -241,7 +241,7 @@ class Machine(RuleBasedStateMachine):
             for ring in rings:
                 ring.reclaim()
                 free = list(ring._free)
-                tasks = [slot for held, slot in self.keepers[worker]._held.values() if held is ring]
+                tasks = [slot for held, slot in self.managers[worker]._held.values() if held is ring]
                 ready = [a.result.slot for a in self.answered.values() if a.ring is ring]
                 states = [*free, *tasks, *ready, *ring._leases, *ring._retired]
                 assert sorted(states) == list(range(ring.slots)), (free, tasks, ready, ring)
@@ -264,14 +264,14 @@ class Machine(RuleBasedStateMachine):
         self.line.clear()
         self.held.clear()
         gc.collect()
-        for worker, keeper in enumerate(self.keepers):
-            keeper.reset_done(self.epoch + 1)
+        for worker, manager in enumerate(self.managers):
+            manager.reset_done(self.epoch + 1)
             for ring in self.rings[worker]:
                 ring.reclaim()
                 assert sorted([*ring._free, *ring._retired]) == list(range(ring.slots))
                 assert ring.leased == 0
-            keeper.close()
-        del self.scheduler, self.keepers, self.rings, self.jobs
+            manager.close()
+        del self.scheduler, self.managers, self.rings, self.jobs
 
 
 Machine.TestCase.settings = settings(

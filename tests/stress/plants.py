@@ -12,7 +12,7 @@ from typing import Any
 from asyncloader.epoch.scheduler import ReorderBuffer, Scheduler
 from asyncloader.events import Action
 from asyncloader.workers.memory.ring import Ring
-from asyncloader.workers.watchdog import Watch
+from asyncloader.workers.watchdog import TaskWatchdog
 
 __all__ = ["PLANTS"]
 
@@ -81,10 +81,10 @@ def reorder_off_by_one() -> None:
 def deadline_ignored() -> None:
     """Nobody looks when a worker's time is over."""
 
-    def look(self: Watch) -> None:
+    def look(self: TaskWatchdog) -> None:
         self._timer = None
 
-    _replace(Watch, "_look", look)
+    _replace(TaskWatchdog, "_check", look)
 
 
 PLANTS: dict[str, Callable[[], None]] = {

@@ -1,1 +1,1 @@
-"""What a worker does for a task: it reads samples, handles their errors, and collates them."""
+"""Fetches batches in a worker: reads samples, handles their errors, and collates them."""

@@ -1,10 +1,10 @@
-"""torch's `StackDataset` over asynchronous datasets: its sample is one of each part, awaited.
+"""Reads torch's `StackDataset` over asynchronous datasets: a sample combines one sample of each part, awaited.
 
-Data path: scheduler -> worker: [async_stack: one sample of each part] -> async_fetch -> collate -> codec -> ring.
+Data path: scheduler -> worker: [async_stack: one sample of each part] -> map_async -> collate -> codec -> ring.
 
-torch's own gives the parts' coroutines, in a tuple or a dictionary. Here a sample's parts are awaited one after the
-other, in their order, so that they draw from its random numbers in that order, as in a blocking stack; other samples
-are in flight meanwhile.
+torch's own class would return the parts' coroutines, in a tuple or a dictionary. Here the parts of a sample are awaited
+one after the other, in their order, so that they draw from its random numbers in that order, as in a blocking stack.
+Other samples are in flight meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["AwaitedStack", "awaited_view"]
 
 
 def awaited_view(dataset: Any, is_async: Callable[[Any], bool]) -> Any:
-    """The dataset, with stacks that can be awaited in it. torch's views of stacks are made anew, over those."""
+    """Replace the stacks in a dataset by ones that can be awaited. torch's views of them are made anew."""
     if type(dataset) is StackDataset:
         return _awaited_stack(dataset, is_async)
     if type(dataset) is Subset:
@@ -35,15 +35,15 @@ def awaited_view(dataset: Any, is_async: Callable[[Any], bool]) -> Any:
 
 
 def _awaited_stack(stack: StackDataset[Any], is_async: Callable[[Any], bool]) -> AwaitedStack:
-    """One that makes batches at once where a part does, as torch's: but not where that would keep the samples of
-    another part from being awaited concurrently.
+    """Like torch's, it has a `__getitems__` if a part has one; but not if the samples of another part would then no
+    longer be awaited concurrently.
     """
     given: Any = stack.datasets
     names = list(given) if isinstance(given, dict) else None
     parts = [awaited_view(part, is_async) for part in (given if names is None else given.values())]
     slow = any(is_async(part) and not fetches_batches(part) for part in parts)
-    whole = any(map(fetches_batches, parts)) and not (slow and all(map(fetches_single, parts)))
-    return (_WholeStack if whole else AwaitedStack)(parts, names, len(stack))
+    batched = any(map(fetches_batches, parts)) and not (slow and all(map(fetches_single, parts)))
+    return (_BatchedStack if batched else AwaitedStack)(parts, names, len(stack))
 
 
 def _is(one: Any, other: Any) -> bool:
@@ -55,8 +55,8 @@ class AwaitedStack:
 
     Args:
         parts: the datasets.
-        names: theirs, for samples that are dictionaries; None: samples are tuples.
-        length: of each.
+        names: the parts' names, if samples are dictionaries; None: samples are tuples.
+        length: number of samples.
     """
 
     def __init__(self, parts: list[Any], names: list[Any] | None, length: int) -> None:
@@ -68,14 +68,14 @@ class AwaitedStack:
         return self._length
 
     async def __getitem__(self, index: Any) -> Any:
-        return self._stacked([await _settled(part[index]) for part in self._parts])
+        return self._stacked([await _awaited(part[index]) for part in self._parts])
 
     def _stacked(self, row: list[Any]) -> Any:
         return tuple(row) if self._names is None else dict(zip(self._names, row, strict=True))
 
 
-class _WholeStack(AwaitedStack):
-    """One that makes batches at once."""
+class _BatchedStack(AwaitedStack):
+    """A stack with a `__getitems__`."""
 
     async def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
         columns = [await self._column(part, indices) for part in self._parts]
@@ -83,18 +83,18 @@ class _WholeStack(AwaitedStack):
 
     async def _column(self, part: Any, indices: Sequence[Any]) -> list[Any]:
         if not callable(getattr(part, "__getitems__", None)):
-            return [await _settled(part[index]) for index in indices]
-        items = list(await _settled(part.__getitems__(indices)))
+            return [await _awaited(part[index]) for index in indices]
+        items = list(await _awaited(part.__getitems__(indices)))
         if len(items) != len(indices):
             for item in filter(inspect.iscoroutine, items):
                 item.close()
             raise ValueError(f"Nested dataset's output size mismatch. Expected {len(indices)}, got {len(items)}")
         try:
-            return [await _settled(item) for item in items]
+            return [await _awaited(item) for item in items]
         finally:
             for item in filter(inspect.iscoroutine, items):
-                item.close()  # those that an error kept from being awaited; a no-op for the others
+                item.close()  # not awaited because of an error; a no-op for the others
 
 
-async def _settled(value: Any) -> Any:
+async def _awaited(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value

@@ -1,15 +1,13 @@
-"""What a dataset holds open while it is read: `__aenter__` before the first sample, `__aexit__` after the last.
+"""Enters a dataset's async context (`__aenter__`) before its first sample, and exits it after the last.
 
-Data path: worker: [dataset_context] around fetch. Without workers, in the consumer's process.
+Data path: worker: [context] around fetch. Without workers it runs in the consumer's process.
 
-One task enters and leaves, so that what the dataset uses may depend on that (cancel scopes and task groups do). It
-leaves in bounded time, or is cancelled: the end of a worker waits for nobody for long.
+The same task enters and exits, as cancel scopes and task groups require. Exiting takes bounded time and is then
+cancelled, so that a dataset cannot hold up the end of a worker.
 
-A cancellation that nobody asked for: code that cancels itself, or lets what it awaits be cancelled, has failed.
-
-Data path: around what is awaited of the user's: datasets, their contexts, async samplers.
-
-asyncio takes such a task for one that was told to end, and says no more. Then nobody would answer for its batch.
+`UnexpectedCancellation` wraps what is awaited of the user's code: datasets, their contexts, async samplers. Code that
+raises a CancelledError although its task was not cancelled has failed; asyncio would take the task for a cancelled one
+and report nothing, and its batch would never be answered.
 """
 
 from __future__ import annotations
@@ -24,16 +22,16 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset
 __all__ = [
     "EXIT_SECONDS",
     "DatasetContext",
-    "Unasked",
+    "UnexpectedCancellation",
     "context_managers",
 ]
 
 EXIT_SECONDS = 1.5
-"""How long `__aexit__` may take, of the two seconds after which a worker that was asked to end is terminated."""
+"""Seconds that `__aexit__` may take. A worker that was asked to end is terminated after two seconds."""
 
 
 def context_managers(dataset: Any) -> list[Any]:
-    """The asynchronous context managers of a dataset: itself, or those that it is a view of; each once."""
+    """Return the async context managers of a dataset: itself, or the datasets that it is a view of; each once."""
     found: list[Any] = []
     _collect(dataset, found)
     return found
@@ -56,12 +54,12 @@ def _collect(dataset: Any, found: list[Any]) -> None:
 
 
 class DatasetContext:
-    """Enters a dataset's context, after what comes before it, and leaves it.
+    """Enters a dataset's async context and exits it.
 
     Args:
         dataset: the dataset.
-        before: awaited first (what `worker_init_fn` returned), and once; None: nothing.
-        after: its `aclose` is awaited before the dataset's context is left; None: nothing is.
+        before: awaited first, and once: what `worker_init_fn` returned; None: nothing.
+        after: its `aclose` is awaited before the dataset's context exits; None: nothing.
     """
 
     def __init__(self, dataset: Any, before: Any = None, after: Any = None) -> None:
@@ -76,14 +74,14 @@ class DatasetContext:
 
     @property
     def needed(self) -> bool:
-        """Whether there is anything to be awaited."""
+        """Whether there is anything to await."""
         return bool(self._managers) or self._before is not None
 
     async def open(self) -> None:
-        """Enter, unless that was done. If it failed, it is tried again. Several tasks may wait here.
+        """Enter the context, once. If that failed, the next call tries again. Several tasks may wait here.
 
         Raises:
-            Exception: what was raised there.
+            Exception: what entering raised.
         """
         if not self.needed:
             return
@@ -93,13 +91,13 @@ class DatasetContext:
             self._loop = asyncio.get_running_loop()
             self._opened, self._leave = self._loop.create_future(), asyncio.Event()
             self._task = self._loop.create_task(self._hold(self._opened, self._leave))
-        # Shielded: one of several that wait may be cancelled.
+        # Shielded: a task that waits here may be cancelled while others still wait.
         await asyncio.shield(self._opened)
 
     async def _hold(self, opened: asyncio.Future[None], leave: asyncio.Event) -> None:
         try:
             async with contextlib.AsyncExitStack() as stack:
-                with Unasked("the dataset's"):
+                with UnexpectedCancellation("the dataset's"):
                     await self._await_before()
                     for manager in self._managers:
                         await stack.enter_async_context(manager)
@@ -110,7 +108,7 @@ class DatasetContext:
             if not opened.done():
                 if isinstance(error, Exception):
                     opened.set_exception(error)
-                    opened.exception()  # it may be that nobody waits any more
+                    opened.exception()  # marked as retrieved: perhaps no task waits any more
                     return
                 opened.cancel()
             raise
@@ -128,7 +126,7 @@ class DatasetContext:
             self._before = None
 
     async def close(self, seconds: float = EXIT_SECONDS) -> BaseException | None:
-        """Leave; after so many seconds it is cancelled. Returns what leaving raised. Idempotent."""
+        """Exit the context; cancelled after `seconds`. Returns the exception that exiting raised. Idempotent."""
         task, self._task = self._task, None
         self._opened = None
         if task is None:
@@ -144,7 +142,7 @@ class DatasetContext:
         return task.exception()
 
     def close_soon(self) -> None:
-        """Have the loop leave, if it still runs. Any thread; `close` may follow."""
+        """Have the loop exit the context, if the loop still runs. Any thread; `close` may follow."""
         leave, loop = self._leave, self._loop
         if self._task is not None and loop is not None and leave is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -152,20 +150,20 @@ class DatasetContext:
 
 
 class _Failed:
-    """In place of what was awaited, and raised."""
+    """Stands for an awaitable that raised this error."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
-class Unasked:
-    """Around code that runs in a task: a CancelledError that nobody asked the task for comes out as an error.
+class UnexpectedCancellation:
+    """Turns a CancelledError into an error if the current task was not cancelled.
 
     Args:
-        whose: whose code it is, for the error's text: "the dataset's".
+        whose: whose code the block runs, for the error's text: "the dataset's".
 
     Raises:
-        RuntimeError: in the place of that CancelledError, from it.
+        RuntimeError: instead of such a CancelledError, which is its cause.
     """
 
     __slots__ = ("_whose",)

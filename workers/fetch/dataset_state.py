@@ -1,11 +1,12 @@
-"""Where a dataset stands: the state of a stateful dataset, taken after each batch, and found again.
+"""Saves and restores the state of a stateful dataset, as a cursor after each batch.
 
-Data path: worker: fetch -> [cursor] -> answer -> consumer. A cursor travels with the batch after which it was taken, so
-that the main process always has that of the *delivered* position, whatever was fetched ahead.
+Data path: worker: fetch -> [dataset_state] -> answer -> consumer. A cursor travels with the batch after which it was
+taken, so the main process always has the cursor of the last *delivered* batch, however much was fetched ahead.
 
-Stateful is what has `state_dict` and `load_state_dict` (torchdata's protocol): the dataset, the iterator that it gives,
-or both. The order of restoring is torchdata's, too: the dataset, then ``iter(dataset)``, then that iterator. A dataset
-that is its own iterator is restored once, as an iterator: its `__iter__` may be what makes the place that it restores.
+Stateful is whatever has `state_dict` and `load_state_dict` (torchdata's protocol): the dataset, its iterator, or both.
+As in torchdata the dataset is restored first, then ``iter(dataset)`` is called, then that iterator is restored. A
+dataset that is its own iterator is restored only once, as an iterator: its `__iter__` may create the state to be
+restored.
 """
 
 from __future__ import annotations
@@ -18,35 +19,35 @@ __all__ = ["Bookmark", "Cursor", "Stateful", "is_stateful"]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can save where it stands, and go on from there: samplers, datasets, and the iterators of either.
+    """An object that can save its state and resume from it: a sampler, a dataset, or an iterator of either.
 
-    States should be plain values; they are copied, and become part of the loader's.
+    States should be plain values; they are copied, and become part of the loader's state.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands now."""
+        """Return the current state."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Resume from this state."""
         ...
 
 
 def is_stateful(thing: Any) -> bool:
-    """Whether it can save and load a state of its own: `Stateful`, asked in a way that costs less."""
+    """Whether the object is `Stateful`; cheaper than `isinstance`."""
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
 class Cursor(NamedTuple):
-    """A dataset's place after some batches of one worker.
+    """The state of one worker's copy of a dataset after some batches.
 
     Attributes:
         batches: batches that this worker has made in the epoch.
         samples: samples read from its stream.
-        ended: the stream has given its last sample.
-        dataset: the dataset's state, None when it has none.
-        iterator: its iterator's state, None when it has none, or is the dataset itself.
-        problem: why there is no state although there should be one; empty otherwise.
+        ended: the stream is exhausted.
+        dataset: the dataset's state; None if it has none.
+        iterator: its iterator's state; None if it has none, or is the dataset itself.
+        problem: why the state could not be saved; empty if it could.
         itself: whether the dataset is its own iterator. "": it is not. "within": it is, and `dataset` was taken after
             ``iter(dataset)``, and is restored after it. "before": the state is that of another epoch's end; restored
             so, it has yet to begin anew: ``iter(dataset)`` follows once more.
@@ -61,7 +62,7 @@ class Cursor(NamedTuple):
     itself: str = ""
 
     def epoch_later(self) -> Cursor | None:
-        """What the next epoch begins with, if this is the end of one: the dataset's state. None if it has none."""
+        """Return the cursor that the next epoch begins with, if this one is at an epoch's end; None without a state."""
         if self.problem or self.dataset is None:
             return None
         return Cursor(0, 0, False, self.dataset, None, itself="before" if self.itself else "")
@@ -72,7 +73,7 @@ class Bookmark:
 
     Args:
         dataset: the dataset.
-        every: take a cursor every so many batches; 0 for never.
+        every: number of batches between two cursors; 0: never take one.
     """
 
     def __init__(self, dataset: Any, every: int) -> None:
@@ -86,19 +87,19 @@ class Bookmark:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether there is a state to be taken."""
+        """Whether there is a state to save."""
         return self._dataset_is_stateful or self._iterator is not None
 
     def begin(self, cursor: Cursor | None) -> None:
-        """A new epoch: restore the dataset. Call before ``iter(dataset)``."""
+        """Begin an epoch: restore the dataset. Call before ``iter(dataset)``."""
         self.batches = 0 if cursor is None else cursor.batches
         self._iterator = None
         self._own = False
         if cursor is not None and cursor.dataset is not None and not cursor.itself:
             self._dataset.load_state_dict(cursor.dataset)
 
-    def iterates(self, iterator: Any, cursor: Cursor | None) -> Any:
-        """`iter(dataset)` gave this iterator: restore it. Returns the one to be read."""
+    def restore_iterator(self, iterator: Any, cursor: Cursor | None) -> Any:
+        """Restore the iterator that ``iter(dataset)`` returned. Returns the iterator to read from."""
         if cursor is not None and cursor.itself:
             self._dataset.load_state_dict(cursor.dataset)
             if cursor.itself == "before":
@@ -112,23 +113,23 @@ class Bookmark:
         return iterator
 
     def initial(self) -> bytes:
-        """The pickled cursor before the first batch, or nothing."""
+        """Return the pickled cursor before the first batch, or nothing."""
         return self._take(0, ended=False) if not self.batches else b""
 
     def final(self) -> bytes:
-        """The pickled cursor after the last batch, when the end was seen, or nothing."""
+        """Return the pickled cursor at the end of the stream, or nothing."""
         return self._take(0, ended=True)
 
     def after_batch(self, samples: int, *, ended: bool) -> bytes:
-        """A batch was made: the pickled cursor, or nothing when there is none to be taken."""
+        """Count a batch. Returns the pickled cursor after it, or nothing if none is due."""
         self.batches += 1
         initial, self._initial = self._initial, b""
         if not self._every or self.batches % self._every:
-            return initial  # until a later one comes, this is where to begin and read on
+            return initial  # until the first one is due, a resume begins here and reads on
         return self._take(samples, ended=ended)
 
     def now(self, samples: int, *, ended: bool) -> bytes:
-        """The pickled cursor of this moment, or nothing."""
+        """Return the pickled cursor of this moment, or nothing."""
         return self._take(samples, ended=ended) if self._every else b""
 
     def _take(self, samples: int, *, ended: bool) -> bytes:
@@ -143,6 +144,6 @@ class Bookmark:
                 iterator = self._iterator.state_dict()
             itself = "within" if self._own and self._dataset_is_stateful else ""
             return pickle.dumps(tuple(Cursor(self.batches, samples, ended, dataset, iterator, "", itself)), 5)
-        except Exception as error:  # a state that cannot be saved must not spoil the batch
+        except Exception as error:  # a state that cannot be saved must not fail the batch
             problem = f"{type(error).__name__}: {error}"
         return pickle.dumps(tuple(Cursor(self.batches, samples, ended, None, None, problem)), 5)

@@ -1,12 +1,12 @@
-"""The user's `decode`: from a sample as it was read to a sample as it is collated.
+"""Runs the user's `decode`, which turns a sample as read into a sample as collated.
 
 Data path: worker: fetch -> [decoding] -> collate -> codec -> ring. Also without workers.
 
-Decoding belongs to its sample: it runs under the sample's random numbers (`sample_rng`), its errors get the sample's
-note, and what becomes of a sample that raises is the same whether reading or decoding did.
+Decoding is part of making a sample: it runs under the sample's random numbers (`sample_rng`), its errors get the same
+note, and errors of reading and of decoding are handled alike.
 
-Where samples are awaited, or fetched by threads, it runs in threads of its own, so that reads go on meanwhile. A plain
-blocking dataset has nothing to go on with: there it is called at once.
+Where samples are awaited, or fetched by threads, `decode` runs in threads of its own, so that reads go on meanwhile.
+For a plain blocking dataset, which could read nothing meanwhile, it is called inline.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextvars import Context
 from typing import Any
 
-from asyncloader.workers.fetch.error_notes import add_note, sample_place
+from asyncloader.workers.fetch.error_notes import add_note, describe_sample
 from asyncloader.workers.fetch.seeded_fetch import fetches_batches
 from asyncloader.workers.fetch.seeding import SampleSeeder
 from asyncloader.workers.fetch.threads import JobThreads
@@ -45,7 +45,7 @@ def check_decode(decode: Any, decode_threads: Any) -> None:
 
 
 class Chain:
-    """Functions of one argument, one after the other.
+    """Calls functions of one argument one after the other.
 
     Args:
         steps: the functions, the first of them first.
@@ -55,14 +55,14 @@ class Chain:
         self.steps = steps
 
     def __call__(self, value: Any) -> Any:
-        """The value after the last step."""
+        """Return the value after the last step."""
         for step in self.steps:
             value = step(value)
         return value
 
 
 class Decoder:
-    """Decodes for an event loop.
+    """Runs `decode` for an event loop.
 
     Args:
         function: the user's.
@@ -76,26 +76,26 @@ class Decoder:
         self.threads = threads
 
     async def decode(self, sample: Any, context: Context | None = None) -> Any:
-        """The decoded sample; made in a copy of `context` (default: the present one)."""
+        """Return the decoded sample. Runs in a copy of `context` (default: the current one)."""
         if self.threads is not None:
             return await self.threads.call(self.function, sample, context)
         try:
             if context is not None:
                 return context.copy().run(self.function, sample)
             return self.function(sample)
-        except StopAsyncIteration as error:  # a stream would end by it
+        except StopAsyncIteration as error:  # it would look like the end of a stream
             raise RuntimeError("decode raised StopAsyncIteration") from error
 
 
 class DecodedMap:
-    """A blocking map dataset whose samples come decoded. Has a `__getitems__` if the dataset's is to be used.
+    """Wraps a blocking map dataset: its samples come decoded. Has a `__getitems__` if the dataset's is used.
 
     Args:
         dataset: the dataset.
         function: the user's `decode`.
-        one_by_one: whether samples are seeded or guarded one by one, so that torch's views are not asked for batches.
-        seeder: of the epoch, which also seeds samples that were read as one batch, each for its decoding; None in torch
-            mode.
+        one_by_one: whether samples are seeded, or their errors handled, one by one: then the `__getitems__` of
+            torch's views is not used.
+        seeder: the epoch's; it also seeds the decoding of samples that were read as one batch. None in torch mode.
         replicas: difference of the positions of neighbouring samples.
     """
 
@@ -112,7 +112,7 @@ class DecodedMap:
         self._decode = function
         self._seeder = seeder
         self._replicas = replicas
-        # torch's rule for its own mode: a `__getitems__` that is None is none.
+        # In torch mode `__getitems__` may be None, as in torch.
         batches = fetches_batches(dataset) if one_by_one else getattr(dataset, "__getitems__", None)
         self.__getitems__ = self._batch if batches else None
 
@@ -131,8 +131,8 @@ class DecodedMap:
                 decoded.append(self._decode(sample))
             except Exception as error:
                 try:
-                    add_note(error, sample_place(index[item], item, position))
-                except Exception:  # an index that is no sequence
+                    add_note(error, describe_sample(index[item], item, position))
+                except Exception:  # the index is not a sequence
                     add_note(error, f"while fetching item {item} of the batch")
                 raise
         return decoded

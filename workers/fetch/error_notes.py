@@ -1,9 +1,9 @@
-"""Which sample an error belongs to: notes on the exceptions of a dataset and of collation.
+"""Adds notes to the exceptions of a dataset and of collation that say which sample they belong to.
 
 Data path: worker: fetch -> [error_notes] -> answer -> consumer.
 
-A note (PEP 678) leaves an exception's type, text and arguments alone, and stands after it in a traceback. Nothing here
-raises: an exception that takes no notes goes without.
+A note (PEP 678) does not change an exception's type, text or arguments, and is shown after it in a traceback. Nothing
+here raises: an exception that takes no notes goes without.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 __all__ = [
     "add_note",
-    "batch_place",
-    "collation_place",
+    "describe_batch",
+    "describe_collation",
+    "describe_sample",
+    "describe_stream_collation",
+    "describe_stream_sample",
     "index_text",
-    "sample_place",
-    "stream_collation_place",
-    "stream_place",
     "take_notes",
 ]
 
@@ -36,12 +36,12 @@ def add_note(error: BaseException, text: str) -> None:
     try:
         if text not in (getattr(error, "__notes__", None) or ()):
             error.add_note(text)
-    except Exception:  # noqa: S110 - the exception is on its way to the user, who shall have it
+    except Exception:  # noqa: S110 - the exception itself must reach the user in any case
         pass
 
 
 def take_notes(error: BaseException) -> list[str]:
-    """Take off the notes of a place, and give them: for who has the exception's text end as it would without them."""
+    """Remove the notes made here from the exception, and return them."""
     try:
         notes: list[str] = list(getattr(error, "__notes__", None) or ())
         ours = [note for note in notes if note.startswith(_STARTS)]
@@ -56,36 +56,36 @@ def take_notes(error: BaseException) -> list[str]:
     return ours
 
 
-def sample_place(index: Any, item: int | None = None, position: int | None = None) -> str:
-    """Note on a map dataset's sample. `item` counts from 0, as the batch does."""
+def describe_sample(index: Any, item: int | None = None, position: int | None = None) -> str:
+    """Return the note on a map dataset's sample. `item` is its index in the batch, from 0."""
     text = f"while fetching sample index {index_text(index)}"
     if item is not None:
         text += f" (item {item} of the batch)"
     return text if position is None else f"{text}, position {position}"
 
 
-def stream_place(number: int, worker: int) -> str:
-    """Note on a stream's sample; `number` counts from 0 in the worker's stream."""
+def describe_stream_sample(number: int, worker: int) -> str:
+    """Return the note on a stream's sample; `number` counts from 0 in the worker's stream."""
     return f"while reading sample number {number} of worker {worker}'s stream"
 
 
-def batch_place(index: Any) -> str:
-    """Note on a batch that a map dataset makes at once."""
+def describe_batch(index: Any) -> str:
+    """Return the note on a batch that a map dataset makes by `__getitems__`."""
     return f"while fetching the batch of indices {index_text(index)}"
 
 
-def collation_place(index: Any, *, batched: bool) -> str:
-    """Note on the collation of a map dataset's batch, or of its sample without automatic batching."""
+def describe_collation(index: Any, *, batched: bool) -> str:
+    """Return the note on the collation of a map dataset's batch, or of its sample without automatic batching."""
     return f"while collating {'the batch of indices' if batched else 'sample index'} {index_text(index)}"
 
 
-def stream_collation_place(first: int, end: int, worker: int) -> str:
-    """Note on the collation of a stream's samples with numbers from `first` to before `end`."""
+def describe_stream_collation(first: int, end: int, worker: int) -> str:
+    """Return the note on the collation of a stream's samples with the numbers `first` to ``end - 1``."""
     return f"while collating samples number {first} to {end - 1} of worker {worker}'s stream"
 
 
 def index_text(index: Any) -> str:
-    """An index, or a batch of them, in a line of bounded length."""
+    """Return an index, or a batch of them, as text of bounded length."""
     try:
         if not isinstance(index, Sequence) or isinstance(index, (str, bytes, range)) or len(index) <= 2 * _SHOWN:
             return _one(index)

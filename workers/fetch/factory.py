@@ -1,11 +1,11 @@
-"""From an index to samples: what kind of fetcher a dataset needs, and the blocking ones of torch mode.
+"""Chooses the fetcher for a kind of dataset, and holds the blocking fetchers of torch mode.
 
-Data path: scheduler -> worker: [fetch] -> collate -> codec -> ring.
+Data path: scheduler -> worker: [factory] -> collate -> codec -> ring.
 
-The blocking fetchers keep torch's rules to the letter: `__getitems__`, short last batches, `drop_last`, the end of an
-iterable dataset, the order in which the dataset is asked. They add to errors which sample was theirs, and, with a
-`Guard`, go on past samples that raise. Those of seeded mode are in `seeded_fetch.py`; those that have many samples in
-flight in `async_fetch.py` and, by threads, in `thread_fetch.py`.
+The blocking fetchers follow torch's rules exactly: `__getitems__`, short last batches, `drop_last`, the end of an
+iterable dataset, the order in which the dataset is called. In addition they note on errors which sample raised, and,
+with a `SampleErrorHandler`, go on after samples that raise. The blocking fetcher of seeded mode is in
+`seeded_fetch.py`; fetchers with many samples in flight are in `map_async.py`, `map_threads.py` and `stream_async.py`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from asyncloader.workers.fetch.batching import Batching
 from asyncloader.workers.fetch.decoding import DecodedMap
 from asyncloader.workers.fetch.error_notes import (
     add_note,
-    batch_place,
-    collation_place,
-    sample_place,
-    stream_collation_place,
-    stream_place,
+    describe_batch,
+    describe_collation,
+    describe_sample,
+    describe_stream_collation,
+    describe_stream_sample,
 )
-from asyncloader.workers.fetch.guarded_fetch import GuardedMap
+from asyncloader.workers.fetch.guarded_fetch import TolerantMap
 from asyncloader.workers.fetch.map_async import AsyncMapFetcher
 from asyncloader.workers.fetch.map_threads import ThreadMapFetcher
-from asyncloader.workers.fetch.sample_errors import LOST, BadSample, Guard, NoSamples, StreamGuard
+from asyncloader.workers.fetch.sample_errors import DROPPED, BadSample, NoSamples, SampleErrorHandler, StreamErrors
 from asyncloader.workers.fetch.seeded_fetch import SeededIterator, fetches_batches
 from asyncloader.workers.fetch.stream_async import AsyncStreamFetcher, WorkerStreamFetcher, WorkerStreamLike
 from asyncloader.workers.fetch.threads import JobThreads
@@ -48,9 +48,9 @@ __all__ = [
 
 
 class BlockingFetcher(Protocol):
-    """torch's protocol: an index (or a list of them) to a collated batch; StopIteration at a stream's end.
+    """torch's fetcher protocol: from an index (or a list of them) to a collated batch; StopIteration at a stream's end.
 
-    `bad` gets records of samples that raised; NoSamples if that leaves none. Both only with a guard.
+    `bad` gets records of samples that raised; NoSamples if none are left. Both only with an error handler.
     """
 
     def fetch(self, possibly_batched_index: Any, bad: list[BadSample] | None = None) -> Any:
@@ -61,7 +61,7 @@ class BlockingFetcher(Protocol):
 class AsyncFetcher(Protocol):
     """The same, awaited. The end of a stream is StopAsyncIteration.
 
-    Those of map datasets have it in two parts, `samples` and `collated`, for who collates at another time.
+    Fetchers of map datasets also have the two parts, `samples` and `collated`, for callers that collate later.
     """
 
     async def fetch(self, index: Any, bad: list[BadSample] | None = None) -> Any:
@@ -70,11 +70,11 @@ class AsyncFetcher(Protocol):
 
 
 def is_async_dataset(dataset: Any) -> bool:
-    """Whether samples must be awaited: the dataset's own methods, or those of what it is a view of.
+    """Whether samples must be awaited: by the dataset's own methods, or those of the datasets that it is a view of.
 
     A dataset with both `__aiter__` and `__iter__` is asynchronous: torch's IterableDataset demands an `__iter__`. So is
-    one with `__aenter__`, and one whose plain methods are annotated to return awaitables, or wrap coroutine functions
-    (`functools.wraps`): whether a plain method returns awaitables cannot be seen before it is called.
+    one with `__aenter__`. A plain method counts as asynchronous if it is annotated to return an awaitable or wraps a
+    coroutine function (`functools.wraps`); otherwise that cannot be known before it is called.
     """
     kind = type(dataset)
     if hasattr(kind, "__aiter__") or hasattr(kind, "__aenter__"):
@@ -92,7 +92,7 @@ def is_async_dataset(dataset: Any) -> bool:
     return False
 
 
-_AWAITABLES = ("Awaitable", "Coroutine")  # others' names may be those of a sample's type
+_AWAITABLES = ("Awaitable", "Coroutine")  # other names may be those of a sample's type
 
 
 def _is_awaited(method: Any) -> bool:
@@ -101,18 +101,18 @@ def _is_awaited(method: Any) -> bool:
     if inspect.iscoroutinefunction(inspect.unwrap(method)):
         return True
     returned = getattr(method, "__annotations__", {}).get("return")
-    # A text where annotations are postponed, else a type, or its generic alias.
+    # A string with postponed annotations, else a type or a generic alias.
     text = returned if isinstance(returned, str) else getattr(returned, "__name__", None) or repr(returned)
     return text.partition("[")[0].rpartition(".")[2] in _AWAITABLES
 
 
 def is_concurrent(dataset: Any, fetch_threads: int) -> bool:
-    """Whether a worker has several tasks in hand at a time: samples are awaited, or fetched by threads."""
+    """Whether a worker carries out several tasks at a time: samples are awaited, or fetched by threads."""
     return fetch_threads > 0 or is_async_dataset(dataset)
 
 
 def is_async_stream(dataset: Any) -> bool:
-    """Whether it is an asynchronous iterable that torch would take for a map dataset, not knowing `__aiter__`."""
+    """Whether it is an asynchronous iterable; torch, which does not know `__aiter__`, takes it for a map dataset."""
     kind = type(dataset)
     return hasattr(kind, "__aiter__") and not hasattr(kind, "__getitem__") and not isinstance(dataset, IterableDataset)
 
@@ -124,29 +124,29 @@ def make_blocking_fetcher(
     auto_collation: bool,
     collate: Callable[[Any], Any],
     drop_last: bool,
-    guard: Guard | None = None,
+    handler: SampleErrorHandler | None = None,
     worker: int = 0,
     read: int = 0,
     decode: Callable[[Any], Any] | None = None,
 ) -> BlockingFetcher:
-    """The fetcher for this kind of dataset. An iterable dataset's `__iter__` is called here.
+    """Make the fetcher for a blocking dataset. An iterable dataset's `__iter__` is called here.
 
     Args:
         dataset: the dataset.
         iterable: read it with `next`.
-        auto_collation: an index is a list of them.
+        auto_collation: an index is a list of sample indices.
         collate: gets a list of samples, or one sample without automatic batching.
-        drop_last: leave out a stream's last batch if it is short.
-        guard: what becomes of samples that raise; None: they fail their batch.
+        drop_last: drop a stream's last batch if it is short.
+        handler: handles samples that raise; None: they fail their batch.
         worker: number of the worker, for the text of errors.
         read: samples that were read from the stream before, for the text of errors and for records.
-        decode: the user's, from a sample as it was read to a sample as it is collated.
+        decode: the user's function from a sample as read to a sample as collated.
     """
     if iterable:
-        return _StreamFetcher(dataset, auto_collation, collate, drop_last, guard, worker, read, decode)
+        return _StreamFetcher(dataset, auto_collation, collate, drop_last, handler, worker, read, decode)
     if decode is not None:
-        dataset = DecodedMap(dataset, decode, one_by_one=guard is not None)
-    return _MapFetcher(dataset, auto_collation, collate, guard)
+        dataset = DecodedMap(dataset, decode, one_by_one=handler is not None)
+    return _MapFetcher(dataset, auto_collation, collate, handler)
 
 
 def make_async_fetcher(
@@ -159,7 +159,7 @@ def make_async_fetcher(
     threads: JobThreads | None = None,
     worker_stream: WorkerStreamLike | None = None,
 ) -> AsyncFetcher:
-    """The fetcher of an asynchronous dataset. An iterable dataset's `__aiter__` is called here.
+    """Make the fetcher for an asynchronous dataset. An iterable dataset's `__aiter__` is called here.
 
     Args:
         dataset: the dataset.
@@ -167,7 +167,7 @@ def make_async_fetcher(
         iterable: read it with `anext`.
         concurrency: samples that are awaited at a time at most.
         read: as in `make_blocking_fetcher`.
-        threads: fetch the samples of a blocking map dataset.
+        threads: if given, they fetch the samples of a blocking map dataset.
         worker_stream: reads the shards that are assigned to this worker, instead of `dataset`.
     """
     if worker_stream is not None:
@@ -180,55 +180,57 @@ def make_async_fetcher(
 
 
 class _MapFetcher:
-    def __init__(self, dataset: Any, auto_collation: bool, collate: Callable[[Any], Any], guard: Guard | None) -> None:
+    def __init__(
+        self, dataset: Any, auto_collation: bool, collate: Callable[[Any], Any], handler: SampleErrorHandler | None
+    ) -> None:
         self._dataset = dataset
         self._auto_collation = auto_collation
         self._collate = collate
-        self._guarded = None if guard is None else GuardedMap(dataset, guard)
-        self._whole = guard is not None and fetches_batches(dataset)
+        self._tolerant = None if handler is None else TolerantMap(dataset, handler)
+        self._batched_get = handler is not None and fetches_batches(dataset)
 
     def fetch(self, possibly_batched_index: Any, bad: list[BadSample] | None = None) -> Any:
         index, dataset = possibly_batched_index, self._dataset
         data: Any
-        if self._guarded is not None:
+        if self._tolerant is not None:
             bad = [] if bad is None else bad
             if self._auto_collation:
-                data = self._guarded.samples(index, None, bad, whole=self._whole)
+                data = self._tolerant.samples(index, None, bad, batched=self._batched_get)
             else:
-                data = self._guarded.sample(index, None, bad)
+                data = self._tolerant.sample(index, None, bad)
         elif not self._auto_collation:
             try:
                 data = dataset[index]
             except Exception as error:
-                add_note(error, sample_place(index))
+                add_note(error, describe_sample(index))
                 raise
-        elif hasattr(dataset, "__getitems__") and dataset.__getitems__:  # torch's rule: one that is None is none
+        elif hasattr(dataset, "__getitems__") and dataset.__getitems__:  # as in torch, `__getitems__` may be None
             try:
                 data = dataset.__getitems__(index)
             except Exception as error:
-                add_note(error, batch_place(index))
+                add_note(error, describe_batch(index))
                 raise
         else:
-            places = iter(index)
+            indices = iter(index)
             try:
-                data = [dataset[one] for one in places]
+                data = [dataset[one] for one in indices]
             except Exception as error:
-                add_note(error, _place(index, places))
+                add_note(error, _describe_last(index, indices))
                 raise
         try:
             return self._collate(data)
         except Exception as error:
-            add_note(error, collation_place(index, batched=self._auto_collation))
+            add_note(error, describe_collation(index, batched=self._auto_collation))
             raise
 
 
-def _place(index: Any, places: Iterator[Any]) -> str:
-    """The sample that was asked for last. What is left of a list's iterator tells; other kinds may not say."""
+def _describe_last(index: Any, indices: Iterator[Any]) -> str:
+    """Describe the sample that was fetched last, from the length left in the iterator, which may be unknown."""
     try:
-        item = len(index) - operator.length_hint(places, len(index)) - 1
-        return sample_place(index[item], item) if item >= 0 else batch_place(index)
+        item = len(index) - operator.length_hint(indices, len(index)) - 1
+        return describe_sample(index[item], item) if item >= 0 else describe_batch(index)
     except Exception:
-        return batch_place(index)
+        return describe_batch(index)
 
 
 class _StreamFetcher:
@@ -238,7 +240,7 @@ class _StreamFetcher:
         auto_collation: bool,
         collate: Callable[[Any], Any],
         drop_last: bool,
-        guard: Guard | None,
+        handler: SampleErrorHandler | None,
         worker: int,
         read: int,
         decode: Callable[[Any], Any] | None,
@@ -249,19 +251,19 @@ class _StreamFetcher:
         self.ended = False
         self._auto_collation = auto_collation
         self._drop_last = drop_last
-        self._guard = guard
+        self._handler = handler
         self._worker = worker
         self._read = read
         self._decode = decode
-        self._progress = StreamGuard()
+        self._stream_errors = StreamErrors()
 
     def fetch(self, possibly_batched_index: Any, bad: list[BadSample] | None = None) -> Any:
         if self.ended:
             raise StopIteration
         first = self._read
         data: Any
-        if self._guard is not None:
-            samples = self._guarded(self._guard, possibly_batched_index, [] if bad is None else bad)
+        if self._handler is not None:
+            samples = self._tolerant(self._handler, possibly_batched_index, [] if bad is None else bad)
             data = samples if self._auto_collation else samples[0]
         elif self._auto_collation:
             data = self._batch(possibly_batched_index)
@@ -271,7 +273,7 @@ class _StreamFetcher:
             except StopIteration:
                 raise
             except Exception as error:
-                add_note(error, stream_place(first, self._worker))
+                add_note(error, describe_stream_sample(first, self._worker))
                 raise
             self._read += 1
             if self._decode is not None:
@@ -279,84 +281,84 @@ class _StreamFetcher:
         try:
             return self.collate_fn(data)
         except Exception as error:
-            add_note(error, stream_collation_place(first, self._read, self._worker))
+            add_note(error, describe_stream_collation(first, self._read, self._worker))
             raise
 
     def _decoded(self, decode: Callable[[Any], Any], sample: Any) -> Any:
-        """The sample that was read last. An error leaves the stream behind it."""
+        """Decode the sample that was read last. After an error the stream goes on behind it."""
         try:
             return decode(sample)
         except Exception as error:
-            add_note(error, stream_place(self._read - 1, self._worker))
-            if not isinstance(error, StopIteration):  # that would pass for the stream's end
+            add_note(error, describe_stream_sample(self._read - 1, self._worker))
+            if not isinstance(error, StopIteration):  # it would look like the end of the stream
                 raise
             raise RuntimeError("decode raised StopIteration") from error
 
-    def _batch(self, places: Any) -> list[Any]:
+    def _batch(self, index: Any) -> list[Any]:
         if self._decode is not None:
-            return self._decoded_batch(self._decode, places)
+            return self._decoded_batch(self._decode, index)
         iterator = self.dataset_iter
         data: list[Any] = []
         try:
-            for _ in places:
+            for _ in index:
                 data.append(next(iterator))  # noqa: PERF401 - a comprehension cannot end with a StopIteration
         except StopIteration:
             self.ended = True
         except Exception as error:
             self._read += len(data)
-            add_note(error, stream_place(self._read, self._worker))
+            add_note(error, describe_stream_sample(self._read, self._worker))
             raise
         self._read += len(data)
-        if not data or (self._drop_last and len(data) < len(places)):
+        if not data or (self._drop_last and len(data) < len(index)):
             raise StopIteration
         return data
 
-    def _decoded_batch(self, decode: Callable[[Any], Any], places: Any) -> list[Any]:
+    def _decoded_batch(self, decode: Callable[[Any], Any], index: Any) -> list[Any]:
         data: list[Any] = []
-        for _ in places:
+        for _ in index:
             try:
                 sample = next(self.dataset_iter)
             except StopIteration:
                 self.ended = True
                 break
             except Exception as error:
-                add_note(error, stream_place(self._read, self._worker))
+                add_note(error, describe_stream_sample(self._read, self._worker))
                 raise
             self._read += 1
             data.append(self._decoded(decode, sample))
-        if not data or (self._drop_last and len(data) < len(places)):
+        if not data or (self._drop_last and len(data) < len(index)):
             raise StopIteration
         return data
 
-    def _guarded(self, guard: Guard, places: Any, bad: list[BadSample]) -> list[Any]:
-        """A sample that raises takes a place in its batch, as a map dataset's does: the batch is short by it, and those
-        after it are what they would be anyway.
+    def _tolerant(self, handler: SampleErrorHandler, index: Any, bad: list[BadSample]) -> list[Any]:
+        """Return the samples of a batch. One that raises counts towards the batch size, as in a map dataset: its batch
+        is one sample short, and later batches are unaffected.
         """
         data: list[Any] = []
         before = len(bad)
-        for _ in places if self._auto_collation else range(1):
+        for _ in index if self._auto_collation else range(1):
             try:
                 sample = next(self.dataset_iter)
             except StopIteration:
                 break
             except Exception as error:
-                place = self._read
-                if self._progress.failed(error, place):
-                    add_note(error, stream_place(place, self._worker))
+                number = self._read
+                if self._stream_errors.failed(error, number):
+                    add_note(error, describe_stream_sample(number, self._worker))
                     raise
                 self._read += 1
-                sample = self._lost(guard, place, error, bad)
+                sample = self._on_sample_error(handler, number, error, bad)
             else:
                 self._read += 1
                 if self._decode is not None:
-                    sample = self._guarded_decoded(guard, self._decode, sample, bad)
-            if sample is not LOST:
+                    sample = self._tolerant_decode(handler, self._decode, sample, bad)
+            if sample is not DROPPED:
                 data.append(sample)
         else:
             if not data:
                 raise NoSamples
             return data
-        dead = self._progress.ended(self._read)
+        dead = self._stream_errors.ended(self._read)
         self.ended = self._auto_collation or dead is not None
         if dead is not None:
             try:
@@ -369,21 +371,25 @@ class _StreamFetcher:
             raise NoSamples
         raise StopIteration
 
-    def _guarded_decoded(self, guard: Guard, decode: Callable[[Any], Any], sample: Any, bad: list[BadSample]) -> Any:
+    def _tolerant_decode(
+        self, handler: SampleErrorHandler, decode: Callable[[Any], Any], sample: Any, bad: list[BadSample]
+    ) -> Any:
         try:
             return decode(sample)
         except Exception as error:
-            return self._lost(guard, self._read - 1, error, bad, read=True)
+            return self._on_sample_error(handler, self._read - 1, error, bad, read=True)
 
-    def _lost(self, guard: Guard, place: int, error: Exception, bad: list[BadSample], *, read: bool = False) -> Any:
-        """`read`: it had its number in the stream already."""
+    def _on_sample_error(
+        self, handler: SampleErrorHandler, number: int, error: Exception, bad: list[BadSample], *, read: bool = False
+    ) -> Any:
+        """`read`: the sample was read, so it has a number in the stream already."""
         if isinstance(self.dataset_iter, SeededIterator):
             if read:
                 self.dataset_iter.again()
             else:
                 self.dataset_iter.lose()
         try:
-            return guard.lost(None, place, error, bad)
+            return handler.handle(None, number, error, bad)
         except Exception as raised:
-            add_note(raised, stream_place(place, self._worker))
+            add_note(raised, describe_stream_sample(number, self._worker))
             raise

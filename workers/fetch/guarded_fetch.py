@@ -1,14 +1,14 @@
-"""Fetching from a blocking map dataset whose samples may raise, one by one, past those that do.
+"""Fetches from blocking map datasets whose samples may raise, and goes on after those that do.
 
-Data path: scheduler -> worker: [guarded_fetch] -> collate -> codec -> ring. Only where `on_error` is not "raise".
+Data path: scheduler -> worker: [guarded_fetch] -> collate -> codec -> ring. Only with an `on_error` other than "raise".
 
-In torch mode and in seeded mode. In seeded mode a sample's random numbers are those of its position, whatever became of
-the others. So are a substitute's, and those of the code that `on_error` runs.
+It serves torch mode and seeded mode. In seeded mode the random numbers of a sample are those of its position, whatever
+happened to other samples; so are those of its substitute and of the user's `on_error` function.
 
-A dataset's own `__getitems__` says nothing of which sample raised. If it raises, the batch is fetched once more, by
-`__getitem__` and one by one: in seeded mode each sample then has the random numbers of its own position, and not those
-that the batch has when it is made at once. Without a `__getitem__` all samples of the batch are taken for bad. torch's
-`Subset` and `StackDataset` are read sample by sample to begin with, unless the dataset beneath has a `__getitems__`.
+If a dataset's own `__getitems__` raises, the sample that raised is unknown. The batch is then fetched again, sample by
+sample with `__getitem__`; in seeded mode each sample then has the random numbers of its own position instead of the
+batch's. Without a `__getitem__` all samples of the batch count as bad. torch's `Subset` and `StackDataset` are read
+sample by sample to begin with, unless the underlying dataset has a `__getitems__`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
-from asyncloader.workers.fetch.error_notes import add_note, sample_place
-from asyncloader.workers.fetch.sample_errors import LOST, BadSample, Guard, NoSamples
+from asyncloader.workers.fetch.error_notes import add_note, describe_sample
+from asyncloader.workers.fetch.sample_errors import DROPPED, BadSample, NoSamples, SampleErrorHandler
 from asyncloader.workers.fetch.seeding import SampleSeeder
 
-__all__ = ["GuardedMap", "fetches_single"]
+__all__ = ["TolerantMap", "fetches_single"]
 
 
 def fetches_single(dataset: Any) -> bool:
@@ -40,51 +40,53 @@ def fetches_single(dataset: Any) -> bool:
     return own is not None and own is not Dataset.__getitem__
 
 
-class GuardedMap:
-    """Samples of a blocking map dataset.
+class TolerantMap:
+    """Fetches samples of a blocking map dataset, past those that raise.
 
     Args:
         dataset: the dataset.
-        guard: what becomes of samples that raise.
+        handler: handles samples that raise.
         seeder: of the epoch; None in torch mode.
         replicas: difference of the positions of neighbouring samples.
     """
 
-    def __init__(self, dataset: Any, guard: Guard, seeder: SampleSeeder | None = None, replicas: int = 1) -> None:
+    def __init__(
+        self, dataset: Any, handler: SampleErrorHandler, seeder: SampleSeeder | None = None, replicas: int = 1
+    ) -> None:
         self._dataset = dataset
-        self._guard = guard
+        self._handler = handler
         self._seeder = seeder
         self._replicas = replicas
         self._single = fetches_single(dataset)
 
     def sample(self, index: Any, position: int | None, bad: list[BadSample]) -> Any:
-        """The sample of an index. In torch mode there is no position.
+        """Return the sample of an index. In torch mode there is no position.
 
         Raises:
-            NoSamples: it was left out.
+            NoSamples: it was dropped.
         """
         try:
             return self._make(index, position)
         except Exception as error:
-            sample = self._lost(index, position, None, error, bad)
-        if sample is LOST:
+            sample = self._on_sample_error(index, position, None, error, bad)
+        if sample is DROPPED:
             raise NoSamples
         return sample
 
-    def samples(self, index: Any, first: int | None, bad: list[BadSample], *, whole: bool) -> Any:
-        """The samples of a batch of indices, but for those that are left out; the first one has position `first`.
+    def samples(self, index: Any, first: int | None, bad: list[BadSample], *, batched: bool) -> Any:
+        """Return the samples of a batch of indices, without those that were dropped.
 
         Args:
             index: the indices.
             first: position of the first; None in torch mode.
             bad: gets the records.
-            whole: ask the dataset's `__getitems__` at first.
+            batched: try the dataset's `__getitems__` first.
 
         Raises:
-            NoSamples: all were left out.
+            NoSamples: all were dropped.
         """
         failure: Exception | None = None
-        if whole:
+        if batched:
             if self._seeder is not None and first is not None:
                 self._seeder.batch(first)
             try:
@@ -98,21 +100,21 @@ class GuardedMap:
             failure = None  # it refers to this frame
 
     def _one_by_one(self, index: Any, first: int | None, failure: Exception | None, bad: list[BadSample]) -> list[Any]:
-        """`failure` is what all of them raised, if they cannot be told apart."""
+        """`failure` is the error of the whole batch, if the sample that raised it is unknown."""
         dataset, seeder = self._dataset, self._seeder
         kept: list[Any] = []
         position, item = first, -1
         for item, one in enumerate(index):
             if failure is not None:
-                sample = self._lost(one, position, item, failure, bad)
+                sample = self._on_sample_error(one, position, item, failure, bad)
             else:
                 try:
                     if seeder is not None and position is not None:
                         seeder.sample(position)
                     sample = dataset[one]
                 except Exception as error:
-                    sample = self._lost(one, position, item, error, bad)
-            if sample is not LOST:
+                    sample = self._on_sample_error(one, position, item, error, bad)
+            if sample is not DROPPED:
                 kept.append(sample)
             if position is not None:
                 position += self._replicas
@@ -125,12 +127,14 @@ class GuardedMap:
             self._seeder.sample(position)
         return self._dataset[index]
 
-    def _lost(self, index: Any, position: int | None, item: int | None, error: Exception, bad: list[BadSample]) -> Any:
+    def _on_sample_error(
+        self, index: Any, position: int | None, item: int | None, error: Exception, bad: list[BadSample]
+    ) -> Any:
         make = (lambda another: self._make(another, position)) if self._single else None
         if self._seeder is not None and position is not None:
             self._seeder.sample(position)
         try:
-            return self._guard.lost(index, position, error, bad, make)
+            return self._handler.handle(index, position, error, bad, make)
         except Exception as raised:
-            add_note(raised, sample_place(index, item, position))
+            add_note(raised, describe_sample(index, item, position))
             raise

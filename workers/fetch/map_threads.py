@@ -1,13 +1,13 @@
-"""Fetching from a blocking map dataset in threads: many reads in flight, put back in the order of the indices.
+"""Fetches from blocking map datasets in threads: many reads in flight, results in the order of the indices.
 
-Data path: scheduler -> worker: [thread_fetch] -> collate -> codec -> ring. Also without workers, beside the consumer.
+Data path: scheduler -> worker: [map_threads] -> collate -> codec -> ring. Without workers it runs beside the consumer.
 
-The threads take samples of all batches in hand from one line, the oldest batch's first, so a slow sample occupies one
-thread while those after it come and go. A dataset's own `__getitems__` makes a batch in one thread. Each sample, or
-batch, is made in a context of its own: context variables that it sets are seen by nobody else.
+The threads take samples of all batches from one queue, the oldest batch's first, so a slow sample occupies one thread
+while later ones start and finish. A dataset's own `__getitems__` makes a batch in one thread. Each sample, or batch, is
+made in a context of its own: context variables that it sets are not seen by others.
 
-A thread cannot be interrupted. When a sample of a batch raises, or nobody waits for the batch any more, its samples
-that have not begun are left out; those that have begun end by themselves, and nobody waits for them.
+A thread cannot be interrupted. When a sample of a batch raises, or the batch is cancelled, its samples that have not
+begun are skipped; those that have begun run to their end, and their results are ignored.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from functools import partial
 from typing import Any
 
 from asyncloader.workers.fetch.batching import Batching
-from asyncloader.workers.fetch.error_notes import add_note, batch_place, sample_place
+from asyncloader.workers.fetch.error_notes import add_note, describe_batch, describe_sample
 from asyncloader.workers.fetch.guarded_fetch import fetches_single
-from asyncloader.workers.fetch.sample_errors import LOST, BadSample, Guard, NoSamples
+from asyncloader.workers.fetch.sample_errors import DROPPED, BadSample, NoSamples, SampleErrorHandler
 from asyncloader.workers.fetch.seeded_fetch import fetches_batches
 from asyncloader.workers.fetch.threads import JobThreads
 
@@ -29,7 +29,7 @@ __all__ = ["ThreadMapFetcher"]
 
 
 class ThreadMapFetcher:
-    """Fetches from a blocking map dataset, whose methods several threads call.
+    """Fetches from a blocking map dataset, whose methods are called by several threads.
 
     Args:
         dataset: the dataset.
@@ -42,51 +42,51 @@ class ThreadMapFetcher:
         self._how = how
         self._threads = threads
         self._decode = None if how.decoder is None else how.decoder.function
-        self._whole = how.auto_collation and fetches_batches(dataset)
+        self._batched_get = how.auto_collation and fetches_batches(dataset)
         self._single = fetches_single(dataset)
 
     async def fetch(self, index: Any, bad: list[BadSample] | None = None) -> Any:
-        """The batch. `bad` gets records of samples that raised.
+        """Return the batch. `bad` gets records of samples that raised.
 
         Raises:
-            NoSamples: the guard left all of them out.
+            NoSamples: all of them were dropped.
         """
         return self.collated(index, await self.samples(index, bad))
 
     def collated(self, index: Any, samples: Any) -> Any:
-        """The batch of what `samples` gave for this index."""
+        """Collate what `samples` returned for this index."""
         return self._how.collated(index, samples)
 
     async def samples(self, index: Any, bad: list[BadSample] | None = None) -> Any:
-        """What `collated` makes the batch of. Several calls may be in progress at a time.
+        """Return what `collated` makes the batch of. Several calls may be in progress at a time.
 
         Raises:
-            NoSamples: the guard left all of them out.
+            NoSamples: all of them were dropped.
         """
         first: int | None = None
         if self._how.seeding is not None:
             first, index = index
         if not self._how.auto_collation:
-            places, samples = [index], None
+            indices, samples = [index], None
         else:
-            places = list(index)
+            indices = list(index)
             if isinstance(index, Iterator):
-                index = places  # that was all that it gave
-            samples = await self._at_once(index, first, places) if self._whole else None
+                index = indices  # the iterator is consumed now
+            samples = await self._fetch_batched(index, first, indices) if self._batched_get else None
         if samples is None:
-            samples = await self._one_by_one(places, first, [], bad)
+            samples = await self._one_by_one(indices, first, [], bad)
         elif isinstance(samples, Exception):
             try:
-                samples = await self._one_by_one(places, first, [] if self._single else [samples], bad)
+                samples = await self._one_by_one(indices, first, [] if self._single else [samples], bad)
             finally:
                 del index  # an error refers to this frame
-        kept = [sample for sample in samples if sample is not LOST]
+        kept = [sample for sample in samples if sample is not DROPPED]
         if not kept and samples:
             raise NoSamples
         return kept if self._how.auto_collation else kept[0]
 
-    async def _at_once(self, index: Any, first: int | None, places: list[Any]) -> Any:
-        """What `__getitems__` gives, decoded; or its error, if a guard deals with that."""
+    async def _fetch_batched(self, index: Any, first: int | None, indices: list[Any]) -> Any:
+        """Fetch the batch by `__getitems__` and decode it. With an error handler, errors are returned, not raised."""
         batch = _Batch(self._threads, 1)
         job = partial(self._make_batch, index, first)
         try:
@@ -103,13 +103,13 @@ class ThreadMapFetcher:
             try:
                 return await decoding.results(jobs)
             except Exception as error:
-                self._note(error, places, decoding.failed, first)
+                self._note(error, indices, decoding.failed, first)
                 raise
         except Exception as error:
-            if self._how.guard is not None:
+            if self._how.handler is not None:
                 return error
             if batch.failed == 0:
-                add_note(error, batch_place(index))
+                add_note(error, describe_batch(index))
             raise
 
     def _make_batch(self, index: Any, first: int | None) -> Any:
@@ -122,29 +122,29 @@ class ThreadMapFetcher:
         return self._decode(sample)
 
     async def _one_by_one(
-        self, places: list[Any], first: int | None, failure: list[Exception], bad: list[BadSample] | None
+        self, indices: list[Any], first: int | None, failure: list[Exception], bad: list[BadSample] | None
     ) -> list[Any]:
-        """`failure` holds what all of them raised, if they cannot be told apart."""
-        guard, threads = self._how.guard, None if self._how.decoder is None else self._how.decoder.threads
-        found: list[list[BadSample]] = [[] for _ in places]
-        batch = _Batch(self._threads, len(places))
+        """`failure` holds the error of the whole batch, if the sample that raised it is unknown."""
+        handler, threads = self._how.handler, None if self._how.decoder is None else self._how.decoder.threads
+        found: list[list[BadSample]] = [[] for _ in indices]
+        batch = _Batch(self._threads, len(indices))
         jobs: list[Callable[[], None]] = []
-        for item, index in enumerate(places):
+        for item, index in enumerate(indices):
             position = self._how.position(first, item)
-            lost: Callable[[Exception], Any] | None = None
-            if guard is not None:
-                lost = partial(self._lost, guard, index, position, item, found[item])
-            if failure and lost is not None:
-                make: Callable[[], Any] = partial(lost, failure[0])
+            handle: Callable[[Exception], Any] | None = None
+            if handler is not None:
+                handle = partial(self._on_sample_error, handler, index, position, item, found[item])
+            if failure and handle is not None:
+                make: Callable[[], Any] = partial(handle, failure[0])
             else:
                 make = partial(self._make, index, position, decode=threads is None)
             decode = None if threads is None or self._decode is None or failure else (threads, self._decode)
-            jobs.append(partial(batch.run, item, make, lost, decode))
+            jobs.append(partial(batch.run, item, make, handle, decode))
         try:
             return await batch.results(jobs)
         except Exception as error:
-            if guard is None:
-                self._note(error, places, batch.failed, first)
+            if handler is None:
+                self._note(error, indices, batch.failed, first)
             raise
         finally:
             if bad is not None:
@@ -156,29 +156,35 @@ class ThreadMapFetcher:
         sample = self._dataset[index]
         return self._decode(sample) if decode and self._decode is not None else sample
 
-    def _lost(
-        self, guard: Guard, index: Any, position: int | None, item: int, bad: list[BadSample], error: Exception
+    def _on_sample_error(
+        self,
+        handler: SampleErrorHandler,
+        index: Any,
+        position: int | None,
+        item: int,
+        bad: list[BadSample],
+        error: Exception,
     ) -> Any:
-        self._how.seed_sample(position)  # for what `on_error` draws
+        self._how.seed_sample(position)  # for random numbers that `on_error` draws
         make = (lambda another: self._make(another, position)) if self._single else None
         try:
-            return guard.lost(index, position, error, bad, make)
+            return handler.handle(index, position, error, bad, make)
         except Exception as raised:
-            add_note(raised, sample_place(index, item if self._how.auto_collation else None, position))
+            add_note(raised, describe_sample(index, item if self._how.auto_collation else None, position))
             raise
 
-    def _note(self, error: BaseException, places: list[Any], item: int, first: int | None) -> None:
+    def _note(self, error: BaseException, indices: list[Any], item: int, first: int | None) -> None:
         if item >= 0:
-            place = sample_place(
-                places[item] if item < len(places) else None,
+            note = describe_sample(
+                indices[item] if item < len(indices) else None,
                 item if self._how.auto_collation else None,
                 self._how.position(first, item),
             )
-            add_note(error, place)
+            add_note(error, note)
 
 
 class _Batch:
-    """Jobs whose results are wanted together. Its jobs run in threads, all else in the loop's."""
+    """The jobs of one batch. They run in threads; everything else runs in the loop's thread."""
 
     def __init__(self, threads: JobThreads, count: int) -> None:
         self._threads = threads
@@ -203,7 +209,7 @@ class _Batch:
         try:
             await self._done
         finally:
-            self._over = True  # also if this is cancelled: what has not begun need not
+            self._over = True  # also when cancelled: jobs that have not begun are skipped
         error, self._error = self._error, None
         if error is None:
             return self._results
@@ -216,20 +222,20 @@ class _Batch:
         self,
         item: int,
         make: Callable[[], Any],
-        lost: Callable[[Exception], Any] | None = None,
+        handle: Callable[[Exception], Any] | None = None,
         decode: tuple[JobThreads, Callable[[Any], Any]] | None = None,
     ) -> None:
-        """A job, in a thread: make the item; then decode it, in a thread of another kind."""
+        """Run as a job in a thread: make the item, then have it decoded in a decoding thread."""
         if self._over:
             return
-        self._carry_out(item, self._context.copy(), make, lost, decode)
+        self._carry_out(item, self._context.copy(), make, handle, decode)
 
     def _carry_out(
         self,
         item: int,
         context: Context,
         make: Callable[[], Any],
-        lost: Callable[[Exception], Any] | None,
+        handle: Callable[[Exception], Any] | None,
         decode: tuple[JobThreads, Callable[[Any], Any]] | None = None,
     ) -> None:
         if self._over:
@@ -238,19 +244,19 @@ class _Batch:
             try:
                 made = context.run(make)
             except Exception as error:
-                if lost is None:
+                if handle is None:
                     raise
-                made = context.run(lost, error)
-                decode = None  # a substitute comes decoded
+                made = context.run(handle, error)
+                decode = None  # a substitute is decoded already
         except BaseException as error:
-            self._threads.tell(self._failed, item, error)
+            self._threads.notify(self._failed, item, error)
             del error
             return
         if decode is None:
-            self._threads.tell(self._made, item, made)
+            self._threads.notify(self._made, item, made)
         else:
             threads, function = decode
-            threads.put(partial(self._carry_out, item, context, partial(function, made), lost))
+            threads.put(partial(self._carry_out, item, context, partial(function, made), handle))
 
     def _made(self, item: int, sample: Any) -> None:
         if self._over or self._done is None:
@@ -265,7 +271,7 @@ class _Batch:
             return
         self._over = True
         self.failed = item
-        # SystemExit in a thread ends the sample, not the process; the others would pass for the end of all batches.
+        # SystemExit in a thread must not end the process; Stop(Async)Iteration would look like the end of the epoch.
         if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
             wrapped = RuntimeError(f"the sample's code raised {type(error).__name__}")
             wrapped.__cause__ = error

@@ -1,12 +1,12 @@
-"""One copy of a dataset in use: begins epochs, fetches batches, tells where it stands.
+"""Reads one copy of a dataset: begins epochs, fetches batches, and reports the dataset's position.
 
-Data path: scheduler -> worker: [reader: fetch -> collate] -> codec -> ring. Also without workers, in the consumer's
+Data path: scheduler -> worker: [reader: fetch -> collate] -> codec -> ring. Without workers it runs in the consumer's
 process.
 
-In torch mode everything about batches is torch's (`fetch.py`). In seeded mode each sample is made under its own random
-numbers (`seeding.py`). A dataset that can save its state has it taken after each batch, and restored when an epoch
-begins in its middle (`cursor.py`). Samples that raise fail their batch, or are dealt with by a policy
-(`bad_samples.py`).
+In torch mode batches are made as torch makes them (`factory.py`). In seeded mode each sample is made under its own
+random numbers (`seeding.py`). The state of a stateful dataset is taken after each batch, and restored when an epoch
+begins in the middle (`dataset_state.py`). Samples that raise fail their batch, or are handled by an error policy
+(`sample_errors.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from asyncloader.workers.fetch.context import DatasetContext
 from asyncloader.workers.fetch.dataset_state import Bookmark, Cursor
 from asyncloader.workers.fetch.decoding import DecodedMap, Decoder
 from asyncloader.workers.fetch.factory import is_concurrent, make_async_fetcher, make_blocking_fetcher
-from asyncloader.workers.fetch.sample_errors import BadSample, Guard, NoSamples
+from asyncloader.workers.fetch.sample_errors import BadSample, NoSamples, SampleErrorHandler
 from asyncloader.workers.fetch.seeded_fetch import SeededAsyncIterator, SeededIterator, SeededMapFetcher
-from asyncloader.workers.fetch.seeding import GlobalWatch, SampleSeeder, global_generators_kept
+from asyncloader.workers.fetch.seeding import GlobalDrawCheck, SampleSeeder, global_generators_kept
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.fetch.stream_async import WorkerStreamFetcher
 from asyncloader.workers.fetch.threads import JobThreads
@@ -34,14 +34,14 @@ __all__ = ["Reader"]
 
 
 class Reader:
-    """Reads one copy of a dataset.
+    """Reads one copy of a dataset, batch by batch.
 
     Args:
         setup: the loader's options.
-        dataset: the copy; `setup`'s, unless it was seeded meanwhile.
-        collate: from samples to a batch, `setup`'s or one that encodes, too.
+        dataset: the copy: that of `setup`, or that one reseeded.
+        collate: from samples to a batch: that of `setup`, or one that also encodes.
         worker_id: number of this copy among those of this process's loader; 0 without workers.
-        in_worker: whether this process does nothing else, so that its global generators are ours to seed.
+        in_worker: whether this is a worker process, whose global generators may be seeded.
         assignments: provides the shard ranges to read, where the main process assigns them.
     """
 
@@ -69,14 +69,14 @@ class Reader:
             if setup.decode_threads:
                 self._decode_threads = JobThreads(setup.decode_threads, "asyncloader-decode")
             self._decoder = Decoder(setup.decode, self._decode_threads)
-        # A map dataset's batches cannot be read again without their indices: its state is of use after each batch only.
+        # A map dataset's batches cannot be read again without their indices, so its state is needed after every batch.
         self._every = setup.snapshot_every if setup.iterable else min(1, setup.snapshot_every)
         self._bookmark = Bookmark(dataset, self._every)
         self._fetcher: Any = None
         self._stream: SeededIterator | SeededAsyncIterator | WorkerStreamFetcher | None = None
         self._start: EpochStart | None = None
-        self._watch = GlobalWatch() if in_worker and self.asynchronous and setup.seeded is not None else None
-        self._turn = asyncio.Lock()
+        self._watch = GlobalDrawCheck() if in_worker and self.asynchronous and setup.seeded is not None else None
+        self._lock = asyncio.Lock()
         self._ready = False  # the asynchronous dataset has begun
         self._failure: StateError | None = None
         self._stream_index = None if setup.batch_size is None else range(setup.batch_size)
@@ -84,10 +84,10 @@ class Reader:
     # ------------------------------------------------------------------------------------------- beginning
 
     def begin(self, start: EpochStart) -> None:
-        """Begin an epoch, or go on in its middle. An asynchronous dataset's begins with the first `fetch_async`.
+        """Begin an epoch, or resume one. An asynchronous dataset begins with the first `fetch_async`.
 
         Raises:
-            StateError: the stream ended before the place that it should go on from.
+            StateError: the stream ended before the position to resume from.
         """
         self._start = start
         self._ready, self._failure = False, None
@@ -97,13 +97,13 @@ class Reader:
             self._open(start)
             with self._skipping(start) as batches:
                 for _ in batches:
-                    with _as_before(start):
+                    with _same_errors(start):
                         self._fetcher.fetch(self._stream_index)
                     self._bookmark.batches += 1
             self._bookmark.batches = self._bookmark.batches if start.made is None else start.made
 
     def context(self, before: Any = None) -> DatasetContext:
-        """What is open while this reader reads; nothing for a blocking dataset. `before`: see `DatasetContext`."""
+        """Return the context to hold open while reading; an empty one for a blocking dataset."""
         if not self.asynchronous:
             return DatasetContext(None)
         return DatasetContext(self.dataset, before, self if assigns_shards(self.dataset) else None)
@@ -115,7 +115,7 @@ class Reader:
         self._open(start)
         with self._skipping(start) as batches:
             for _ in batches:
-                with _as_before(start):
+                with _same_errors(start):
                     await self._fetcher.fetch(self._stream_index)
                 self._bookmark.batches += 1
         self._bookmark.batches = self._bookmark.batches if start.made is None else start.made
@@ -125,21 +125,21 @@ class Reader:
         self._bookmark = Bookmark(self.dataset, self._every)
         seeder = self._seeder(start.epoch, concurrent=self.asynchronous)
         set_epoch = getattr(self.dataset, "set_epoch", None)
-        if start.told and callable(set_epoch):  # this copy has not heard what the consumer's was told
+        if start.epoch_set and callable(set_epoch):  # `set_epoch` was called on the consumer's copy only
             set_epoch(start.epoch)
         if seeder is not None and setup.iterable:
-            seeder.batch(-1)  # for what `__iter__` draws
+            seeder.batch(-1)  # for random numbers that `__iter__` draws
         self._bookmark.begin(cursor)
         self._fetcher = self._make_fetcher(start, seeder)
         if setup.iterable:
-            self._found(cursor, seeder)
+            self._restore_stream(cursor, seeder)
         if self._watch is not None:
-            self._watch.rebase()  # what `worker_init_fn` and `__aiter__` drew was no sample's
+            self._watch.rebase()  # draws in `worker_init_fn` and `__aiter__` are allowed
 
-    def _found(self, cursor: Cursor | None, seeder: SampleSeeder | None) -> None:
-        """The stream's iterator was made: restore it, and have its samples seeded."""
+    def _restore_stream(self, cursor: Cursor | None, seeder: SampleSeeder | None) -> None:
+        """Restore the stream's new iterator, and have its samples seeded."""
         fetcher = self._fetcher
-        fetcher.dataset_iter = self._bookmark.iterates(fetcher.dataset_iter, cursor)
+        fetcher.dataset_iter = self._bookmark.restore_iterator(fetcher.dataset_iter, cursor)
         if cursor is not None and cursor.ended:
             fetcher.ended = True
         if isinstance(fetcher, WorkerStreamFetcher):
@@ -166,12 +166,12 @@ class Reader:
 
     def _make_fetcher(self, start: EpochStart, seeder: SampleSeeder | None) -> Any:
         setup, seeded, epoch = self._setup, self._setup.seeded, start.epoch
-        guard = None
+        handler = None
         if setup.policy is not None:
             awaited = self.asynchronous and self._threads is None
-            guard = Guard(setup.policy, self._worker_id, epoch, asynchronous=awaited)
+            handler = SampleErrorHandler(setup.policy, self._worker_id, epoch, asynchronous=awaited)
         read = 0
-        if start.cursor is not None:  # in torch mode samples are not counted, but each has a place in its batch
+        if start.cursor is not None:  # in torch mode samples are not counted: computed from full batches
             read = start.cursor.samples or start.cursor.batches * (setup.batch_size or 1)
         if self.asynchronous:
             seeding = None
@@ -189,7 +189,7 @@ class Reader:
                     self._collate,
                     setup.drop_last,
                     seeding,
-                    guard,
+                    handler,
                     self._decoder,
                     self._worker_id,
                 ),
@@ -204,7 +204,7 @@ class Reader:
             if setup.decode is not None:
                 dataset = DecodedMap(dataset, setup.decode, one_by_one=True, seeder=seeder, replicas=seeded.replicas)
             return SeededMapFetcher(
-                dataset, setup.auto_collation, self._collate, seeder, seeded.replicas, seeded.seed_collate, guard
+                dataset, setup.auto_collation, self._collate, seeder, seeded.replicas, seeded.seed_collate, handler
             )
         return make_blocking_fetcher(
             self.dataset,
@@ -212,7 +212,7 @@ class Reader:
             auto_collation=setup.auto_collation,
             collate=self._collate,
             drop_last=setup.drop_last,
-            guard=guard,
+            handler=handler,
             worker=self._worker_id,
             read=read,
             decode=setup.decode,
@@ -220,12 +220,12 @@ class Reader:
 
     @contextlib.contextmanager
     def _skipping(self, start: EpochStart) -> Generator[range]:
-        """For each of the batches to be dropped: they are fetched, and not collated."""
+        """Context with a range over the batches to skip: they are fetched, but not collated."""
         if not start.skip or not self._setup.iterable:
             yield range(0)
             return
         fetcher = self._fetcher
-        collate, fetcher.collate_fn = fetcher.collate_fn, _dropped
+        collate, fetcher.collate_fn = fetcher.collate_fn, _no_collate
         try:
             yield range(start.skip)
         except (StopIteration, StopAsyncIteration):
@@ -240,7 +240,7 @@ class Reader:
     # --------------------------------------------------------------------------------------------- fetching
 
     def fetch(self, index: Any, bad: list[BadSample] | None = None) -> Any:
-        """The batch of an index; of a stream: the next one, whatever the index.
+        """Return the batch of an index; for a stream: the next batch, whatever the index.
 
         Args:
             index: from the sampler; in seeded mode ``(position, index)``.
@@ -248,7 +248,7 @@ class Reader:
 
         Raises:
             StopIteration: the stream has ended. Never with records.
-            NoSamples: all samples of the batch were left out. Take the cursor as after a batch.
+            NoSamples: all samples of the batch were dropped. Take the cursor as after a batch.
         """
         if self._setup.iterable:
             index = self._stream_index
@@ -258,30 +258,30 @@ class Reader:
             return self._fetcher.fetch(index, bad)
 
     async def fetch_async(self, index: Any, bad: list[BadSample] | None = None) -> Any:
-        """`fetch` for an asynchronous dataset. StopAsyncIteration at its end."""
+        """As `fetch`, for an asynchronous dataset. StopAsyncIteration at its end."""
         if not self._setup.iterable:
             if not self._ready:
-                async with self._turn:
+                async with self._lock:
                     await self._ensure_begun()
             return await self._fetcher.fetch(index, bad)
-        # Held over both: a task that came when the beginning was over must not overtake those that waited for it.
-        async with self._turn:
+        # Held over both steps: a task that arrives after the beginning must not overtake tasks that waited for it.
+        async with self._lock:
             await self._ensure_begun()
             return await self._fetcher.fetch(self._stream_index, bad)
 
     async def samples(self, index: Any, bad: list[BadSample] | None = None) -> Any:
-        """What `collated` makes the batch of: for who collates at another time. Of an `asynchronous` map dataset."""
+        """Return what `collated` makes the batch of, for callers that collate later. Asynchronous map datasets only."""
         if not self._ready:
-            async with self._turn:
+            async with self._lock:
                 await self._ensure_begun()
         return await self._fetcher.samples(index, bad)
 
     def collated(self, index: Any, samples: Any) -> Any:
-        """The batch of what `samples` gave for this index."""
+        """Collate what `samples` returned for this index."""
         return self._fetcher.collated(index, samples)
 
     async def aclose(self) -> None:
-        """Stop reading, and `close`. Nothing may be in flight any more."""
+        """Stop reading, and `close`. No fetch may be in progress."""
         await self._close_worker_stream()
         self.close()
 
@@ -290,7 +290,7 @@ class Reader:
             await self._fetcher.dataset_iter.aclose()
 
     def close(self) -> None:
-        """Let the threads end. Does not wait; nothing may be fetched any more."""
+        """Let the threads end, without waiting. Nothing may be fetched afterwards."""
         for threads in (self._threads, self._decode_threads):
             if threads is not None:
                 threads.close()
@@ -309,25 +309,25 @@ class Reader:
         self._ready = True
 
     @property
-    def can_go_on(self) -> bool:
-        """Whether another reader can go on where this one is, without reading a stream again from its beginning."""
+    def can_resume(self) -> bool:
+        """Whether another reader can continue from here without reading a stream again from its beginning."""
         return not self._setup.iterable or self._bookmark.keeps_state
 
     def first_cursor(self) -> bytes:
-        """Where the dataset stands now that an epoch has begun; empty if there is nothing to be saved."""
+        """Return the cursor at the beginning of an epoch; empty if the dataset has no state."""
         return self._bookmark.initial()
 
     def last_cursor(self) -> bytes:
-        """Where the dataset stands now that its end was seen; empty if there is nothing to be saved."""
+        """Return the cursor at the end of the dataset; empty if it has no state."""
         return self._bookmark.final()
 
     def live_cursor(self) -> bytes:
-        """Where the dataset stands now, in the thread that fetches; empty if there is nothing to be saved."""
+        """Return the cursor of this moment, in the fetching thread; empty if the dataset has no state."""
         return self._bookmark.now(self._samples(), ended=self._ended())
 
     def cursor(self) -> bytes:
-        """Where the dataset stands now that a batch was fetched; empty if there is nothing to be saved. Call it once
-        a batch, before anything else is awaited.
+        """Return the cursor after a fetched batch; empty if there is none to be saved. Call it exactly once per batch,
+        before anything else is awaited.
         """
         return self._bookmark.after_batch(self._samples(), ended=self._ended())
 
@@ -344,12 +344,12 @@ class Reader:
 
 
 @contextlib.contextmanager
-def _as_before(start: EpochStart) -> Generator[None]:
-    """Around the reading of a batch that was answered before: what was no batch then, is none now."""
+def _same_errors(start: EpochStart) -> Generator[None]:
+    """Context around the re-reading of an answered batch: errors that failed it before are ignored again."""
     try:
         yield
     except NoSamples:
-        pass  # it counted as one
+        pass  # it counted as a batch
     except (StopIteration, StopAsyncIteration):
         raise
     except Exception:
@@ -357,5 +357,5 @@ def _as_before(start: EpochStart) -> Generator[None]:
             raise
 
 
-def _dropped(samples: Any) -> None:
-    """In place of collation."""
+def _no_collate(samples: Any) -> None:
+    """Replaces collation where batches are skipped."""

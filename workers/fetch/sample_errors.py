@@ -1,11 +1,11 @@
-"""Samples that raise, and what becomes of them: left out, replaced, or substituted by others.
+"""Handles samples that raise: drops them, replaces them, or substitutes other samples.
 
-Data path: worker: fetch -> [bad_samples] -> collate. Only where `on_error` is not "raise"; otherwise no fetcher has a
-`Guard`.
+Data path: worker: fetch -> [sample_errors] -> collate. Only with an `on_error` other than "raise"; without one,
+fetchers have no `SampleErrorHandler`.
 
-A fetcher tells its guard of each sample that raised, and gets a substitute, or `LOST`. What happened is recorded in a
-list that the caller of `fetch` gave: batches that are fetched concurrently have lists of their own, and the records are
-there whichever way the fetch ends. Errors of collation belong to no sample, and are not for the guard.
+A fetcher passes each sample that raised to the handler, and gets a substitute or `DROPPED`. Records of what happened go
+to a list that the caller of `fetch` provides: batches that are fetched concurrently have separate lists, and the
+records are there even if the fetch raises. Errors of collation belong to no sample and are not handled here.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from asyncloader.workers.fetch.seeding import derive
 
 __all__ = [
     "ATTEMPTS",
+    "DROPPED",
     "ERROR_CHARACTERS",
-    "LOST",
     "TRACEBACK_CHARACTERS",
     "BadSample",
     "ErrorPolicy",
-    "Guard",
     "NoSamples",
-    "StreamGuard",
-    "places_lost",
+    "SampleErrorHandler",
+    "StreamErrors",
+    "dropped_count",
     "substitute_index",
 ]
 
 ATTEMPTS = 16
-"""Substitutes that are tried for one sample."""
-ROW = 1000
-"""Failures of a stream one after the other, after which it is given up."""
+"""Number of substitutes that are tried for one sample."""
+MAX_CONSECUTIVE = 1000
+"""Number of consecutive failures after which a stream is given up."""
 ERROR_CHARACTERS = 1000
 TRACEBACK_CHARACTERS = 16_000
 
-LOST: Any = object()
-"""In place of a sample that is left out."""
+DROPPED: Any = object()
+"""Stands for a sample that is dropped from its batch."""
 
 
 class BadSample(NamedTuple):
@@ -50,15 +50,14 @@ class BadSample(NamedTuple):
 
     Attributes:
         index: as the sampler gave it; None for a sample of an iterable dataset.
-        position: its place in the epoch's order in seeded mode; its number in the worker's stream for an iterable
-            dataset (both from 0); None where there is neither.
+        position: in seeded mode, its position in the epoch's order; for an iterable dataset, its number in the worker's
+            stream (both from 0); else None.
         worker: number of the worker; 0 without workers.
         pid: process id of the worker.
         error: type and text of the exception, as in ``"ValueError: bad jpeg"``; at most 1000 characters.
         traceback: the exception's, as text; the last 16000 characters at most.
-        action: "skipped" (left out of its batch), "refilled" (another index took its place) or "replaced" (by what the
-            `on_error` function gave). A substitute that raises, too, has a record of its own, which says "skipped":
-            it had no place to lose.
+        action: "skipped" (dropped from its batch), "refilled" (another index took its place) or "replaced" (by what the
+            `on_error` function gave). A substitute that raises has a record of its own, which says "skipped".
         substitute: the index that took its place when it was refilled, else None.
     """
 
@@ -72,16 +71,16 @@ class BadSample(NamedTuple):
     substitute: Any
 
 
-def places_lost(records: Sequence[BadSample]) -> int:
-    """How many samples fewer a batch has for these records of it."""
+def dropped_count(records: Sequence[BadSample]) -> int:
+    """Return by how many samples a batch is short, given its records."""
     skipped = [record.position for record in records if record.action == "skipped"]
     if None in skipped:
-        return len(skipped)  # in torch mode, where no substitute is tried
+        return len(skipped)  # torch mode, where no substitutes are tried
     return len(set(skipped) - {record.position for record in records if record.action == "refilled"})
 
 
 class ErrorPolicy(NamedTuple):
-    """What workers do about samples that raise.
+    """The `on_error` options: what workers do about samples that raise.
 
     Attributes:
         on_error: "skip", or a function of (index, exception) that gives a substitute, or raises. For an asynchronous
@@ -98,31 +97,31 @@ class ErrorPolicy(NamedTuple):
 
 
 class NoSamples(Exception):
-    """Every sample of the batch was left out: there is no batch, but it counts as one that was made.
+    """Every sample of a batch was dropped: there is no batch, but the task counts as done.
 
-    A cursor is to be taken as after a batch. At a stream's end it comes before the StopIteration if there was anything
-    to be recorded, so that a StopIteration never comes with records.
+    The caller takes a cursor as after a batch. At the end of a stream this is raised before the StopIteration if there
+    are records, so that a StopIteration never has any.
     """
 
 
 def substitute_index(seed: int, epoch: int, position: int, attempt: int, length: int) -> int:
-    """Index of the sample that is tried in place of the one at `position`.
+    """Return the index of the substitute to try for the sample at `position`.
 
-    A pure function of its arguments: the same for every number of workers and ranks. Uniform on ``[0, length)``, but
-    for what 64 bits do not divide by `length`: no index is likelier than another by more than ``length / 2**64`` of
-    its probability. Drawn with replacement: substitutes may repeat, and may be in the epoch already.
+    A pure function of its arguments: the same for every number of workers and ranks. Uniform on ``[0, length)`` up to a
+    relative deviation of ``length / 2**64``. Drawn with replacement: substitutes may repeat, and may be in the epoch
+    already.
     """
     return derive(seed, "refill", epoch, position, attempt) % length
 
 
-class Guard:
-    """Applies a policy in one worker and epoch.
+class SampleErrorHandler:
+    """Applies an error policy in one worker and epoch.
 
     Args:
-        policy: what to do.
+        policy: the policy.
         worker: number of the worker.
         epoch: the epoch's number.
-        asynchronous: whether the dataset is, so that `on_error` may be awaited.
+        asynchronous: whether the dataset is asynchronous, so that `on_error` may be awaited.
 
     Raises:
         TypeError: `on_error` is a coroutine function, but the dataset is blocking.
@@ -134,9 +133,9 @@ class Guard:
         self._seed, self._epoch, self._length = policy.seed or 0, epoch, policy.length or 0
         self._refills = policy.refill and self._ask is None and self._length > 0
         if not asynchronous and inspect.iscoroutinefunction(self._ask):
-            raise _not_awaited()
+            raise _coroutine_error()
 
-    def lost(
+    def handle(
         self,
         index: Any,
         position: int | None,
@@ -144,17 +143,17 @@ class Guard:
         bad: list[BadSample],
         make: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """A sample raised.
+        """Handle a sample that raised.
 
         Args:
             index: as the sampler gave it.
-            position: its place in the epoch's order, or its number in the stream.
+            position: its position in the epoch's order, or its number in the stream.
             error: what it raised.
             bad: gets the records.
-            make: makes the sample of another index in this place; None where that cannot be.
+            make: makes the sample of another index at this position; None where that is not possible.
 
         Returns:
-            What takes its place, or `LOST`.
+            A substitute, or `DROPPED`.
 
         Raises:
             Exception: what the `on_error` function raised, with `error` as its cause.
@@ -165,9 +164,9 @@ class Guard:
                 if inspect.isawaitable(sample):
                     if inspect.iscoroutine(sample):
                         sample.close()
-                    raise _not_awaited()
+                    raise _coroutine_error()
             except Exception as raised:
-                _caused(raised, error)
+                _set_cause(raised, error)
                 raise
             bad.append(self._record(index, position, error, "replaced"))
             return sample
@@ -182,9 +181,9 @@ class Guard:
             bad += [self._record(index, position, error, "refilled", substitute), *failed]
             return sample
         bad += [self._record(index, position, error, "skipped"), *failed]
-        return LOST
+        return DROPPED
 
-    async def lost_async(
+    async def handle_async(
         self,
         index: Any,
         position: int | None,
@@ -192,14 +191,14 @@ class Guard:
         bad: list[BadSample],
         make: Callable[[Any], Awaitable[Any]] | None = None,
     ) -> Any:
-        """`lost`, where `make` and the `on_error` function are awaited."""
+        """As `handle`; `make` and the `on_error` function are awaited."""
         if self._ask is not None:
             try:
                 sample = self._ask(index, error)
                 if inspect.isawaitable(sample):
                     sample = await sample
             except Exception as raised:
-                _caused(raised, error)
+                _set_cause(raised, error)
                 raise
             bad.append(self._record(index, position, error, "replaced"))
             return sample
@@ -214,7 +213,7 @@ class Guard:
             bad += [self._record(index, position, error, "refilled", substitute), *failed]
             return sample
         bad += [self._record(index, position, error, "skipped"), *failed]
-        return LOST
+        return DROPPED
 
     def _substitutes(self, position: int | None, possible: bool) -> list[int]:
         if not self._refills or not possible or position is None:
@@ -228,38 +227,38 @@ class Guard:
         return BadSample(index, position, self.worker, os.getpid(), text, trace, action, substitute)
 
 
-class StreamGuard:
-    """Sees to it that a stream which raises makes progress, and that its end is one.
+class StreamErrors:
+    """Tracks the errors of a stream: gives up one that only raises, and detects an end caused by an error.
 
-    A generator is over once it has raised. So when an exception has come out of a generator, and the next thing is the
-    stream's end, the rest of the stream was lost: that must not pass for the end. An iterator of another kind can go on
-    after an exception, and may as well end.
+    A generator is finished once it has raised. So if an exception came out of a generator and the stream ends right
+    after it, the rest of the stream is missing: the exception is raised then. Iterators of other kinds can go on after
+    an exception, and may also end after one.
     """
 
     def __init__(self) -> None:
-        self._row = 0
-        self._next = -1  # place after the last failure
-        self._dead: Exception | None = None
+        self._consecutive = 0
+        self._next = -1  # number of the sample after the last failure
+        self._generator_error: Exception | None = None
 
-    def failed(self, error: Exception, place: int) -> bool:
-        """The sample at `place` raised. Whether that is enough: raise the error then."""
-        self._row = self._row + 1 if place == self._next else 1
-        self._next = place + 1
-        self._dead = error if _left_a_generator(error) else None
-        if self._row < ROW:
+    def failed(self, error: Exception, number: int) -> bool:
+        """Record that sample `number` raised. Returns True if the stream is to be given up: raise the error then."""
+        self._consecutive = self._consecutive + 1 if number == self._next else 1
+        self._next = number + 1
+        self._generator_error = error if _left_a_generator(error) else None
+        if self._consecutive < MAX_CONSECUTIVE:
             return False
         add_note(
             error,
-            f"The stream has raised {self._row} times in a row, and on_error gives it up. If its iterator cannot go "
-            "on after an exception, it should raise StopIteration.",
+            f"The stream has raised {self._consecutive} times in a row, and on_error gives it up. If its iterator "
+            "cannot go on after an exception, it should raise StopIteration.",
         )
-        self._row = 0
+        self._consecutive = 0
         return True
 
-    def ended(self, place: int) -> Exception | None:
-        """The end came where the sample at `place` should be: the exception to be raised if it is none."""
-        dead, self._dead = self._dead, None
-        if dead is None or place != self._next:
+    def ended(self, number: int) -> Exception | None:
+        """The stream ended where sample `number` was expected. Returns the error to raise if an error ended it."""
+        dead, self._generator_error = self._generator_error, None
+        if dead is None or number != self._next:
             return None
         add_note(
             dead,
@@ -270,12 +269,12 @@ class StreamGuard:
 
 
 def _left_a_generator(error: Exception) -> bool:
-    """Whether the exception went through the frame of a generator, which is thereby over."""
+    """Whether the exception passed through the frame of a generator, which is finished thereby."""
     step: TracebackType | None = error.__traceback__
     while step is not None:
         code = step.tb_frame.f_code
         generator = code.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR)
-        # An `__await__` that is written as a generator is a coroutine's, not the stream's.
+        # A generator that implements `__await__`, or a generator-based coroutine, is not the stream.
         if generator and not code.co_flags & inspect.CO_ITERABLE_COROUTINE and code.co_name != "__await__":
             return True
         step = step.tb_next
@@ -283,7 +282,7 @@ def _left_a_generator(error: Exception) -> bool:
 
 
 def _texts(error: Exception) -> tuple[str, str]:
-    """The exception and its traceback as texts. User code runs here (`__str__`), and may raise."""
+    """Return the exception and its traceback as texts. User code (`__str__`) runs here and may raise."""
     name = type(error).__name__
     try:
         text = str(error)
@@ -297,13 +296,13 @@ def _texts(error: Exception) -> tuple[str, str]:
     return text[:ERROR_CHARACTERS], trace[-TRACEBACK_CHARACTERS:]
 
 
-def _caused(raised: Exception, error: Exception) -> None:
+def _set_cause(raised: Exception, error: Exception) -> None:
     if raised is not error and raised.__cause__ is None:
         raised.__cause__ = error
 
 
-def _not_awaited() -> TypeError:
+def _coroutine_error() -> TypeError:
     return TypeError(
-        "on_error gives a coroutine, but the dataset is not asynchronous, so nobody awaits it: give a plain function, "
-        "or a dataset with `async def __getitem__`"
+        "on_error gives a coroutine, but the dataset is not asynchronous, so it is never awaited: give a plain "
+        "function, or a dataset with `async def __getitem__`"
     )

@@ -1,13 +1,13 @@
-"""Fetchers of seeded mode: each sample is made under random numbers of its own.
+"""Fetches in seeded mode: each sample is made under random numbers of its own.
 
-Data path: scheduler -> worker: [seeded_fetch] -> collate -> codec -> ring. Asynchronous ones are in `async_fetch.py`.
+Data path: scheduler -> worker: [seeded_fetch] -> collate -> codec -> ring. Asynchronous fetchers are in `map_async.py`.
 
-A dataset's own `__getitems__`, and the user's `collate_fn`, make a batch at once: they are seeded once a batch, by the
+A dataset's own `__getitems__` and the user's `collate_fn` make a whole batch: they are seeded once per batch, by the
 position of its first sample. torch's `Subset` and `StackDataset` have a `__getitems__` that only passes indices on;
-they are read sample by sample, unless what they pass them to has one of its own.
+they are read sample by sample, unless the underlying dataset has a `__getitems__` of its own.
 
-A stream's samples are numbered as they come. One that raises has no number, and the next one, if there is one, gets it;
-where failures are skipped or replaced, each takes a number, so that the samples after it are what they would be anyway.
+The samples of a stream are numbered as they are read. A sample that raises has no number, and the next one, if any,
+gets it. Where failures are skipped or replaced, each failure takes a number, so later samples are not affected.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 from torch.utils.data import StackDataset, Subset
 
-from asyncloader.workers.fetch.error_notes import add_note, batch_place, collation_place, sample_place
-from asyncloader.workers.fetch.guarded_fetch import GuardedMap
-from asyncloader.workers.fetch.sample_errors import BadSample, Guard
+from asyncloader.workers.fetch.error_notes import add_note, describe_batch, describe_collation, describe_sample
+from asyncloader.workers.fetch.guarded_fetch import TolerantMap
+from asyncloader.workers.fetch.sample_errors import BadSample, SampleErrorHandler
 from asyncloader.workers.fetch.seeding import SampleSeeder
 
 __all__ = ["SeededAsyncIterator", "SeededIterator", "SeededMapFetcher", "fetches_batches"]
@@ -45,7 +45,7 @@ class SeededMapFetcher:
         seeder: of the epoch.
         replicas: difference of the positions of neighbouring samples.
         seed_collate: whether `collate` may draw random numbers.
-        guard: what becomes of samples that raise; None: they fail their batch.
+        handler: handles samples that raise; None: they fail their batch.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class SeededMapFetcher:
         seeder: SampleSeeder,
         replicas: int,
         seed_collate: bool,
-        guard: Guard | None = None,
+        handler: SampleErrorHandler | None = None,
     ) -> None:
         self._dataset = dataset
         self._auto_collation = auto_collation
@@ -64,36 +64,36 @@ class SeededMapFetcher:
         self._seeder = seeder
         self._replicas = replicas
         self._seed_collate = seed_collate
-        self._whole = auto_collation and fetches_batches(dataset)
-        self._guarded = None if guard is None else GuardedMap(dataset, guard, seeder, replicas)
+        self._batched_get = auto_collation and fetches_batches(dataset)
+        self._tolerant = None if handler is None else TolerantMap(dataset, handler, seeder, replicas)
 
     def fetch(self, possibly_batched_index: Any, bad: list[BadSample] | None = None) -> Any:
         """The batch. `bad` gets records of samples that raised.
 
         Raises:
-            NoSamples: the guard left all of them out.
+            NoSamples: all of them were dropped.
         """
         first, index = possibly_batched_index
         data: Any
-        if self._guarded is not None:
+        if self._tolerant is not None:
             bad = [] if bad is None else bad
             if self._auto_collation:
-                data = self._guarded.samples(index, first, bad, whole=self._whole)
+                data = self._tolerant.samples(index, first, bad, batched=self._batched_get)
             else:
-                data = self._guarded.sample(index, first, bad)
+                data = self._tolerant.sample(index, first, bad)
         elif not self._auto_collation:
             self._seeder.sample(first)
             try:
                 data = self._dataset[index]
             except Exception as error:
-                add_note(error, sample_place(index, None, first))
+                add_note(error, describe_sample(index, None, first))
                 raise
-        elif self._whole:
+        elif self._batched_get:
             self._seeder.batch(first)
             try:
                 data = self._dataset.__getitems__(index)
             except Exception as error:
-                add_note(error, batch_place(index))
+                add_note(error, describe_batch(index))
                 raise
         else:
             data = self._samples(first, index)
@@ -102,7 +102,7 @@ class SeededMapFetcher:
         try:
             return self._collate(data)
         except Exception as error:
-            add_note(error, collation_place(index, batched=self._auto_collation))
+            add_note(error, describe_collation(index, batched=self._auto_collation))
             raise
 
     def _samples(self, first: int, index: Any) -> list[Any]:
@@ -114,14 +114,14 @@ class SeededMapFetcher:
             try:
                 data.append(dataset[one])
             except Exception as error:
-                add_note(error, sample_place(one, len(data), position))
+                add_note(error, describe_sample(one, len(data), position))
                 raise
             position += self._replicas
         return data
 
 
 class SeededIterator:
-    """A stream's iterator, whose samples are made under random numbers by their numbers in the stream.
+    """Wraps the iterator of a stream: seeds each sample by its number in the stream.
 
     Args:
         iterator: the dataset's.
@@ -144,14 +144,12 @@ class SeededIterator:
         return sample
 
     def lose(self) -> None:
-        """The sample that raised keeps its number. Code that makes a substitute runs from here on, under its random
-        numbers.
-        """
+        """Count the sample that raised, and seed the code that makes its substitute."""
         self._seeder.sample(self.samples)
         self.samples += 1
 
     def again(self) -> None:
-        """Code that makes a substitute for the sample that was read last runs from here on."""
+        """Seed the code that makes a substitute for the sample that was read last."""
         self._seeder.sample(self.samples - 1)
 
 
@@ -178,5 +176,5 @@ class SeededAsyncIterator:
         self.samples += 1
 
     def again(self, back: int) -> None:
-        """Code that makes a substitute for the sample read `back` samples ago runs from here on."""
+        """Seed the code that makes a substitute for the sample read `back` samples ago."""
         self._seeder.sample(self.samples - back)

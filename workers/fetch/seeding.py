@@ -1,15 +1,15 @@
-"""Random numbers of a sample: a pure function of (seed, epoch, position), whoever loads it.
+"""Gives each sample random numbers that depend only on (seed, epoch, position), whichever process loads it.
 
 Data path: scheduler -> worker: [seeding] -> fetch -> collate. In seeded mode only; torch's own seeding of workers is in
-`info.py`.
+`setup.py`.
 
-A sample's *position* is its place in the epoch's global order, the same for every number of workers and ranks. Its key
-is a 64-bit word of (seed, epoch, position). Two ways lead from a key to random numbers:
+A sample's *position* is its index in the epoch's global order, the same for every number of workers and ranks. Its key
+is a 64-bit hash of (seed, epoch, position). The key seeds random numbers in two ways:
 
 * The process-global generators (torch, `random`, numpy) are seeded before each sample. That is exact where samples are
-  made one after the other: a blocking dataset in its worker.
-* `sample_rng` gives generators that belong to the present sample alone, through a context variable. That is exact
-  everywhere, also where samples are made concurrently: in coroutines and threads.
+  made one after the other: for a blocking dataset in its worker.
+* `sample_rng` returns generators that belong to the current sample alone, through a context variable. That is exact
+  everywhere, also where samples are made concurrently in coroutines and threads.
 
 Sources: the step from position to key is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
 generators", OOPSLA 2014) with its state jumped to the position.
@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["GlobalWatch", "SampleRng", "SampleSeeder", "derive", "global_generators_kept", "sample_rng"]
+__all__ = ["GlobalDrawCheck", "SampleRng", "SampleSeeder", "derive", "global_generators_kept", "sample_rng"]
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -42,16 +42,16 @@ _seed_torch: Callable[[int], Any] = torch.default_generator.manual_seed
 
 
 def derive(seed: int, *words: int | str) -> int:
-    """A 64-bit number that belongs to the seed and the words. The same on every machine and in every version."""
+    """Return a 64-bit number derived from the seed and the words; the same on every machine and in every version."""
     text = "/".join(map(str, ("asyncloader", seed, *words)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 class SampleRng:
-    """Generators of one sample, each made when it is first asked for.
+    """The generators of one sample, each created on first use.
 
-    They are independent of one another and of the process-global ones. Ask for the object once a sample: a second one
-    starts from the beginning again.
+    They are independent of one another and of the process-global ones. Use one object per sample: a second one starts
+    from the beginning again.
     """
 
     __slots__ = ("_key", "_numpy", "_random", "_torch")
@@ -85,33 +85,33 @@ class SampleRng:
         return self._random
 
 
-_present: ContextVar[SampleRng | None] = ContextVar("asyncloader_sample_rng", default=None)
+_current: ContextVar[SampleRng | None] = ContextVar("asyncloader_sample_rng", default=None)
 
 
 def sample_rng() -> SampleRng:
-    """The present sample's own generators: ``sample_rng().torch``, ``.numpy``, ``.random``.
+    """Return the current sample's own generators: ``sample_rng().torch``, ``.numpy``, ``.random``.
 
-    For use in a dataset, in seeded mode: they depend on the loader's seed, the epoch and the sample's position, and on
-    nothing else. Within one sample every call gives the same object, so its draws go on. Works in coroutines, and in
-    threads that got the context (`asyncio.to_thread` does).
+    For use in a dataset, in seeded mode: they depend only on the loader's seed, the epoch and the sample's position.
+    Within one sample every call returns the same object, so its sequences continue. Works in coroutines, and in threads
+    that run in the context (`asyncio.to_thread` does).
 
-    Anywhere else (torch mode, or a sample fetched by hand) the generators are new ones, seeded by one draw from torch's
-    global generator: dataset code works unchanged, and follows `torch.manual_seed`.
+    Elsewhere (in torch mode, or for a sample fetched by hand) the generators are new ones, seeded by one draw from
+    torch's global generator: dataset code works unchanged, and follows `torch.manual_seed`.
     """
-    present = _present.get()
-    if present is not None:
-        return present
+    current = _current.get()
+    if current is not None:
+        return current
     return SampleRng(int(torch.empty((), dtype=torch.int64).random_().item()))
 
 
 class SampleSeeder:
-    """Seeds samples of one epoch.
+    """Seeds the samples of one epoch.
 
     Args:
         seed: the loader's.
         epoch: the epoch's number.
-        words: tell apart streams that number their samples each for itself (the workers of an iterable dataset).
-        concurrent: samples are made concurrently; the process-global generators are left alone.
+        words: distinguish streams that number their own samples (those of an iterable dataset's workers).
+        concurrent: samples are made concurrently; the process-global generators are not seeded.
     """
 
     __slots__ = ("_base", "_batch_base", "_collation_base", "_concurrent", "first")
@@ -122,27 +122,27 @@ class SampleSeeder:
         self._collation_base = derive(seed, "collation", epoch, *words)
         self._concurrent = concurrent
         self.first = 0
-        """Position of the batch that was begun last."""
+        """Position of the last batch that was begun."""
 
     def sample(self, position: int) -> None:
-        """The sample at `position` is made from here on, in this context."""
+        """Seed the code that makes the sample at `position`, in the current context."""
         self._begin((self._base + position * _GOLDEN) & _MASK)
 
     def batch(self, position: int) -> None:
-        """Code that fetches a whole batch runs from here on; its first sample has this position."""
+        """Seed the code that fetches a whole batch, whose first sample has this position."""
         self.first = position
         self._begin((self._batch_base + position * _GOLDEN) & _MASK)
 
     def collation(self, position: int) -> None:
-        """The user's collation of that batch runs from here on."""
+        """Seed the user's collation of the batch whose first sample has this position."""
         self._begin((self._collation_base + position * _GOLDEN) & _MASK)
 
     def _begin(self, word: int) -> None:
-        # `_mix`, written out: this runs once a sample.
+        # `_mix`, inlined: this runs once per sample.
         word = ((word ^ (word >> 30)) * _MIX_1) & _MASK
         word = ((word ^ (word >> 27)) * _MIX_2) & _MASK
         key = word ^ (word >> 31)
-        _present.set(SampleRng(key))
+        _current.set(SampleRng(key))
         if not self._concurrent:
             # torch takes the lower half, numpy the upper one: their engines are the same, and should not give the
             # same numbers.
@@ -159,8 +159,8 @@ def _mix(word: int) -> int:
 
 @contextmanager
 def global_generators_kept() -> Generator[None]:
-    """Leave the process-global generators and the present sample as they were: for loading in the caller's process."""
-    outer = _present.get()
+    """Restore the process-global generators and the current sample afterwards: for loading in the caller's process."""
+    outer = _current.get()
     ours, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield
@@ -168,22 +168,22 @@ def global_generators_kept() -> Generator[None]:
         random.setstate(ours)
         np.random.set_state(numpy_state)
         torch.default_generator.set_state(torch_state)
-        _present.set(outer)
+        _current.set(outer)
 
 
-class GlobalWatch:
-    """Warns once when code that runs concurrently draws from the process-global generators, which cannot be exact."""
+class GlobalDrawCheck:
+    """Warns once when concurrent samples draw from the process-global generators, which is not reproducible."""
 
     def __init__(self) -> None:
         self._before: tuple[Any, Any, Any] | None = _fingerprints()
 
     def rebase(self) -> None:
-        """What was drawn since the last look was allowed."""
+        """Accept what was drawn since the last check."""
         if self._before is not None:
             self._before = _fingerprints()
 
-    def look(self) -> None:
-        """Compare with the last look."""
+    def check(self) -> None:
+        """Warn if anything was drawn since the last check."""
         if self._before is None:
             return
         now = _fingerprints()

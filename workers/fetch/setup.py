@@ -1,4 +1,4 @@
-"""What a worker is told about itself, and its random numbers: torch's, to the bit.
+"""Defines what a worker is started with, and seeds its process-global random numbers exactly as torch does.
 
 Data path: worker start-up, before the first fetch.
 """
@@ -27,22 +27,22 @@ __all__ = [
 
 
 class EpochStart(NamedTuple):
-    """What one worker begins an epoch with.
+    """The state that one worker begins an epoch with.
 
     Attributes:
         shared_seed: the seed that all workers and ranks share, for torch's datapipes; None for other datasets.
         epoch: its number.
-        told: whether the consumer's copy of the dataset was told it: always in seeded mode, else if the user did.
-        cursor: where its copy of the dataset stood; None for the beginning.
-        skip: batches to be read and dropped after that.
-        made: batches that were made until then, where `skip` counts those that raised, too: they raise again, and are
-            dropped again. None: none raised.
+        epoch_set: whether `set_epoch` was called on the consumer's copy: always in seeded mode, else by the user.
+        cursor: the state of its copy of the dataset to begin with; None for the beginning.
+        skip: batches to read and discard after that.
+        made: batches made until then, if some of the `skip` batches raised: they raise and are discarded again. None:
+            none raised.
         stream_key: seed of the worker's shuffle buffer, where the main process assigns shards.
     """
 
     shared_seed: int | None = None
     epoch: int = 0
-    told: bool = False
+    epoch_set: bool = False
     cursor: Cursor | None = None
     skip: int = 0
     made: int | None = None
@@ -50,7 +50,7 @@ class EpochStart(NamedTuple):
 
 
 class WorkerSetup(NamedTuple):
-    """All that the workers of a pool have in common. Sent once a pool; pickled once for all of its workers."""
+    """The set-up that all workers of a pool share. Pickled once per pool."""
 
     dataset: Any
     iterable: bool
@@ -63,37 +63,37 @@ class WorkerSetup(NamedTuple):
     num_workers: int
     concurrency: int
     starts: Sequence[EpochStart]
-    """One a worker, for the first epoch."""
+    """One per worker, for the first epoch."""
     snapshot_every: int
-    """A stateful dataset is asked for its state every so many batches; 0: never."""
+    """Number of batches after which the state of a stateful dataset is taken; 0: never."""
     seeded: SeededSetup | None = None
     """None in torch mode."""
     attachment: int = 0
     """The pool's number for the epoch in which the worker begins; more than 0 for a replacement in a later one."""
     memory_limit: int | None = None
     """Bytes of private memory that a worker may grow by before it is replaced."""
-    handover: bytes = b""
-    """The random numbers' state of the worker that this one replaces, if that could still give it."""
+    rng_state: bytes = b""
+    """RNG state of the worker that this one replaces, if that worker could still save it."""
     replays: bool = False
     """A stream without a state may be read again from its beginning."""
     policy: ErrorPolicy | None = None
-    """What becomes of samples that raise; None: they fail their batch."""
+    """What to do with samples that raise; None: they fail their batch."""
     fetch_threads: int = 0
     """Threads that fetch the samples of a blocking map dataset; 0: one sample after the other."""
     decode: Any = None
-    """From a sample as it was read to one as it is collated; None: they are the same."""
+    """The user's function from a sample as read to a sample as collated; None: there is none."""
     decode_threads: int = 0
-    """Threads for that, where samples are awaited or fetched by threads; 0: inline."""
+    """Threads that run `decode`, where samples are awaited or fetched by threads; 0: inline."""
 
 
 class SeededSetup(NamedTuple):
-    """What seeded mode adds for the workers.
+    """The workers' part of the seeded mode's options.
 
     Attributes:
         seed: the loader's.
-        replicas: the difference of the positions of a batch's neighbouring samples.
-        first_stream: number of worker 0's stream among those of all ranks, for iterable datasets.
-        seed_collate: whether collation is the user's, and may draw random numbers.
+        replicas: the difference between the positions of neighbouring samples of a batch.
+        first_stream: number of worker 0's stream among the streams of all ranks, for iterable datasets.
+        seed_collate: whether collation is a user's function, which may draw random numbers.
     """
 
     seed: int
@@ -127,9 +127,9 @@ class Links(NamedTuple):
 
     Attributes:
         control: the worker's end of the control socket.
-        lifeline: the pipe whose end ends the worker.
-        stacks: the pipe into which it writes what it is doing.
-        parent: the main process's pidfd, None where the system has none.
+        lifeline: read end of the pipe whose closing kills the worker.
+        stacks: write end of the pipe for stack traces.
+        parent: the main process's pidfd; None where the system has no pidfds.
     """
 
     control: Any

@@ -1,18 +1,17 @@
-"""Fetching from asynchronous streams: one sample after the other, as they come; only decoding is concurrent.
+"""Fetches batches from asynchronous streams: samples are read one after the other; only decoding is concurrent.
 
-Data path: scheduler -> worker: [async_stream] -> collate -> codec -> ring. Map datasets are `async_fetch.py`'s.
+Data path: scheduler -> worker: [stream_async] -> collate -> codec -> ring. Map datasets are fetched in `map_async.py`.
 
-Samples that raise, where they do not fail their batch, are dealt with as in `fetch.py`: each takes a place in its
-batch. With a `decode` that runs in threads, samples are decoded while the next ones are read, and a batch's samples
-beside one another; they keep their order. A sample that does not decode was read: the stream goes on behind it.
+Tasks of one worker read its stream one at a time, in their order, and each makes one batch (`SerializedFetcher`). Two
+kinds of streams are read so: asynchronous iterable datasets, and datasets whose shards the main process assigns to the
+workers.
 
-Fetching from a dataset whose shards the main process assigns. Data path: worker_stream -> [stream_async] -> collate.
+Samples that raise fail their batch, or are handled by the `on_error` policy. In an iterable dataset a dropped sample
+leaves its batch one sample short, as in `factory.py`. In a dataset with assigned shards it leaves no gap: every batch
+is full but the last one of the epoch.
 
-Every batch is full but the last of the epoch: a sample that raises, where it does not fail its batch, leaves no gap.
-
-What the fetchers of asynchronous streams have in common: tasks take turns, and a turn makes one batch.
-
-Data path: scheduler -> worker: async_stream, lane_fetch -> [turn_fetch] -> collate -> codec -> ring.
+With a `decode` that runs in threads, samples are decoded while the next ones are read, and those of a batch
+concurrently; they keep their order. A sample whose decoding raises has been read: the stream goes on after it.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ from typing import Any, NamedTuple, Protocol
 
 from asyncloader.workers.fetch.batching import Batching
 from asyncloader.workers.fetch.decoding import Decoder
-from asyncloader.workers.fetch.error_notes import add_note, stream_collation_place, stream_place
-from asyncloader.workers.fetch.sample_errors import LOST, BadSample, Guard, NoSamples, StreamGuard
+from asyncloader.workers.fetch.error_notes import add_note, describe_stream_collation, describe_stream_sample
+from asyncloader.workers.fetch.sample_errors import DROPPED, BadSample, NoSamples, SampleErrorHandler, StreamErrors
 from asyncloader.workers.fetch.seeded_fetch import SeededAsyncIterator
 
 __all__ = [
     "AsyncStreamFetcher",
-    "TurnFetcher",
+    "SerializedFetcher",
     "WorkerStreamFetcher",
     "WorkerStreamLike",
 ]
 
 
-class TurnFetcher(ABC):
-    """Reads batches from a stream. Tasks of one worker read it one after the other, in their order.
+class SerializedFetcher(ABC):
+    """Reads batches from a stream. A lock has the tasks of one worker read it one at a time, in their order.
 
     Args:
-        stream: what is read; for a user's dataset its iterator.
+        stream: the stream; for an iterable dataset its iterator.
         how: how samples become batches.
         read: samples that were read from the stream before.
     """
@@ -54,16 +53,16 @@ class TurnFetcher(ABC):
         self._how = how
         self.samples = read
         """Samples that were read from the stream."""
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def fetch(self, index: Sequence[Any] | None, bad: list[BadSample] | None = None) -> Any:
         """The next batch. `bad` gets records of samples that raised.
 
         Raises:
             StopAsyncIteration: the stream is over.
-            NoSamples: the guard left all samples of the batch out.
+            NoSamples: the guard dropped all samples of the batch.
         """
-        async with self._turn:
+        async with self._lock:
             if self.ended:
                 raise StopAsyncIteration
             first, size = self.samples, 1
@@ -77,39 +76,39 @@ class TurnFetcher(ABC):
                     return self.collate_fn(data)
                 return self._how.seeding.collated(self.collate_fn, self._seeds_drawn(), data)
             except Exception as error:
-                add_note(error, stream_collation_place(first, self.samples, self._how.worker))
+                add_note(error, describe_stream_collation(first, self.samples, self._how.worker))
                 raise
 
     @abstractmethod
     async def _batch(self, size: int, bad: list[BadSample]) -> list[Any]:
-        """The next samples, `size` at most, fewer only where the stream ends; sets `ended` then. Errors as `fetch`."""
+        """Return the next `size` samples; fewer, and sets `ended`, where the stream ends. Raises as `fetch` does."""
 
     def _seeds_drawn(self) -> int:
-        """The number of samples that had random numbers of their own so far: collation gets the next ones."""
+        """Number of sample seeds used so far; collation is seeded by the next one."""
         return self.samples
 
 
-class _Read(NamedTuple):
-    """A sample that was read, and is not decoded yet: a future of the decoded one where a thread is at it."""
+class _ReadSample(NamedTuple):
+    """A sample that was read and is not decoded yet; if a thread decodes it, the future of the result."""
 
-    place: int
+    number: int
     sample: Any
     context: Context
 
 
-class AsyncStreamFetcher(TurnFetcher):
-    """Reads an asynchronous iterable dataset, which `stream` is the iterator of. The arguments are `TurnFetcher`'s."""
+class AsyncStreamFetcher(SerializedFetcher):
+    """Reads an asynchronous iterable dataset; `stream` is its iterator. Arguments as for `SerializedFetcher`."""
 
     def __init__(self, stream: AsyncIterator[Any], how: Batching, read: int) -> None:
         super().__init__(stream, how, read)
-        self._progress = StreamGuard()
+        self._stream_errors = StreamErrors()
 
     def _seeds_drawn(self) -> int:
         return int(getattr(self.dataset_iter, "samples", 0))
 
     async def _batch(self, size: int, bad: list[BadSample]) -> list[Any]:
-        """As in `fetch.py`: a sample that raises takes a place in its batch, if there is a guard."""
-        data: list[Any] = []  # samples; with a decoder what is to be decoded
+        """As in `factory.py`: with an error handler, a sample that raises counts towards the size of its batch."""
+        data: list[Any] = []  # samples; with a decoder, those to be decoded
         before = len(bad)
         try:
             for _ in range(size):
@@ -119,51 +118,51 @@ class AsyncStreamFetcher(TurnFetcher):
                     self.ended = True
                     break
                 except Exception as error:
-                    place = self.samples
-                    if self._how.guard is None or self._progress.failed(error, place):
-                        add_note(error, stream_place(place, self._how.worker))
+                    number = self.samples
+                    if self._how.handler is None or self._stream_errors.failed(error, number):
+                        add_note(error, describe_stream_sample(number, self._how.worker))
                         raise
                     self.samples += 1
-                    sample = await self._lost(self._how.guard, place, error, bad, read=False)
-                    if sample is not LOST:
+                    sample = await self._on_sample_error(self._how.handler, number, error, bad, read=False)
+                    if sample is not DROPPED:
                         data.append(sample)
                 else:
                     self.samples += 1
                     data.append(
                         sample if self._how.decoder is None else self._begin_decoding(self._how.decoder, sample)
                     )
-            dead = self._progress.ended(self.samples) if self.ended else None
+            dead = self._stream_errors.ended(self.samples) if self.ended else None
             if dead is not None:
                 try:
                     raise dead
                 finally:
                     del dead  # it refers to this frame
             if self.ended and len(data) < size and self._how.drop_last:
-                _give_up(data)
+                _cancel_decoding(data)
                 data = []
             elif self._how.decoder is not None:
                 data = await self._decoded(self._how.decoder, data, bad)
         except BaseException:
-            _give_up(data)
+            _cancel_decoding(data)
             raise
-        bad[before:] = sorted(bad[before:], key=_by_place)
+        bad[before:] = sorted(bad[before:], key=_by_position)
         if data or not size:
             return data
         if len(bad) > before or not self.ended:
             raise NoSamples
         raise StopAsyncIteration
 
-    def _begin_decoding(self, decoder: Decoder, sample: Any) -> _Read:
-        context = copy_context()  # with the sample's random numbers: the next one gets others
+    def _begin_decoding(self, decoder: Decoder, sample: Any) -> _ReadSample:
+        context = copy_context()  # holds this sample's random numbers; the next sample gets others
         if decoder.threads is not None:
             sample = decoder.threads.call(decoder.function, sample, context)
-        return _Read(self.samples - 1, sample, context)
+        return _ReadSample(self.samples - 1, sample, context)
 
     async def _decoded(self, decoder: Decoder, data: list[Any], bad: list[BadSample]) -> list[Any]:
         kept: list[Any] = []
         for item in data:
-            if not isinstance(item, _Read):
-                kept.append(item)  # what `on_error` gave for a sample that could not be read
+            if not isinstance(item, _ReadSample):
+                kept.append(item)  # the substitute from `on_error` for a sample that could not be read
                 continue
             try:
                 if decoder.threads is not None:
@@ -171,42 +170,44 @@ class AsyncStreamFetcher(TurnFetcher):
                 else:
                     sample = await decoder.decode(item.sample, item.context)
             except Exception as error:
-                if self._how.guard is None:
-                    add_note(error, stream_place(item.place, self._how.worker))
+                if self._how.handler is None:
+                    add_note(error, describe_stream_sample(item.number, self._how.worker))
                     raise
-                sample = await self._lost(self._how.guard, item.place, error, bad, read=True)
-            if sample is not LOST:
+                sample = await self._on_sample_error(self._how.handler, item.number, error, bad, read=True)
+            if sample is not DROPPED:
                 kept.append(sample)
         return kept
 
-    async def _lost(self, guard: Guard, place: int, error: Exception, bad: list[BadSample], *, read: bool) -> Any:
+    async def _on_sample_error(
+        self, handler: SampleErrorHandler, number: int, error: Exception, bad: list[BadSample], *, read: bool
+    ) -> Any:
         """`read`: it had its number in the stream already."""
         if isinstance(self.dataset_iter, SeededAsyncIterator):
             if read:
-                self.dataset_iter.again(self.samples - place)
+                self.dataset_iter.again(self.samples - number)
             else:
                 self.dataset_iter.lose()
         try:
-            return await guard.lost_async(None, place, error, bad)
+            return await handler.handle_async(None, number, error, bad)
         except Exception as raised:
-            add_note(raised, stream_place(place, self._how.worker))
+            add_note(raised, describe_stream_sample(number, self._how.worker))
             raise
 
 
-def _give_up(data: list[Any]) -> None:
-    """What is being decoded will not be used: what has not begun need not."""
+def _cancel_decoding(data: list[Any]) -> None:
+    """Cancel the decoding of samples that will not be used; decoding that has begun runs to its end."""
     for item in data:
-        if isinstance(item, _Read) and isinstance(item.sample, asyncio.Future):
-            item.sample.add_done_callback(_heard)
+        if isinstance(item, _ReadSample) and isinstance(item.sample, asyncio.Future):
+            item.sample.add_done_callback(_retrieve_error)
             item.sample.cancel()
 
 
-def _heard(future: asyncio.Future[Any]) -> None:
+def _retrieve_error(future: asyncio.Future[Any]) -> None:
     if not future.cancelled():
         future.exception()
 
 
-def _by_place(record: BadSample) -> int:
+def _by_position(record: BadSample) -> int:
     return -1 if record.position is None else record.position
 
 
@@ -214,7 +215,7 @@ class WorkerStreamLike(Protocol):
     """The interface of `asyncloader.remote.worker_stream.WorkerStream`."""
 
     def next_batch(self) -> None:
-        """The next batch begins."""
+        """Begin the next batch."""
         ...
 
     @property
@@ -227,7 +228,7 @@ class WorkerStreamLike(Protocol):
         ...
 
     async def take(self, size: int) -> list[Any]:
-        """Its samples, fewer only where the epoch ends."""
+        """Return the next samples; fewer than `size` only at the end of the epoch."""
         ...
 
     async def aclose(self) -> None:
@@ -235,15 +236,15 @@ class WorkerStreamLike(Protocol):
         ...
 
 
-class WorkerStreamFetcher(TurnFetcher):
-    """Reads batches from a worker stream, which stands for `dataset_iter`. The arguments are `TurnFetcher`'s."""
+class WorkerStreamFetcher(SerializedFetcher):
+    """Reads batches from a worker stream. Arguments as for `SerializedFetcher`."""
 
     dataset_iter: WorkerStreamLike
 
     async def _batch(self, size: int, bad: list[BadSample]) -> list[Any]:
         before = len(bad)
         self.dataset_iter.next_batch()
-        await self.dataset_iter.refill()  # an error is no sample's: there is no place behind it
+        await self.dataset_iter.refill()  # an error here belongs to no sample, so no sample is dropped for it
         data = await self._filled(size, bad)
         if len(data) < size and (not data or self._how.drop_last):
             if len(bad) > before:
@@ -260,12 +261,12 @@ class WorkerStreamFetcher(TurnFetcher):
                 samples = await self.dataset_iter.take(wanted)
             except StopAsyncIteration:
                 self.ended = True
-                if self.dataset_iter.gave_back:  # with what was bad: who gets it is told of that, too
+                if self.dataset_iter.gave_back:  # the worker that gets these samples reports their errors, too
                     data.clear()
                     del bad[before:]
                 break
             except Exception as error:
-                await self._bad(error, data, bad)
+                await self._on_error(error, data, bad)
                 continue
             self.ended = len(samples) < wanted
             first, self.samples = self.samples, self.samples + len(samples)
@@ -278,33 +279,38 @@ class WorkerStreamFetcher(TurnFetcher):
     async def _decode(
         self, decoder: Decoder, first: int, samples: list[Any], data: list[Any], bad: list[BadSample]
     ) -> None:
-        """All of them at a time, as far as there are threads; in order."""
+        """Decode the samples concurrently, as far as there are threads; append them in their order."""
         decoding: list[asyncio.Task[Any]] = []
-        for place, sample in enumerate(samples, first):
-            self._how.seed_sample(place)
+        for number, sample in enumerate(samples, first):
+            self._how.seed_sample(number)
             decoding.append(asyncio.ensure_future(decoder.decode(sample, copy_context())))
         try:
-            for place, task in enumerate(decoding, first):
+            for number, task in enumerate(decoding, first):
                 try:
                     data.append(await task)
                 except Exception as error:
-                    await self._bad(error, data, bad, place)
+                    await self._on_error(error, data, bad, number)
         finally:
             for task in decoding:
                 task.cancel()
             await asyncio.gather(*decoding, return_exceptions=True)
 
-    async def _bad(self, error: Exception, data: list[Any], bad: list[BadSample], place: int | None = None) -> None:
-        """A sample raised: fail with it, or leave it out, or take a substitute. `place`: of one that was read."""
-        if place is None:
-            place, self.samples = self.samples, self.samples + 1
+    async def _on_error(
+        self, error: Exception, data: list[Any], bad: list[BadSample], number: int | None = None
+    ) -> None:
+        """Handle a sample that raised: re-raise, drop it, or append a substitute.
+
+        `number`: the sample's number in the stream if it has been read, else None.
+        """
+        if number is None:
+            number, self.samples = self.samples, self.samples + 1
         try:
-            if self._how.guard is None:
+            if self._how.handler is None:
                 raise error
-            self._how.seed_sample(place)
-            sample = await self._how.guard.lost_async(None, place, error, bad)
+            self._how.seed_sample(number)
+            sample = await self._how.handler.handle_async(None, number, error, bad)
         except Exception as raised:
-            add_note(raised, stream_place(place, self._how.worker))
+            add_note(raised, describe_stream_sample(number, self._how.worker))
             raise
-        if sample is not LOST:
+        if sample is not DROPPED:
             data.append(sample)

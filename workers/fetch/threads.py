@@ -1,10 +1,10 @@
-"""Threads that take jobs from one line, and tell a loop what came of them.
+"""A pool of daemon threads that run jobs from one queue and report results to an event loop.
 
-Data path: worker: fetch -> [job_threads: blocking reads, decoding] -> collate -> codec -> ring. Also without workers.
+Data path: worker: fetch -> [threads: blocking reads, decoding] -> collate -> codec -> ring. Also without workers.
 
-Not an executor of the standard library: that wakes the loop for every job, and at exit waits for the jobs that it has,
-also for one that never ends. These threads are daemons: a job that is stuck holds up neither the loader's end nor the
-process's. They wake the loop once for all that was done by then.
+The executor of the standard library is not used because it wakes the loop for every job, and at exit waits for its
+jobs, even for one that never ends. These threads are daemons, so a stuck job delays neither the end of the loader nor
+that of the process. They wake the loop once for all results that are ready by then.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _Job = Callable[[], None]
 
 
 class JobThreads:
-    """At most `threads` threads, started as they are needed; they end with `close`, or when nobody has this object.
+    """At most `threads` threads, started as needed. They end with `close`, or when this object is garbage.
 
-    Used in one loop's thread, but for `put` and `tell`, which any may call.
+    Used in one loop's thread, except `put` and `notify`, which any thread may call.
 
     Args:
-        threads: how many, at least 1.
-        name: of the threads.
+        threads: the maximum, at least 1.
+        name: prefix of the threads' names.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -40,25 +40,23 @@ class JobThreads:
         self._started = 0
         self._closed = False
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._told: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._notices: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._woken = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock = threading.Lock()  # for starting threads: jobs may be put from several
+        self._lock = threading.Lock()  # for starting threads: several threads may call `put`
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """What is told from now on is told to this loop."""
+        """Send notices to this loop from now on."""
         if self._loop is not loop:
             self._loop = loop
             self._woken = False
 
     def put(self, job: _Job) -> None:
-        """Have a thread call `job`, after all that were put before were taken. The job may not raise. Once closed:
-        nothing.
-        """
+        """Have a thread call `job`, in the order of the calls. The job may not raise. After `close`: a no-op."""
         if self._closed:
-            return  # nobody waits for it
+            return  # its result is not wanted
         self._jobs.put(job)
-        # A thread a job until there are enough: whether one of them is idle cannot be known without a lock of its own.
+        # One more thread per job up to the maximum: to know whether one is idle would take another lock.
         if self._started < self._most:
             with self._lock:
                 if self._started >= self._most:
@@ -69,7 +67,7 @@ class JobThreads:
                 )
                 try:
                     thread.start()
-                except RuntimeError:  # no more threads to be had: those that there are must do, or this one
+                except RuntimeError:  # no more threads: use those that exist, or this one
                     self._started -= 1
                     self._most = max(1, self._started)
                     alone = not self._started
@@ -83,29 +81,29 @@ class JobThreads:
             while (job := self._jobs.get_nowait()) is not None:
                 job()
 
-    def tell(self, function: Callable[..., None], *args: Any) -> None:
-        """Have the loop call `function`. From a thread; a loop that is closed is told nothing."""
-        # Appended first, and looked at after the flag was cleared (`_hear`): what comes between is not missed.
-        self._told.append((function, args))
+    def notify(self, function: Callable[..., None], *args: Any) -> None:
+        """Have the loop call `function`. Any thread. Does nothing if the loop is closed."""
+        # Append before reading the flag; `_drain_notices` clears the flag before reading. So no notice is missed.
+        self._notices.append((function, args))
         loop = self._loop
         if not self._woken and loop is not None:
             self._woken = True
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._hear)
+                loop.call_soon_threadsafe(self._drain_notices)
 
-    def _hear(self) -> None:
+    def _drain_notices(self) -> None:
         self._woken = False
-        told = self._told
-        while told:
-            function, args = told.popleft()
+        notices = self._notices
+        while notices:
+            function, args = notices.popleft()
             function(*args)
 
     def call(
         self, function: Callable[[Any], Any], argument: Any, context: Context | None = None
     ) -> asyncio.Future[Any]:
-        """What `function` gives, called in a thread in a copy of this context (default: the present one).
+        """Call `function` in a thread, in a copy of `context` (default: the current one), and return a future.
 
-        A future that is cancelled keeps a call that has not begun from beginning.
+        If the future is cancelled before the call begins, the call is skipped.
         """
         loop = asyncio.get_running_loop()
         self.attach(loop)
@@ -118,19 +116,19 @@ class JobThreads:
             try:
                 result = inner.run(function, argument)
             except BaseException as error:
-                self.tell(_failed, future, error)
+                self.notify(_failed, future, error)
                 del error
             else:
-                self.tell(_done, future, result)
+                self.notify(_done, future, result)
 
         self.put(job)
         return future
 
     def close(self) -> None:
-        """Let the threads end when they have done what was put before. Does not wait."""
-        # No lock: finalizers call it. A thread that is being started this moment ends with this object.
+        """Let the threads end once the queued jobs are done. Does not wait."""
+        # No lock, because finalizers call it. A thread that is just being started ends when this object is garbage.
         self._closed = True
-        self._most = 0  # no new ones
+        self._most = 0  # start no new threads
         self._end_threads()
 
     def _end_threads(self) -> None:
@@ -142,11 +140,11 @@ class JobThreads:
             self._end_threads()
 
 
-# The threads refer to the line, and to nothing else: threads that nobody has any more are collected, and end them.
+# The threads refer only to the queue, so an unused JobThreads is garbage, and its finalizer ends them.
 def _work(jobs: SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # before waiting for the next one: it refers to a sample
+        del job  # before waiting for the next job: this one refers to a sample
 
 
 def _done(future: asyncio.Future[Any], result: Any) -> None:
@@ -157,7 +155,9 @@ def _done(future: asyncio.Future[Any], result: Any) -> None:
 def _failed(future: asyncio.Future[Any], error: BaseException) -> None:
     if future.done():
         return
-    if isinstance(error, StopIteration | StopAsyncIteration):  # a future cannot carry it; a stream would end by it
+    if isinstance(
+        error, StopIteration | StopAsyncIteration
+    ):  # a future cannot hold it; and it would look like the end of a stream
         wrapped = RuntimeError(f"a call in a thread raised {type(error).__name__}")
         wrapped.__cause__ = error
         error = wrapped

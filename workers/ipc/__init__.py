@@ -1,1 +1,1 @@
-"""How the main process and a worker talk: sockets, frames, and the end of either."""
+"""Communication between the main process and a worker: sockets, frames, and detecting the end of either process."""

@@ -1,10 +1,10 @@
-"""The control socket between the main process and one worker: frames, and descriptors beside them.
+"""The control socket between the main process and one worker: carries frames and file descriptors.
 
 Data path: scheduler -> [channel] -> worker -> [channel] -> reorder.
 
-A Unix stream socket: it wakes the loop, orders memory (a frame is sent after the batch was written, by a system call),
-and carries file descriptors. A descriptor sent with a frame arrives with that frame's first byte, and one read never
-joins two that carry descriptors: so descriptors are taken in the order of the frames that announce them.
+It is a Unix stream socket: it wakes the loop, orders memory (a frame is sent after the batch was written, by a system
+call), and carries file descriptors. A descriptor sent with a frame arrives with the frame's first byte, and one read
+never joins two writes that carry descriptors: so descriptors are taken in the order of the frames that announce them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["Channel", "channel_pair"]
 _READ_BYTES = 1 << 16
 _MAX_FDS = 8
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
-_CLOEXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # a program that somebody starts must not keep our segments
+_CLOEXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # a program started by the user must not inherit our segments
 
 
 class Channel:
-    """One end. `send` never blocks on a non-blocking socket: what the kernel does not take is kept for `flush`.
+    """One end of the socket. On a non-blocking socket `send` never blocks: unsent bytes are kept for `flush`.
 
-    Not thread-safe: one thread sends and one receives (they may differ).
+    Not thread-safe: one thread may send and one may receive.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -47,9 +47,9 @@ class Channel:
     # ------------------------------------------------------------------------------------------ receiving
 
     def receive(self, *, wait: bool = False) -> Iterator[tuple[int, bytes]]:
-        """Read once and give the frames that are complete. Sets `ended` at the end of the stream.
+        """Read once and return the frames that are complete. Sets `ended` at the end of the stream.
 
-        With nothing to read, gives nothing; or waits for something (`wait`, on a blocking socket only).
+        Without data, returns nothing, or waits (`wait`, on a blocking socket only).
         """
         try:
             flags = _CLOEXEC if wait else _CLOEXEC | socket.MSG_DONTWAIT
@@ -70,10 +70,10 @@ class Channel:
         return self._splitter.feed(data)
 
     def take_fd(self) -> int:
-        """The descriptor that came with the frame just received; the caller owns it.
+        """Return the descriptor that came with the frame just received; the caller owns it.
 
         Raises:
-            OSError: it was lost on the way, because this process has no descriptor left.
+            OSError: it did not arrive, because this process has too many open files.
         """
         if not self._fds:
             raise OSError(
@@ -85,12 +85,12 @@ class Channel:
     # -------------------------------------------------------------------------------------------- sending
 
     def send(self, frame: bytes, fds: Sequence[int] = ()) -> bool:
-        """Send a frame, after those still unsent. True when the kernel took everything.
+        """Send a frame, after those still unsent. Returns True if everything was sent.
 
-        `fds` stay the caller's; what has to wait is duplicated.
+        The caller still owns `fds`; those that have to wait are duplicated.
 
         Raises:
-            ConnectionError: the other end is gone.
+            ConnectionError: the other end is closed.
         """
         if self._unsent:
             self._unsent.append((frame, tuple(os.dup(fd) for fd in fds)))
@@ -102,7 +102,7 @@ class Channel:
         return False
 
     def flush(self) -> bool:
-        """Send what is unsent; True when nothing is left."""
+        """Send what is unsent; returns True if nothing is left."""
         while self._unsent:
             frame, fds = self._unsent[0]
             sent = self._push(frame, fds)
@@ -126,7 +126,7 @@ class Channel:
     # -------------------------------------------------------------------------------------------- closing
 
     def close(self) -> None:
-        """Close the socket and every descriptor that nobody took. Idempotent."""
+        """Close the socket and every descriptor that was not taken. Idempotent."""
         self.ended = True
         self.sock.close()
         while self._fds:
@@ -142,7 +142,7 @@ def _close_quietly(fd: int) -> None:
 
 
 def channel_pair() -> tuple[socket.socket, socket.socket]:
-    """The main process's end (non-blocking) and the worker's (blocking)."""
+    """Return the main process's end (non-blocking) and the worker's end (blocking)."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     ours.setblocking(False)
     return ours, theirs

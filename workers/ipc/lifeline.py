@@ -1,21 +1,21 @@
-"""A worker ends when its parent does, even while it is stuck in C code that never gives up the GIL.
+"""Ends a worker when its parent dies, even while the worker is stuck in C code that holds the GIL.
 
 Data path: pool start-up -> [lifeline] -> worker.
 
-The main process holds the write end of one pipe and never writes. Each worker asks the kernel to send it SIGKILL when
-something happens to the read end (``O_ASYNC`` with ``F_SETSIG``); the one thing that can happen is that the last write
-end is closed, and the kernel does that for a process that ends, however it ends. No code of the worker has to run:
-neither the GIL, nor a thread, nor a handler. It holds for a worker that is stopped, too.
+The main process holds the write end of a pipe and never writes. Each worker has the kernel send it SIGKILL when the
+state of the read end changes (``O_ASYNC`` with ``F_SETSIG``). The only possible change is that the last write end is
+closed, and the kernel does that when the process that holds it ends, however it ends. No code of the worker has to run:
+neither the GIL nor a thread nor a handler is needed, and it works for a stopped worker, too.
 
-Owner, signal and ``O_ASYNC`` belong to the open file description, which forked siblings share. So a worker opens the
-pipe anew, through ``/proc``, and has a description of its own.
+Owner, signal and ``O_ASYNC`` belong to the open file description, which forked siblings share. So each worker opens the
+pipe again, through ``/proc``, and has a description of its own.
 
-*Who holds a write end.* It is close-on-exec, so programs that are started do not; forked children close their copy at
-once (`os.register_at_fork`). One that is forked by another thread in the very moment between the making of the pipe and
-its registration, or by C code that runs no hooks, delays the signal until it ends itself. Therefore a second line stays
-where it was: the worker's thread that waits for the parent's pidfd.
+*Who holds a write end.* It is close-on-exec, so programs that are started do not hold it; forked children close their
+copy at once (`os.register_at_fork`). A child forked by another thread between the creation of the pipe and its
+registration, or by C code that runs no hooks, delays the signal until it ends itself. Therefore the worker also has a
+thread that waits for the parent's pidfd.
 
-Linux only. Elsewhere `hold` says so, and the second line is the only one.
+Linux only. Elsewhere `hold` returns False, and only that thread ends the worker.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = ["Lifeline", "hold"]
 
 
 class Lifeline:
-    """The main process's side: a pipe whose write end lives as long as this process, or until `close`.
+    """The main process's side: a pipe whose write end is open as long as this process lives, or until `close`.
 
-    Closing it kills every worker that holds on, so it is closed after they have ended.
+    Closing it kills every worker that has called `hold`, so it is closed after they have ended.
 
     Raises:
         OSError: no descriptors are left.
@@ -47,13 +47,13 @@ class Lifeline:
 
     @property
     def fd(self) -> int:
-        """The read end, to be handed to workers (to `hold`); -1 once closed. It stays this object's."""
+        """The read end, to be passed to workers (to `hold`); -1 once closed. This object owns it."""
         return self._fd
 
     def close(self) -> None:
-        """Let go of the workers: those that still hold on are killed. Idempotent.
+        """Close both ends: workers that still run are killed. Idempotent.
 
-        In a forked child it is `forget_in_child`: the read end may be in use there, or its number be another file's.
+        In a forked child only the write end is closed: the read end may be in use there, or its number be reused.
         """
         self.forget_in_child()
         fd, self._fd = self._fd, -1
@@ -78,15 +78,15 @@ class Lifeline:
 
 
 def hold(fd: int) -> bool:
-    """In a worker: from now on this process ends when all write ends of the pipe are closed.
+    """In a worker: have this process killed once all write ends of the pipe are closed.
 
-    If they are closed already (the parent ended while this process started), it ends here, with exit code 1.
+    If they are closed already (the parent ended while this process started), it exits here, with exit code 1.
 
     Args:
-        fd: the read end. Closed in any case; what holds on is a descriptor of its own, which is never closed.
+        fd: the read end. Closed in any case; a new descriptor of the pipe is opened, which is never closed.
 
     Returns:
-        Whether it holds. False where the system cannot (macOS; no ``/proc``; a sandbox that forbids it).
+        Whether that is in effect. False where the system cannot do it (macOS; no ``/proc``; a sandbox).
     """
     own = -1
     try:
@@ -96,29 +96,30 @@ def hold(fd: int) -> bool:
             os.close(fd)
         fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
-        # Last: a signal that is armed before it has its owner and number would be SIGIO, to nobody.
+        # Last: if armed before owner and signal are set, it would send SIGIO to no process.
         fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
     except (AttributeError, OSError):
         if own >= 0:
             os.close(own)
         return False
-    # Armed first, looked at then: the end of the last writer is seen by the one or by the other.
+    # Arm first, then poll: so the end of the last writer is noticed by the one or by the other.
     poll = select.poll()
-    poll.register(own, 0)  # POLLHUP needs no asking
+    poll.register(own, 0)  # POLLHUP is always reported
     if poll.poll(0):
         os._exit(1)
     return True
 
 
 def _reopened(fd: int) -> int:
-    """The same pipe's read end under a file description of this process's own."""
-    # Where F_SETSIG is missing the caller must not get as far as a descriptor that it cannot arm.
+    """Open the pipe's read end again, with a file description of this process's own."""
+    # Fail here, before a descriptor is opened, where F_SETSIG is missing.
     _ = fcntl.F_SETSIG
-    # O_NONBLOCK: to open a pipe that has no writer any more would wait for one.
+    # O_NONBLOCK: opening a pipe without writers would block.
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
-# Every lifeline that has a write end in this process. Strong: one that is garbage must not outlive a fork unseen.
+# Every lifeline with an open write end in this process. Strong references: the fork hook must also close the write end
+# of a lifeline that is garbage.
 _lifelines: set[Lifeline] = set()
 
 

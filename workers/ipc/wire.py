@@ -1,10 +1,10 @@
-"""Messages between the main process and a worker: their bytes. Pure: no sockets.
+"""Packs and unpacks the frames between the main process and a worker. Pure: no sockets.
 
-Data path: scheduler -> [wire] -> worker -> [wire] -> reorder. Batches themselves travel through memory; what goes over
-the socket is a descriptor of a few dozen bytes.
+Data path: scheduler -> [wire] -> worker -> [wire] -> reorder. Batches travel through shared memory; over the socket
+goes a descriptor of a few dozen bytes.
 
-A frame is ``length (u32, of what follows) | kind (u8) | head (fixed, by kind) | body (the rest)``. Several frames may
-come in one read, and one frame in several. Both ends are our own processes on one machine, of one version: native byte
+A frame is ``length (u32, of what follows) | kind (u8) | head (fixed, by kind) | body (the rest)``. One read may return
+several frames, and one frame may take several reads. Both ends are processes of one version on one machine: native byte
 order, no version field.
 """
 
@@ -58,23 +58,23 @@ __all__ = [
 # main -> worker
 TASK, RING, RESET, STOP = 1, 2, 3, 4
 SUSPECT = 5
-"""The next task killed a worker: what is written to standard error meanwhile is kept, too, in the descriptor that comes
-with the frame."""
+"""The next task has killed a worker before: capture its standard error in the file whose descriptor comes with the
+frame."""
 ASSIGNMENT = 6
-"""What the worker shall read next of a dataset whose shards the main process assigns."""
+"""The shards that the worker reads next, of a dataset whose shards the main process assigns."""
 # worker -> main
 RESULT, ERROR, EXHAUSTED, RESET_DONE, READY = 11, 12, 13, 14, 15
 STARTED = 16
-"""The user's start-up code has run: from here on it is a task that takes time, or kills."""
+"""The user's start-up code is over: from here on a time-out or a death is due to a task."""
 NOTHING = 17
-"""A task was carried out, and there is no batch: all of its samples were left out. With the pickled cursor."""
+"""A task was carried out, but gave no batch: all of its samples were dropped. With the pickled cursor."""
 BAD = 18
-"""Samples of a task that were left out or replaced (pickled records); its answer follows."""
+"""Pickled records of a task's samples that were dropped or replaced; the task's answer follows."""
 RETIRING = 19
-"""The worker has grown too large and leaves now; its unanswered tasks are for its replacement. With the state of its
-random numbers, pickled, in torch mode."""
+"""The worker exceeds its memory limit and ends now; its replacement gets its unanswered tasks. In torch mode with its
+pickled RNG state."""
 COUNTS = 21
-"""What the transports of the worker did since it said so last (a pickled dictionary)."""
+"""Counts of the worker's transports since the last such frame (a pickled dictionary)."""
 ASK = 20
 """The worker requests its next assignment of shards."""
 
@@ -101,9 +101,9 @@ _MAX_FRAME = 1 << 31
 class Result(NamedTuple):
     """A worker's answer to a task.
 
-    `nbytes` is the size of the batch in memory; `pickled` the bytes of pickle among or beside it; `busy` the seconds
-    that the worker spent; `same` says that the template is that of the worker's previous result and was left out;
-    `cursor` is the length of the pickled cursor behind the template, 0 for none.
+    `nbytes` is the size of the batch in memory; `pickled` the size of its pickle, in memory or in the frame; `busy` the
+    seconds that the worker spent; `same` means that the template equals that of the worker's previous result and is
+    omitted; `cursor` is the length of the pickled cursor after the template, 0 for none.
     """
 
     epoch: int
@@ -118,49 +118,49 @@ class Result(NamedTuple):
 
 
 def pack(kind: int, payload: bytes = b"") -> bytes:
-    """A frame whose body is all there is."""
+    """Pack a frame without a head."""
     return _PREFIX.pack(1 + len(payload), kind) + payload
 
 
 def pack_task(epoch: int, seq: int, slot: int, ring: int, index: bytes) -> bytes:
-    """A task: write the batch of the pickled `index` to `slot` of ring number `ring`."""
+    """Pack a task: write the batch of the pickled `index` to `slot` of ring number `ring`."""
     return _TASK.pack(21 + len(index), TASK, epoch, seq, slot, ring) + index
 
 
 def unpack_task(body: bytes) -> tuple[int, int, int, int, bytes]:
-    """Epoch, sequence number, slot, ring number, pickled index."""
+    """Return epoch, sequence number, slot, ring number, pickled index."""
     epoch, seq, slot, ring = _unpack(_TASK_HEAD, body)
     return epoch, seq, slot, ring, body[_TASK_HEAD.size :]
 
 
 def pack_ring(number: int, slots: int, slot_bytes: int) -> bytes:
-    """A new ring; its descriptor goes with the frame."""
+    """Pack a new ring; its descriptor is sent with the frame."""
     return pack(RING, _RING_HEAD.pack(number, slots, slot_bytes))
 
 
 def unpack_ring(body: bytes) -> tuple[int, int, int]:
-    """Ring number, slots, bytes a slot."""
+    """Return ring number, slots, bytes per slot."""
     number, slots, slot_bytes = _unpack(_RING_HEAD, body)
     return number, slots, slot_bytes
 
 
 def pack_reset(kind: int, epoch: int, payload: bytes = b"") -> bytes:
-    """A new epoch begins (RESET), or the worker has dropped all that is older (RESET_DONE)."""
+    """Pack RESET (a new epoch begins) or RESET_DONE (the worker has dropped all older tasks)."""
     return pack(kind, _RESET_HEAD.pack(epoch) + payload)
 
 
 def unpack_reset(body: bytes) -> tuple[int, bytes]:
-    """Epoch, payload."""
+    """Return epoch, payload."""
     return _unpack(_RESET_HEAD, body)[0], body[_RESET_HEAD.size :]
 
 
 def pack_started(epoch: int, error: bytes, cursor: bytes) -> bytes:
-    """The worker has begun the epoch (STARTED): the pickled error that it ended in, if it did; the pickled cursor."""
+    """Pack STARTED (the worker has begun the epoch): the pickled start-up error, if any, and the pickled cursor."""
     return pack(STARTED, _STARTED_HEAD.pack(epoch, len(error)) + error + cursor)
 
 
 def unpack_started(body: bytes) -> tuple[int, bytes, bytes]:
-    """Epoch, error, cursor."""
+    """Return epoch, error, cursor."""
     epoch, size = _unpack(_STARTED_HEAD, body)
     rest = body[_STARTED_HEAD.size :]
     if size > len(rest):
@@ -169,12 +169,12 @@ def unpack_started(body: bytes) -> tuple[int, bytes, bytes]:
 
 
 def pack_answer(kind: int, epoch: int, seq: int, busy: float, payload: bytes = b"") -> bytes:
-    """An answer without a batch: ERROR (the pickled error), EXHAUSTED (the pickled cursor) or NOTHING. Also BAD."""
+    """Pack an answer without a batch: ERROR (the pickled error), EXHAUSTED (the pickled cursor), NOTHING; also BAD."""
     return pack(kind, _ANSWER_HEAD.pack(epoch, seq, busy) + payload)
 
 
 def unpack_answer(body: bytes) -> tuple[int, int, float, bytes]:
-    """Epoch, sequence number, busy seconds, payload."""
+    """Return epoch, sequence number, busy seconds, payload."""
     epoch, seq, busy = _unpack(_ANSWER_HEAD, body)
     return epoch, seq, busy, body[_ANSWER_HEAD.size :]
 
@@ -185,7 +185,7 @@ def pack_ask(epoch: int, number: int, batch: int, left: bytes) -> bytes:
 
 
 def unpack_ask(body: bytes) -> tuple[int, int, int, bytes]:
-    """Epoch, number, batch, pickled rest."""
+    """Return epoch, number, batch, pickled rest."""
     epoch, number, batch = _unpack(_ASK_HEAD, body)
     return epoch, number, batch, body[_ASK_HEAD.size :]
 
@@ -196,19 +196,19 @@ def pack_assignment(epoch: int, number: int, answer: bytes) -> bytes:
 
 
 def unpack_assignment(body: bytes) -> tuple[int, int, bytes]:
-    """Epoch, number, pickled answer."""
+    """Return epoch, number, pickled answer."""
     epoch, number = _unpack(_ASSIGNMENT_HEAD, body)
     return epoch, number, body[_ASSIGNMENT_HEAD.size :]
 
 
 def pack_result(result: Result, template: bytes, cursor: bytes = b"") -> bytes:
-    """A batch's descriptor; `template` is ignored when the result says `same`."""
+    """Pack a batch's descriptor; `template` is ignored if the result says `same`."""
     body = cursor if result.same else template + cursor
     return _RESULT.pack(1 + _RESULT_HEAD.size + len(body), RESULT, *result) + body
 
 
 def unpack_result(body: bytes) -> tuple[Result, bytes, bytes]:
-    """The result, its template (empty when `same`) and its cursor."""
+    """Return the result, its template (empty if `same`) and its cursor."""
     epoch, seq, slot, nbytes, pickled, samples, busy, same, cursor = _unpack(_RESULT_HEAD, body)
     result = Result(epoch, seq, slot, nbytes, pickled, samples, busy, bool(same), cursor)
     end = len(body) - cursor
@@ -226,25 +226,25 @@ def _unpack(head: struct.Struct, body: bytes) -> tuple[Any, ...]:
 class FrameSplitter:
     """Cuts a byte stream into frames, however the stream was cut into reads.
 
-    A frame that comes in many reads (a worker's cursor may be large) is put together once.
+    A frame that takes many reads (a worker's cursor may be large) is joined once.
 
     Raises (from `feed`):
-        ValueError: a length that no frame of ours has: the stream is broken, and stays so.
+        ValueError: an impossible length. The stream is broken, and stays so.
     """
 
     __slots__ = ("_rest", "_wanted")
 
     def __init__(self) -> None:
         self._rest = bytearray()
-        self._wanted = 5  # bytes without which there is nothing to look at
+        self._wanted = 5  # bytes needed for the next step
 
     @property
     def pending(self) -> int:
-        """Bytes of an incomplete frame."""
+        """Number of bytes of an incomplete frame."""
         return len(self._rest)
 
     def feed(self, data: bytes) -> Iterator[tuple[int, bytes]]:
-        """Take what was read; give the kind and the body of each frame that is complete now."""
+        """Add the bytes of one read; return kind and body of each frame that is complete now."""
         if self._rest:
             self._rest += data
             if len(self._rest) < self._wanted:

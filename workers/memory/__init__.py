@@ -1,1 +1,1 @@
-"""Shared memory: rings, slots and leases, and batches as bytes in them."""
+"""Shared memory: rings, slots and leases, and how batches are stored in them as bytes."""

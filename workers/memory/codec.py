@@ -1,19 +1,19 @@
-"""A batch and its bytes: tensors out of band in shared memory, the shape of the rest as pickle.
+"""Encodes batches for shared memory: tensors as raw bytes in the slot, the structure around them as pickle.
 
 Data path: worker: collate -> [codec: encode] -> ring -> reorder -> [codec: decode] -> consumer.
 
 Encoding an object gives a *template* and *leaves*. Leaves are the bytes of tensors and arrays, wherever in the object
-they were found; each is written once, straight to its place in the slot. The template is pickle (protocol 5) in which
-every leaf is an out-of-band buffer, with a table that says where each leaf lies and what it is. Two batches of the same
-shapes have the same template, so a worker sends it once and then says "same".
+they are; each is written once, directly to its offset in the slot. The template is pickle (protocol 5) in which every
+leaf is an out-of-band buffer, with a table that says where each leaf is and what it is. Batches of the same shapes have
+the same template, so a worker sends it once and then only says "same".
 
-Decoding builds a tensor over each leaf and lets the unpickler put them in place: the `buffers` argument of
-`pickle.loads` takes any objects, and hands them to whatever the pickled buffer was an argument of, or in place of.
+Decoding builds a tensor over each leaf and has the unpickler insert them: the `buffers` argument of `pickle.loads`
+takes any objects, and passes each to whatever the pickled buffer was an argument of.
 
 What is not a plain dense CPU tensor (sparse, quantized, nested, subclasses, `requires_grad`) is pickled by its own
-rules; the storages that those rules meet become leaves too. Tensors that share a storage still share it afterwards.
+rules; the storages that those rules meet become leaves, too. Tensors that share a storage still share it afterwards.
 
-This is pickle between our own processes; nothing that came from elsewhere is ever decoded here.
+This is pickle between our own processes; nothing from elsewhere is ever decoded here.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from asyncloader.workers.memory.layout import align
 from asyncloader.workers.memory.leaves import (
     DTYPE_CODE,
     DTYPES,
+    LEAF_SPECS,
     NUMPY_BY_CODE,
-    PLACES,
     Dense,
     Leaf,
-    Place,
+    LeafSpec,
     Raw,
     Storage,
     Strided,
@@ -48,16 +48,16 @@ from asyncloader.workers.memory.leaves import (
 from asyncloader.workers.memory.ring import Anchor
 
 Memory: TypeAlias = Anchor | np.ndarray[Any, np.dtype[np.uint8]]
-"""What leaves are built on: a slot's anchor, or a private copy of it."""
+"""The memory that leaves are built on: a slot's anchor, or a private copy of it."""
 
 __all__ = ["Encoded", "Encoder", "Template", "copy_out"]
 
 INLINE_PICKLE = 1 << 15
-"""Pickle up to this size goes over the socket with the descriptor; more goes through memory."""
+"""Pickle up to this size is sent over the socket; larger pickle goes through the slot."""
 
 
 class Encoded(NamedTuple):
-    """An object ready to be written: `nbytes` of memory are needed, then `write` fills them."""
+    """An encoded object: needs `nbytes` of memory, which `write` fills."""
 
     template: bytes
     nbytes: int
@@ -73,8 +73,8 @@ class Encoded(NamedTuple):
 class Encoder:
     """Encodes one object at a time; lives in a worker and is not thread-safe.
 
-    The collation of the default kind (`collate.py`) announces leaves with `placeholder` while it builds the batch;
-    anything else that `encode` meets is found by the pickler.
+    Default collation (`collate.py`) announces leaves with `placeholder` while it builds the batch; all other leaves are
+    found by the pickler.
     """
 
     def __init__(self) -> None:
@@ -88,13 +88,13 @@ class Encoder:
         }
 
     def placeholder(self, leaf: Leaf) -> pickle.PickleBuffer:
-        """What stands for the leaf in the object until it is decoded."""
+        """Return the object that stands for the leaf until it is decoded."""
         buffer = pickle.PickleBuffer(bytearray())
         self._announced[id(buffer)] = (leaf, buffer)
         return buffer
 
     def discard(self) -> None:
-        """Forget the leaves announced so far (the object will not be encoded)."""
+        """Forget the leaves announced so far, when the object will not be encoded."""
         self._announced.clear()
         self._shared.clear()
         self._leaves = []
@@ -103,7 +103,7 @@ class Encoder:
         """Pickle `value` around its leaves.
 
         Raises:
-            Exception: whatever pickling raises for an object that cannot be pickled.
+            Exception: whatever pickling raises.
         """
         self._leaves = []
         stream = io.BytesIO()
@@ -117,15 +117,15 @@ class Encoder:
 
     def _lay_out(self, structure: bytes) -> Encoded:
         offset = 0
-        places: list[tuple[int, Place]] = []
+        specs: list[tuple[int, LeafSpec]] = []
         writes: list[tuple[Callable[[mmap.mmap, int], None], int]] = []
         for shared in self._shared.values():
             shared.offset = offset
             writes.append((shared.write, offset))
             offset = align(offset + shared.nbytes)
         for leaf in self._leaves:
-            place = leaf.place(offset)
-            places.append((PLACES.index(type(place)), place))
+            spec = leaf.spec(offset)
+            specs.append((LEAF_SPECS.index(type(spec)), spec))
             if leaf.write is not None:
                 writes.append((leaf.write, offset))
                 offset = align(offset + leaf.nbytes)
@@ -134,7 +134,7 @@ class Encoder:
             inside = offset
             writes.append((_raw_writer(memoryview(structure)), offset))
             offset = align(offset + len(structure))
-        table = (tuple((kind, tuple(place)) for kind, place in places), inside, len(structure))
+        table = (tuple((kind, tuple(spec)) for kind, spec in specs), inside, len(structure))
         head = pickle.dumps(table, protocol=5)
         template = len(head).to_bytes(4, "little") + head + (structure if inside < 0 else b"")
         return Encoded(template, offset, writes, len(structure))
@@ -148,7 +148,7 @@ class Encoder:
         nbytes = view.nbytes
         self._leaves.append(Leaf(nbytes, lambda offset: Raw(offset, nbytes), _raw_writer(view) if nbytes else None))
 
-    # ------------------------------------------------------------------------------------ what the pickler meets
+    # ------------------------------------------------------------------------------------------ pickling of tensors
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if tensor.layout is not torch.strided and not tensor.requires_grad:
@@ -162,10 +162,10 @@ class Encoder:
         code, stride, shape = DTYPE_CODE[tensor.dtype], tensor.stride(), tuple(tensor.shape)
         start = int(tensor.storage_offset()) * tensor.element_size()
 
-        def place(_: int) -> Place:
-            return shared.place(start, code, shape, stride, tensor)
+        def spec(_: int) -> LeafSpec:
+            return shared.spec(start, code, shape, stride, tensor)
 
-        return _leaf, (self.placeholder(Leaf(0, place, None)),)
+        return _leaf, (self.placeholder(Leaf(0, spec, None)),)
 
     def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
         if storage.device.type != "cpu":
@@ -183,7 +183,7 @@ class Encoder:
 
 
 class _SharedStorage:
-    """One storage that tensors of a batch look into: the range of it that they see is copied once."""
+    """A storage that tensors of a batch view: the range that they cover is copied once."""
 
     __slots__ = ("count", "first", "last", "offset", "storage")
 
@@ -199,9 +199,9 @@ class _SharedStorage:
         return max(0, self.last - self.first)
 
     def include(self, first: int, last: int) -> None:
-        """This range of bytes is seen by one more object."""
+        """Extend the range by the bytes of one more object."""
         self.count += 1
-        self.first = min(self.first, first // 16 * 16)  # the widest element: leaves keep their alignment
+        self.first = min(self.first, first // 16 * 16)  # aligned to the widest element
         self.last = max(self.last, last)
 
     def include_tensor(self, tensor: torch.Tensor) -> None:
@@ -212,9 +212,9 @@ class _SharedStorage:
         reach = sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         self.include(first, first + (reach + 1) * item)
 
-    def place(
+    def spec(
         self, start: int, code: int, shape: tuple[int, ...], stride: tuple[int, ...], tensor: torch.Tensor
-    ) -> Place:
+    ) -> LeafSpec:
         if tensor.numel() == 0:
             return Strided(-1, 0, code, shape, stride, 0)
         if self.count == 1 and tensor.is_contiguous():
@@ -250,7 +250,7 @@ def _raw_writer(view: memoryview) -> Callable[[mmap.mmap, int], None]:
 
 
 def _leaf(value: Any) -> Any:
-    """Stands in pickle for "the decoded leaf itself"."""
+    """Identity: pickled as the function that turns a decoded leaf into itself."""
     return value
 
 
@@ -261,39 +261,39 @@ class Template:
     """The decoding side of a template; made once and used for every batch that says "same".
 
     The pickle in it is trusted, the numbers are not: a worker may die in the middle of a write, and user code in it may
-    write where it should not. Wherever the parts lie, nothing outside of the anchor is read.
+    write anywhere. Whatever the offsets are, nothing outside the anchor is read.
 
     Raises:
-        ValueError: these bytes are no template.
+        ValueError: these bytes are not a template.
     """
 
-    __slots__ = ("_extent", "_inside", "_places", "_simple", "_size", "_structure")
+    __slots__ = ("_extent", "_inside", "_simple", "_size", "_specs", "_structure")
 
     def __init__(self, template: bytes) -> None:
         size = int.from_bytes(template[:4], "little")
         try:
             if len(template) < 4 + size:
                 raise ValueError(f"{len(template)} bytes with a table of {size}")
-            places, inside, length = pickle.loads(template[4 : 4 + size])
-            self._places: tuple[Place, ...] = tuple(PLACES[kind](*values) for kind, values in places)
+            specs, inside, length = pickle.loads(template[4 : 4 + size])
+            self._specs: tuple[LeafSpec, ...] = tuple(LEAF_SPECS[kind](*values) for kind, values in specs)
             self._inside, self._size = int(inside), int(length)
-            self._extent = extent((*self._places, Raw(max(0, self._inside), self._size if self._inside >= 0 else 0)))
+            self._extent = extent((*self._specs, Raw(max(0, self._inside), self._size if self._inside >= 0 else 0)))
         except Exception as error:
             raise ValueError(f"a worker's answer is broken: its template cannot be read ({error})") from error
         self._structure = template[4 + size :]
         self._simple = tuple(
             (NUMPY_BY_CODE[p.dtype], p.shape, p.offset)
-            for p in self._places
+            for p in self._specs
             if type(p) is Dense and NUMPY_BY_CODE[p.dtype] is not None and p.numel
         )
-        if len(self._simple) != len(self._places):
+        if len(self._simple) != len(self._specs):
             self._simple = ()
 
     def build(self, anchor: Memory | None) -> Any:
-        """The object, its leaves being views of the anchor's memory (None when there are no bytes).
+        """Return the object, with leaves that are views of the anchor's memory (None if there are no bytes).
 
         Raises:
-            ValueError: the parts of the batch do not lie within the anchor.
+            ValueError: a leaf is not within the anchor.
             Exception: whatever unpickling the user's objects raises.
         """
         structure = self._structure
@@ -304,36 +304,36 @@ class Template:
             assert anchor is not None
             structure = bytes(_bytes(anchor, self._inside, self._size))
         if self._simple:
-            # Nothing but dense tensors of common types: the loop that decides the loader's speed on small batches.
+            # Only dense tensors of common types: this loop determines the loader's speed on small batches.
             ndarray, from_numpy = np.ndarray, torch.from_numpy
             leaves: list[Any] = [from_numpy(ndarray(s, d, anchor, o)) for d, s, o in self._simple]  # type: ignore[arg-type]
         else:
             storages: dict[int, torch.UntypedStorage] = {}
-            leaves = [_build_leaf(place, anchor, storages) for place in self._places]
+            leaves = [_build_leaf(spec, anchor, storages) for spec in self._specs]
         return pickle.loads(structure, buffers=leaves)
 
 
-def _build_leaf(place: Place, anchor: Memory | None, storages: dict[int, torch.UntypedStorage]) -> Any:
-    if isinstance(place, Dense):
-        dtype = DTYPES[place.dtype]
-        if not place.numel:
-            return torch.empty(place.shape, dtype=dtype)
+def _build_leaf(spec: LeafSpec, anchor: Memory | None, storages: dict[int, torch.UntypedStorage]) -> Any:
+    if isinstance(spec, Dense):
+        dtype = DTYPES[spec.dtype]
+        if not spec.numel:
+            return torch.empty(spec.shape, dtype=dtype)
         assert anchor is not None
-        return torch.frombuffer(anchor, dtype=dtype, count=place.numel, offset=place.offset).view(place.shape)
-    if isinstance(place, Strided):
-        dtype = DTYPES[place.dtype]
-        if place.offset < 0:
-            return torch.empty_strided(place.shape, place.stride, dtype=dtype)
-        storage = _build_storage(place, anchor, storages)
-        return torch.empty(0, dtype=dtype).set_(storage, place.first, place.shape, place.stride)
-    if isinstance(place, Storage):
-        whole = _build_storage(place, anchor, storages)
+        return torch.frombuffer(anchor, dtype=dtype, count=spec.numel, offset=spec.offset).view(spec.shape)
+    if isinstance(spec, Strided):
+        dtype = DTYPES[spec.dtype]
+        if spec.offset < 0:
+            return torch.empty_strided(spec.shape, spec.stride, dtype=dtype)
+        storage = _build_storage(spec, anchor, storages)
+        return torch.empty(0, dtype=dtype).set_(storage, spec.first, spec.shape, spec.stride)
+    if isinstance(spec, Storage):
+        whole = _build_storage(spec, anchor, storages)
         whole.__class__ = _PickledStorage
         return whole
-    if not place.nbytes:
+    if not spec.nbytes:
         return bytearray()
     assert anchor is not None
-    return _bytes(anchor, place.offset, place.nbytes)
+    return _bytes(anchor, spec.offset, spec.nbytes)
 
 
 def _bytes(anchor: Memory, offset: int, nbytes: int) -> memoryview:
@@ -341,9 +341,9 @@ def _bytes(anchor: Memory, offset: int, nbytes: int) -> memoryview:
 
 
 class _PickledStorage(torch.UntypedStorage):
-    """An untyped storage as torch's own unpickling would give it: one that can also be asked for its untyped self.
+    """An untyped storage that, like those from torch's own unpickling, has an `_untyped_storage`.
 
-    `torch._utils._rebuild_tensor_v3` (unsigned and float8 dtypes) does ask.
+    `torch._utils._rebuild_tensor_v3` (unsigned and float8 dtypes) uses it.
     """
 
     @property
@@ -352,14 +352,14 @@ class _PickledStorage(torch.UntypedStorage):
 
 
 def _build_storage(
-    place: Strided | Storage, anchor: Memory | None, storages: dict[int, torch.UntypedStorage]
+    spec: Strided | Storage, anchor: Memory | None, storages: dict[int, torch.UntypedStorage]
 ) -> torch.UntypedStorage:
-    """One storage for all leaves that lie at the same offset; an empty one is nobody else's."""
-    if not place.nbytes:
+    """Return one storage for all leaves with the same offset; empty storages are not shared."""
+    if not spec.nbytes:
         return torch.UntypedStorage(0)
-    storage = storages.get(place.offset)
+    storage = storages.get(spec.offset)
     if storage is None:
-        storage = storages[place.offset] = _bytes_tensor(anchor, place.offset, place.nbytes).untyped_storage()
+        storage = storages[spec.offset] = _bytes_tensor(anchor, spec.offset, spec.nbytes).untyped_storage()
     return storage
 
 
@@ -371,11 +371,11 @@ def _bytes_tensor(anchor: Memory | None, offset: int, nbytes: int) -> torch.Tens
 
 
 def copy_out(template: Template, anchor: Anchor, nbytes: int) -> Any:
-    """The object in private memory of its own. The copy is one `memcpy` with the GIL released.
+    """Return the object in private memory. The copy is one `memcpy` with the GIL released.
 
-    Leaves of the result share one private allocation, which lives as long as any of them.
+    The leaves share one private allocation, which lives as long as any of them.
     """
     private = torch.empty(nbytes, dtype=torch.uint8).numpy()
-    # numpy's plain memcpy: torch's would start, or spin on, the trainer's OpenMP threads.
+    # numpy's plain memcpy: torch's copy would use the trainer's OpenMP threads.
     np.copyto(private, np.frombuffer(_bytes(anchor, 0, nbytes), np.uint8))
     return template.build(private)

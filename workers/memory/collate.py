@@ -1,11 +1,11 @@
-"""Default collation straight into the slot: samples are stacked once, where the consumer will read them.
+"""Collates directly into the slot: samples are stacked once, where the consumer will read them.
 
 Data path: worker: fetch -> [collate] -> codec -> ring.
 
-The structure of a batch (dictionaries, named tuples, sequences, a user's own mapping types) is torch's business: its
-documented `collate(batch, collate_fn_map=...)` walks the samples, and this module only supplies the functions for the
-types at the bottom. They do not stack; they note what is to be stacked and give a placeholder. The stacking happens
-when the place in shared memory is known, with ``out=`` that place.
+torch's `collate(batch, collate_fn_map=...)` walks the samples and makes the structure of the batch (dictionaries, named
+tuples, sequences, a user's own mapping types); this module only supplies the functions for the types at the bottom.
+They do not stack: they record what is to be stacked and return a placeholder. The stacking happens once the offset in
+shared memory is known, with ``out=`` that memory.
 
 Values, dtypes and errors are torch's: whatever is not a plain case goes through torch's own functions and is copied
 once.
@@ -27,16 +27,14 @@ from asyncloader.workers.memory.leaves import dense_leaf, dense_view, has_code, 
 
 __all__ = ["Collator", "use_private_memory"]
 
-_TORCH_MAP = dict(
-    torch_collate.default_collate_fn_map
-)  # as torch made it, before anybody registered types of their own
+_TORCH_MAP = dict(torch_collate.default_collate_fn_map)  # torch's own functions, before a user registered others
 
 _INTS = frozenset([int])
 _FLOATS = frozenset([float, int])
 
 
 def _collate_tensor_private(batch: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
-    """torch's rule for tensors without its fresh shared memory: the result is copied to the slot anyway."""
+    """As torch's function for tensors, but into private memory, because the result is copied to the slot anyway."""
     elem = batch[0]
     if elem.is_nested or elem.layout is not torch.strided:
         return _TORCH_MAP[torch.Tensor](batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
@@ -49,18 +47,17 @@ def _collate_tensor_private(batch: Sequence[torch.Tensor], *, collate_fn_map: An
 def use_private_memory() -> None:
     """Make torch's `default_collate` stack into private memory in this process (a worker).
 
-    In a torch worker it would take a new file in ``/dev/shm`` for every tensor: slow, and fatal in a container that
-    has 64 MB there. A user's collate function that calls `default_collate` gets private memory, copied once.
+    In a torch worker it would create a file in ``/dev/shm`` for every tensor: slow, and fatal in a container with 64 MB
+    there. For a user's collate function that calls `default_collate`, the result is in private memory and copied once.
     """
     if torch_collate.default_collate_fn_map.get(torch.Tensor) is _TORCH_MAP[torch.Tensor]:
         torch_collate.default_collate_fn_map[torch.Tensor] = _collate_tensor_private
 
 
 class Collator:
-    """`default_collate` of a list of samples, as an `Encoded` batch that has not been stacked yet.
+    """Does what `default_collate` does, but returns an `Encoded` batch that is stacked when it is written.
 
-    Lives in a worker; not thread-safe. Functions that the user registered in torch's `default_collate_fn_map` are
-    respected.
+    Used in a worker; not thread-safe. Functions that the user registered in torch's `default_collate_fn_map` are used.
     """
 
     def __init__(self, encoder: Encoder) -> None:
@@ -81,10 +78,10 @@ class Collator:
         """Collate and encode.
 
         Raises:
-            RuntimeError, TypeError: as torch's `default_collate` does, in its words. Samples of different shapes are
-                found when the batch is written.
+            RuntimeError, TypeError: as torch's `default_collate`, with the same text. Samples of different shapes are
+                detected when the batch is written.
         """
-        straight = bool(samples) and _shows_placeholders_to_nobody(samples[0])
+        straight = bool(samples) and _only_stores_values(samples[0])
         try:
             batch = torch_collate.collate(samples, collate_fn_map=self._map if straight else self._private)
             return self._encoder.encode(batch)
@@ -92,14 +89,14 @@ class Collator:
             self._encoder.discard()
 
     def _with_private_map(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A user's function may collate parts of its samples itself and look at the result: no placeholders there."""
+        """Wrap a user's function. It may collate parts of samples and use the result, so it gets no placeholders."""
 
         def collate(batch: Sequence[Any], **_: Any) -> Any:
             return function(batch, collate_fn_map=self._private)
 
         return collate
 
-    # Each of these is called with the values that one leaf of the batch is made of.
+    # Each of these is called with the values that make up one leaf of the batch.
 
     def _tensors(self, batch: Sequence[torch.Tensor], **_: Any) -> Any:
         elem = batch[0]
@@ -132,12 +129,12 @@ class Collator:
         kind = torch_dtype(dtype)
         if kind is None or not shape or not elem.size or not _alike(batch, dtype, shape):
             if torch_collate.np_str_obj_array_pattern.search(dtype.str) is not None:
-                return _TORCH_MAP[np.ndarray](batch, collate_fn_map=collate_fn_map)  # raises, in torch's words
+                return _TORCH_MAP[np.ndarray](batch, collate_fn_map=collate_fn_map)  # raises torch's error
             return self._tensors([torch.as_tensor(b) for b in batch])
         joined = (len(batch) * shape[0], *shape[1:])
 
-        # Arrays of one shape: joining them along their first axis writes the same bytes as stacking, without
-        # making a view of each.
+        # For arrays of one shape, concatenating along the first axis writes the same bytes as stacking, without
+        # creating a view of each.
         def write(memory: mmap.mmap, offset: int) -> None:
             np.concatenate(batch, out=np.ndarray(joined, dtype, memory, offset))
 
@@ -149,8 +146,8 @@ class Collator:
         return self._numbers(np.array(batch, np.float64), torch.float64)
 
     def _ints(self, batch: Sequence[Any], **_: Any) -> Any:
-        # numpy reads a list of numbers six times as fast as torch. Only where all are of one plain type: in a mixture,
-        # and beyond 64 bits, torch decides.
+        # numpy converts a list of numbers six times as fast as torch. Only if all have one plain type: mixtures, and
+        # numbers beyond 64 bits, are left to torch.
         if not _INTS.issuperset(map(type, batch)):
             return torch.tensor(batch)
         try:
@@ -174,17 +171,17 @@ class Collator:
         return self._encoder.placeholder(dense_leaf(shape, dtype, nbytes, write))
 
 
-def _shows_placeholders_to_nobody(sample: Any) -> bool:
-    """Whether the sample is made of containers that only store what they are given.
+def _only_stores_values(sample: Any) -> bool:
+    """Whether the sample consists of containers that only store their values.
 
-    A user's own mapping or sequence type may look at the values of the batch that torch puts into it; then the batch is
-    made of real tensors, and copied to the slot.
+    A user's own mapping or sequence type may use the values that torch puts into it. Then the batch is made of real
+    tensors, and copied to the slot.
     """
     kind = type(sample)
     if kind in (dict, OrderedDict):
-        return all(map(_shows_placeholders_to_nobody, sample.values()))
+        return all(map(_only_stores_values, sample.values()))
     if kind in (list, tuple) or (kind.__bases__ == (tuple,) and hasattr(kind, "_fields")):  # a plain named tuple
-        return all(map(_shows_placeholders_to_nobody, sample))
+        return all(map(_only_stores_values, sample))
     if isinstance(sample, (str, bytes)):
         return True
     return not isinstance(sample, (Mapping, Sequence))

@@ -1,10 +1,10 @@
-"""Page-locked rings from one epoch's workers to the next one's.
+"""Keeps page-locked rings from one epoch's workers for those of the next.
 
-Data path: scheduler -> worker -> ring -> consumer; [kept_rings] is where rings are between two epochs.
+Data path: scheduler -> worker -> ring -> consumer; [kept_rings] holds the rings between two epochs.
 
-To page-lock a ring takes long, and holds up other calls of the device meanwhile. So where a loader's workers end with
-the epoch, its locked rings do not: the next workers get them, and what was learned about their size. Everything else is
-made anew, which costs less than to keep it.
+Page-locking a ring takes long, and delays other calls of the device meanwhile. So where a loader's workers end with the
+epoch, their locked rings are kept for the next workers, with the sizes learned. Everything else is made anew, which is
+cheaper than keeping it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections import deque
 from contextlib import suppress
 from typing import NamedTuple
 
-from asyncloader.workers.memory.ring_manager import RingKeeper
+from asyncloader.workers.memory.ring_manager import RingManager
 
-__all__ = ["KeptRings", "RingTerms"]
+__all__ = ["KeptRings", "RingOptions"]
 
 
-class RingTerms(NamedTuple):
-    """`RingKeeper`'s arguments: rings are kept for workers with the same ones."""
+class RingOptions(NamedTuple):
+    """The arguments of a `RingManager`; rings are reused only for equal ones."""
 
     credits: int
     ring_bytes: int | None
@@ -30,32 +30,31 @@ class RingTerms(NamedTuple):
 
 
 class KeptRings:
-    """Those of the loader's workers that ended last, and of no others: no more memory than an epoch has.
+    """A cache for the rings of the loader's last pool. It holds no more memory than an epoch uses.
 
-    No locks: pools are ended by any thread. What is pushed out, dropped or closed is unlocked when nobody looks into it
-    any more.
+    Without locks, because any thread may end a pool. A dropped ring is page-unlocked once its last view is gone.
     """
 
     def __init__(self) -> None:
-        self._left: deque[tuple[RingTerms, list[RingKeeper]]] = deque(maxlen=1)
+        self._left: deque[tuple[RingOptions, list[RingManager]]] = deque(maxlen=1)
         self._closed = False
-        weakref.finalize(self, self._left.clear)  # at exit, too, while there are modules and drivers
+        weakref.finalize(self, self._left.clear)  # runs at exit, too, while modules and drivers still work
 
-    def take(self, terms: RingTerms) -> list[RingKeeper] | None:
-        """A keeper for each worker; None: there are none on these terms."""
+    def take(self, options: RingOptions) -> list[RingManager] | None:
+        """Take the kept managers, one per worker; None if there are none with these options."""
         with suppress(IndexError):
-            of_terms, keepers = self._left.pop()
-            if of_terms == terms:
-                return keepers
+            kept_options, managers = self._left.pop()
+            if kept_options == options:
+                return managers
         return None
 
-    def leave(self, terms: RingTerms, keepers: list[RingKeeper]) -> None:
-        """For the next workers."""
-        self._left.append((terms, keepers))
-        if self._closed:  # looked at last: `close` clears what came before
+    def keep(self, options: RingOptions, managers: list[RingManager]) -> None:
+        """Keep these managers for the next pool."""
+        self._left.append((options, managers))
+        if self._closed:  # check after appending: `close` clears what was appended before it
             self._left.clear()
 
     def close(self) -> None:
-        """Let go of them, and keep none from now on."""
+        """Drop the rings, and keep none from now on."""
         self._closed = True
         self._left.clear()

@@ -1,15 +1,12 @@
-"""Leaves: the parts of a batch that are bytes, where each lies, and what it is.
+"""Defines leaves: the parts of a batch that are stored as raw bytes, and how tensors of special kinds consist of them.
 
 Data path: worker: collate -> [leaves] -> codec -> ring -> [leaves] -> consumer.
 
-A leaf is written once by the worker, to its place in the slot, and becomes a tensor (or storage, or buffer) over that
-place at the consumer's.
+The worker writes a leaf once, to its offset in the slot. A `LeafSpec` says where it is and what it is, and the consumer
+builds a tensor, a storage or a buffer over it.
 
-How tensors of special kinds are pickled: by parts that are plain tensors, which become leaves.
-
-Data path: worker: collate -> [reductions, in codec: encode] -> ring -> reorder -> [codec: decode] -> consumer.
-
-torch's own ways would do, but for their side effects in a process that lives long.
+Sparse and quantized tensors and typed storages are pickled by parts that are plain tensors, which become leaves.
+torch's own pickling would work, but has side effects in a process that lives long.
 """
 
 from __future__ import annotations
@@ -25,11 +22,11 @@ import torch
 __all__ = [
     "DTYPES",
     "DTYPE_CODE",
+    "LEAF_SPECS",
     "NUMPY_BY_CODE",
-    "PLACES",
     "Dense",
     "Leaf",
-    "Place",
+    "LeafSpec",
     "Raw",
     "Storage",
     "Strided",
@@ -43,7 +40,7 @@ __all__ = [
     "torch_dtype",
 ]
 
-# A torch dtype travels as its place in this list.
+# A torch dtype is encoded as its index in this list.
 DTYPES: tuple[torch.dtype, ...] = tuple(
     dtype
     for name in [
@@ -82,12 +79,12 @@ _ITEM_SIZE = {d: d.itemsize for d in DTYPES}
 
 
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
-    """The torch dtype of the same bits in native byte order, None where torch has none."""
+    """Return the torch dtype with the same representation in native byte order, or None."""
     return _NUMPY.get(dtype)
 
 
 def has_code(dtype: torch.dtype) -> bool:
-    """Whether tensors of this dtype can be leaves; others are pickled by torch's own rules."""
+    """Whether tensors of this dtype can be leaves; others are pickled by torch."""
     return dtype in DTYPE_CODE
 
 
@@ -101,7 +98,7 @@ class Dense(NamedTuple):
 
 
 class Strided(NamedTuple):
-    """A tensor over a piece of storage that starts at `offset`; equal offsets are the same storage."""
+    """A tensor over a storage at `offset`; leaves with equal offsets share the storage."""
 
     offset: int
     nbytes: int
@@ -112,52 +109,52 @@ class Strided(NamedTuple):
 
 
 class Raw(NamedTuple):
-    """Plain bytes: a numpy array's buffer, or whatever else pickles out of band."""
+    """Plain bytes: a numpy array's buffer, or anything else that is pickled out of band."""
 
     offset: int
     nbytes: int
 
 
 class Storage(NamedTuple):
-    """A whole untyped storage."""
+    """An untyped storage."""
 
     offset: int
     nbytes: int
 
 
-Place: TypeAlias = Dense | Strided | Raw | Storage
-PLACES = (Dense, Strided, Raw, Storage)
+LeafSpec: TypeAlias = Dense | Strided | Raw | Storage
+LEAF_SPECS = (Dense, Strided, Raw, Storage)
 
 _MOST = 1 << 62  # elements or bytes; torch and numpy compute with signed 64-bit numbers
 
 
-def extent(places: tuple[Place, ...]) -> int:
-    """Bytes that memory must have for all of these places to lie in it. Memory of so many can be built on unseen.
+def extent(specs: tuple[LeafSpec, ...]) -> int:
+    """Return the number of bytes that memory must have to hold all of these leaves. Then they can be built unchecked.
 
-    numpy and torch check some of this themselves, each differently: a negative offset of `numpy.ndarray`, for one,
-    reads what lies before the buffer.
+    numpy and torch check only some of this, each differently: with a negative offset, for example, `numpy.ndarray`
+    reads memory before the buffer.
 
     Raises:
-        ValueError: one of them cannot be a place: a negative or huge number, a shape that is not its size.
+        ValueError: a spec is impossible: a negative or huge number, or a shape that contradicts the size.
     """
     end = 0
     storages: dict[int, int] = {}
-    for place in places:
+    for spec in specs:
         try:
-            last = _dense_end(place) if isinstance(place, Dense) else _other_end(place)
-        except TypeError:  # no numbers
+            last = _dense_end(spec) if isinstance(spec, Dense) else _other_end(spec)
+        except TypeError:  # not numbers
             last = -1
         if not 0 <= last <= _MOST:
-            raise ValueError(f"no part of a batch can be {place!r:.200}")
-        if last and isinstance(place, Strided | Storage) and storages.setdefault(place.offset, last) != last:
-            raise ValueError(f"two parts of a batch share a storage and differ in its size, {place!r:.200}")
+            raise ValueError(f"no part of a batch can be {spec!r:.200}")
+        if last and isinstance(spec, Strided | Storage) and storages.setdefault(spec.offset, last) != last:
+            raise ValueError(f"two parts of a batch share a storage and differ in its size, {spec!r:.200}")
         end = max(end, last)
     return end
 
 
-def _dense_end(place: Dense) -> int:
-    """The end of a dense tensor, 0 for an empty one, -1 for none at all."""
-    offset, numel, code, shape = place
+def _dense_end(spec: Dense) -> int:
+    """Return the end of a dense tensor; 0 for an empty one, -1 for an impossible one."""
+    offset, numel, code, shape = spec
     count = _product(shape)
     if count != numel or count < 0 or type(code) is not int or not 0 <= code < len(DTYPES):
         return -1
@@ -167,18 +164,18 @@ def _dense_end(place: Dense) -> int:
     return -1 if type(offset) is not int or offset < 0 or offset % item else offset + count * item
 
 
-def _other_end(place: Strided | Raw | Storage) -> int:
-    if not isinstance(place, Strided):
-        offset, nbytes = place
+def _other_end(spec: Strided | Raw | Storage) -> int:
+    if not isinstance(spec, Strided):
+        offset, nbytes = spec
         return -1 if not _are_sizes((offset, nbytes)) else offset + nbytes if nbytes else 0
-    offset, nbytes, code, shape, stride, first = place
+    offset, nbytes, code, shape, stride, first = spec
     count = _product(shape)
     if count < 0 or not _are_sizes((nbytes, code, first, *stride)) or code >= len(DTYPES) or len(shape) != len(stride):
         return -1
     if type(offset) is not int or offset < 0:
-        return -1 if count else 0  # an empty one lies nowhere
+        return -1 if count else 0  # an empty tensor has no offset
     reach = first + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
-    if not count or reach * _ITEM_SIZE[DTYPES[code]] > nbytes or offset % 16:  # the widest element
+    if not count or reach * _ITEM_SIZE[DTYPES[code]] > nbytes or offset % 16:  # 16: size of the widest element
         return -1
     return offset + nbytes
 
@@ -188,28 +185,28 @@ def _are_sizes(numbers: tuple[int, ...]) -> bool:
 
 
 def _product(shape: tuple[int, ...]) -> int:
-    """Elements of this shape; -1 if torch takes no such shape, which multiplies what is beside a zero, too."""
+    """Return the number of elements; -1 if torch rejects the shape, as it does if the non-zero dimensions overflow."""
     count = math.prod(shape)
     if type(count) is int and 0 < count <= _MOST and (not shape or min(shape) > 0):
-        return count  # a product of integers alone is one
+        return count  # the product is an int only if all dimensions are
     return 0 if not count and _are_sizes(shape) and math.prod(n for n in shape if n) <= _MOST else -1
 
 
 class Leaf:
     """Bytes to be written to the slot. `write` gets the memory and the leaf's absolute offset in it."""
 
-    __slots__ = ("nbytes", "place", "write")
+    __slots__ = ("nbytes", "spec", "write")
 
     def __init__(
-        self, nbytes: int, place: Callable[[int], Place], write: Callable[[mmap.mmap, int], None] | None
+        self, nbytes: int, spec: Callable[[int], LeafSpec], write: Callable[[mmap.mmap, int], None] | None
     ) -> None:
         self.nbytes = nbytes
-        self.place = place
+        self.spec = spec
         self.write = write
 
 
 def dense_view(memory: mmap.mmap, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor over ``memory[offset:]`` to write to."""
+    """Return a tensor over ``memory[offset:]`` to write to."""
     array = _TORCH_TO_NUMPY.get(dtype)
     if array is not None:
         return torch.from_numpy(np.ndarray(shape, array, memory, offset))
@@ -222,13 +219,13 @@ def dense_view(memory: mmap.mmap, offset: int, dtype: torch.dtype, shape: tuple[
 def dense_leaf(
     shape: tuple[int, ...], dtype: torch.dtype, nbytes: int, write: Callable[[mmap.mmap, int], None]
 ) -> Leaf:
-    """A leaf that becomes one contiguous tensor."""
+    """Return a leaf that becomes one contiguous tensor."""
     code, count = DTYPE_CODE[dtype], nbytes // _ITEM_SIZE[dtype]
     return Leaf(nbytes, lambda offset: Dense(offset, count, code, shape), write if count else None)
 
 
 def reduce_sparse(tensor: torch.Tensor) -> Any:
-    """A sparse tensor by its parts. torch's own way keeps every tensor that it unpickles in a global list, for ever."""
+    """Reduce a sparse tensor to its parts. torch's own way keeps every unpickled tensor in a global list forever."""
     if tensor.layout is torch.sparse_coo:
         parts = (tensor._indices(), tensor._values())
         return _sparse_coo, (*parts, tuple(tensor.shape), tensor.is_coalesced())
@@ -260,7 +257,7 @@ def _sparse_compressed(
 
 
 def reduce_quantized(tensor: torch.Tensor) -> Any:
-    """A quantized tensor by its parts. torch's own way asks our storage for its type, and warns that this is old."""
+    """Reduce a quantized tensor to its parts. torch's own way asks the storage for its type, which is deprecated."""
     if tensor.dtype in (torch.qint8, torch.quint8, torch.qint32):
         scheme = tensor.qscheme()
         if scheme == torch.per_tensor_affine:
@@ -274,7 +271,7 @@ def reduce_quantized(tensor: torch.Tensor) -> Any:
 
 
 def reduce_typed_storage(storage: torch.storage.TypedStorage) -> Any:
-    """A typed storage by the untyped one under it."""
+    """Reduce a typed storage to the untyped one in it."""
     return _typed_storage, (storage._untyped_storage, storage.dtype)
 
 

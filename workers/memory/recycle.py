@@ -1,10 +1,10 @@
-"""Memory of large batches that are collated in this very process: used again once their last view is gone.
+"""Reuses the memory of large batches that are collated in the consumer's own process.
 
 Data path: without workers: fetch -> [recycle: collate] -> consumer.
 
-An allocator gives what is larger than its bounds (32 MiB in glibc) back to the system with every `free`, and gets it
-anew, page by page and zeroed, with the next batch: 2 GB/s instead of 20. So large batches are stacked into memory
-that stays. The consumer's hold on it is a lease, as on a ring's slot.
+An allocator returns large blocks (over 32 MiB in glibc) to the system with every `free`, and gets them anew, page by
+page and zeroed, with the next batch: 2 GB/s instead of 20. So large batches are stacked into memory that is kept. The
+consumer's hold on it is a lease, as on a ring's slot.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from asyncloader.workers.memory.ring import Anchor, Lease, make_anchor, make_lea
 __all__ = ["LARGE", "Recycler", "recycling_collate"]
 
 LARGE = 32 << 20
-"""Bytes from which on a tensor is recycled: glibc's `DEFAULT_MMAP_THRESHOLD_MAX`. `malloc` keeps smaller ones."""
+"""Size from which on tensors are recycled: glibc's `DEFAULT_MMAP_THRESHOLD_MAX`. `malloc` keeps smaller blocks."""
 
 _KEPT = 2
-"""Free pieces that are kept: a consumer holds one batch while the next is made."""
+"""Free blocks that are kept: a consumer holds one batch while the next is made."""
 
 
 class Recycler:
-    """Gives pieces of private memory and takes them back when nobody looks into them any more.
+    """Hands out blocks of private memory, and reuses each once its last view is gone.
 
     One thread at a time calls `take`; views may die in any thread.
     """
@@ -41,46 +41,46 @@ class Recycler:
         self._free: list[mmap.mmap] = []
         self._leases: dict[int, tuple[Lease, mmap.mmap]] = {}
         self._released: deque[Lease] = deque()
-        self._taken = 0
+        self._count = 0
 
     def take(self, nbytes: int) -> Anchor:
-        """A piece of so many bytes, with whatever was in it before. It comes back when the anchor dies.
+        """Return a block of `nbytes`, with arbitrary content. It is reused once the anchor dies.
 
         Raises:
-            MemoryError: there is none.
+            MemoryError: there is no memory.
         """
         while self._released:
             self._free.append(self._leases.pop(self._released.popleft().slot)[1])
         wanted = align(nbytes, PAGE)
-        memory = next((piece for piece in self._free if len(piece) == wanted), None)
+        memory = next((block for block in self._free if len(block) == wanted), None)
         if memory is None:
             memory = _allocate(wanted)
         else:
             self._free.remove(memory)
         del self._free[:-_KEPT]
         anchor = make_anchor(memory, 0, nbytes)
-        self._taken += 1
-        self._leases[self._taken] = make_lease(anchor, self._released.append, self._taken, 0), memory
+        self._count += 1
+        self._leases[self._count] = make_lease(anchor, self._released.append, self._count, 0), memory
         return anchor
 
 
 def _allocate(nbytes: int) -> mmap.mmap:
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a forked child gets its own, copied on write
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # copied on write in a forked child
     try:
         memory = mmap.mmap(-1, nbytes, flags=private)
     except OSError as error:
         raise MemoryError(f"no memory for a batch of {nbytes:,} bytes: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)  # the first filling: 4 instead of 17 ms for 38 MB
+            memory.madvise(mmap.MADV_HUGEPAGE)  # the first write takes 4 instead of 17 ms for 38 MB
     return memory
 
 
 def recycling_collate() -> Callable[[Sequence[Any]], Any]:
-    """torch's `default_collate` with a recycler of its own for large tensors.
+    """Return torch's `default_collate` with a recycler of its own for large tensors.
 
-    Values, shapes, strides, dtypes and errors are torch's; functions that the user registered are respected. A
-    recycled tensor looks into memory that cannot be resized, as one that came from a worker.
+    Values, shapes, strides, dtypes and errors are torch's; functions that the user registered are used. The storage of
+    a recycled tensor cannot be resized, like that of one from a worker.
     """
     recycler = Recycler()
     torchs = torch_collate.collate_tensor_fn
@@ -90,8 +90,8 @@ def recycling_collate() -> Callable[[Sequence[Any]], Any]:
             return torchs(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
         elem = batch[0]
         anchor = recycler.take(elem.numel() * elem.element_size() * len(batch))
-        place = torch.frombuffer(anchor, dtype=elem.dtype).view(len(batch), *elem.shape)
-        return torch.stack(list(batch), 0, out=place)
+        out = torch.frombuffer(anchor, dtype=elem.dtype).view(len(batch), *elem.shape)
+        return torch.stack(list(batch), 0, out=out)
 
     def collate(samples: Sequence[Any]) -> Any:
         functions: Any = torch_collate.default_collate_fn_map
@@ -109,7 +109,7 @@ def _is_large_and_plain(batch: Sequence[torch.Tensor]) -> bool:
     shape, dtype = elem.shape, elem.dtype
     if elem.numel() * elem.element_size() * len(batch) < LARGE or not has_code(dtype):
         return False
-    # Where torch would promote dtypes, follow the samples' strides, record a gradient or raise, it shall.
+    # Left to torch: samples for which it would promote dtypes, follow strides, record a gradient or raise.
     return 1 not in shape and all(
         type(each) is torch.Tensor
         and each.dtype is dtype

@@ -1,6 +1,7 @@
-r"""One worker's ring: a fixed set of slots in one segment, handed out, lent, taken back.
+r"""Manages one worker's ring: a fixed number of slots in one shared segment, and the consumer's leases on them.
 
-Data path: scheduler -> worker -> [ring] -> reorder -> consumer.
+Data path: scheduler -> worker -> [ring] -> reorder -> consumer, and back to the ring when the consumer's views are
+gone.
 
 States of a slot, all of them known to the main process alone:
 
@@ -8,30 +9,24 @@ States of a slot, all of them known to the main process alone:
                          \----give_back() (copied out, nothing in it, void)----> free
     leased --retire()--> retired: never used again (a forked child may still look into it)
 
-The worker learns its slot with the task and writes there and nowhere else; it keeps no list of its own. So a worker
-that is killed can leave no lock and no list half changed.
+The worker learns its slot with the task and writes only there; it keeps no list of slots. So a worker that is killed
+cannot leave a lock held or a list half changed.
 
 *No deadlock by construction.* A ring has more slots than credits. A task holds at most one slot from its assignment
 until its batch is delivered, so tasks hold at most `credits` slots. `may_lend` is true only while fewer than
 ``slots - credits`` slots are leased or retired; otherwise the caller copies the batch out and gives the slot back at
-once. Hence a free slot is left for every task that the credits allow, however many batches the consumer keeps. (And a
-task that finds none all the same, while an epoch that was abandoned still drains, writes to a one-off segment.)
+once. Hence a free slot is left for every task that the credits allow, however many batches the consumer keeps. (A task
+that finds none all the same, while an abandoned epoch still drains, writes to a one-off segment.)
+
+Leases: the *anchor* of a lease is one ctypes array laid over the slot. Every tensor of the batch is built on the anchor
+and keeps it alive, also through slices, `detach()`, `.numpy()` and whatever else shares its storage. So the anchor dies
+exactly when the last view is gone, and a `Lease`, a weak reference to it, reports that. The callback of the weak
+reference is `deque.append` itself: it takes no lock and runs no Python code, so it may run in any thread, inside the
+garbage collector, or after a fork (where it appends to the child's copy, which is never read).
 
 Threads: `take` and `give_back` may be called by the loop thread while `lend` and `may_lend` are called by the one
-consumer thread. What they share is `_free`, a deque whose `append` and `pop` are atomic; everything about leases
-belongs to the consumer's side.
-
-The consumer's hold on a slot: ends when the last tensor that looks into the slot is gone.
-
-Data path: ring -> [lease] -> consumer, and back to the ring when the consumer lets go.
-
-The *anchor* of a lease is one ctypes array laid over the slot. Every tensor of the batch is built on the anchor and
-keeps it alive, also through slices, `detach()`, `.numpy()` and whatever else shares its storage; so the anchor dies
-exactly when nobody can look any more. A weak reference to it tells.
-
-Guarantees: the weak reference's callback is `deque.append` itself. It takes no lock, runs no Python code, and may
-therefore run in any thread, inside the garbage collector, or after a fork (where it appends to the child's copy, which
-nobody reads).
+consumer thread. They share `_free`, a deque whose `append` and `pop` are atomic; everything about leases belongs to the
+consumer's side.
 """
 
 from __future__ import annotations
@@ -62,24 +57,24 @@ __all__ = [
 ]
 
 LOCK_BYTES = 1 << 30
-"""Memory that is page-locked by one call, if a slot is not larger."""
+"""Bytes that are page-locked by one call, unless a slot is larger."""
 
 
 class Ring:
-    """The main process's side.
+    """The main process's side of a ring.
 
     Args:
         slots: number of slots.
         slot_bytes: size of each, a multiple of the page.
         credits: slots that tasks may hold at a time, less than `slots`.
-        number: tells this ring from those that the same worker had before.
+        number: distinguishes this ring from earlier ones of the same worker.
 
     Raises:
-        RingMemoryError: a ring of this size cannot be had.
+        RingMemoryError: there is no memory for a ring of this size.
     """
 
     fd: int | None = None
-    """The segment's descriptor, until `close_fd`; None where there is no segment yet."""
+    """The segment's descriptor; None before it is created and after `close_fd`."""
 
     def __init__(self, slots: int, slot_bytes: int, credits: int, number: int = 0) -> None:
         if not 0 < credits < slots:
@@ -95,11 +90,11 @@ class Ring:
         except BaseException:
             self.close_fd()
             raise
-        # The last in is the first out: the slot that was free last is the warmest, and slots that are never
-        # needed are never touched.
+        # Last in, first out: the slot freed last is the warmest in the caches, and slots that are never needed are
+        # never touched.
         self._free: deque[int] = deque(reversed(range(slots)))
         self._generation = [0] * slots
-        self._leases: dict[int, Lease] = {}  # slot -> its living lease
+        self._leases: dict[int, Lease] = {}  # slot -> its current lease
         self._released: deque[Lease] = deque()
         self._retired: set[int] = set()
         self._append_released = self._released.append
@@ -109,7 +104,7 @@ class Ring:
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole ring (virtual: slots take memory when first used)."""
+        """Size of the whole ring (virtual: a slot takes memory when it is first used)."""
         return self.slots * self.slot_bytes
 
     @property
@@ -119,22 +114,21 @@ class Ring:
 
     @property
     def worn(self) -> bool:
-        """So many slots are retired that lending would stop for good: the ring should be replaced."""
+        """Whether so many slots are retired that no slot can ever be lent again: the ring should be replaced."""
         return len(self._retired) >= self.slots - self.credits
 
     @property
     def idle(self) -> bool:
-        """No slot is assigned, leased or retired."""
+        """Whether no slot is assigned, leased or retired."""
         self.reclaim()
         return len(self._free) == self.slots
 
     @property
     def reusable(self) -> bool:
-        """Whether another worker may have it, and another consumer, who are the only ones to use it then: nobody has a
-        slot to write to or to deliver. What is leased stays so.
+        """Whether the ring may be given to another worker: no slot is assigned. Leased slots stay leased.
 
-        Any thread. One that still delivers a slot of it may move slots from leased to free meanwhile, and one that
-        forks, to retired. In the order in which they are counted here that can only make them too few.
+        Any thread. Meanwhile a thread that delivers may move slots from leased to free, and one that forks from leased
+        to retired. Counted in the order below, a moved slot is missed rather than counted twice.
         """
         there = len(self._free)
         there += len(self._retired)
@@ -148,40 +142,40 @@ class Ring:
         )
 
     def close_fd(self) -> None:
-        """Close the descriptor once no worker is to get it any more; the mapping stays."""
+        """Close the descriptor, once it will be sent to no other worker. The mapping stays."""
         fd, self.fd = self.fd, None
         if fd is not None:
             os.close(fd)
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        # One that could have been sent to another worker. A forked child may have closed the number, and used it again.
+        # Only in the owner: a forked child may have closed the descriptor and reused its number.
         if not exiting() and self.fd is not None and os.getpid() == self._owner:
             self.close_fd()
 
     def lock_pages(
         self,
         lock: Callable[[int, int], Callable[[], None]],
-        place: Callable[[int, int], None] | None = None,
+        bind: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Have all of the ring's pages, and have them locked.
+        """Allocate all pages of the ring, and page-lock them.
 
         Args:
-            lock: locks a range of addresses, given its first one and its length in bytes; returns what unlocks it.
-                That is called before the memory is unmapped, which is when the last view has gone. A ring of more than
+            lock: locks a range of memory, given its address and its length in bytes; returns a function that unlocks
+                it. That is called before the memory is unmapped, once the last view is gone. A ring of more than
                 `LOCK_BYTES` is locked in several ranges.
-            place: called first, with the ring's address and length: says where pages that are not there are to be;
-                default None: wherever the kernel likes.
+            bind: called first, with the ring's address and length, to choose the NUMA node of new pages; None: the
+                kernel chooses.
 
         Raises:
             RingMemoryError: there is no memory for the pages.
             Exception: whatever `lock` raises.
         """
         address = ctypes.addressof(make_anchor(self._memory, 0, self.nbytes))
-        if place is not None:
-            place(address, self.nbytes)
+        if bind is not None:
+            bind(address, self.nbytes)
         segment.populate(self._memory, address)
         unlocks: list[Callable[[], None]] = []
-        # In parts of whole slots: no batch is copied from two of them, and some kernels lock 2 GB at a time at most.
+        # In parts of whole slots, so that no batch crosses a boundary; some kernels lock at most 2 GB at a time.
         part = max(1, LOCK_BYTES // self.slot_bytes) * self.slot_bytes
         try:
             for start in range(0, self.nbytes, part):
@@ -195,41 +189,41 @@ class Ring:
     # ------------------------------------------------------------------------------------- loop thread
 
     def take(self) -> int | None:
-        """A free slot for a task, or None."""
+        """Return a free slot for a task, or None."""
         try:
             return self._free.pop()
         except IndexError:
             return None
 
     def give_back(self, slot: int) -> None:
-        """An assigned slot is not needed any more (nothing was written, or it was copied out)."""
+        """Free an assigned slot that is not needed any more (nothing was written, or it was copied out)."""
         self._free.append(slot)
 
     # ------------------------------------------------------------------------------------- consumer thread
 
     def reclaim(self) -> None:
-        """Take back the slots whose last view has died since the last call."""
+        """Free the slots whose last view has died since the last call."""
         released, leases, free = self._released, self._leases, self._free
         while released:
             slot = released[0].slot
-            # The release of another lease than this is stale: the slot was retired, or belongs to somebody else now.
+            # A lease that is not the current one is stale: the slot was retired, or has been lent again since.
             if leases.get(slot) is released[0]:
-                # Nothing is called in here, so that Ctrl-C does not come in between.
+                # No function is called in this block, so Ctrl-C cannot strike in between.
                 del leases[slot]
                 self._generation[slot] += 1
                 free += (slot,)
             del released[0]
 
     def may_lend(self) -> bool:
-        """Whether a view may be handed out; if not, the batch must be copied out."""
+        """Whether a slot may be lent; if not, the batch must be copied out."""
         self.reclaim()
         return len(self._leases) + len(self._retired) < self.slots - self.credits
 
     def lend(self, slot: int, nbytes: int) -> Anchor:
-        """Lease an assigned slot to the consumer: its first `nbytes`. It comes back when the anchor dies.
+        """Lease the first `nbytes` of an assigned slot to the consumer. The slot comes back when the anchor dies.
 
         Raises:
-            ValueError: there are no such bytes, or the consumer has the slot already.
+            ValueError: the slot has no such bytes, or is leased already.
         """
         if slot in self._leases:
             raise ValueError(f"a worker's answer is broken: slot {slot} of {self!r} is the consumer's already")
@@ -238,26 +232,26 @@ class Ring:
         return anchor
 
     def take_back(self, slot: int) -> None:
-        """Undo `lend`, of which nobody has got the view: the slot is an assigned one again. Else nothing. To be called
+        """Undo `lend` before the view was handed out: the slot is assigned again. A no-op if it was not lent. Call it
         before `reclaim`.
         """
         self._leases.pop(slot, None)
 
     def look(self, slot: int, nbytes: int) -> Anchor:
-        """An anchor without a lease, to copy an assigned slot out.
+        """Return an anchor without a lease, to copy an assigned slot out.
 
         Raises:
-            ValueError: there are no such bytes.
+            ValueError: the slot has no such bytes.
         """
         if not (0 <= slot < self.slots and 0 <= nbytes <= self.slot_bytes):
             raise ValueError(f"a worker's answer is broken: {nbytes} bytes in slot {slot} of {self!r}")
         return make_anchor(self._memory, slot * self.slot_bytes, nbytes)
 
     def retire(self) -> None:
-        """Never use the leased slots again: after a fork the child may look into them as long as it lives."""
+        """Retire the leased slots: after a fork the child may look into them as long as it lives."""
         for slot, lease in list(self._leases.items()):
             if lease() is None:
-                continue  # nobody looks any more; `reclaim` will find it
+                continue  # the last view is gone; `reclaim` will free it
             self._generation[slot] += 1
             self._retired.add(slot)
             self._leases.pop(slot, None)
@@ -269,7 +263,7 @@ def _call_all(functions: list[Callable[[], None]]) -> None:
 
 
 class WorkerRing:
-    """The worker's side: where slot `n` is, and pages for it the first time.
+    """The worker's side of a ring: the offset of each slot, and the allocation of its pages on first use.
 
     Args:
         fd: the segment's descriptor, owned by this object.
@@ -281,13 +275,13 @@ class WorkerRing:
         self.fd = fd
         self.slot_bytes = slot_bytes
         self.memory = segment.map_segment(fd, slots * slot_bytes)
-        self._reserved = [0] * slots  # bytes of each slot whose pages are there
+        self._reserved = [0] * slots  # bytes of each slot whose pages are allocated
 
     def offset(self, slot: int, nbytes: int) -> int:
-        """Where the slot starts; the pages of its first `nbytes` are there.
+        """Return the offset of the slot. The pages of its first `nbytes` are allocated.
 
         Raises:
-            RingMemoryError: no memory for pages that were never used before.
+            RingMemoryError: no memory for pages that are used for the first time.
         """
         start = slot * self.slot_bytes
         if self._reserved[slot] < nbytes:
@@ -297,15 +291,15 @@ class WorkerRing:
         return start
 
     def __del__(self) -> None:
-        # With the last reference: a task in hand may still write to a ring that has been replaced.
+        # Not earlier: a task in progress may still write to a ring that has been replaced.
         os.close(self.fd)
 
 
 def oneoff_anchor(fd: int, nbytes: int) -> Anchor:
-    """Map a segment that holds one batch. The descriptor stays open; the memory goes with it and the last view.
+    """Map a segment that holds one batch. The descriptor stays open; the memory is freed with it and the last view.
 
     Raises:
-        ValueError: the segment does not hold so many bytes. (To touch what lies behind its end would be a SIGBUS.)
+        ValueError: the segment is smaller than `nbytes`. (Access behind its end would be a SIGBUS.)
         RingMemoryError: no address space for it.
     """
     there = os.fstat(fd).st_size
@@ -314,7 +308,7 @@ def oneoff_anchor(fd: int, nbytes: int) -> Anchor:
     return make_anchor(segment.map_segment(fd, nbytes), 0, nbytes)
 
 
-# Rings of this process, for the fork hook. A weak set: a ring needs no closing.
+# Rings of this process, for the fork hook. A weak set, because rings are not closed explicitly.
 _live_rings: weakref.WeakSet[Ring] = weakref.WeakSet()
 
 
@@ -325,7 +319,7 @@ def _retire_before_fork() -> None:
 
 @functools.cache
 def install_fork_hook() -> None:
-    """Retire leased slots before every fork of this process from now on. Once; called when workers first start."""
+    """Install the hook, once, that retires leased slots before every fork of this process."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=_retire_before_fork)
 
@@ -339,12 +333,12 @@ def _array_type(nbytes: int) -> type[Anchor]:
 
 
 def make_anchor(memory: mmap.mmap, offset: int, nbytes: int) -> Anchor:
-    """Lay an array over ``memory[offset : offset + nbytes]``. It keeps the mapping alive."""
+    """Return an array over ``memory[offset : offset + nbytes]`` that keeps the mapping alive."""
     return _array_type(nbytes).from_buffer(memory, offset)
 
 
 class Lease(weakref.ref[Any]):
-    """A weak reference to an anchor that knows its slot, and which use of the slot it was made for."""
+    """A weak reference to an anchor, with its slot and the generation of the slot's use."""
 
     __slots__ = ("generation", "slot")
 
@@ -353,7 +347,7 @@ class Lease(weakref.ref[Any]):
 
 
 def make_lease(anchor: Anchor, released: Callable[[Any], None], slot: int, generation: int) -> Lease:
-    """A lease on the anchor; `released` is called with it when the anchor dies."""
+    """Return a lease on the anchor; `released` is called with it when the anchor dies."""
     lease = Lease(anchor, released)
     lease.slot = slot
     lease.generation = generation

@@ -1,16 +1,16 @@
-"""The rings that one worker has had, and when it gets another.
+"""Manages the rings of one worker: sizes them by the batches seen, and replaces a ring that is too small.
 
-Data path: scheduler -> [rings, one keeper a worker] -> worker -> ring -> consumer.
+Data path: scheduler -> [ring_manager, one per worker] -> worker -> ring -> consumer.
 
-A worker starts with a small ring. When a batch does not fit, it comes in a one-off segment, and before the next task
-the worker is sent a larger ring. The old one goes when its last task is answered and its last lease ends: nobody has to
-close it, the memory goes with the last reference.
+A worker starts with a small ring. A batch that does not fit comes in a one-off segment, and before its next task the
+worker is sent a larger ring. The old ring is freed with its last reference, when its last task is answered and its last
+lease ends; it is not closed explicitly.
 
-How many batches may be outstanding and still find a slot depends on how large they turn out to be: the keeper says how
-many (`credits`, `run_ahead`), and whoever gives out tasks keeps to that.
+How many outstanding batches find a slot depends on how large they turn out to be. The manager says how many there may
+be (`credits`, `run_ahead`), and the scheduler keeps to that.
 
-The keeper knows which slot each unanswered task holds, so that slots of tasks that will never be answered (the dataset
-ended, the epoch was abandoned) come back.
+The manager knows the slot of each unanswered task, so that the slots of tasks that will never be answered (the dataset
+ended, the epoch was abandoned) are freed.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from asyncloader.workers.memory.layout import (
 )
 from asyncloader.workers.memory.ring import Ring
 
-__all__ = ["CREDIT_BYTES", "RUN_AHEAD_BYTES", "RingKeeper"]
+__all__ = ["CREDIT_BYTES", "RUN_AHEAD_BYTES", "RingManager"]
 
 CREDIT_BYTES = 256 << 20
-"""Memory a worker's ring may take for outstanding batches beyond the least credits, where the user set no `ring_bytes`:
-256 samples in flight of a megabyte each."""
+"""Memory per ring for outstanding batches beyond the least credits, if the user set no `ring_bytes`: enough for 256
+samples in flight of a megabyte each."""
 
 RUN_AHEAD_BYTES = 64 << 20
-"""Memory a worker's ring may take for batches that wait for an earlier one, where the user set no `ring_bytes`."""
+"""Memory per ring for batches that wait for an earlier one, if the user set no `ring_bytes`."""
 
 
-class RingKeeper:
-    """The rings of one worker.
+class RingManager:
+    """Manages the rings of one worker.
 
     Args:
-        credits: tasks that the worker may have outstanding, as long as they get slots: within `ring_bytes`, without a
-            bound within `CREDIT_BYTES`.
-        ring_bytes: bound on the ring's size, None for none.
-        run_ahead: batches that may wait for an earlier one beside those. They get slots as long as these fit into
-            `ring_bytes`; without a bound, into `RUN_AHEAD_BYTES`.
-        workers: how many workers have a ring like this, for the question whether all of them can have theirs.
-        least_credits: tasks that it may have outstanding however large batches are; default: `credits`.
+        credits: tasks that the worker may have outstanding, as long as slots for them fit into `ring_bytes` or, without
+            a bound, into `CREDIT_BYTES`.
+        ring_bytes: upper bound on the ring's size; None: no bound.
+        run_ahead: batches that may wait for an earlier one, in addition to the credits. They get slots as long as these
+            fit into `ring_bytes` or, without a bound, into `RUN_AHEAD_BYTES`.
+        workers: number of workers with such a ring, to check that the rings of all of them fit.
+        least_credits: tasks that may be outstanding however large batches are; default: `credits`.
 
     Raises:
-        RingMemoryError: `workers` rings of `ring_bytes` are more than the machine, or the control group, can hold.
+        RingMemoryError: `workers` rings of `ring_bytes` exceed the memory of the machine or the control group.
     """
 
     def __init__(
@@ -79,30 +79,30 @@ class RingKeeper:
         self.nbytes = 0
         """Size of the newest ring, also after it was closed."""
         self._held: dict[tuple[int, int], tuple[Ring, int]] = {}  # (epoch, seq) -> slot of an unanswered task
-        self._slotless: set[tuple[int, int]] = set()  # unanswered tasks that were given none
+        self._slotless: set[tuple[int, int]] = set()  # unanswered tasks without a slot
         self._slot_bytes = FIRST_SLOT_BYTES if ring_bytes is None else self._fixed_slot_bytes(ring_bytes)
-        self._grown = True  # the first ring is owed
-        self._inherited = False  # `ring` is of a worker before this one, which has not been sent it
+        self._grown = True  # the first ring has to be sent
+        self._inherited = False  # `ring` comes from an earlier worker; this one has not got it yet
         self._number = -1  # of the newest ring
 
     @property
     def run_ahead(self) -> int:
-        """Batches that may be held back by an earlier one, beside the credits."""
+        """Batches that may wait for an earlier one, in addition to the credits."""
         return self._ahead
 
     @property
     def credits(self) -> int:
-        """Tasks that the worker may have outstanding, by the batches seen."""
+        """Tasks that the worker may have outstanding, given the batch sizes seen."""
         return self._least_credits + self._extra
 
     def _fixed_slot_bytes(self, ring_bytes: int) -> int:
         return max(PAGE, ring_bytes // self._slots // PAGE * PAGE)
 
     def replacement(self) -> Ring | None:
-        """A ring that the worker must be sent before its next task, or None.
+        """Return a ring that must be sent to the worker before its next task, or None.
 
         Raises:
-            RingMemoryError: it cannot be had; or it, and its like for the other workers, could not be filled.
+            RingMemoryError: there is no memory for it, or for filling it and the rings of the other workers.
         """
         if self._inherited:
             self._inherited = False
@@ -112,13 +112,13 @@ class RingKeeper:
         if not self._grown and not (self.ring is not None and self.ring.worn):
             return None
         if self._ring_bytes is None and self._slot_bytes > FIRST_SLOT_BYTES:
-            # Asked before the kernel is: a control group over its limit kills somebody.
+            # Check first: the kernel would overcommit and, at the control group's limit, kill a process.
             try:
                 self._check_room()
             except RingMemoryError:
                 if not (self._extra or self._ahead):
                     raise
-                self._extra = self._ahead = 0  # these are only for speed
+                self._extra = self._ahead = 0  # they only improve speed
                 self._slots = self._least_slots
                 self._check_room()
         self._number += 1
@@ -133,7 +133,7 @@ class RingKeeper:
         segment.check_room(need, f"{self._workers} rings for {credits} batches of {self._slot_bytes:,} bytes each")
 
     def assign(self, epoch: int, seq: int) -> tuple[int, int]:
-        """Ring number and slot for a task; `wire.NO_SLOT` when none is free."""
+        """Return the ring number and the slot for a task; `wire.NO_SLOT` if no slot is free."""
         ring = self.ring
         assert ring is not None
         slot = ring.take()
@@ -144,11 +144,11 @@ class RingKeeper:
         return ring.number, slot
 
     def answered(self, epoch: int, seq: int, slot: int, nbytes: int) -> Ring | None:
-        """The task was answered. Return the ring that `slot` is in, if the batch is in a slot; a slot that the
-        worker was given and did not use comes back. Learns from the batch's size.
+        """Note that the task was answered. Returns the ring of `slot`, if the batch is in a slot; an unused slot is
+        freed. The batch's size decides whether the ring must grow.
 
         Raises:
-            ValueError: the worker was not given this slot, or not so large a one. Nothing is changed.
+            ValueError: the worker was not assigned this slot, or the slot is smaller. Nothing is changed.
         """
         held = self._held.get((epoch, seq))
         if slot < wire.ONEOFF or (held is not None and slot >= 0 and (slot != held[1] or nbytes > held[0].slot_bytes)):
@@ -172,11 +172,11 @@ class RingKeeper:
         return held[0]
 
     def expects(self, epoch: int, seq: int) -> bool:
-        """Whether the worker has this task, and has not answered it."""
+        """Whether the worker has this task and has not answered it."""
         return (epoch, seq) in self._held or (epoch, seq) in self._slotless
 
     def _affordable(self, slot_bytes: int) -> tuple[int, int]:
-        """Slots of this size for credits beyond the least, and for batches that run ahead."""
+        """Return how many slots of this size are affordable: for credits beyond the least, and for running ahead."""
         if self._ring_bytes is None:
             room = CREDIT_BYTES // slot_bytes - self._least_credits
             return min(self._most_extra, max(0, room)), min(self._most_ahead, RUN_AHEAD_BYTES // slot_bytes)
@@ -185,45 +185,45 @@ class RingKeeper:
         return extra, min(self._most_ahead, room - extra)
 
     def void(self) -> None:
-        """The worker will answer none of its tasks: their slots come back."""
+        """Free the slots of all tasks: the worker will answer none of them."""
         for ring, slot in list(self._held.values()):
             ring.give_back(slot)
         self._held.clear()
         self._slotless.clear()
 
     def reset_done(self, epoch: int) -> None:
-        """The worker has dropped every task older than `epoch`."""
+        """The worker has dropped every task older than `epoch`: free their slots."""
         for key in [k for k in self._held if k[0] < epoch]:
             ring, slot = self._held.pop(key)
             ring.give_back(slot)
         self._slotless = {key for key in self._slotless if key[0] >= epoch}
 
     def abandon(self) -> None:
-        """The worker is dead. Its ring is never written again: a process that it forked, or a write that the system has
-        not given up, may still be at it. Its replacement is owed a new one; the old goes when the last lease does.
+        """The worker is dead: give up its ring, which a child process of it, or a pending write, may still change. The
+        replacement gets a new ring; the old one is freed with its last lease.
         """
         self._held.clear()
         self._slotless.clear()
         self.ring = None
         self._grown = True
 
-    def hand_on(self) -> Self:
-        """A keeper for another worker, which begins with what this one has learned, and with its ring if that is
-        page-locked. This one has no ring any more.
+    def successor(self) -> Self:
+        """Return a manager for another worker. It starts with the sizes learned here, and with the ring if that is
+        page-locked. This manager has no ring afterwards.
 
-        The worker must have ended, and in order: a process that one had forked before it was killed may still write.
+        The worker must have ended in order: child processes of a killed worker may still write to the ring.
         """
         self.void()
-        heir = copy.copy(self)
-        heir._held, heir._slotless = {}, set()
-        heir._inherited = self.ring is not None and self.ring.locked and not self._grown
-        if not heir._inherited:
-            heir.ring, heir._grown = None, True
+        successor = copy.copy(self)
+        successor._held, successor._slotless = {}, set()
+        successor._inherited = self.ring is not None and self.ring.locked and not self._grown
+        if not successor._inherited:
+            successor.ring, successor._grown = None, True
         self.ring = None
-        return heir
+        return successor
 
     def close(self) -> None:
-        """Let go of the rings; what the consumer holds stays valid."""
+        """Release the rings. Views that the consumer holds stay valid."""
         if self.ring is not None:
             self.ring.close_fd()
         self.ring = None

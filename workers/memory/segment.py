@@ -1,16 +1,16 @@
-"""Anonymous shared memory: made, reserved, mapped, never named and never closed by hand.
+"""Creates and maps anonymous shared memory segments, which are never closed explicitly.
 
 Data path: worker -> [segment, under the ring] -> consumer.
 
 A segment is a file descriptor without a name (`memfd_create`; where that is missing, POSIX shared memory that is
-unlinked before anybody can see it). Once mapped, the descriptor may be closed: the pages live as long as a mapping
-does, in whatever process, and vanish with the last one even after SIGKILL.
+unlinked at once). Once mapped, the descriptor may be closed: the pages live as long as a mapping in any process, and
+are freed with the last one even after SIGKILL.
 
 Mappings are never closed explicitly. `mmap.close()` succeeds under a live ``torch.frombuffer`` tensor and leaves it
-dangling; dropping the last reference unmaps at the right time by itself.
+dangling; dropping the last reference unmaps at the right time.
 
-`reserve` asks the kernel for the pages before they are touched, so that shortage is an `OSError` here and not a SIGBUS
-in the middle of somebody's `memcpy`.
+`reserve` allocates pages before they are touched, so that a shortage is an `OSError` here and not a SIGBUS in the
+middle of a `memcpy`.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 class Mapping(mmap.mmap):
     """A mapped segment.
 
-    It goes without Python code, unless it is watched: the last view may die inside of torch, in a daemon thread, when
-    the interpreter is ending. Python code would give up the GIL there, and a thread that cannot have it back is ended;
-    in the middle of C++ that ends the process with an error.
+    Unless it is watched, no Python code runs when it is unmapped. The last view may die inside torch, in a daemon
+    thread, while the interpreter is shutting down. Python code would release the GIL there; a thread that cannot get it
+    back is ended, and in the middle of C++ code that aborts the process.
     """
 
     before_unmapping: Callable[[], None] | None = None
 
     def watch(self, before_unmapping: Callable[[], None]) -> None:
-        """Have this called before the memory goes, in whatever thread drops the last view."""
+        """Have this called before the memory is unmapped, in the thread that drops the last view."""
         self.before_unmapping = before_unmapping
         self.__class__ = _Watched  # pyright: ignore[reportAttributeAccessIssue] - only `__del__` is added
 
 
 class _Watched(Mapping):
-    # Not a weak reference: one to an `mmap` tells of its end only after the pages are gone.
+    # Not a weak reference: its callback would run only after the pages are gone.
     def __del__(self) -> None:
         if self.before_unmapping is not None:
             self.before_unmapping()
 
 
 def create(nbytes: int) -> int:
-    """Make a segment of `nbytes` (not reserved yet) and return its descriptor, which the caller owns.
+    """Create a segment of `nbytes` (not reserved yet) and return its descriptor, which the caller owns.
 
     Raises:
         RingMemoryError: the system refuses a segment of this size.
@@ -79,8 +79,8 @@ def _open_anonymous() -> int:
 
 
 def _open_unlinked() -> int:
-    """POSIX shared memory under a random name that is gone before this function returns (macOS)."""
-    # The module under multiprocessing.shared_memory: private, but the only door to shm_open.
+    """Create POSIX shared memory under a random name, and unlink it at once (macOS)."""
+    # The module under multiprocessing.shared_memory: private, but the only access to shm_open.
     import _posixshmem  # type: ignore[import-not-found]
 
     while True:
@@ -107,19 +107,19 @@ def map_segment(fd: int, nbytes: int) -> Mapping:
 
 
 def _process_limit(which: int, name: str) -> tuple[int | None, str]:
-    """The process's limit of this kind; if it has none, whatever memory there is."""
+    """Return the process's limit of this kind and its name; if it has none, the available memory."""
     soft = resource.getrlimit(which)[0]
     return memory_limit() if soft == resource.RLIM_INFINITY else (soft, name)
 
 
 def reserve(fd: int, offset: int, nbytes: int) -> None:
-    """Get the pages of this range now. Idempotent.
+    """Allocate the pages of this range now. Idempotent.
 
     Raises:
-        RingMemoryError: there is no memory for it. The segment stays usable as far as it was reserved before.
+        RingMemoryError: there is no memory for it. What was reserved before stays usable.
     """
     if not hasattr(os, "posix_fallocate"):
-        return  # macOS: `check_room` is all there is
+        return  # macOS: only `check_room` protects
     while True:
         try:
             os.posix_fallocate(fd, offset, nbytes)
@@ -135,8 +135,8 @@ def reserve(fd: int, offset: int, nbytes: int) -> None:
 
 
 def populate(memory: mmap.mmap, address: int) -> None:
-    """Get all pages of a mapping now, without the GIL; where the system has no such call (before Linux 5.14), nothing
-    happens, and they come when they are touched.
+    """Allocate all pages of a mapping now, without the GIL. A no-op before Linux 5.14: pages are allocated on first
+    access then.
 
     Raises:
         RingMemoryError: there is no memory for them.
@@ -155,10 +155,10 @@ def populate(memory: mmap.mmap, address: int) -> None:
 
 
 def check_room(nbytes: int, what: str, advice: str = RING_ADVICE) -> None:
-    """Refuse a plan that can never fit, before any of it is made.
+    """Check that `nbytes` can fit at all, before anything is allocated.
 
     Raises:
-        RingMemoryError: `nbytes` is more than the machine, or this process's control group, can ever hold.
+        RingMemoryError: `nbytes` exceed what the machine, or this process's control group, can hold.
     """
     limit, reason = memory_limit()
     if limit is not None and nbytes > limit:
@@ -166,7 +166,7 @@ def check_room(nbytes: int, what: str, advice: str = RING_ADVICE) -> None:
 
 
 def memory_limit() -> tuple[int | None, str]:
-    """Bytes that this process may still get, and where the bound comes from; None when unknown."""
+    """Return the bytes that this process may still allocate, None if unknown, and the source of that bound."""
     bounds: list[tuple[int, str]] = []
     available = _meminfo_available()
     if available is not None:
@@ -191,7 +191,7 @@ def _meminfo_available() -> int | None:
 
 
 def memory_groups(pid: int | None = None) -> list[Path]:
-    """A process's control groups that may bound memory: its own and every one above it (v2, then v1). None: ours."""
+    """Return the control groups that limit a process's memory: its own and their ancestors. `pid` None: ours."""
     found: list[Path] = []
     try:
         lines = Path(f"/proc/{pid or 'self'}/cgroup").read_text().splitlines()
@@ -221,9 +221,9 @@ def _cgroup_room(group: Path) -> int | None:
             usage = int((group / usage_name).read_text())
         except (OSError, ValueError):
             continue
-        if limit >= 1 << 60:  # v1 says "no limit" with a number near 2**63
+        if limit >= 1 << 60:  # v1 reports "no limit" as a number near 2**63
             return None
-        # What the group holds as file cache is given back under pressure: count it as room.
+        # File cache of the group is reclaimed under pressure, so it counts as free.
         return max(0, limit - usage + _cgroup_cache(group))
     return None
 

@@ -9,7 +9,7 @@ from asyncloader.epoch.quarantine import Quarantine
 from asyncloader.errors import TaskQuarantined, WorkerDied
 from asyncloader.events import Poisoned, PositionedIndex, Task
 from asyncloader.options import OnError
-from asyncloader.workers.fetch.sample_errors import BadSample, places_lost
+from asyncloader.workers.fetch.sample_errors import BadSample, dropped_count
 
 
 def poisoned(index: Any, trace: str = "") -> Poisoned:
@@ -63,7 +63,7 @@ def test_skip_leaves_out_the_batch_and_records_each_sample() -> None:
     batch, records = settled([3, 4, 5], "skip", trace="last words")
     assert batch is None
     assert [record.index for record in records] == [3, 4, 5]
-    assert places_lost(records) == 3
+    assert dropped_count(records) == 3
     for record in records:
         assert record.position is None
         assert (record.worker, record.pid, record.action, record.substitute) == (2, 102, "skipped", None)
@@ -77,7 +77,7 @@ def test_records_have_the_samples_positions(replicas: int, positions: list[int])
     _, records = settled(PositionedIndex(40, [3, 4, 5]), "skip", replicas=replicas)
     assert [record.position for record in records] == positions
     assert [record.index for record in records] == [3, 4, 5]
-    assert places_lost(records) == 3
+    assert dropped_count(records) == 3
 
 
 @pytest.mark.parametrize("placed", [False, True])
@@ -111,7 +111,7 @@ def test_a_function_gives_substitutes() -> None:
         (3, 40, "replaced"),
         (4, 41, "replaced"),
     ]
-    assert places_lost(records) == 0
+    assert dropped_count(records) == 0
 
 
 def test_without_batches_the_substitute_is_collated_alone() -> None:

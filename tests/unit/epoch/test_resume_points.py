@@ -12,7 +12,7 @@ from asyncloader.epoch.resume_points import ResumePoints
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.setup import EpochStart
 
-BEGIN = EpochStart(shared_seed=9, epoch=4, told=True)
+BEGIN = EpochStart(shared_seed=9, epoch=4, epoch_set=True)
 
 
 def cursor(batches: int, problem: str = "") -> Cursor:

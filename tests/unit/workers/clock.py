@@ -8,7 +8,7 @@ __all__ = ["Clock"]
 
 
 class Clock(asyncio.SelectorEventLoop):
-    """A loop for which it is as late as `at` and `jump` say."""
+    """An event loop whose time is set by `at` and `jump`."""
 
     now = 1000.0
 

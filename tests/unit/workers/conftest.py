@@ -1,4 +1,4 @@
-"""What the tests of deadlines need: a clock, and a list of who was late."""
+"""Fixtures for the watchdog tests: a loop with a clock set by hand, and a list of the reported timeouts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.workers.clock import Clock
-from tests.unit.workers.watching import Late
+from tests.unit.workers.watching import Timeouts
 
 
 @pytest.fixture
@@ -19,6 +19,6 @@ def clock() -> Iterator[Clock]:
 
 
 @pytest.fixture
-def late() -> Late:
-    """Nobody so far."""
-    return Late()
+def on_timeout() -> Timeouts:
+    """An empty list of timeouts."""
+    return Timeouts()

@@ -33,7 +33,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], answer: Connectio
 
 
 def in_child(function: Callable[..., Any], *args: Any) -> Ended:
-    """Call it there, wait for the process's end, and tell what came of it."""
+    """Call the function in a child process, wait for the end of the process, and report the outcome."""
     ours, theirs = FORK.Pipe(duplex=False)
     read_fd, write_fd = os.pipe()
     process = FORK.Process(target=_call, args=(function, args, theirs, write_fd), daemon=True)

@@ -13,12 +13,12 @@ import torch
 
 from asyncloader.workers.fetch.seeding import global_generators_kept
 from asyncloader.workers.fetch.setup import seed_worker
-from asyncloader.workers.task_runner import restore_generators, save_generators
+from asyncloader.workers.task_runner import restore_rng_state, save_rng_state
 
 
 @pytest.fixture(autouse=True)
 def generators_kept() -> Iterator[None]:
-    """These tests set the process's generators; nobody else shall notice."""
+    """These tests set the process's generators: restore them afterwards."""
     with global_generators_kept():
         yield
 
@@ -41,21 +41,21 @@ def test_the_numbers_go_on(before: int) -> None:
     seed_worker(1234, 1)
     for _ in range(before):
         drawn()
-    saved = save_generators()
+    saved = save_rng_state()
     expected = [drawn() for _ in range(5)]
     seed_worker(99, 0)
-    restore_generators(saved)
+    restore_rng_state(saved)
     assert [drawn() for _ in range(5)] == expected
 
 
 def test_saving_draws_nothing() -> None:
-    """Who is asked for its state goes on as if it had not been."""
+    """Saving the state does not change what is drawn afterwards."""
     seed_worker(1234, 1)
     expected = [drawn(), drawn()]
     seed_worker(1234, 1)
-    save_generators()
+    save_rng_state()
     first = drawn()
-    save_generators()
+    save_rng_state()
     assert [first, drawn()] == expected
 
 
@@ -64,16 +64,16 @@ def test_half_a_pair_of_normal_numbers_is_kept() -> None:
     seed_worker(7, 0)
     random.gauss(0, 1)
     np.random.standard_normal()
-    saved = save_generators()
+    saved = save_rng_state()
     expected = random.gauss(0, 1), float(np.random.standard_normal())
     seed_worker(8, 0)
-    restore_generators(saved)
+    restore_rng_state(saved)
     assert (random.gauss(0, 1), float(np.random.standard_normal())) == expected
 
 
 def _take_over(saved: bytes, answer: Connection) -> None:
     seed_worker(5, 3)
-    restore_generators(saved)
+    restore_rng_state(saved)
     answer.send_bytes(pickle.dumps([drawn(), drawn()]))
     answer.close()
 
@@ -82,7 +82,7 @@ def test_another_process_goes_on() -> None:
     """What one process saved goes on in another, as plain bytes."""
     seed_worker(1234, 2)
     drawn()
-    saved = save_generators()
+    saved = save_rng_state()
     expected = [drawn(), drawn()]
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
@@ -99,7 +99,7 @@ def test_another_process_goes_on() -> None:
 
 def test_the_bytes_are_plain() -> None:
     """Of the main process's kinds alone: nothing of a user's has to be imported to read them."""
-    ours, numpys, torchs = pickle.loads(save_generators())
+    ours, numpys, torchs = pickle.loads(save_rng_state())
     assert ours == random.getstate()
     assert numpys[0] == "MT19937"
     assert torchs == torch.get_rng_state().numpy().tobytes()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncloader.workers.memory import segment
-from asyncloader.workers.memory_use import Footprint
+from asyncloader.workers.memory_use import PrivateMemory
 from tests.unit.workers.in_child import in_child
 
 MEGA = 1 << 20
@@ -21,7 +21,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counted
 
 
 def touched(nbytes: int) -> mmap.mmap:
-    """Private memory fresh from the system. (What an allocator gives may be an old piece, which is no growth.)"""
+    """Return private memory fresh from the system. (An allocator may return an old block, which is no growth.)"""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     touch(memory)
     return memory
@@ -33,7 +33,7 @@ def touch(memory: mmap.mmap) -> None:
 
 
 def _grown_and_freed() -> tuple[int, int, int]:
-    footprint = Footprint()
+    footprint = PrivateMemory()
     begun = footprint.growth()
     memory = touched(MUCH)
     grown = footprint.growth()
@@ -53,7 +53,7 @@ def test_private_memory_counts_while_it_is_there() -> None:
 def _shared() -> tuple[int, int]:
     fd = segment.create(MUCH)
     segment.reserve(fd, 0, MUCH)
-    footprint = Footprint()
+    footprint = PrivateMemory()
     memory = segment.map_segment(fd, MUCH)
     touch(memory)
     shared = footprint.growth()
@@ -71,7 +71,7 @@ def test_shared_memory_does_not_count() -> None:
 
 def _less() -> int:
     memory = touched(MUCH)
-    footprint = Footprint()
+    footprint = PrivateMemory()
     memory.close()
     return footprint.growth()
 
@@ -83,7 +83,7 @@ def test_less_than_at_the_beginning_is_negative() -> None:
 
 
 def _inherited(memory: mmap.mmap) -> tuple[int, int]:
-    footprint = Footprint()
+    footprint = PrivateMemory()
     begun = footprint.growth()
     touch(memory)  # copied on write
     return begun, footprint.growth()
@@ -108,7 +108,7 @@ def _without_proc() -> tuple[int, int]:
 
     os.open = refuse
     try:
-        footprint = Footprint()
+        footprint = PrivateMemory()
     finally:
         os.open = opened
     begun = footprint.growth()

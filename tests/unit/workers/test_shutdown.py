@@ -26,7 +26,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Context:
-    """A multiprocessing context whose processes do `body` in a worker's place, with a worker's descriptors."""
+    """A multiprocessing context whose processes run `body` instead of a worker, with a worker's descriptors."""
 
     def __init__(self, body: Callable[[socket.socket], object]) -> None:
         self._body = body
@@ -128,7 +128,7 @@ def test_worker_that_goes_when_asked(start: Started) -> None:
 
 
 def test_worker_that_hangs_is_terminated(start: Started) -> None:
-    """What does not hear the request is ended by SIGTERM, after the time for requests."""
+    """A process that ignores the request is ended by SIGTERM, after the time for requests."""
     one, two = start(goes), start(hangs)
     clock = Clock(two)
     clock.stubborn.discard(one)
@@ -170,7 +170,7 @@ def test_stopped_worker_is_killed_at_once(start: Started) -> None:
 
 
 def test_worker_that_boots_is_terminated_at_once(start: Started) -> None:
-    """One that never said that it runs is not given time to hear a request."""
+    """A process that has not reported READY gets no time for a request."""
     one = start(hangs, ready=False)
     clock = Clock()
     assert run([one], clock=clock, wait=clock.wait) == []
@@ -242,7 +242,7 @@ def test_interruption_hurries_and_is_raised_once(start: Started, error: BaseExce
 
 
 def test_interrupted_for_ever_ends_all_the_same(start: Started) -> None:
-    """Whoever holds Ctrl-C down gets one KeyboardInterrupt, within the deadline, and no zombie but the unkillable."""
+    """Holding Ctrl-C down gives one KeyboardInterrupt, in time, and no zombie but the unkillable process."""
     one = start(hangs, Unkillable)
     clock = Clock(one)
 

@@ -49,7 +49,7 @@ def test_those_that_go_are_released_and_no_more() -> None:
 def test_deaf_is_terminated_and_stopped_is_killed_at_once() -> None:
     """Steps that a process cannot notice are skipped, for it alone."""
     machine = Shutdown(3, 0.0)
-    step = machine.step(0.0, {0, 1, 2}, deaf={1}, stopped={2})
+    step = machine.step(0.0, {0, 1, 2}, booting={1}, stopped={2})
     assert (step.ask, step.terminate, step.kill) == ((0,), (1,), (2,))
     assert step.wait == 1.5
     step = machine.step(1.5, {0, 1})
@@ -57,7 +57,7 @@ def test_deaf_is_terminated_and_stopped_is_killed_at_once() -> None:
 
 
 def test_stopped_later_is_killed_at_the_next_step() -> None:
-    """A process that is stopped after it was asked does not wait for its turn."""
+    """A process that is stopped after it was asked to end is killed without waiting."""
     machine = Shutdown(1, 0.0)
     machine.step(0.0, {0})
     assert machine.step(0.5, {0}, stopped={0}).kill == (0,)
@@ -65,7 +65,7 @@ def test_stopped_later_is_killed_at_the_next_step() -> None:
 
 
 def test_hurry_kills_all_again_but_gives_no_more_time() -> None:
-    """However often somebody is in a hurry, the deadline stays."""
+    """However often `hurry` is called, the deadline stays."""
     machine = Shutdown(1, 0.0)
     machine.step(0.0, {0})
     for number in range(100):
@@ -96,7 +96,7 @@ def test_nothing_to_do() -> None:
 
 delay = st.none() | st.floats(0, 4)
 process = st.fixed_dictionaries(
-    {"ask": delay, "terminate": delay, "kill": delay, "alone": delay, "deaf": st.booleans(), "stops": delay}
+    {"ask": delay, "terminate": delay, "kill": delay, "alone": delay, "booting": st.booleans(), "stops": delay}
 )
 
 
@@ -116,7 +116,7 @@ def test_every_history_ends_in_time(plans: list[dict[str, Any]], late: list[floa
             machine.hurry()
         alive = {number for number, when in enumerate(dies) if when > now}
         stopped = {n for n in alive if plans[n]["stops"] is not None and plans[n]["stops"] <= now}
-        step = machine.step(now, alive, {n for n in alive - stopped if plans[n]["deaf"]}, stopped)
+        step = machine.step(now, alive, {n for n in alive - stopped if plans[n]["booting"]}, stopped)
         for name, level in (("ask", State.ASKED), ("terminate", State.TERMINATED), ("kill", State.KILLED)):
             for number in getattr(step, name):
                 assert number in alive

@@ -51,7 +51,7 @@ def waiting_in_python(ready: Ready) -> None:
 
 
 class Worker:
-    """A forked process that installs itself (unless told not to) and then does `body`."""
+    """A forked process that installs itself (unless disabled) and then does `body`."""
 
     def __init__(self, body: Callable[[Ready], object], installs: bool) -> None:
         self.reader, write_fd = stack_pipe()
@@ -122,7 +122,7 @@ async def test_worker_tells_its_stack(body: Callable[[Ready], None]) -> None:
 
 
 async def test_all_threads_are_in_it() -> None:
-    """A worker's threads are told apart, each with its stack."""
+    """Each of a worker's threads is listed, with its stack."""
 
     def body(ready: Ready) -> None:
         other_is_ready = threading.Event()
@@ -145,7 +145,7 @@ async def test_asked_twice_answers_twice() -> None:
 
 
 async def test_several_at_once_in_their_order() -> None:
-    """One that cannot answer delays nobody's report, and each stands at its place."""
+    """A worker that cannot answer delays no other report; reports are in the order of the targets."""
     with worker(stuck_in_c) as one, worker(waiting_in_python) as two, worker(stuck_in_c) as dead:
         dead.process.kill()
         dead.wait()
@@ -213,12 +213,12 @@ async def test_cancelled_ask_leaves_nothing_in_the_loop() -> None:
     go_read, go_write = os.pipe()
     with worker(body) as one:
         before = open_fds()
-        question = asyncio.ensure_future(ask([one.target], SECONDS))
+        request = asyncio.ensure_future(ask([one.target], SECONDS))
         await asyncio.sleep(0)
         assert len(open_fds()) == len(before) + 1
-        question.cancel()
+        request.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await question
+            await request
         assert open_fds() == before
         os.write(go_write, b"!")
         (report,) = await ask([one.target], SECONDS)
@@ -235,14 +235,14 @@ async def test_reader_closed_meanwhile() -> None:
         waiting_in_python(ready)
 
     with worker(body) as one, worker(stuck_in_c) as two:
-        question = asyncio.ensure_future(ask([one.target, two.target], SECONDS))
+        request = asyncio.ensure_future(ask([one.target, two.target], SECONDS))
         await asyncio.sleep(0)
         number = one.reader.fileno()
         one.reader.close()
         with Path(os.devnull).open() as file:  # noqa: ASYNC230 - it takes the number
             assert file.fileno() == number
             one.process.kill()
-            reports = await question
+            reports = await request
             os.fstat(number)  # still open
         assert reports[0].text == "no stack: the process did not answer in time"
         assert "in stuck_in_c\n" in reports[1].text
@@ -281,7 +281,7 @@ def test_crash_leaves_its_stack(crash: Callable[[], None], number: int, words: s
 
 
 def test_full_pipe_does_not_keep_a_dying_worker() -> None:
-    """A worker whose pipe is full, and read by nobody, crashes all the same."""
+    """A worker whose pipe is full and not read crashes all the same."""
     reader, write_fd = stack_pipe()
 
     def main() -> None:

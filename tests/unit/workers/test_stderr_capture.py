@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from asyncloader.workers.stderr_capture import kept_stderr, make_keeper, read_tail
+from asyncloader.workers.stderr_capture import captured_stderr, make_capture_file, read_tail
 from tests.unit.workers.in_child import in_child
 
 
 def written(data: bytes) -> int:
-    fd = make_keeper()
+    fd = make_capture_file()
     os.write(fd, data)
     return fd
 
@@ -40,7 +40,7 @@ def say_in_many_ways() -> None:
 
 
 def _ordinary(fd: int) -> bool:
-    with kept_stderr(os.dup(fd)):
+    with captured_stderr(os.dup(fd)):
         say_in_many_ways()
         before = os.pread(fd, 1000, 0).count(b"\n")
     sys.stderr.write("after\n")
@@ -49,7 +49,7 @@ def _ordinary(fd: int) -> bool:
 
 def test_what_was_written_is_kept_and_passed_on() -> None:
     """Python's, C's, and a child's words are in the file at once, and on standard error after the task, in order."""
-    fd = make_keeper()
+    fd = make_capture_file()
     ended = in_child(_ordinary, fd)
     assert ended.result is True
     lines = ended.stderr.decode().splitlines()
@@ -66,10 +66,10 @@ def test_what_was_written_is_kept_and_passed_on() -> None:
 @pytest.mark.parametrize("how", ["kill", "exit"])
 def test_last_words_outlive_the_process(how: str) -> None:
     """A process that ends in the middle of its task leaves what it wrote up to then."""
-    fd = make_keeper()
+    fd = make_capture_file()
 
     def die() -> None:
-        with kept_stderr(os.dup(fd)):
+        with captured_stderr(os.dup(fd)):
             say_in_many_ways()
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -88,13 +88,13 @@ def _crash(fd: int) -> None:
 
     faulthandler.disable()
     faulthandler.enable()  # to descriptor 2, whatever that is then
-    with kept_stderr(fd):
+    with captured_stderr(fd):
         ctypes.string_at(0)
 
 
 def test_the_stack_of_a_crash_is_kept() -> None:
     """What faulthandler writes to descriptor 2 while the process dies is there."""
-    fd = make_keeper()
+    fd = make_capture_file()
     ended = in_child(_crash, fd)
     assert ended.exitcode == -signal.SIGSEGV
     words = read_tail(fd, lines=1000)
@@ -104,14 +104,14 @@ def test_the_stack_of_a_crash_is_kept() -> None:
 
 def _begun(fd: int) -> None:
     sys.stderr.write("before, ")
-    with kept_stderr(os.dup(fd)):
+    with captured_stderr(os.dup(fd)):
         sys.stderr.write("within, ")
     sys.stderr.write("after\n")
 
 
 def test_an_unfinished_line_is_divided() -> None:
     """What Python still held back before the task is none of its words, and what it holds back at its end is."""
-    fd = make_keeper()
+    fd = make_capture_file()
     ended = in_child(_begun, fd)
     assert ended.stderr == b"before, within, after\n"
     assert read_tail(fd) == "within,"
@@ -119,7 +119,7 @@ def test_an_unfinished_line_is_divided() -> None:
 
 def _raising(fd: int) -> str:
     try:
-        with kept_stderr(fd):
+        with captured_stderr(fd):
             sys.stderr.write("before it raised\n")
             raise KeyError("mine")
     except KeyError as error:
@@ -129,7 +129,7 @@ def _raising(fd: int) -> str:
 
 def test_an_exception_goes_through() -> None:
     """A task that raises has its standard error back, and its words passed on."""
-    fd = make_keeper()
+    fd = make_capture_file()
     ended = in_child(_raising, fd)
     assert ended.result == "KeyError('mine')"
     assert ended.stderr == b"before it raised\nafter\n"
@@ -138,7 +138,7 @@ def test_an_exception_goes_through() -> None:
 
 def _descriptors(fd: int) -> list[str]:
     before = sorted(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    with kept_stderr(os.dup(fd)):
+    with captured_stderr(os.dup(fd)):
         os.write(2, b"words\n")
     return [name for name in os.listdir("/proc/self/fd") if name not in before]  # noqa: PTH208
 
@@ -146,21 +146,21 @@ def _descriptors(fd: int) -> list[str]:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc lists the descriptors")
 def test_no_descriptor_stays_behind() -> None:
     """The worker's copy of the file is closed with the task."""
-    fd = make_keeper()
+    fd = make_capture_file()
     assert in_child(_descriptors, fd).result == []
     os.close(fd)
 
 
 def _much(fd: int, lines: int) -> None:
-    with kept_stderr(fd):
+    with captured_stderr(fd):
         for number in range(lines):
             os.write(2, b"line %06d\n" % number)
 
 
 @pytest.mark.parametrize("lines", [1, 1000, 20_000])
 def test_everything_is_passed_on(lines: int) -> None:
-    """A task that turns out to be innocent has lost nothing of what it wrote, however much it was."""
-    fd = make_keeper()
+    """All output of a task that turns out to be innocent is passed on, however much it is."""
+    fd = make_capture_file()
     ended = in_child(_much, fd, lines)
     assert ended.stderr.splitlines() == [b"line %06d" % number for number in range(lines)]
     os.close(fd)
@@ -169,14 +169,14 @@ def test_everything_is_passed_on(lines: int) -> None:
 def _without_stderr(fd: int) -> Any:
     os.close(2)
     ran = False
-    with kept_stderr(fd):
+    with captured_stderr(fd):
         ran = True
     return ran, is_open(2), is_open(fd) and fd != 2
 
 
 def test_a_process_without_standard_error() -> None:
     """Where descriptor 2 is closed, as in a daemon, the task runs all the same, and it is closed afterwards."""
-    fd = make_keeper()
+    fd = make_capture_file()
     ended = in_child(_without_stderr, fd)
     assert ended.result == (True, False, False)
     os.close(fd)
@@ -188,14 +188,14 @@ def _unwilling(fd: int) -> bool:
             raise ValueError("I/O operation on closed file")
 
     sys.stderr = Broken()  # type: ignore[assignment,unused-ignore]
-    with kept_stderr(fd):
+    with captured_stderr(fd):
         os.write(2, b"said\n")
     return True
 
 
 def test_a_broken_stderr_object_spoils_no_task() -> None:
-    """Whatever a user put in the place of `sys.stderr`, the task runs and its words are passed on."""
-    fd = make_keeper()
+    """Whatever `sys.stderr` is, the task runs and its output is passed on."""
+    fd = make_capture_file()
     ended = in_child(_unwilling, fd)
     assert ended.result is True
     assert ended.stderr == b"said\n"
@@ -213,8 +213,8 @@ def test_the_last_lines_are_read() -> None:
 
 
 def test_silence_is_an_empty_text() -> None:
-    """A task that wrote nothing has no last words."""
-    assert read_tail(make_keeper()) == ""
+    """The tail of a task that wrote nothing is empty."""
+    assert read_tail(make_capture_file()) == ""
 
 
 def test_bytes_that_are_no_text_are_read_as_far_as_they_are() -> None:

@@ -33,7 +33,7 @@ def test_many_in_flight_are_collected_less_often() -> None:
 
 
 def test_thresholds_of_the_user_stand() -> None:
-    """Whoever has set thresholds keeps them."""
+    """Thresholds that the user has set are kept."""
     assert told("gc.set_threshold(5000, 5, 5); tune(concurrent=True); print(gc.get_threshold())") == "(5000, 5, 5)"
 
 

@@ -2,237 +2,237 @@
 
 from __future__ import annotations
 
-from asyncloader.workers.watchdog import START_SECONDS, Watch
+from asyncloader.workers.watchdog import START_SECONDS, TaskWatchdog
 from tests.unit.workers.clock import Clock
-from tests.unit.workers.watching import SECONDS, Late, nothing_sent, watching
+from tests.unit.workers.watching import SECONDS, Timeouts, nothing_sent, watching
 
 
-def test_nobody_is_watched_without_a_task(clock: Clock, late: Late) -> None:
-    """Idle workers are never late, and cost no timer."""
-    watching(clock, late, workers=3)
+def test_without_a_task_there_is_no_timer(clock: Clock, on_timeout: Timeouts) -> None:
+    """Idle workers never time out, and need no timer."""
+    watching(clock, on_timeout, workers=3)
     assert clock.timers == []
     clock.at(1000)
-    assert late == []
+    assert on_timeout == []
 
 
-def test_a_worker_is_late_when_its_task_takes_too_long(clock: Clock, late: Late) -> None:
-    """At the deadline, not before, and once; the seconds that it took are told."""
-    watch = watching(clock, late)
+def test_a_task_that_takes_too_long_times_out(clock: Clock, on_timeout: Timeouts) -> None:
+    """A timeout is reported at the deadline, once, with the seconds that the task took."""
+    watchdog = watching(clock, on_timeout)
     clock.at(10)
-    watch.assigned(0, 0)
+    watchdog.assigned(0, 0)
     clock.at(14.9)
-    assert late == []
+    assert on_timeout == []
     clock.at(15)
-    assert late == [(0, 5.0)]
+    assert on_timeout == [(0, 5.0)]
     clock.at(100)
-    assert len(late) == 1
+    assert len(on_timeout) == 1
     assert clock.timers == []
 
 
-def test_an_answer_in_time_saves_it(clock: Clock, late: Late) -> None:
-    """Answered tasks have no deadline, and no timer stays once nobody has a task."""
-    watch = watching(clock, late)
-    watch.assigned(0, 0)
+def test_an_answer_in_time_removes_the_deadline(clock: Clock, on_timeout: Timeouts) -> None:
+    """Answered tasks have no deadline, and without tasks there is no timer."""
+    watchdog = watching(clock, on_timeout)
+    watchdog.assigned(0, 0)
     clock.at(4)
-    watch.answered(0, 0)
+    watchdog.answered(0, 0)
     clock.at(5)
     assert clock.timers == []
     clock.at(50)
-    assert late == []
+    assert on_timeout == []
 
 
-def test_a_blocking_workers_next_task_begins_with_its_answer(clock: Clock, late: Late) -> None:
+def test_a_blocking_workers_next_task_begins_with_its_answer(clock: Clock, on_timeout: Timeouts) -> None:
     """Its second task waits for the first: the time in the queue does not count."""
-    watch = watching(clock, late)
+    watchdog = watching(clock, on_timeout)
     for seq in range(3):
-        watch.assigned(0, seq)
+        watchdog.assigned(0, seq)
     for seq, answered in enumerate((4, 8)):
         clock.at(answered)
-        watch.answered(0, seq)
+        watchdog.answered(0, seq)
     clock.at(12.9)
-    assert late == []
+    assert on_timeout == []
     clock.at(13)
-    assert late == [(0, 5.0)]
+    assert on_timeout == [(0, 5.0)]
 
 
-def test_a_concurrent_workers_tasks_begin_when_they_are_given(clock: Clock, late: Late) -> None:
+def test_a_concurrent_workers_tasks_begin_when_they_are_given(clock: Clock, on_timeout: Timeouts) -> None:
     """It is at all of them at a time: another answer is no excuse."""
-    watch = watching(clock, late, concurrent=True)
-    watch.assigned(0, 0)
+    watchdog = watching(clock, on_timeout, concurrent=True)
+    watchdog.assigned(0, 0)
     clock.at(1)
-    watch.assigned(0, 1)
+    watchdog.assigned(0, 1)
     clock.at(4)
-    watch.answered(0, 0)
+    watchdog.answered(0, 0)
     clock.at(5.9)
-    assert late == []
+    assert on_timeout == []
     clock.at(6)
-    assert late == [(0, 5.0)]
+    assert on_timeout == [(0, 5.0)]
 
 
-def test_a_task_after_a_pause_has_its_whole_time(clock: Clock, late: Late) -> None:
+def test_a_task_after_a_pause_has_its_whole_time(clock: Clock, on_timeout: Timeouts) -> None:
     """What counts is when it was given, not the last answer before."""
-    watch = watching(clock, late)
-    watch.assigned(0, 0)
+    watchdog = watching(clock, on_timeout)
+    watchdog.assigned(0, 0)
     clock.at(1)
-    watch.answered(0, 0)
+    watchdog.answered(0, 0)
     clock.at(100)
-    watch.assigned(0, 1)
+    watchdog.assigned(0, 1)
     clock.at(104.9)
-    assert late == []
+    assert on_timeout == []
     clock.at(105)
-    assert late == [(0, 5.0)]
+    assert on_timeout == [(0, 5.0)]
 
 
-def test_each_worker_has_its_own_deadline(clock: Clock, late: Late) -> None:
-    """One that is late does not take others with it, and the timer goes on for them."""
-    watch = watching(clock, late, workers=3)
+def test_each_worker_has_its_own_deadline(clock: Clock, on_timeout: Timeouts) -> None:
+    """A timeout of one worker does not affect others; the timer goes on for them."""
+    watchdog = watching(clock, on_timeout, workers=3)
     for worker in range(3):
         clock.at(worker)
-        watch.assigned(worker, worker)
+        watchdog.assigned(worker, worker)
     clock.at(4)
-    watch.answered(1, 1)
+    watchdog.answered(1, 1)
     clock.at(5)
-    assert late == [(0, 5.0)]
+    assert on_timeout == [(0, 5.0)]
     clock.at(6.9)
-    assert len(late) == 1
+    assert len(on_timeout) == 1
     clock.at(7)
-    assert late == [(0, 5.0), (2, 5.0)]
+    assert on_timeout == [(0, 5.0), (2, 5.0)]
 
 
-def test_workers_that_are_late_together_are_told_together(clock: Clock, late: Late) -> None:
-    """A loop that is a little late finds all that were due meanwhile, with the time that they had really taken."""
-    watch = watching(clock, late, workers=2)
-    watch.assigned(0, 0)
+def test_timeouts_at_one_time_are_reported_together(clock: Clock, on_timeout: Timeouts) -> None:
+    """A loop that is a little late reports all timeouts due by then, with the time that the tasks really took."""
+    watchdog = watching(clock, on_timeout, workers=2)
+    watchdog.assigned(0, 0)
     clock.at(0.5)
-    watch.assigned(1, 1)
+    watchdog.assigned(1, 1)
     clock.jump(5.75)
-    assert late == [(0, 5.75), (1, 5.25)]
+    assert on_timeout == [(0, 5.75), (1, 5.25)]
 
 
 # ------------------------------------------------------------------------------------------------- start-up
 
 
-def test_start_up_has_a_minute(clock: Clock, late: Late) -> None:
+def test_start_up_has_a_minute(clock: Clock, on_timeout: Timeouts) -> None:
     """While the user's start-up code runs the deadline is a minute, counted from the process's start."""
-    watch = Watch(clock, SECONDS, 1, concurrent=False, catch_up=nothing_sent, late=late)
+    watchdog = TaskWatchdog(clock, SECONDS, 1, concurrent=False, catch_up=nothing_sent, on_timeout=on_timeout)
     clock.at(10)
-    watch.starts(0)
-    watch.assigned(0, 0)
+    watchdog.starts(0)
+    watchdog.assigned(0, 0)
     clock.at(10 + START_SECONDS - 0.1)
-    assert late == []
+    assert on_timeout == []
     clock.at(10 + START_SECONDS)
-    assert late == [(0, START_SECONDS)]
+    assert on_timeout == [(0, START_SECONDS)]
 
 
-def test_a_longer_time_holds_for_start_up_too(clock: Clock, late: Late) -> None:
-    """Who gives a task ten minutes gives them to the start, too."""
-    watch = Watch(clock, 600.0, 1, concurrent=False, catch_up=nothing_sent, late=late)
-    watch.starts(0)
-    watch.assigned(0, 0)
+def test_a_longer_time_holds_for_start_up_too(clock: Clock, on_timeout: Timeouts) -> None:
+    """A time limit of ten minutes per task also holds for start-up."""
+    watchdog = TaskWatchdog(clock, 600.0, 1, concurrent=False, catch_up=nothing_sent, on_timeout=on_timeout)
+    watchdog.starts(0)
+    watchdog.assigned(0, 0)
     clock.at(599)
-    assert late == []
+    assert on_timeout == []
     clock.at(600)
-    assert late == [(0, 600.0)]
+    assert on_timeout == [(0, 600.0)]
 
 
-def test_the_first_task_begins_with_the_end_of_start_up(clock: Clock, late: Late) -> None:
-    """A task that waited for the start-up code has its whole time after it."""
-    watch = Watch(clock, SECONDS, 1, concurrent=False, catch_up=nothing_sent, late=late)
-    watch.starts(0)
-    watch.assigned(0, 0)
+def test_the_first_task_begins_with_the_end_of_start_up(clock: Clock, on_timeout: Timeouts) -> None:
+    """A task that waited for the start-up code has its full time after it."""
+    watchdog = TaskWatchdog(clock, SECONDS, 1, concurrent=False, catch_up=nothing_sent, on_timeout=on_timeout)
+    watchdog.starts(0)
+    watchdog.assigned(0, 0)
     clock.at(30)
-    watch.started(0)
+    watchdog.started(0)
     clock.at(34.9)
-    assert late == []
+    assert on_timeout == []
     clock.at(35)
-    assert late == [(0, 5.0)]
+    assert on_timeout == [(0, 5.0)]
 
 
-def test_a_replacement_starts_anew(clock: Clock, late: Late) -> None:
-    """In the place of a worker that is gone: its tasks are forgotten, and the new process has its minute."""
-    watch = watching(clock, late)
-    watch.assigned(0, 0)
-    watch.forget(0)
+def test_a_replacement_starts_anew(clock: Clock, on_timeout: Timeouts) -> None:
+    """The tasks of the worker that died are forgotten, and its replacement has a minute to start."""
+    watchdog = watching(clock, on_timeout)
+    watchdog.assigned(0, 0)
+    watchdog.forget(0)
     clock.at(20)
-    assert late == []
-    watch.starts(0)
-    watch.assigned(0, 0)
+    assert on_timeout == []
+    watchdog.starts(0)
+    watchdog.assigned(0, 0)
     clock.at(79.9)
-    assert late == []
+    assert on_timeout == []
     clock.at(80)
-    assert late == [(0, START_SECONDS)]
+    assert on_timeout == [(0, START_SECONDS)]
 
 
-def test_another_workers_start_up_hides_nobody(clock: Clock, late: Late) -> None:
+def test_another_workers_start_up_delays_no_timeout(clock: Clock, on_timeout: Timeouts) -> None:
     """A deadline that comes before the one that the timer waits for counts."""
-    watch = watching(clock, late, workers=2)
-    watch.starts(1)
-    watch.assigned(1, 0)
+    watchdog = watching(clock, on_timeout, workers=2)
+    watchdog.starts(1)
+    watchdog.assigned(1, 0)
     assert clock.timers == [START_SECONDS]
     clock.at(1)
-    watch.assigned(0, 1)
+    watchdog.assigned(0, 1)
     clock.at(6)
-    assert late == [(0, 5.0)]
+    assert on_timeout == [(0, 5.0)]
     clock.at(START_SECONDS)
-    assert late == [(0, 5.0), (1, START_SECONDS)]
+    assert on_timeout == [(0, 5.0), (1, START_SECONDS)]
 
 
 # ---------------------------------------------------------------------------------------------------- ends
 
 
-def test_who_was_told_has_no_tasks_any_more(clock: Clock, late: Late) -> None:
-    """It is being killed: it is not told of a second time, also where it had several tasks."""
-    watch = watching(clock, late)
+def test_a_worker_times_out_once(clock: Clock, on_timeout: Timeouts) -> None:
+    """The worker is being killed: no second timeout is reported, even if it had several tasks."""
+    watchdog = watching(clock, on_timeout)
     for seq in range(3):
-        watch.assigned(0, seq)
+        watchdog.assigned(0, seq)
     clock.at(200)
-    assert late == [(0, 5.0)]
+    assert on_timeout == [(0, 5.0)]
 
 
-def test_void_tasks_have_no_deadline(clock: Clock, late: Late) -> None:
+def test_void_tasks_have_no_deadline(clock: Clock, on_timeout: Timeouts) -> None:
     """A worker whose stream has ended owes nothing."""
-    watch = watching(clock, late)
-    watch.assigned(0, 0)
-    watch.assigned(0, 1)
-    watch.forget(0)
+    watchdog = watching(clock, on_timeout)
+    watchdog.assigned(0, 0)
+    watchdog.assigned(0, 1)
+    watchdog.forget(0)
     clock.at(100)
-    assert late == []
+    assert on_timeout == []
     assert clock.timers == []
 
 
-def test_closed_watches_nobody(clock: Clock, late: Late) -> None:
-    """Afterwards there is no timer, and nobody is late. Twice is as good as once."""
-    watch = watching(clock, late, workers=2)
-    watch.assigned(0, 0)
-    watch.close()
-    watch.close()
+def test_close_drops_all_deadlines(clock: Clock, on_timeout: Timeouts) -> None:
+    """After `close` there is no timer and no timeout; closing twice is fine."""
+    watchdog = watching(clock, on_timeout, workers=2)
+    watchdog.assigned(0, 0)
+    watchdog.close()
+    watchdog.close()
     assert clock.timers == []
     clock.at(100)
-    assert late == []
+    assert on_timeout == []
 
 
 def test_closing_while_it_tells(clock: Clock) -> None:
-    """Whoever hears that a worker is late may close the watch at once: nothing is armed again."""
+    """The `on_timeout` callback may close the watchdog: the timer is not set again."""
     told: list[int] = []
 
     def close(worker: int, _: float) -> None:
         told.append(worker)
-        watch.close()
+        watchdog.close()
 
-    watch = watching(clock, close, workers=2)
+    watchdog = watching(clock, close, workers=2)
     for worker in range(2):
-        watch.assigned(worker, worker)
+        watchdog.assigned(worker, worker)
     clock.at(100)
     assert told == [0]
     assert clock.timers == []
 
 
-def test_an_answer_that_nobody_waits_for_is_nothing(clock: Clock, late: Late) -> None:
-    """A late answer of a task that was forgotten does no harm."""
-    watch = watching(clock, late)
-    watch.assigned(0, 0)
-    watch.forget(0)
-    watch.answered(0, 0)
-    watch.assigned(0, 1)
+def test_an_answer_to_a_forgotten_task_is_ignored(clock: Clock, on_timeout: Timeouts) -> None:
+    """A late answer to a forgotten task is ignored."""
+    watchdog = watching(clock, on_timeout)
+    watchdog.assigned(0, 0)
+    watchdog.forget(0)
+    watchdog.answered(0, 0)
+    watchdog.assigned(0, 1)
     clock.at(5)
-    assert late == [(0, 5.0)]
+    assert on_timeout == [(0, 5.0)]

@@ -4,160 +4,160 @@ from __future__ import annotations
 
 import pytest
 
-from asyncloader.workers.watchdog import START_SECONDS, Watch
+from asyncloader.workers.watchdog import START_SECONDS, TaskWatchdog
 from tests.unit.workers.clock import Clock
-from tests.unit.workers.watching import SECONDS, Late, nothing_sent, watching
+from tests.unit.workers.watching import SECONDS, Timeouts, nothing_sent, watching
 
 # ------------------------------------------------------------------------------------------- our own delay
 
 
-def test_what_was_sent_and_not_read_is_read_first(clock: Clock, late: Late) -> None:
-    """A worker is judged by what it has sent, and nobody is asked to catch up before there is something to judge."""
+def test_unread_frames_are_read_before_a_timeout(clock: Clock, on_timeout: Timeouts) -> None:
+    """What a worker has sent is read before its deadline is checked, and only then."""
     asked: list[int] = []
 
     def catch_up(worker: int) -> None:
         asked.append(worker)
-        watch.answered(worker, worker)
+        watchdog.answered(worker, worker)
 
-    watch = watching(clock, late, workers=2, catch_up=catch_up)
-    watch.assigned(0, 0)
+    watchdog = watching(clock, on_timeout, workers=2, catch_up=catch_up)
+    watchdog.assigned(0, 0)
     clock.at(4)
-    watch.assigned(1, 1)
+    watchdog.assigned(1, 1)
     clock.at(5)
     assert asked == [0]
     clock.at(50)
     assert asked == [0, 1]
-    assert late == []
+    assert on_timeout == []
 
 
-def test_the_next_task_of_one_that_caught_up_has_its_whole_time(clock: Clock, late: Late) -> None:
-    """An answer that is read so late counts from then on; what it did not answer is late later."""
+def test_the_next_task_of_one_that_caught_up_has_its_whole_time(clock: Clock, on_timeout: Timeouts) -> None:
+    """After an answer that is read late, the next task has its full time."""
     unread = [0]
 
     def catch_up(worker: int) -> None:
         if unread:
-            watch.answered(worker, unread.pop())
+            watchdog.answered(worker, unread.pop())
 
-    watch = watching(clock, late, catch_up=catch_up)
-    watch.assigned(0, 0)
-    watch.assigned(0, 1)
+    watchdog = watching(clock, on_timeout, catch_up=catch_up)
+    watchdog.assigned(0, 0)
+    watchdog.assigned(0, 1)
     clock.at(9.9)
-    assert late == []
+    assert on_timeout == []
     clock.at(10)
-    assert late == [(0, 5.0)]
+    assert on_timeout == [(0, 5.0)]
 
 
-def test_catching_up_may_give_tasks(clock: Clock, late: Late) -> None:
+def test_catching_up_may_give_tasks(clock: Clock, on_timeout: Timeouts) -> None:
     """What comes of an answer is another task, of whomever: it is watched from then on."""
 
     def catch_up(worker: int) -> None:
         if worker == 0:
-            watch.answered(0, 0)
-            watch.assigned(1, 1)
+            watchdog.answered(0, 0)
+            watchdog.assigned(1, 1)
 
-    watch = watching(clock, late, workers=2, catch_up=catch_up)
-    watch.assigned(0, 0)
+    watchdog = watching(clock, on_timeout, workers=2, catch_up=catch_up)
+    watchdog.assigned(0, 0)
     clock.at(9.9)
-    assert late == []
+    assert on_timeout == []
     clock.at(10)
-    assert late == [(1, 5.0)]
+    assert on_timeout == [(1, 5.0)]
 
 
-def test_catching_up_may_find_its_end(clock: Clock, late: Late) -> None:
-    """A worker that turns out to be gone, or a watch that is closed over it, tells of nobody."""
+def test_catching_up_may_find_its_end(clock: Clock, on_timeout: Timeouts) -> None:
+    """If `catch_up` finds the worker gone or closes the watchdog, no timeout is reported."""
 
     def catch_up(worker: int) -> None:
         if worker == 0:
-            watch.forget(0)
+            watchdog.forget(0)
         else:
-            watch.close()
+            watchdog.close()
 
-    watch = watching(clock, late, workers=3, catch_up=catch_up)
+    watchdog = watching(clock, on_timeout, workers=3, catch_up=catch_up)
     for worker in range(3):
-        watch.assigned(worker, worker)
+        watchdog.assigned(worker, worker)
     clock.at(100)
-    assert late == []
+    assert on_timeout == []
     assert clock.timers == []
 
 
 @pytest.mark.parametrize("concurrent", [False, True])
-def test_a_loop_that_was_held_up_blames_nobody(clock: Clock, late: Late, concurrent: bool) -> None:
-    """After a long call in its thread, or a suspended job, everybody has a new period; and no more than that."""
-    watch = watching(clock, late, workers=2, concurrent=concurrent)
-    watch.assigned(0, 0)
-    watch.assigned(1, 1)
+def test_a_loop_that_was_held_up_restarts_all_deadlines(clock: Clock, on_timeout: Timeouts, concurrent: bool) -> None:
+    """After a long call in the loop's thread, or a suspended job, every worker has one new period."""
+    watchdog = watching(clock, on_timeout, workers=2, concurrent=concurrent)
+    watchdog.assigned(0, 0)
+    watchdog.assigned(1, 1)
     clock.jump(30)
-    assert late == []
-    watch.answered(1, 1)
+    assert on_timeout == []
+    watchdog.answered(1, 1)
     clock.at(34.9)
-    assert late == []
+    assert on_timeout == []
     clock.at(35)
-    assert late == [(0, 5.0)]
+    assert on_timeout == [(0, 5.0)]
 
 
-def test_a_start_up_that_was_held_up_has_another_minute(clock: Clock, late: Late) -> None:
+def test_a_start_up_that_was_held_up_has_another_minute(clock: Clock, on_timeout: Timeouts) -> None:
     """What was suspended with the job could not start either."""
-    watch = Watch(clock, SECONDS, 1, concurrent=False, catch_up=nothing_sent, late=late)
-    watch.starts(0)
-    watch.assigned(0, 0)
+    watchdog = TaskWatchdog(clock, SECONDS, 1, concurrent=False, catch_up=nothing_sent, on_timeout=on_timeout)
+    watchdog.starts(0)
+    watchdog.assigned(0, 0)
     clock.jump(1000)
     clock.at(1000 + START_SECONDS - 0.1)
-    assert late == []
+    assert on_timeout == []
     clock.at(1000 + START_SECONDS)
-    assert late == [(0, START_SECONDS)]
+    assert on_timeout == [(0, START_SECONDS)]
 
 
-def test_being_held_up_for_less_than_a_period_excuses_nobody(clock: Clock, late: Late) -> None:
-    """Only a timer that is late by more than a second says something about the loop."""
-    watch = watching(clock, late)
-    watch.assigned(0, 0)
+def test_a_short_delay_of_the_loop_extends_no_deadline(clock: Clock, on_timeout: Timeouts) -> None:
+    """The loop counts as held up only if the timer is late by more than a second."""
+    watchdog = watching(clock, on_timeout)
+    watchdog.assigned(0, 0)
     clock.jump(4)
     clock.jump(5.75)
-    assert late == [(0, 5.75)]
+    assert on_timeout == [(0, 5.75)]
 
 
 # ------------------------------------------------------------------------------------- leases of others
 
 
-def test_waiting_for_a_lease_does_not_count(clock: Clock, late: Late) -> None:
-    """The answer may take as long as other workers or the consumer do; the task has its whole time after it."""
-    watch = watching(clock, late)
-    watch.assigned(0, 0)
+def test_waiting_for_a_lease_does_not_count(clock: Clock, on_timeout: Timeouts) -> None:
+    """The wait for an assignment does not count; the task has its full time after it."""
+    watchdog = watching(clock, on_timeout)
+    watchdog.assigned(0, 0)
     clock.at(4)
-    watch.asked(0)
+    watchdog.asked(0)
     clock.at(100)
-    assert late == []
-    watch.assignment_sent(0)
+    assert on_timeout == []
+    watchdog.assignment_sent(0)
     clock.at(104.9)
-    assert late == []
+    assert on_timeout == []
     clock.at(105)
-    assert late == [(0, 5.0)]
+    assert on_timeout == [(0, 5.0)]
 
 
-def test_an_answered_lease_hides_nobody(clock: Clock, late: Late) -> None:
+def test_an_answered_lease_delays_no_other_timeout(clock: Clock, on_timeout: Timeouts) -> None:
     """An answer at once takes the time of a message; and one worker's waiting is not another's."""
-    watch = watching(clock, late, workers=3)
+    watchdog = watching(clock, on_timeout, workers=3)
     for worker in range(3):
-        watch.assigned(worker, worker)
-    watch.asked(0)
-    watch.assignment_sent(0)
-    watch.asked(2)
+        watchdog.assigned(worker, worker)
+    watchdog.asked(0)
+    watchdog.assignment_sent(0)
+    watchdog.asked(2)
     clock.at(5)
-    assert late == [(0, 5.0), (1, 5.0)]
+    assert on_timeout == [(0, 5.0), (1, 5.0)]
     clock.at(7)
-    watch.assignment_sent(2)
+    watchdog.assignment_sent(2)
     clock.at(12)
-    assert late == [(0, 5.0), (1, 5.0), (2, 5.0)]
+    assert on_timeout == [(0, 5.0), (1, 5.0), (2, 5.0)]
 
 
-def test_a_replacement_waits_for_no_lease(clock: Clock, late: Late) -> None:
+def test_a_replacement_waits_for_no_lease(clock: Clock, on_timeout: Timeouts) -> None:
     """What its predecessor had asked for is not what it is at."""
-    watch = watching(clock, late)
-    watch.assigned(0, 0)
-    watch.asked(0)
-    watch.forget(0)
-    watch.starts(0)
-    watch.started(0)
-    watch.assigned(0, 0)
+    watchdog = watching(clock, on_timeout)
+    watchdog.assigned(0, 0)
+    watchdog.asked(0)
+    watchdog.forget(0)
+    watchdog.starts(0)
+    watchdog.started(0)
+    watchdog.assigned(0, 0)
     clock.at(5)
-    assert late == [(0, 5.0)]
+    assert on_timeout == [(0, 5.0)]

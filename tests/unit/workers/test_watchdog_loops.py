@@ -1,4 +1,4 @@
-"""The watch on real event loops, whose timers have a resolution."""
+"""The task watchdog on real event loops, whose timers have a finite resolution."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import uvloop
 
-from asyncloader.workers.watchdog import Watch
+from asyncloader.workers.watchdog import TaskWatchdog
 
 
 @pytest.mark.parametrize("make", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
@@ -18,23 +18,23 @@ def test_short_deadlines_come_on_real_loops(make: Callable[[], asyncio.AbstractE
     loop = make()
     found: list[int] = []
 
-    def late(worker: int, taken: float) -> None:
+    def on_timeout(worker: int, taken: float) -> None:
         found.append(worker)
         if len(found) == 2:
             loop.stop()
 
-    watch = Watch(loop, seconds, 2, concurrent=False, catch_up=lambda worker: None, late=late)
+    watchdog = TaskWatchdog(loop, seconds, 2, concurrent=False, catch_up=lambda worker: None, on_timeout=on_timeout)
 
     def begin() -> None:
         for worker in (1, 0):
-            watch.starts(worker)
-            watch.started(worker)
-            watch.assigned(worker, worker)
+            watchdog.starts(worker)
+            watchdog.started(worker)
+            watchdog.assigned(worker, worker)
 
     loop.call_soon(begin)
     try:
         loop.run_forever()
     finally:
-        watch.close()
+        watchdog.close()
         loop.close()
     assert sorted(found) == [0, 1]

@@ -1,38 +1,38 @@
-"""A watch over workers, on a real event loop whose clock is set by hand: no time goes by."""
+"""A task watchdog on a real event loop whose clock is set by hand, so that tests take no time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from asyncloader.workers.watchdog import Watch
+from asyncloader.workers.watchdog import TaskWatchdog
 from tests.unit.workers.clock import Clock
 
-__all__ = ["SECONDS", "Late", "nothing_sent", "watching"]
+__all__ = ["SECONDS", "Timeouts", "nothing_sent", "watching"]
 
 SECONDS = 5.0
 
 
-class Late(list[tuple[int, float]]):
-    """Who was too late, and after how many seconds."""
+class Timeouts(list[tuple[int, float]]):
+    """Records the worker and the seconds of every reported timeout."""
 
     def __call__(self, worker: int, seconds: float) -> None:
         self.append((worker, seconds))
 
 
 def nothing_sent(worker: int) -> None:
-    """It has sent nothing that was not read."""
+    """The worker has sent nothing that was not read."""
 
 
 def watching(
     clock: Clock,
-    late: Callable[[int, float], None],
+    on_timeout: Callable[[int, float], None],
     workers: int = 1,
     *,
     concurrent: bool = False,
     catch_up: Callable[[int], None] = nothing_sent,
-) -> Watch:
-    """A watch over workers whose start-up is behind them."""
-    watch = Watch(clock, SECONDS, workers, concurrent=concurrent, catch_up=catch_up, late=late)
+) -> TaskWatchdog:
+    """Return a watchdog over workers that have started up."""
+    watchdog = TaskWatchdog(clock, SECONDS, workers, concurrent=concurrent, catch_up=catch_up, on_timeout=on_timeout)
     for worker in range(workers):
-        watch.started(worker)
-    return watch
+        watchdog.started(worker)
+    return watchdog

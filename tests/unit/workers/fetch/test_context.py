@@ -128,7 +128,7 @@ async def test_leaving_takes_bounded_time() -> None:
 
 
 async def test_a_cancelled_waiter_leaves_it_to_the_others() -> None:
-    """Cancelling one of those who wait neither cancels nor repeats the entering."""
+    """Cancelling one of the waiting tasks neither cancels nor repeats the entering."""
     dataset = Opens()
     context = DatasetContext(dataset)
     one, other = asyncio.ensure_future(context.open()), asyncio.ensure_future(context.open())

@@ -54,7 +54,7 @@ def begun(dataset: Any, iterator: Any = None, every: int = 1, cursor: Cursor | N
     bookmark = Bookmark(dataset, every)
     bookmark.begin(cursor)
     if iterator is not None:
-        bookmark.iterates(iterator, cursor)
+        bookmark.restore_iterator(iterator, cursor)
     return bookmark
 
 
@@ -111,7 +111,7 @@ def test_states_are_restored_in_torchdatas_order() -> None:
     cursor = Cursor(5, 20, False, "D", "I")
     bookmark.begin(cursor)
     iter(dataset)
-    bookmark.iterates(iterator, cursor)
+    bookmark.restore_iterator(iterator, cursor)
     assert calls == ["load dataset D", "iter dataset", "load iterator I"]
     assert bookmark.batches == 5
     assert read(bookmark.after_batch(24, ended=False)) == Cursor(6, 24, False, "D", "I")
@@ -126,7 +126,7 @@ def test_a_new_epoch_begins_at_the_beginning() -> None:
     calls.clear()
     bookmark.begin(None)
     assert bookmark.batches == 0
-    bookmark.iterates(iter([1]), None)
+    bookmark.restore_iterator(iter([1]), None)
     bookmark.after_batch(1, ended=False)
     assert calls == ["save dataset"]
 

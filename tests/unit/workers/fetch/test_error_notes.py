@@ -36,7 +36,7 @@ from tests.unit.workers.fetch.rotten import (
 
 @pytest.fixture(autouse=True)
 def generators_kept() -> Any:
-    """These tests seed the process's generators; nobody else shall notice."""
+    """These tests seed the process's generators: restore them afterwards."""
     with global_generators_kept():
         yield
 
@@ -127,7 +127,7 @@ async def test_an_error_names_its_sample(kind: Any) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [Whole, AsyncWhole])
 async def test_an_error_of_a_whole_batch_names_the_batch(kind: Any, mode: str) -> None:
-    """`__getitems__` does not tell which sample it was."""
+    """With `__getitems__` it is unknown which sample raised."""
     found = await note_of(reader(kind(5), seeded=MODES[mode]), at(mode, 0, [4, 5]))
     assert found == ["while fetching the batch of indices [4, 5]"]
 

@@ -160,7 +160,7 @@ async def test_single_sample_without_batching() -> None:
 
 
 async def test_getitems_is_asked_once_for_the_batch() -> None:
-    """An async `__getitems__` gets the whole list."""
+    """An async `__getitems__` gets the complete list."""
     assert await fetcher(AsyncBatched()).fetch([1, 2]) == [-1, -2]
 
 
@@ -201,7 +201,7 @@ async def test_cancelled_samples_are_told() -> None:
 
 @pytest.mark.parametrize("view", [False, True], ids=["dataset", "subset"])
 async def test_error_with_samples_still_waiting_for_their_turn(view: bool) -> None:
-    """Samples that never got their turn are dropped without a warning about a coroutine nobody awaited."""
+    """Samples that never started cause no warning about a coroutine that was never awaited."""
 
     class Late(Async):
         async def __getitem__(self, index: int) -> int:

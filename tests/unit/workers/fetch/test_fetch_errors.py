@@ -36,7 +36,7 @@ from tests.unit.workers.fetch.rotten import (
 
 @pytest.fixture(autouse=True)
 def generators_kept() -> Any:
-    """These tests seed the process's generators; nobody else shall notice."""
+    """These tests seed the process's generators: restore them afterwards."""
     with global_generators_kept():
         yield
 
@@ -140,7 +140,7 @@ async def test_stop_iteration_of_a_map_dataset_is_an_error_like_any_other() -> N
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 def test_what_is_no_exception_goes_through(kind: Any) -> None:
-    """An interrupt is nobody's bad sample."""
+    """An interrupt is not handled as a bad sample."""
 
     class Interrupted(Map):
         def __getitem__(self, index: int) -> Any:
@@ -213,7 +213,7 @@ async def test_lost_samples_are_refilled(kind: Any) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [Map, AsyncMap, Whole, AsyncWhole])
 async def test_a_function_replaces(kind: Any, mode: str) -> None:
-    """In the sample's place; what it draws is of the sample's position."""
+    """`on_error` draws random numbers of the sample's position."""
 
     def ask(index: Any, error: Exception) -> Any:
         return -index, sample_rng().random.random()

@@ -1,4 +1,4 @@
-"""One copy of a dataset in use: it begins, gives batches, tells where it stands, and begins again there."""
+"""Reader: begins epochs, fetches batches, saves its position, and resumes from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTH = 11
 
 @pytest.fixture(autouse=True)
 def generators_kept() -> Any:
-    """These tests seed the process's generators; nobody else shall notice."""
+    """These tests seed the process's generators: restore them afterwards."""
     with global_generators_kept():
         yield
 
@@ -272,7 +272,7 @@ def test_a_stream_that_had_ended_stays_at_its_end() -> None:
 
 
 def test_a_new_epoch_begins_anew() -> None:
-    """After an epoch that went on in its middle, the next one is whole; in seeded mode with other numbers."""
+    """After a resumed epoch the next one is complete; in seeded mode with other random numbers."""
     _, cursor = batches(reader(StatefulStream(), seeded=SEEDED), 3)
     one = reader(StatefulStream(), EpochStart(cursor=cursor), seeded=SEEDED)
     batches(one)
@@ -322,11 +322,11 @@ def test_a_state_that_cannot_be_had_spoils_no_batch() -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dataset", [Map, Stream])
 def test_a_copy_hears_of_the_epoch_if_the_consumers_did(mode: str, dataset: Any) -> None:
-    """A worker's copy is told what the consumer's was told, before it is read; else it is left alone."""
+    """`set_epoch` is called on a worker's copy if it was called on the consumer's, before reading; else it is not."""
     one = dataset()
     heard: list[int] = []
     one.set_epoch = heard.append
-    reader(one, EpochStart(epoch=4, told=True), seeded=MODES[mode])
+    reader(one, EpochStart(epoch=4, epoch_set=True), seeded=MODES[mode])
     assert heard == [4]
     reader(one, EpochStart(epoch=5), seeded=MODES[mode])
     assert heard == [4]

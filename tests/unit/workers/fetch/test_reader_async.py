@@ -24,7 +24,7 @@ SEEDED = SeededSetup(seed=3, replicas=1, first_stream=0, seed_collate=False)
 
 @pytest.fixture(autouse=True)
 def generators_kept() -> Any:
-    """These tests seed the process's generators; nobody else shall notice."""
+    """These tests seed the process's generators: restore them afterwards."""
     with global_generators_kept():
         yield
 
@@ -34,7 +34,7 @@ def drawn() -> float:
 
 
 class Map:
-    """Its samples take a few turns of the loop, some more than others, and draw in between."""
+    """Its samples take a few iterations of the loop, some more than others, and draw in between."""
 
     def __len__(self) -> int:
         return LENGTH
@@ -183,7 +183,7 @@ async def test_single_samples_are_those_of_batches() -> None:
 
 @pytest.mark.parametrize("in_worker", [False, True])
 async def test_the_users_collation_is_exact(in_worker: bool) -> None:
-    """It is not concurrent: also its draws from the global generators are of the batch, and nobody complains."""
+    """Collation is not concurrent: it may draw from the global generators, without a warning."""
 
     def collate(samples: Any) -> Any:
         return random.random(), float(torch.rand(())), drawn()
@@ -199,7 +199,7 @@ async def test_the_users_collation_is_exact(in_worker: bool) -> None:
 
 
 async def test_a_draw_that_depends_on_timing_is_warned_of_once() -> None:
-    """In a worker, where nobody else draws; in the caller's process the user's own draws cannot be told apart."""
+    """Only in a worker; in the caller's process the user's own draws cannot be distinguished."""
     one = reader(Careless(), in_worker=True)
     with pytest.warns(UserWarning, match=r"\(random\) in seeded mode"):
         await one.fetch_async((0, [1, 2]))
@@ -229,14 +229,14 @@ async def test_tasks_of_a_stream_take_turns() -> None:
 
 
 async def test_no_task_runs_into_the_skipping() -> None:
-    """What is read to be dropped is nobody's batch, however many tasks wait for the beginning."""
+    """Skipped batches answer no task, however many tasks wait for the beginning."""
     whole = await rest_of(reader(Stream()))
     one = reader(Stream(), EpochStart(skip=3))
     assert await asyncio.gather(*(one.fetch_async(None) for _ in range(3))) == whole[3:]
 
 
 async def test_a_stream_that_became_shorter_fails_every_task() -> None:
-    """What was delivered must be there; each task is told so, not that the stream has ended."""
+    """If a delivered batch is missing, every task gets that error, not the end of the stream."""
     one = reader(Stream(5), EpochStart(skip=5))
     found = await asyncio.gather(*(one.fetch_async(None) for _ in range(3)), return_exceptions=True)
     for error in found:
@@ -273,7 +273,7 @@ async def test_a_stateful_stream_goes_on_at_any_batch(seeded: Any) -> None:
 
 
 async def test_a_new_epoch_begins_anew() -> None:
-    """An epoch that was left is forgotten; the next one is whole, under other numbers."""
+    """After an abandoned epoch the next one is complete, with other random numbers."""
     one = reader(StatefulStream())
     first = [await one.fetch_async(None) for _ in range(2)]
     one.begin(EpochStart(epoch=1))

@@ -1,4 +1,4 @@
-"""Records of samples that raised, and the policy: left out, replaced, or substituted by others."""
+"""Handling of samples that raise: dropped, replaced, or substituted by others; and the records of that."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from asyncloader.workers.fetch.sample_errors import (
     ATTEMPTS,
-    LOST,
-    ROW,
+    DROPPED,
+    MAX_CONSECUTIVE,
     BadSample,
     ErrorPolicy,
-    Guard,
-    StreamGuard,
-    places_lost,
+    SampleErrorHandler,
+    StreamErrors,
+    dropped_count,
     substitute_index,
 )
 
@@ -33,8 +33,8 @@ def raised(error: Exception) -> Exception:
         return caught
 
 
-def guard(policy: ErrorPolicy, *, asynchronous: bool = False) -> Guard:
-    return Guard(policy, 3, 2, asynchronous=asynchronous)
+def handler(policy: ErrorPolicy, *, asynchronous: bool = False) -> SampleErrorHandler:
+    return SampleErrorHandler(policy, 3, 2, asynchronous=asynchronous)
 
 
 class Hidden:
@@ -61,7 +61,7 @@ class Nasty(Exception):
 def test_a_record_says_what_where_and_why() -> None:
     """Everything that one needs to find the sample; it pickles."""
     bad: list[BadSample] = []
-    assert guard(ErrorPolicy()).lost("a.jpg", None, raised(ValueError("bad jpeg")), bad) is LOST
+    assert handler(ErrorPolicy()).handle("a.jpg", None, raised(ValueError("bad jpeg")), bad) is DROPPED
     (record,) = bad
     assert record[:5] == ("a.jpg", None, 3, os.getpid(), "ValueError: bad jpeg")
     assert (record.action, record.substitute) == ("skipped", None)
@@ -83,15 +83,15 @@ def test_a_record_says_what_where_and_why() -> None:
 def test_texts_are_bounded_and_always_there(error: Exception, text: str) -> None:
     """An exception without a text, or whose text cannot be had, or is far too long."""
     bad: list[BadSample] = []
-    guard(ErrorPolicy()).lost(0, None, raised(error), bad)
+    handler(ErrorPolicy()).handle(0, None, raised(error), bad)
     assert bad[0].error == text
     assert 0 < len(bad[0].traceback) <= 16_000
 
 
 def test_the_end_of_a_long_traceback_is_kept() -> None:
-    """The innermost frame and the message are what tells."""
+    """The innermost frame and the message are kept."""
     bad: list[BadSample] = []
-    guard(ErrorPolicy()).lost(0, None, raised(ValueError("y" * 50_000 + " last words")), bad)
+    handler(ErrorPolicy()).handle(0, None, raised(ValueError("y" * 50_000 + " last words")), bad)
     assert len(bad[0].traceback) == 16_000
     assert bad[0].traceback.endswith(" last words\n")
 
@@ -108,7 +108,7 @@ def test_a_function_gives_the_substitute() -> None:
         seen.append((index, error))
 
     bad: list[BadSample] = []
-    assert guard(ErrorPolicy(ask)).lost(7, 5, error, bad) is None
+    assert handler(ErrorPolicy(ask)).handle(7, 5, error, bad) is None
     assert seen == [(7, error)]
     assert (bad[0].index, bad[0].position, bad[0].action) == (7, 5, "replaced")
 
@@ -120,12 +120,12 @@ async def test_what_a_function_raises_is_raised(asynchronous: bool) -> None:
 
     async def lose(ask: Any) -> Exception:
         bad: list[BadSample] = []
-        one = guard(ErrorPolicy(ask), asynchronous=asynchronous)
+        one = handler(ErrorPolicy(ask), asynchronous=asynchronous)
         with pytest.raises(Exception) as caught:  # noqa: PT012 - which one it is gets looked at
             if asynchronous:
-                await one.lost_async(7, None, error, bad)
+                await one.handle_async(7, None, error, bad)
             else:
-                one.lost(7, None, error, bad)
+                one.handle(7, None, error, bad)
         assert bad == []
         assert isinstance(caught.value, Exception)
         return caught.value
@@ -154,11 +154,11 @@ def test_a_coroutine_function_needs_an_async_dataset() -> None:
         return index
 
     with pytest.raises(TypeError, match="on_error gives a coroutine, but the dataset is not asynchronous"):
-        guard(ErrorPolicy(ask))
+        handler(ErrorPolicy(ask))
     bad: list[BadSample] = []
-    hidden = guard(ErrorPolicy(Hidden(ask)))
+    hidden = handler(ErrorPolicy(Hidden(ask)))
     with pytest.raises(TypeError, match="on_error gives a coroutine"):
-        hidden.lost(1, None, raised(ValueError("bad")), bad)
+        hidden.handle(1, None, raised(ValueError("bad")), bad)
     assert bad == []
 
 
@@ -170,8 +170,8 @@ async def test_a_coroutine_function_is_awaited() -> None:
 
     for function in (ask, lambda index, error: (index, str(error))):
         bad: list[BadSample] = []
-        one = guard(ErrorPolicy(function), asynchronous=True)
-        assert await one.lost_async(1, None, raised(ValueError("bad")), bad) == (1, "bad")
+        one = handler(ErrorPolicy(function), asynchronous=True)
+        assert await one.handle_async(1, None, raised(ValueError("bad")), bad) == (1, "bad")
         assert [record.action for record in bad] == ["replaced"]
 
 
@@ -221,7 +221,7 @@ def make(good: set[int], made: list[int]) -> Any:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 async def test_substitutes_are_tried_in_their_order(asynchronous: bool) -> None:
-    """The first that can be made takes the place. Those before it have records of their own."""
+    """The first substitute that can be made is used. Failed ones before it have records of their own."""
     order = [substitute_index(9, 2, 40, attempt, 50) for attempt in range(ATTEMPTS)]
     made: list[int] = []
     one = make({order[2]}, made)
@@ -232,9 +232,9 @@ async def test_substitutes_are_tried_in_their_order(asynchronous: bool) -> None:
         async def later(index: int) -> Any:
             return one(index)
 
-        sample = await guard(REFILL, asynchronous=True).lost_async(7, 40, error, bad, later)
+        sample = await handler(REFILL, asynchronous=True).handle_async(7, 40, error, bad, later)
     else:
-        sample = guard(REFILL).lost(7, 40, error, bad, one)
+        sample = handler(REFILL).handle(7, 40, error, bad, one)
     assert sample == -order[2]
     assert made == order[:3]
     assert [(r.index, r.position, r.action, r.substitute) for r in bad] == [
@@ -246,28 +246,28 @@ async def test_substitutes_are_tried_in_their_order(asynchronous: bool) -> None:
 
 
 def test_places_are_counted_and_not_records() -> None:
-    """A place whose substitutes failed, too, is one that is lost; one that was refilled is none, whatever failed."""
+    """A position whose substitutes failed, too, counts once; a refilled one does not count, whatever failed."""
     bad: list[BadSample] = []
-    one = guard(REFILL)
-    one.lost(7, 40, raised(ValueError("bad")), bad, make(set(), []))
+    one = handler(REFILL)
+    one.handle(7, 40, raised(ValueError("bad")), bad, make(set(), []))
     good = substitute_index(9, 2, 41, 1, 50)
-    one.lost(8, 41, raised(ValueError("bad")), bad, make({good}, []))
-    one.lost(9, 42, raised(ValueError("bad")), bad)
+    one.handle(8, 41, raised(ValueError("bad")), bad, make({good}, []))
+    one.handle(9, 42, raised(ValueError("bad")), bad)
     assert len(bad) == 17 + 2 + 1
-    assert places_lost(bad) == 2
+    assert dropped_count(bad) == 2
     bad = []
     for index in (1, 2, 2):
-        guard(ErrorPolicy()).lost(index, None, raised(ValueError("bad")), bad)
-    assert places_lost(bad) == 3
-    guard(ErrorPolicy(lambda index, error: 0)).lost(3, None, raised(ValueError("bad")), bad)
-    assert places_lost(bad) == 3
+        handler(ErrorPolicy()).handle(index, None, raised(ValueError("bad")), bad)
+    assert dropped_count(bad) == 3
+    handler(ErrorPolicy(lambda index, error: 0)).handle(3, None, raised(ValueError("bad")), bad)
+    assert dropped_count(bad) == 3
 
 
 def test_after_16_substitutes_the_sample_is_skipped() -> None:
     """A dataset that is rotten all over does not keep the worker."""
     made: list[int] = []
     bad: list[BadSample] = []
-    assert guard(REFILL).lost(7, 40, raised(ValueError("bad")), bad, make(set(), made)) is LOST
+    assert handler(REFILL).handle(7, 40, raised(ValueError("bad")), bad, make(set(), made)) is DROPPED
     assert len(made) == ATTEMPTS == 16
     assert [record.action for record in bad] == ["skipped"] * 17
     assert [record.index for record in bad] == [7, *made]
@@ -281,7 +281,7 @@ def test_after_16_substitutes_the_sample_is_skipped() -> None:
 def test_nothing_is_substituted_where_it_cannot_be(policy: ErrorPolicy, position: int | None) -> None:
     """Neither if it is not asked for, nor without a length or a position."""
     made: list[int] = []
-    assert guard(policy).lost(7, position, raised(ValueError("bad")), [], make(set(range(50)), made)) is LOST
+    assert handler(policy).handle(7, position, raised(ValueError("bad")), [], make(set(range(50)), made)) is DROPPED
     assert made == []
 
 
@@ -292,7 +292,7 @@ def test_no_interrupt_is_taken_for_a_bad_sample() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        guard(REFILL).lost(7, 1, raised(ValueError("bad")), [], interrupted)
+        handler(REFILL).handle(7, 1, raised(ValueError("bad")), [], interrupted)
 
 
 # ------------------------------------------------------------------------------------------------- streams
@@ -312,7 +312,7 @@ def test_the_end_after_a_generators_exception_is_none() -> None:
     """The exception comes again, with a note that says why and what to do; also from beneath a `map`."""
     for stream in (broken_generator(), map(str, broken_generator())):
         next(stream)
-        one = StreamGuard()
+        one = StreamErrors()
         with pytest.raises(ValueError, match="in a generator") as caught:
             next(stream)
         assert not one.failed(caught.value, 1)
@@ -325,7 +325,7 @@ async def test_the_end_after_an_async_generators_exception_is_none() -> None:
     """The same."""
     stream = broken_async_generator()
     await anext(stream)
-    one = StreamGuard()
+    one = StreamErrors()
     with pytest.raises(ValueError, match="in a generator") as caught:
         await anext(stream)
     one.failed(caught.value, 1)
@@ -333,8 +333,8 @@ async def test_the_end_after_an_async_generators_exception_is_none() -> None:
 
 
 def test_an_iterator_may_end_after_an_exception() -> None:
-    """One that is no generator could have gone on; and one that went on has not lost anything."""
-    one = StreamGuard()
+    """An iterator other than a generator could have gone on; a stream that went on is not missing anything."""
+    one = StreamErrors()
     one.failed(raised(ValueError("bad")), 1)
     assert one.ended(2) is None
     stream = broken_generator()
@@ -347,14 +347,14 @@ def test_an_iterator_may_end_after_an_exception() -> None:
 
 def test_a_stream_that_makes_no_progress_is_given_up() -> None:
     """After 1000 failures one after the other; each success begins the count anew."""
-    one = StreamGuard()
+    one = StreamErrors()
     place = 0
     for _ in range(2):
-        for _ in range(ROW - 1):
+        for _ in range(MAX_CONSECUTIVE - 1):
             assert not one.failed(raised(ValueError("bad")), place)
             place += 1
         place += 1  # a sample
-    for _ in range(ROW - 1):
+    for _ in range(MAX_CONSECUTIVE - 1):
         assert not one.failed(raised(ValueError("bad")), place)
         place += 1
     error = raised(ValueError("last"))

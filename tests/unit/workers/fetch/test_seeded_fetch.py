@@ -22,7 +22,7 @@ from asyncloader.workers.fetch.seeding import SampleSeeder, global_generators_ke
 
 @pytest.fixture(autouse=True)
 def generators_kept() -> Any:
-    """These tests seed the process's generators; nobody else shall notice."""
+    """These tests seed the process's generators: restore them afterwards."""
     with global_generators_kept():
         yield
 
@@ -134,7 +134,7 @@ def test_views_of_torch_only_pass_indices_on() -> None:
 
 
 def test_a_subclass_of_a_view_is_the_users() -> None:
-    """Who derives from Subset may have changed `__getitems__`."""
+    """A subclass of Subset may have changed `__getitems__`."""
 
     class Mine(Subset[Any]):
         pass
@@ -174,7 +174,7 @@ async def numbers_async(start: int, count: int) -> AsyncIterator[Any]:
 
 
 def test_a_streams_samples_are_numbered() -> None:
-    """Each has the numbers of its place in its own stream; the end of the stream is passed on and counts nothing."""
+    """Each sample has the random numbers of its number in the stream; the end of the stream is passed on, uncounted."""
     stream = SeededIterator(numbers(0, 3), SampleSeeder(1, 0, 4), 0)
     assert iter(stream) is stream
     assert list(stream) == [(i, at_sample(i, 4)) for i in range(3)]
@@ -184,7 +184,7 @@ def test_a_streams_samples_are_numbered() -> None:
 
 
 def test_a_stream_goes_on_by_number() -> None:
-    """From where it stands the samples are those of the whole stream."""
+    """A resumed stream has the same samples as the complete one."""
     rest = SeededIterator(numbers(2, 2), SampleSeeder(1, 0, 4), 2)
     assert list(rest) == [(i, at_sample(i, 4)) for i in (2, 3)]
     assert rest.samples == 4

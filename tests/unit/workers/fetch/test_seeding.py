@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader.workers.fetch.seeding import (
-    GlobalWatch,
+    GlobalDrawCheck,
     SampleRng,
     SampleSeeder,
     derive,
@@ -34,7 +34,7 @@ positions = st.integers(-1, 1 << 62)
 
 @pytest.fixture(autouse=True)
 def generators_kept() -> Any:
-    """These tests seed the process's generators; nobody else shall notice."""
+    """These tests seed the process's generators: restore them afterwards."""
     with global_generators_kept():
         yield
 
@@ -99,7 +99,7 @@ def _key_random(seed: int, epoch: int, position: int) -> int:
 @settings(deadline=None)
 @given(seeds, st.integers(0, 1 << 40), positions)
 def test_a_samples_numbers_are_its_own(seed: int, epoch: int, position: int) -> None:
-    """The same again for the same place; others for neighbouring seeds, epochs, positions and streams, and for
+    """The same numbers for the same position; others for neighbouring seeds, epochs, positions and streams, and for
     batches and their collation.
     """
     here = of_sample(seed, epoch, position)
@@ -341,29 +341,29 @@ def test_the_watch_warns_once_and_names_the_generator(kind: str) -> None:
     """A draw from a global generator is noticed at the next look; there is one warning, whatever follows."""
     draw, names = DRAWS[kind]
     np.random.standard_normal()
-    watch = GlobalWatch()
+    watch = GlobalDrawCheck()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        watch.look()
+        watch.check()
     draw()
     with pytest.warns(UserWarning, match=rf"generators \({names}\) in seeded mode.*sample_rng\(\)"):
-        watch.look()
+        watch.check()
     globals_drawn()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        watch.look()
+        watch.check()
         watch.rebase()
         globals_drawn()
-        watch.look()
+        watch.check()
 
 
 def test_the_watch_may_be_told_to_forget() -> None:
     """Draws that were allowed are not complained of; own generators never are."""
-    watch = GlobalWatch()
+    watch = GlobalDrawCheck()
     globals_drawn()
     watch.rebase()
     SampleSeeder(1, 0, concurrent=True).sample(0)
     own_drawn()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        watch.look()
+        watch.check()

@@ -31,7 +31,7 @@ from tests.unit.workers.fetch.rotten import (
 
 @pytest.fixture(autouse=True)
 def generators_kept() -> Any:
-    """These tests seed the process's generators; nobody else shall notice."""
+    """These tests seed the process's generators: restore them afterwards."""
     with global_generators_kept():
         yield
 
@@ -40,7 +40,7 @@ def generators_kept() -> Any:
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("kind", [Stream, AsyncStream])
 async def test_a_stream_goes_on_past_bad_samples(kind: Any, drop_last: bool, mode: str) -> None:
-    """A bad sample takes a place in its batch, so the batches, and in seeded mode the numbers, are those without it."""
+    """A bad sample counts towards its batch's size, so all other samples and their random numbers are unchanged."""
     options: dict[str, Any] = {"seeded": MODES[mode], "drop_last": drop_last}
     rotten = {1, 4, 5, 6, 7, 10}
     bad: list[BadSample] = []

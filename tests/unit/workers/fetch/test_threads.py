@@ -26,7 +26,7 @@ def join(name: str) -> None:
 
 async def test_calls_run_in_at_most_so_many_threads() -> None:
     """Three threads meet at a barrier; a fourth is not started for more calls."""
-    threads = JobThreads(3, "lane-a")
+    threads = JobThreads(3, "jobs-a")
     barrier = threading.Barrier(3)
 
     def meet(item: int) -> int:
@@ -34,15 +34,15 @@ async def test_calls_run_in_at_most_so_many_threads() -> None:
         return item
 
     assert await asyncio.gather(*(threads.call(meet, item) for item in range(6))) == list(range(6))
-    assert len(named("lane-a")) == 3
+    assert len(named("jobs-a")) == 3
     threads.close()
-    join("lane-a")
-    assert not named("lane-a")
+    join("jobs-a")
+    assert not named("jobs-a")
 
 
 async def test_a_call_has_a_copy_of_the_context() -> None:
-    """It sees the caller's variables, and what it sets is seen by nobody."""
-    threads = JobThreads(1, "lane-b")
+    """It sees the caller's context variables; what it sets is not seen outside."""
+    threads = JobThreads(1, "jobs-b")
 
     def look(value: int) -> int:
         before = variable.get()
@@ -53,12 +53,12 @@ async def test_a_call_has_a_copy_of_the_context() -> None:
     assert [await threads.call(look, value) for value in (7, 8)] == [3, 3]
     assert variable.get() == 3
     threads.close()
-    join("lane-b")
+    join("jobs-b")
 
 
 async def test_errors_are_raised_where_it_is_awaited() -> None:
     """Any exception travels; one that says the end of something else as the cause of another."""
-    threads = JobThreads(1, "lane-c")
+    threads = JobThreads(1, "jobs-c")
 
     def fail(error: BaseException) -> Any:
         raise error
@@ -71,12 +71,12 @@ async def test_errors_are_raised_where_it_is_awaited() -> None:
     with pytest.raises(RuntimeError, match="StopAsyncIteration"):
         await threads.call(fail, StopAsyncIteration(1))
     threads.close()
-    join("lane-c")
+    join("jobs-c")
 
 
 async def test_a_cancelled_call_that_has_not_begun_never_does() -> None:
-    """Cancelling while the only thread is busy: the job is dropped when its turn comes."""
-    threads = JobThreads(1, "lane-d")
+    """Cancelling while the only thread is busy: the job is skipped when it is taken."""
+    threads = JobThreads(1, "jobs-d")
     go, ran = threading.Event(), list[int]()
     busy = threads.call(lambda _: go.wait(20), None)
     dropped = threads.call(ran.append, 1)
@@ -87,12 +87,12 @@ async def test_a_cancelled_call_that_has_not_begun_never_does() -> None:
     await after
     assert ran == [2]
     threads.close()
-    join("lane-d")
+    join("jobs-d")
 
 
 async def test_closing_does_not_wait_for_a_stuck_job() -> None:
     """`close` returns while a job is stuck; jobs put later are dropped; the thread ends with the job."""
-    threads = JobThreads(1, "lane-e")
+    threads = JobThreads(1, "jobs-e")
     begun, go = threading.Event(), threading.Event()
 
     def stuck(_: Any) -> None:
@@ -105,24 +105,24 @@ async def test_closing_does_not_wait_for_a_stuck_job() -> None:
     threads.put(lambda: pytest.fail("a job ran in closed threads"))
     assert not waiting.done()
     go.set()
-    join("lane-e")
-    assert not named("lane-e")
+    join("jobs-e")
+    assert not named("jobs-e")
 
 
 async def test_lanes_that_nobody_has_any_more_end() -> None:
     """Threads do not keep their threads."""
-    threads: JobThreads | None = JobThreads(2, "lane-f")
+    threads: JobThreads | None = JobThreads(2, "jobs-f")
     assert threads is not None
     await threads.call(abs, -1)
     del threads
     gc.collect()
-    join("lane-f")
-    assert not named("lane-f")
+    join("jobs-f")
+    assert not named("jobs-f")
 
 
 def test_a_loop_that_is_gone_is_told_nothing() -> None:
     """A job that ends after its loop was closed does no harm."""
-    threads = JobThreads(1, "lane-g")
+    threads = JobThreads(1, "jobs-g")
     go = threading.Event()
 
     async def leave() -> None:
@@ -131,23 +131,23 @@ def test_a_loop_that_is_gone_is_told_nothing() -> None:
     asyncio.run(leave())
     go.set()
     threads.close()
-    join("lane-g")
-    assert not named("lane-g")
+    join("jobs-g")
+    assert not named("jobs-g")
 
     async def again() -> int:
-        other = JobThreads(1, "lane-h")
+        other = JobThreads(1, "jobs-h")
         try:
             return int(await other.call(abs, -2))
         finally:
             other.close()
 
     assert asyncio.run(again()) == 2
-    join("lane-h")
+    join("jobs-h")
 
 
 async def test_without_a_thread_to_be_had_jobs_run_where_they_are_put(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slower, but nobody waits for ever; later threads are tried again."""
-    threads = JobThreads(2, "lane-i")
+    """It is slower, but every job runs; starting threads is tried again later."""
+    threads = JobThreads(2, "jobs-i")
 
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -155,6 +155,6 @@ async def test_without_a_thread_to_be_had_jobs_run_where_they_are_put(monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refused)
         assert await threads.call(lambda _: threading.current_thread(), None) is threading.current_thread()
-    assert (await threads.call(lambda _: threading.current_thread(), None)).name.startswith("lane-i")
+    assert (await threads.call(lambda _: threading.current_thread(), None)).name.startswith("jobs-i")
     threads.close()
-    join("lane-i")
+    join("jobs-i")

@@ -81,7 +81,7 @@ def test_a_reset_connection_is_an_end(pair: tuple[Channel, Channel]) -> None:
 
 
 def test_sending_to_a_closed_end_raises(pair: tuple[Channel, Channel]) -> None:
-    """The sender learns that nobody is there."""
+    """The sender learns that the other end is closed."""
     ours, theirs = pair
     theirs.close()
     with pytest.raises(ConnectionError):
@@ -89,7 +89,7 @@ def test_sending_to_a_closed_end_raises(pair: tuple[Channel, Channel]) -> None:
 
 
 def test_received_counts_bytes(pair: tuple[Channel, Channel]) -> None:
-    """The count of bytes tells whether anything new came."""
+    """The count of bytes shows whether anything new came."""
     ours, theirs = pair
     frame = wire.pack(wire.RESULT, b"12345")
     theirs.send(frame)

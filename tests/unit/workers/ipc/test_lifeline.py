@@ -89,7 +89,7 @@ def main_process(body: Callable[[], object]) -> Generator[Any]:
 
 @contextmanager
 def watched(pid: int) -> Generator[Callable[[float], bool]]:
-    """Tells whether a process that is not our child ends within so many seconds; kills it at last."""
+    """Return whether a process that is not our child ends within some seconds; kill it otherwise."""
     pidfd = os.pidfd_open(pid)
     try:
         yield lambda seconds: bool(select.select([pidfd], [], [], seconds)[0])
@@ -125,7 +125,7 @@ ENDS: dict[str, Callable[[], object]] = {
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 def test_workers_end_with_their_parent(pipe: Pipe, state: Callable[[], None], end: Callable[[], object]) -> None:
-    """Whatever ends the parent, and whatever they are at; a sibling that does not hold on lives, and holds nobody."""
+    """Workers end however the parent ends and whatever they do; a sibling without `hold` lives, and delays no other."""
     go_read, go_write = os.pipe()
 
     def worker(lifeline: Lifeline) -> None:

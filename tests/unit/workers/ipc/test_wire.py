@@ -64,7 +64,7 @@ def test_same_result_leaves_the_template_out() -> None:
 
 
 def test_a_result_without_a_template_may_have_a_cursor() -> None:
-    """The two are told apart by the cursor's length, also where one of them is empty."""
+    """The cursor's length separates the two, also if one of them is empty."""
     body = only_frame(wire.pack_result(RESULT._replace(cursor=3), b"", b"abc"))[1]
     assert wire.unpack_result(body)[1:] == (b"", b"abc")
     body = only_frame(wire.pack_result(RESULT, b"abc"))[1]

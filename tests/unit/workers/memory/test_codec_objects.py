@@ -171,7 +171,7 @@ def test_nothing_needs_no_memory() -> None:
 
 
 @pytest.mark.parametrize("through", [view, copied])
-@pytest.mark.parametrize("nbytes", [INLINE_PICKLE - 200, INLINE_PICKLE + 1, 1 << 20])
+@pytest.mark.parametrize("nbytes", [INLINE_PICKLE - 300, INLINE_PICKLE + 1, 1 << 20])
 def test_large_pickle_goes_through_memory(through: Any, nbytes: int) -> None:
     """Pickle above the bound is written to the slot, so that the descriptor stays small; it comes back either way."""
     value = {"text": "x" * nbytes, "tensor": torch.arange(5), "array": np.arange(3)}
@@ -224,6 +224,6 @@ def test_template_is_used_for_many_batches() -> None:
 
 
 def test_writing_twice_is_writing_once() -> None:
-    """An encoded batch may be written to more than one place."""
+    """An encoded batch may be written to more than one offset."""
     encoded = Encoder().encode(torch.arange(10))
     assert bytes(write(encoded)) == bytes(write(encoded))

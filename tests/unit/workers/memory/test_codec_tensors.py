@@ -133,7 +133,7 @@ def test_sharing_views_of_other_sizes_stay_aligned() -> None:
     for through in (view, copied):
         assert_same(through(Encoder().encode(value)), value)
     some_bytes, some_floats, _ = round_trip(value)
-    some_bytes[3:7] = 0  # the first float's place
+    some_bytes[3:7] = 0  # where the first float is
     assert some_floats.tolist() == [0.0, 3.0]
 
 
@@ -147,7 +147,7 @@ def test_storage_itself_stays_shared() -> None:
 
 
 def test_identity_is_kept() -> None:
-    """One tensor at two places is one tensor at two places."""
+    """A tensor that occurs twice in a batch is decoded as one tensor."""
     tensor = torch.arange(3)
     got = round_trip([tensor, {"again": tensor}])
     assert got[0] is got[1]["again"]

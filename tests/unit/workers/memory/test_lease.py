@@ -25,7 +25,7 @@ def test_anchor_is_a_window() -> None:
 
 
 def test_anchor_keeps_the_mapping() -> None:
-    """The memory stays as long as the anchor, whoever else has let go of it."""
+    """The memory is mapped as long as the anchor lives, even if nothing else refers to it."""
     base = memory()
     base[0] = 9
     anchor = make_anchor(base, 0, 10)
@@ -54,7 +54,7 @@ def test_lease_tells_once_what_was_released() -> None:
 
 
 def test_a_dropped_lease_tells_nothing() -> None:
-    """Nobody hears of the release of a lease that was forgotten before."""
+    """The release of a lease that was dropped before is not reported."""
     released: deque[Lease] = deque()
     anchor: Anchor = make_anchor(memory(), 0, 16)
     lease = make_lease(anchor, released.append, 0, 0)

@@ -22,11 +22,11 @@ def test_a_view_of_memory_has_dtype_and_shape() -> None:
 
 
 def test_a_leaf_knows_its_place() -> None:
-    """A leaf's place is told once its offset is known."""
+    """A leaf's spec is made once its offset is known."""
     leaf = dense_leaf((2, 3), torch.int64, 48, lambda memory, offset: None)
-    place = leaf.place(128)
-    assert isinstance(place, Dense)
-    assert (place.offset, place.shape, DTYPES[place.dtype], leaf.nbytes) == (128, (2, 3), torch.int64, 48)
+    spec = leaf.spec(128)
+    assert isinstance(spec, Dense)
+    assert (spec.offset, spec.shape, DTYPES[spec.dtype], leaf.nbytes) == (128, (2, 3), torch.int64, 48)
 
 
 def test_an_empty_leaf_writes_nothing() -> None:

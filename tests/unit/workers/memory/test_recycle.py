@@ -33,7 +33,7 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def test_piece_comes_back_when_its_last_view_dies() -> None:
-    """A slice holds the whole piece; once it is gone the same memory is given again."""
+    """A slice keeps the block in use; once it is gone the same memory is used again."""
     recycler = Recycler()
     first = torch.frombuffer(recycler.take(8192), dtype=torch.uint8)
     place, view = address(first), first[10:20]
@@ -112,7 +112,7 @@ def assert_same_batch(got: Any, expected: Any) -> None:
 
 @pytest.mark.usefixtures("large")
 def test_large_batches_share_two_pieces() -> None:
-    """A consumer that holds one batch while the next is made sees two addresses in turn, however many batches."""
+    """A consumer that holds one batch while the next is made gets two alternating addresses, however many batches."""
     collate = recycling_collate()
     seen, batch = set(), None
     for i in range(20):

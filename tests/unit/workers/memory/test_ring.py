@@ -161,7 +161,7 @@ def test_lending_stops_before_the_tasks_run_out_of_slots() -> None:
 
 
 def test_lease_covers_what_the_batch_needs_and_no_more() -> None:
-    """The anchor is exactly as long as the batch, at the slot's place in the ring."""
+    """The anchor is exactly as long as the batch, at the slot's offset in the ring."""
     ring = new_ring()
     ring.take()
     slot = ring.take()
@@ -196,7 +196,7 @@ def test_stale_release_is_ignored() -> None:
 
 
 def test_release_of_an_older_generation_is_ignored() -> None:
-    """A release that comes late, when its slot is lent anew, does not take the slot from its new holder."""
+    """A stale release, after its slot was lent again, does not free the slot."""
     ring = new_ring()
     batch = lend(ring)
     (old,) = ring._leases.values()
@@ -227,7 +227,7 @@ def test_retired_slots_count_as_lent() -> None:
 
 
 def test_a_view_that_died_before_the_fork_is_not_retired() -> None:
-    """A slot that nobody looks into when the process forks stays in use."""
+    """A slot without views at the time of a fork stays in use."""
     ring = new_ring()
     batch = lend(ring)
     del batch
@@ -360,7 +360,7 @@ def test_oneoff_segment_lives_as_long_as_its_view() -> None:
 
 
 def test_repr_counts_the_slots() -> None:
-    """The repr tells sizes and states."""
+    """The repr shows sizes and states."""
     ring = new_ring()
     batch = lend(ring)
     assert repr(ring) == "<Ring 0: 5 slots x 4096 bytes, 4 free, 1 leased, 0 retired>"

@@ -13,59 +13,59 @@ from asyncloader.workers.ipc import wire
 from asyncloader.workers.memory import segment
 from asyncloader.workers.memory.layout import HEADROOM, PAGE, grown_slot_bytes, slot_count
 from asyncloader.workers.memory.ring import Ring
-from asyncloader.workers.memory.ring_manager import CREDIT_BYTES, RUN_AHEAD_BYTES, RingKeeper
+from asyncloader.workers.memory.ring_manager import CREDIT_BYTES, RUN_AHEAD_BYTES, RingManager
 
 MIB = 1 << 20
 
 
-def sent(keeper: RingKeeper) -> Ring:
+def sent(manager: RingManager) -> Ring:
     """The ring that the worker is owed, as if sent to it."""
-    ring = keeper.replacement()
+    ring = manager.replacement()
     assert ring is not None
     ring.close_fd()
     return ring
 
 
-def seen(keeper: RingKeeper, seq: int, nbytes: int) -> None:
+def seen(manager: RingManager, seq: int, nbytes: int) -> None:
     """A batch of this size came, which did not fit into its slot."""
-    keeper.assign(0, seq)
-    keeper.answered(0, seq, wire.ONEOFF, nbytes)
+    manager.assign(0, seq)
+    manager.answered(0, seq, wire.ONEOFF, nbytes)
 
 
 @pytest.fixture
-def keeper() -> Iterator[RingKeeper]:
-    keeper = RingKeeper(credits=257, ring_bytes=None, least_credits=2)
-    yield keeper
-    keeper.close()
+def manager() -> Iterator[RingManager]:
+    manager = RingManager(credits=257, ring_bytes=None, least_credits=2)
+    yield manager
+    manager.close()
 
 
-def test_small_batches_have_a_slot_for_every_credit(keeper: RingKeeper) -> None:
+def test_small_batches_have_a_slot_for_every_credit(manager: RingManager) -> None:
     """Before a batch was seen, and while they are small, all credits are there."""
-    assert keeper.credits == 257
-    ring = sent(keeper)
+    assert manager.credits == 257
+    ring = sent(manager)
     assert (ring.slots, ring.credits) == (slot_count(257), 257)
 
 
-def test_credits_are_given_up_for_large_batches(keeper: RingKeeper) -> None:
+def test_credits_are_given_up_for_large_batches(manager: RingManager) -> None:
     """As batches grow, as many as fit into `CREDIT_BYTES` are kept, at last the least; all slots stay within that."""
-    sent(keeper)
+    sent(manager)
     for seq, (nbytes, credits) in enumerate({MIB // 2: 257, MIB: 227, 10 * MIB: 22, 100 * MIB: 2}.items()):
-        seen(keeper, seq, nbytes)
-        assert keeper.credits == credits  # before the new ring is there
-        ring = sent(keeper)
+        seen(manager, seq, nbytes)
+        assert manager.credits == credits  # before the new ring is there
+        ring = sent(manager)
         assert (ring.slots, ring.slot_bytes) == (credits + HEADROOM, grown_slot_bytes(nbytes))
         assert credits == 2 or credits * ring.slot_bytes <= CREDIT_BYTES
 
 
 def test_what_runs_ahead_has_memory_of_its_own() -> None:
     """Beside the credits."""
-    keeper = RingKeeper(credits=40, ring_bytes=None, run_ahead=16, least_credits=2)
-    sent(keeper)
-    seen(keeper, 0, 20 * MIB)
-    assert (keeper.credits, keeper.run_ahead) == (11, 2)
-    ring = sent(keeper)
+    manager = RingManager(credits=40, ring_bytes=None, run_ahead=16, least_credits=2)
+    sent(manager)
+    seen(manager, 0, 20 * MIB)
+    assert (manager.credits, manager.run_ahead) == (11, 2)
+    ring = sent(manager)
     assert 2 * ring.slot_bytes <= RUN_AHEAD_BYTES
-    keeper.close()
+    manager.close()
 
 
 @settings(deadline=None, max_examples=80)
@@ -82,33 +82,33 @@ def test_ring_bytes_is_a_bound_whatever_the_credits(
     """No ring is larger than `ring_bytes`, however batches grow; the credits fall, and never below the least; they come
     before what runs ahead.
     """
-    keeper = RingKeeper(least + extra, pages * PAGE, run_ahead, least_credits=least)
-    before = keeper.credits
+    manager = RingManager(least + extra, pages * PAGE, run_ahead, least_credits=least)
+    before = manager.credits
     for seq, nbytes in enumerate([1, *sizes]):
-        ring = keeper.replacement()
+        ring = manager.replacement()
         if ring is not None:
             ring.close_fd()
             assert ring.nbytes <= pages * PAGE
-            assert ring.slots == slot_count(keeper.credits) + keeper.run_ahead
-        assert least <= keeper.credits <= before
-        assert keeper.credits == least + extra or not keeper.run_ahead
-        before = keeper.credits
-        _, slot = keeper.assign(0, seq)
-        assert keeper.ring is not None
-        fits = slot >= 0 and nbytes <= keeper.ring.slot_bytes
-        keeper.answered(0, seq, slot if fits else wire.ONEOFF, nbytes)
+            assert ring.slots == slot_count(manager.credits) + manager.run_ahead
+        assert least <= manager.credits <= before
+        assert manager.credits == least + extra or not manager.run_ahead
+        before = manager.credits
+        _, slot = manager.assign(0, seq)
+        assert manager.ring is not None
+        fits = slot >= 0 and nbytes <= manager.ring.slot_bytes
+        manager.answered(0, seq, slot if fits else wire.ONEOFF, nbytes)
         if fits:
-            keeper.ring.give_back(slot)
-    keeper.close()
+            manager.ring.give_back(slot)
+    manager.close()
 
 
-def test_too_little_memory_takes_the_extra_credits_first(keeper: RingKeeper, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_takes_the_extra_credits_first(manager: RingManager, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the machine cannot hold the rings, those of the least credits are asked for; only then is it an error."""
-    sent(keeper)
-    seen(keeper, 0, 10 * MIB)
+    sent(manager)
+    seen(manager, 0, 10 * MIB)
     monkeypatch.setattr(segment, "memory_limit", lambda: (100 * MIB, "a test says so"))
-    assert sent(keeper).slots == slot_count(2)
-    assert keeper.credits == 2
-    seen(keeper, 1, 60 * MIB)
+    assert sent(manager).slots == slot_count(2)
+    assert manager.credits == 2
+    seen(manager, 1, 60 * MIB)
     with pytest.raises(RingMemoryError):
-        keeper.replacement()
+        manager.replacement()

@@ -9,99 +9,99 @@ from asyncloader.errors import RingMemoryError
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.memory.layout import FIRST_SLOT_BYTES, PAGE, grown_slot_bytes, slot_count
 from asyncloader.workers.memory.ring import Ring
-from asyncloader.workers.memory.ring_manager import RUN_AHEAD_BYTES, RingKeeper
+from asyncloader.workers.memory.ring_manager import RUN_AHEAD_BYTES, RingManager
 from asyncloader.workers.memory.segment import memory_limit
 
 
 @pytest.fixture
-def keeper() -> Iterator[RingKeeper]:
-    keeper = RingKeeper(credits=2, ring_bytes=None)
-    yield keeper
-    keeper.close()
+def manager() -> Iterator[RingManager]:
+    manager = RingManager(credits=2, ring_bytes=None)
+    yield manager
+    manager.close()
 
 
-def sent(keeper: RingKeeper) -> Ring:
+def sent(manager: RingManager) -> Ring:
     """The ring that the worker is owed, as if sent to it."""
-    ring = keeper.replacement()
+    ring = manager.replacement()
     assert ring is not None
     ring.close_fd()
     return ring
 
 
-def test_first_ring_is_small_and_owed_once(keeper: RingKeeper) -> None:
+def test_first_ring_is_small_and_owed_once(manager: RingManager) -> None:
     """Nothing is made before the first task; then one small ring, once."""
-    assert (keeper.ring, keeper.nbytes) == (None, 0)
-    ring = sent(keeper)
+    assert (manager.ring, manager.nbytes) == (None, 0)
+    ring = sent(manager)
     assert (ring.slots, ring.slot_bytes, ring.credits, ring.number) == (slot_count(2), FIRST_SLOT_BYTES, 2, 0)
-    assert keeper.nbytes == ring.nbytes
-    assert keeper.replacement() is None
+    assert manager.nbytes == ring.nbytes
+    assert manager.replacement() is None
 
 
-def test_answer_in_a_slot_leaves_it_to_the_reader(keeper: RingKeeper) -> None:
+def test_answer_in_a_slot_leaves_it_to_the_reader(manager: RingManager) -> None:
     """The ring comes back with the answer; the slot is still taken until the batch is opened or discarded."""
-    ring = sent(keeper)
-    number, slot = keeper.assign(0, 0)
+    ring = sent(manager)
+    number, slot = manager.assign(0, 0)
     assert (number, slot) == (0, 0)
-    assert keeper.answered(0, 0, slot, 100) is ring
+    assert manager.answered(0, 0, slot, 100) is ring
     assert not ring.idle
     ring.give_back(slot)
     assert ring.idle
 
 
 @pytest.mark.parametrize(("slot", "nbytes"), [(wire.NO_SLOT, 0), (wire.ONEOFF, 10)])
-def test_an_unused_slot_comes_back_with_the_answer(keeper: RingKeeper, slot: int, nbytes: int) -> None:
+def test_an_unused_slot_comes_back_with_the_answer(manager: RingManager, slot: int, nbytes: int) -> None:
     """A batch without bytes, an error, or a one-off segment did not use the slot."""
-    ring = sent(keeper)
-    keeper.assign(0, 0)
-    assert keeper.answered(0, 0, slot, nbytes) is None
+    ring = sent(manager)
+    manager.assign(0, 0)
+    assert manager.answered(0, 0, slot, nbytes) is None
     assert ring.idle
 
 
-def test_task_without_a_slot_says_so(keeper: RingKeeper) -> None:
+def test_task_without_a_slot_says_so(manager: RingManager) -> None:
     """When no slot is free the task goes without one, and its answer is no trouble."""
-    ring = sent(keeper)
-    slots = [keeper.assign(0, seq)[1] for seq in range(ring.slots)]
+    ring = sent(manager)
+    slots = [manager.assign(0, seq)[1] for seq in range(ring.slots)]
     assert sorted(slots) == list(range(ring.slots))
-    assert keeper.assign(0, 99) == (0, wire.NO_SLOT)
-    assert keeper.answered(0, 99, wire.ONEOFF, 10) is None
+    assert manager.assign(0, 99) == (0, wire.NO_SLOT)
+    assert manager.answered(0, 99, wire.ONEOFF, 10) is None
     assert ring.take() is None
 
 
-def test_ring_grows_to_the_batch_that_did_not_fit(keeper: RingKeeper) -> None:
+def test_ring_grows_to_the_batch_that_did_not_fit(manager: RingManager) -> None:
     """After a batch too large for its slot, the next ring has slots for it, and another number."""
-    sent(keeper)
-    keeper.assign(0, 0)
-    keeper.answered(0, 0, wire.ONEOFF, 1 << 20)
-    ring = sent(keeper)
+    sent(manager)
+    manager.assign(0, 0)
+    manager.answered(0, 0, wire.ONEOFF, 1 << 20)
+    ring = sent(manager)
     assert (ring.number, ring.slot_bytes) == (1, grown_slot_bytes(1 << 20))
-    assert keeper.replacement() is None
+    assert manager.replacement() is None
 
 
-def test_a_small_oneoff_does_not_grow_the_ring(keeper: RingKeeper) -> None:
+def test_a_small_oneoff_does_not_grow_the_ring(manager: RingManager) -> None:
     """A batch that went one-off only because no slot was free asks for no larger ring."""
-    sent(keeper)
-    keeper.assign(0, 0)
-    keeper.answered(0, 0, wire.ONEOFF, 10)
-    assert keeper.replacement() is None
+    sent(manager)
+    manager.assign(0, 0)
+    manager.answered(0, 0, wire.ONEOFF, 10)
+    assert manager.replacement() is None
 
 
-def test_growth_takes_the_largest_of_several(keeper: RingKeeper) -> None:
+def test_growth_takes_the_largest_of_several(manager: RingManager) -> None:
     """Several large answers before the next task make one new ring, for the largest of them."""
-    sent(keeper)
+    sent(manager)
     for seq, nbytes in enumerate([1 << 20, 1 << 22, 1 << 21]):
-        keeper.assign(0, seq)
-        keeper.answered(0, seq, wire.ONEOFF, nbytes)
-    assert sent(keeper).slot_bytes == grown_slot_bytes(1 << 22)
+        manager.assign(0, seq)
+        manager.answered(0, seq, wire.ONEOFF, nbytes)
+    assert sent(manager).slot_bytes == grown_slot_bytes(1 << 22)
 
 
-def test_old_ring_takes_back_its_own_slots(keeper: RingKeeper) -> None:
+def test_old_ring_takes_back_its_own_slots(manager: RingManager) -> None:
     """A task given before the growth is answered in the old ring, whose slot goes back to it."""
-    old = sent(keeper)
-    keeper.assign(0, 0)
-    _, slot = keeper.assign(0, 1)
-    keeper.answered(0, 0, wire.ONEOFF, 1 << 20)
-    new = sent(keeper)
-    assert keeper.answered(0, 1, slot, 50) is old
+    old = sent(manager)
+    manager.assign(0, 0)
+    _, slot = manager.assign(0, 1)
+    manager.answered(0, 0, wire.ONEOFF, 1 << 20)
+    new = sent(manager)
+    assert manager.answered(0, 1, slot, 50) is old
     old.give_back(slot)
     assert old.idle
     assert new.idle
@@ -109,20 +109,20 @@ def test_old_ring_takes_back_its_own_slots(keeper: RingKeeper) -> None:
 
 def test_ring_bytes_bounds_every_ring() -> None:
     """With ring_bytes the ring has that size from the start and never grows beyond it."""
-    keeper = RingKeeper(credits=2, ring_bytes=100 * PAGE)
-    ring = sent(keeper)
+    manager = RingManager(credits=2, ring_bytes=100 * PAGE)
+    ring = sent(manager)
     assert ring.slot_bytes == 100 // slot_count(2) * PAGE
     assert ring.nbytes <= 100 * PAGE
-    keeper.assign(0, 0)
-    keeper.answered(0, 0, wire.ONEOFF, 1 << 30)
-    assert keeper.replacement() is None
-    keeper.close()
+    manager.assign(0, 0)
+    manager.answered(0, 0, wire.ONEOFF, 1 << 30)
+    assert manager.replacement() is None
+    manager.close()
 
 
 def test_ring_bytes_that_can_never_fit_is_refused_at_once() -> None:
     """The error comes before anything is made, and names the option and its value."""
     with pytest.raises(RingMemoryError, match=r"ring_bytes=1152921504606846976") as caught:
-        RingKeeper(credits=2, ring_bytes=1 << 60)
+        RingManager(credits=2, ring_bytes=1 << 60)
     assert caught.value.wanted == 1 << 60
 
 
@@ -130,9 +130,9 @@ def test_rings_of_all_workers_are_counted() -> None:
     """What one worker could have, two may not: the rings are refused together, with the numbers."""
     room, _ = memory_limit()
     assert room is not None
-    RingKeeper(credits=2, ring_bytes=room * 6 // 10).close()
+    RingManager(credits=2, ring_bytes=room * 6 // 10).close()
     with pytest.raises(RingMemoryError, match=rf"2 rings of ring_bytes={room * 6 // 10}") as caught:
-        RingKeeper(credits=2, ring_bytes=room * 6 // 10, workers=2)
+        RingManager(credits=2, ring_bytes=room * 6 // 10, workers=2)
     assert caught.value.wanted == 2 * (room * 6 // 10)
     assert caught.value.limit is not None
     assert caught.value.limit < caught.value.wanted
@@ -140,76 +140,76 @@ def test_rings_of_all_workers_are_counted() -> None:
 
 def test_ring_that_could_not_be_filled_is_not_made() -> None:
     """A ring that follows its batches is refused when the credits' worth of them, for all workers, has no room."""
-    keeper = RingKeeper(credits=2, ring_bytes=None, workers=4)
-    sent(keeper)
+    manager = RingManager(credits=2, ring_bytes=None, workers=4)
+    sent(manager)
     room, _ = memory_limit()
     assert room is not None
-    keeper.assign(0, 0)
-    keeper.answered(0, 0, wire.ONEOFF, room // 4)
+    manager.assign(0, 0)
+    manager.answered(0, 0, wire.ONEOFF, room // 4)
     with pytest.raises(RingMemoryError, match="4 rings for 2 batches of"):
-        keeper.replacement()
-    keeper.close()
+        manager.replacement()
+    manager.close()
 
 
-def test_worn_ring_is_replaced(keeper: RingKeeper) -> None:
+def test_worn_ring_is_replaced(manager: RingManager) -> None:
     """A ring that could never lend again makes way for a fresh one of the same size."""
-    ring = sent(keeper)
+    ring = sent(manager)
     held: list[object] = []
     while ring.may_lend():
-        _, slot = keeper.assign(0, len(held))
-        keeper.answered(0, len(held), slot, 10)
+        _, slot = manager.assign(0, len(held))
+        manager.answered(0, len(held), slot, 10)
         held.append(ring.lend(slot, 10))
-    assert keeper.replacement() is None
+    assert manager.replacement() is None
     ring.retire()
-    fresh = sent(keeper)
+    fresh = sent(manager)
     assert (fresh.number, fresh.slot_bytes) == (1, ring.slot_bytes)
-    assert keeper.replacement() is None
+    assert manager.replacement() is None
 
 
-def test_void_returns_the_slots_of_every_task(keeper: RingKeeper) -> None:
+def test_void_returns_the_slots_of_every_task(manager: RingManager) -> None:
     """A worker whose dataset ended answers none of its tasks: all their slots are free."""
-    ring = sent(keeper)
+    ring = sent(manager)
     for seq in range(3):
-        keeper.assign(0, seq)
-    keeper.void()
+        manager.assign(0, seq)
+    manager.void()
     assert ring.idle
-    keeper.void()
+    manager.void()
     assert len(ring._free) == ring.slots
 
 
-def test_reset_done_returns_the_slots_of_older_epochs_only(keeper: RingKeeper) -> None:
+def test_reset_done_returns_the_slots_of_older_epochs_only(manager: RingManager) -> None:
     """Tasks of the new epoch may have been given before the worker said that it dropped the old ones."""
-    ring = sent(keeper)
-    keeper.assign(0, 0)
-    keeper.assign(0, 1)
-    _, slot = keeper.assign(1, 0)
-    keeper.reset_done(1)
+    ring = sent(manager)
+    manager.assign(0, 0)
+    manager.assign(0, 1)
+    _, slot = manager.assign(1, 0)
+    manager.reset_done(1)
     assert len(ring._free) == ring.slots - 1
-    assert keeper.answered(1, 0, slot, 10) is ring
+    assert manager.answered(1, 0, slot, 10) is ring
 
 
-def test_late_answer_after_reset_frees_nothing_twice(keeper: RingKeeper) -> None:
-    """A slot that came back with the reset does not come back again with a late answer."""
-    ring = sent(keeper)
-    _, slot = keeper.assign(0, 0)
-    keeper.reset_done(1)
-    assert keeper.answered(0, 0, slot, 10) is None
+def test_late_answer_after_reset_frees_nothing_twice(manager: RingManager) -> None:
+    """A slot that was freed by the reset is not freed again by a late answer."""
+    ring = sent(manager)
+    _, slot = manager.assign(0, 0)
+    manager.reset_done(1)
+    assert manager.answered(0, 0, slot, 10) is None
     assert len(ring._free) == ring.slots
 
 
 def test_close_closes_the_descriptor() -> None:
-    """A ring that was never sent is let go of with its descriptor; views stay valid, and its size is still told."""
-    keeper = RingKeeper(credits=1, ring_bytes=None)
-    ring = keeper.replacement()
+    """`close` releases a ring that was never sent, and its descriptor; views stay valid, and its size is kept."""
+    manager = RingManager(credits=1, ring_bytes=None)
+    ring = manager.replacement()
     assert ring is not None
     fd = ring.fd
     assert fd is not None
-    view = ring.lend(keeper.assign(0, 0)[1], 4)
-    keeper.close()
+    view = ring.lend(manager.assign(0, 0)[1], 4)
+    manager.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
-    assert keeper.ring is None
-    assert keeper.nbytes == ring.nbytes
+    assert manager.ring is None
+    assert manager.nbytes == ring.nbytes
     assert view.raw == bytes(4)
 
 
@@ -217,20 +217,20 @@ def test_close_closes_the_descriptor() -> None:
 
 
 @pytest.fixture
-def ahead() -> Iterator[RingKeeper]:
-    keeper = RingKeeper(credits=2, ring_bytes=None, run_ahead=16)
-    yield keeper
-    keeper.close()
+def ahead() -> Iterator[RingManager]:
+    manager = RingManager(credits=2, ring_bytes=None, run_ahead=16)
+    yield manager
+    manager.close()
 
 
-def test_batches_that_run_ahead_have_slots(ahead: RingKeeper) -> None:
+def test_batches_that_run_ahead_have_slots(ahead: RingManager) -> None:
     """The ring has as many slots more, and its headroom stays."""
     ring = sent(ahead)
     assert (ring.slots, ring.credits) == (slot_count(2) + 16, 2 + 16)
     assert ahead.run_ahead == 16
 
 
-def test_slots_for_running_ahead_are_given_up_for_large_batches(ahead: RingKeeper) -> None:
+def test_slots_for_running_ahead_are_given_up_for_large_batches(ahead: RingManager) -> None:
     """As batches grow, those that run ahead are bounded by memory: fewer, at last none; the credits keep theirs."""
     sent(ahead)
     expected = {1 << 20: 16, 7 << 20: 8, 30 << 20: 1, 100 << 20: 0}
@@ -244,7 +244,7 @@ def test_slots_for_running_ahead_are_given_up_for_large_batches(ahead: RingKeepe
         assert run_ahead * ring.slot_bytes <= RUN_AHEAD_BYTES
 
 
-def test_running_ahead_does_not_come_back(ahead: RingKeeper) -> None:
+def test_running_ahead_does_not_come_back(ahead: RingManager) -> None:
     """Small batches after a large one change nothing: the slots are large, and stay as many."""
     sent(ahead)
     ahead.answered(0, 0, wire.ONEOFF, 30 << 20)
@@ -259,28 +259,28 @@ def test_running_ahead_does_not_come_back(ahead: RingKeeper) -> None:
 @pytest.mark.parametrize("pages", [8, 9, 10, 25, 100, 1000])
 def test_ring_bytes_is_a_bound_whatever_runs_ahead(pages: int, run_ahead: int) -> None:
     """No ring is larger than `ring_bytes`, from the first one on, however batches grow; credits keep their slots."""
-    keeper = RingKeeper(credits=2, ring_bytes=pages * PAGE, run_ahead=run_ahead)
+    manager = RingManager(credits=2, ring_bytes=pages * PAGE, run_ahead=run_ahead)
     before = run_ahead
     for seq in range(40):
-        ring = keeper.replacement()
+        ring = manager.replacement()
         if ring is not None:
             ring.close_fd()
             assert ring.nbytes <= pages * PAGE
-            assert ring.slots == slot_count(2) + keeper.run_ahead
-        assert 0 <= keeper.run_ahead <= before
-        before = keeper.run_ahead
-        keeper.assign(0, seq)
-        keeper.answered(0, seq, wire.ONEOFF, 100 << seq // 2)
-    keeper.close()
+            assert ring.slots == slot_count(2) + manager.run_ahead
+        assert 0 <= manager.run_ahead <= before
+        before = manager.run_ahead
+        manager.assign(0, seq)
+        manager.answered(0, seq, wire.ONEOFF, 100 << seq // 2)
+    manager.close()
 
 
 def test_without_running_ahead_nothing_changes() -> None:
     """`run_ahead` 0 is the ring of torch mode, with a bound and without."""
     for ring_bytes in (None, 100 * PAGE):
-        one, other = RingKeeper(2, ring_bytes), RingKeeper(2, ring_bytes, 0)
+        one, other = RingManager(2, ring_bytes), RingManager(2, ring_bytes, 0)
         assert one.run_ahead == other.run_ahead == 0
-        for keeper in (one, other):
-            sent(keeper)
+        for manager in (one, other):
+            sent(manager)
         assert (one.nbytes, one.ring and one.ring.slots) == (other.nbytes, slot_count(2))
         one.close()
         other.close()

@@ -1,4 +1,4 @@
-"""User code that cancels itself, or awaits what was cancelled, has failed: an error in its place, and no silence."""
+"""User code that cancels itself, or awaits something cancelled, has failed: its batch is answered by an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORKERS = [0, 1]
 
 
 async def awaits_cancelled() -> None:
-    """As a client does whose connection another task has closed."""
+    """Await a cancelled task, like a client whose connection another task has closed."""
     task = asyncio.ensure_future(asyncio.sleep(1))
     task.cancel()
     await task
@@ -32,7 +32,7 @@ class Rows(Dataset[Any]):
 
 
 class Stream:
-    """Four batches of two, the second of which cannot be read."""
+    """A stream of four batches of two; the second one cannot be read."""
 
     async def __aiter__(self) -> AsyncIterator[int]:
         for number in range(8):
@@ -58,7 +58,7 @@ class GoesOn(Stream):
 
 
 class Opens(Rows):
-    """Cannot be opened."""
+    """A dataset whose context cannot be entered."""
 
     async def __aenter__(self) -> Self:
         await awaits_cancelled()
@@ -69,7 +69,7 @@ class Opens(Rows):
 
 
 class Pooled(Dataset[int]):
-    """A blocking dataset that asks a pool of its own, which was shut down meanwhile."""
+    """A blocking dataset that uses an executor of its own, which was shut down meanwhile."""
 
     def __len__(self) -> int:
         return 8
@@ -114,7 +114,7 @@ def shown(got: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_an_error_in_its_place(kind: str, workers: int, name: str) -> None:
-    """It is raised once, where the batch would have been; the other batches come, and the epoch ends."""
+    """The error is raised once, instead of the batch; the other batches are delivered, and the epoch ends."""
     make, options, expected = MISTAKES[name]
     got = outcomes(kind, make(), **{"batch_size": 2, "num_workers": workers, **options})
     assert shown(got) == expected
@@ -122,6 +122,6 @@ def test_an_error_in_its_place(kind: str, workers: int, name: str) -> None:
 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_a_blocking_dataset(workers: int) -> None:
-    """Its error does not pass for a cancellation of the task that iterates."""
+    """The error is not mistaken for a cancellation of the task that iterates."""
     got = outcomes("asyncio", Pooled(), batch_size=2, num_workers=workers)
     assert [each.tolist() if isinstance(each, torch.Tensor) else None for each in got] == [[0, 1], None, [4, 5], [6, 7]]
