@@ -278,7 +278,7 @@ def test_the_constructors_refusals() -> None:
 
 def test_a_refused_position_leaves_the_epoch_as_it_was() -> None:
     """The epoch was set to know its length; it is set back."""
-    loader = DataLoader(list(range(10)), batch_size=2, seed=1, shuffle=True)
+    loader = DataLoader(Rows(10), batch_size=2, seed=1, shuffle=True)
     state = loader.state_dict()
     with pytest.raises(StateError, match="9 batches of an epoch"):
         loader.load_state_dict({**state, "epoch": 3, "step": 9})
