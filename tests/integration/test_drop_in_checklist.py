@@ -25,7 +25,7 @@ from asyncloader import AsyncDataLoader, DataLoader
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import AsyncNumbers, CountedStream, Images, Numbers, Pids, UnevenStream, collate_strings
 from tests.integration.frameworks import DictCopy, DictCopyOfTorchsType, OneIteratorForAllEpochs, epoch, public, rebuilt
-from tests.integration.running import Deaths, collect, run_async
+from tests.integration.running import Deaths, await_our_threads, collect, run_async
 from tests.torch_versions import needs_torch
 
 BOTH_CLASSES = pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
@@ -384,6 +384,7 @@ def test_point_09_the_dict_may_be_copied(wrapper: Any, persistent: bool, used: b
     deaths = Deaths(first if persistent else [])
     del loader
     deaths.wait()
+    await_our_threads()  # one of them reaps the processes
     assert not multiprocessing.active_children()
 
 

@@ -30,6 +30,12 @@ EXIT_SECONDS = 1.5
 """Seconds that `__aexit__` may take. A worker that was asked to end is terminated after two seconds."""
 
 
+# Event loops refer to their tasks weakly. A context may be part of a reference cycle, as an iterator in an error's
+# traceback is: then the collector would close its task's coroutine, wherever it runs. So the tasks are kept here, and
+# the loop ends them when the iterator's finalizer asks for it.
+_entered: set[asyncio.Task[None]] = set()
+
+
 def context_managers(dataset: Any) -> list[Any]:
     """Return the async context managers of a dataset: itself, or the datasets that it is a view of; each once."""
     found: list[Any] = []
@@ -91,6 +97,8 @@ class DatasetContext:
             self._loop = asyncio.get_running_loop()
             self._opened, self._leave = self._loop.create_future(), asyncio.Event()
             self._task = self._loop.create_task(self._hold(self._opened, self._leave))
+            _entered.add(self._task)
+            self._task.add_done_callback(_entered.discard)
         # Shielded: a task that waits here may be cancelled while others still wait.
         await asyncio.shield(self._opened)
 

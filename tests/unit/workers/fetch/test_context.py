@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any, Self
 
 import pytest
@@ -138,3 +139,33 @@ async def test_a_cancelled_waiter_leaves_it_to_the_others() -> None:
     assert one.cancelled()
     assert len(dataset.entered) == 1
     await context.close()
+
+
+async def test_a_context_in_a_reference_cycle_is_exited_by_its_own_task() -> None:
+    """Its owner is collected as garbage and asks for the end; the collector does not end the task by itself."""
+    exited: asyncio.Future[tuple[int, bool]] = asyncio.get_running_loop().create_future()
+
+    class Notes(Opens):
+        async def __aenter__(self) -> Self:
+            self.task = id(asyncio.current_task())
+            return self
+
+        async def __aexit__(self, *error: object) -> None:
+            await asyncio.sleep(0)
+            exited.set_result((id(asyncio.current_task()), error[0] is None))
+
+    class Owner:
+        def __init__(self, context: DatasetContext) -> None:
+            self.context = context
+            self.itself = self
+
+        def __del__(self) -> None:
+            self.context.close_soon()
+
+    dataset = Notes()
+    context = DatasetContext(dataset)
+    await context.open()
+    owner = Owner(context)
+    del context, owner
+    gc.collect()
+    assert await asyncio.wait_for(exited, 30) == (dataset.task, True)
