@@ -9,33 +9,21 @@ from __future__ import annotations
 import asyncio
 import copy
 import weakref
-from collections.abc import Callable
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
-from torch.utils.data import Dataset
 
 from asyncloader.clone import constructor_arguments
-from asyncloader.delivery.transfer import DEFAULT_PREFETCH_DEVICE, DeviceLike, kept_rings_of
+from asyncloader.delivery.transfer import kept_rings_of
 from asyncloader.epoch.async_inline import AsyncInlineIterator
 from asyncloader.epoch.async_iterator import AsyncLoaderIterator
 from asyncloader.epoch.plan import EpochPlan, TorchIterator, epoch_plan
 from asyncloader.epoch.thread_workers import has_thread_workers, refusal
 from asyncloader.errors import LoaderClosed
 from asyncloader.explain import explain
-from asyncloader.options import (
-    DEFAULT_CONCURRENCY,
-    DEFAULT_MAX_BAD_SAMPLES,
-    DEFAULT_RUN_AHEAD,
-    OPTION_NAMES,
-    OUR_OPTION_NAMES,
-    BadSamples,
-    LoaderSpec,
-    OnError,
-)
+from asyncloader.options import OPTION_NAMES, OUR_OPTION_NAMES, LoaderOptions, LoaderSpec, own_constructor
 from asyncloader.overridable import OverridableProperty
 from asyncloader.samplers.async_sampler import feedback_target
-from asyncloader.samplers.distributed import OnUneven
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress
 from asyncloader.statistics import Statistics
@@ -64,22 +52,14 @@ _RUNNING = frozenset(
 )
 
 
-class AsyncDataLoader(Generic[T_co]):
+class AsyncDataLoader(LoaderOptions[T_co]):
     """Loads batches in worker processes and gives them to ``async for``.
 
-    Takes all arguments of `torch.utils.data.DataLoader`, with their meanings, defaults and errors; then, by keyword:
-
-    Args:
-        ring_bytes: upper bound of each worker's ring in bytes; default None: it follows the batches seen.
-        concurrency: samples that a worker awaits at a time, for datasets with ``async`` methods; default 256.
-        fetch_threads, decode, decode_threads: see `LoaderSpec`.
-        seed, rank, world_size, on_uneven, resume, snapshot_every_n_steps, run_ahead: see `LoaderSpec`.
-        worker_timeout, max_worker_restarts, on_error, bad_samples, max_bad_samples, worker_memory_limit: ditto.
-        device, prefetch_device, device_transform, static_buffers: ditto.
-
-    The options can be read as attributes under their own names. The dataset may have ``async def __getitem__``,
-    ``async def __getitems__`` or `__aiter__`; `sampler` and `batch_sampler` may be async iterables. With
-    ``num_workers=0`` a blocking dataset is read in one thread of its own, an async one on the running loop.
+    Takes all arguments of `torch.utils.data.DataLoader`, with their meanings, defaults and errors; then, by keyword,
+    asyncloader's own (see the constructor). All can be read as attributes under their own names. The dataset may have
+    ``async def __getitem__``, ``async def __getitems__`` or `__aiter__`; `sampler` and `batch_sampler` may be async
+    iterables. With ``num_workers=0`` a blocking dataset is read in one thread of its own, an async one on the running
+    loop.
 
     Several iterators may run at a time. With ``persistent_workers=True`` the workers outlive an iterator and serve the
     next one, also under another event loop; `aclose` (or ``async with``) ends them. Workers start with the first batch:
@@ -89,90 +69,8 @@ class AsyncDataLoader(Generic[T_co]):
         ValueError, TypeError: options out of range, in torch's words.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset[T_co],
-        batch_size: int | None = 1,
-        shuffle: bool | None = None,
-        sampler: Any = None,
-        batch_sampler: Any = None,
-        num_workers: int = 0,
-        collate_fn: Any = None,
-        pin_memory: bool = False,
-        drop_last: bool = False,
-        timeout: float = 0,
-        worker_init_fn: Any = None,
-        multiprocessing_context: Any = None,
-        generator: torch.Generator | None = None,
-        *,
-        prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
-        pin_memory_device: str = "",
-        in_order: bool = True,
-        ring_bytes: int | None = None,
-        concurrency: int = DEFAULT_CONCURRENCY,
-        fetch_threads: int = 0,
-        decode: Callable[[Any], Any] | None = None,
-        decode_threads: int = 1,
-        seed: int | None = None,
-        rank: int | None = None,
-        world_size: int | None = None,
-        on_uneven: OnUneven = "drop",
-        resume: Literal["exact", "replay"] = "exact",
-        snapshot_every_n_steps: int | None = 1,
-        run_ahead: int = DEFAULT_RUN_AHEAD,
-        worker_timeout: float | None = None,
-        max_worker_restarts: int | None = None,
-        on_error: OnError = "raise",
-        bad_samples: BadSamples = "short",
-        max_bad_samples: int | None = DEFAULT_MAX_BAD_SAMPLES,
-        worker_memory_limit: int | None = None,
-        device: DeviceLike = None,
-        prefetch_device: int = DEFAULT_PREFETCH_DEVICE,
-        device_transform: Callable[[Any], Any] | None = None,
-        static_buffers: bool = False,
-    ) -> None:
-        self._spec: LoaderSpec[Any] = LoaderSpec(
-            dataset,
-            batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,
-            num_workers,
-            collate_fn,
-            pin_memory,
-            drop_last,
-            timeout,
-            worker_init_fn,
-            multiprocessing_context,
-            generator,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-            in_order=in_order,
-            ring_bytes=ring_bytes,
-            concurrency=concurrency,
-            fetch_threads=fetch_threads,
-            decode=decode,
-            decode_threads=decode_threads,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            on_uneven=on_uneven,
-            resume=resume,
-            snapshot_every_n_steps=snapshot_every_n_steps,
-            run_ahead=run_ahead,
-            worker_timeout=worker_timeout,
-            max_worker_restarts=max_worker_restarts,
-            on_error=on_error,
-            bad_samples=bad_samples,
-            max_bad_samples=max_bad_samples,
-            worker_memory_limit=worker_memory_limit,
-            device=device,
-            prefetch_device=prefetch_device,
-            device_transform=device_transform,
-            static_buffers=static_buffers,
-        )
+    def _asyncloader_construct(self, arguments: dict[str, Any]) -> None:
+        self._spec: LoaderSpec[Any] = LoaderSpec(**arguments)
         self._begin()
 
     def _begin(self) -> None:
@@ -366,6 +264,9 @@ class AsyncDataLoader(Generic[T_co]):
     def __repr__(self) -> str:
         spec = self._spec
         return f"<AsyncDataLoader batch_size={spec.batch_size} num_workers={spec.num_workers}>"
+
+
+own_constructor(AsyncDataLoader, "AsyncDataLoader")
 
 
 class _LoaderPoolCache:
