@@ -13,6 +13,7 @@ import torch
 import asyncloader
 from asyncloader import AsyncDataLoader, DataLoader, StatefulDataLoader
 from docs.options import PAGE, filled, meanings
+from tests.integration.datasets import Numbers
 
 REFERENCE = Path(__file__).parent.parent.parent / "docs" / "reference"
 
@@ -50,9 +51,10 @@ def test_options_page_says_what_the_stateful_loader_lacks() -> None:
     missing = inspect.signature(DataLoader).parameters.keys() - inspect.signature(StatefulDataLoader).parameters.keys()
     assert set(re.findall("`([a-z_]+)`", PAGE.read_text().partition("all but those of seeded mode")[2])) == missing
     assert set(re.findall("`([a-z_]+)`", (StatefulDataLoader.__doc__ or "").partition("seeded mode:")[2])) >= missing
+    kind: Any = StatefulDataLoader
     for name in missing:
         with pytest.raises(TypeError, match=rf"^StatefulDataLoader\.__init__\(\) got an unexpected .* '{name}'$"):
-            StatefulDataLoader[int]([1, 2], **{name: None})
+            kind(Numbers(2), **{name: None})
 
 
 @pytest.mark.parametrize("loader", [AsyncDataLoader, DataLoader], ids=lambda loader: loader.__name__)
