@@ -14,11 +14,12 @@ from typing import Any, Self, TypeVar
 import torch
 
 from asyncloader.clone import constructor_arguments
-from asyncloader.delivery.transfer import kept_rings_of
+from asyncloader.delivery.transfer import DeviceTransfer, kept_rings_of, transfer_of
 from asyncloader.epoch.async_inline import AsyncInlineIterator
 from asyncloader.epoch.async_iterator import AsyncLoaderIterator
-from asyncloader.epoch.plan import EpochPlan, TorchIterator, epoch_plan
+from asyncloader.epoch.plan import TorchIterator, check_workers
 from asyncloader.epoch.thread_workers import has_thread_workers, refusal
+from asyncloader.epoch_config import EpochConfig
 from asyncloader.errors import LoaderClosed
 from asyncloader.explain import explain
 from asyncloader.options import OPTION_NAMES, OUR_OPTION_NAMES, LoaderOptions, LoaderSpec, own_constructor
@@ -28,6 +29,7 @@ from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch.sample_errors import BadSample
+from asyncloader.workers.memory.kept_rings import KeptRings
 from asyncloader.workers.pool import WorkerPool
 
 __all__ = ["AsyncDataLoader"]
@@ -82,7 +84,7 @@ class AsyncDataLoader(LoaderOptions[T_co]):
         self._pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
         self._outdated: weakref.WeakSet[WorkerPool] = weakref.WeakSet()  # pools that must not be used for another epoch
         self._newest: weakref.ref[AsyncLoaderIterator | AsyncInlineIterator] | None = None
-        self._kept: tuple[TorchIterator, EpochPlan] | None = None  # what the persistent workers were started with
+        self._kept: tuple[TorchIterator, EpochConfig] | None = None  # what the persistent workers were started with
         self._idle_pool: WorkerPool | None = None
         self._claim: weakref.ref[_LoaderPoolCache] | None = None
         self._closed = False
@@ -134,14 +136,14 @@ class AsyncDataLoader(LoaderOptions[T_co]):
             spec.check_worker_number_rationality()
         with self._keeper.making_iterator():
             if spec.num_workers:
-                iterator = AsyncLoaderIterator(spec, self._statistics, _LoaderPoolCache(self))
+                iterator = AsyncLoaderIterator(self._statistics, _LoaderPoolCache(self))
             else:
                 iterator = AsyncInlineIterator(spec, self._statistics, self._keeper)
         self._newest = weakref.ref(iterator)
         self._iterators.add(iterator)
         return iterator
 
-    def _begin_torch_iter(self, progress: Progress, pool_cache: _LoaderPoolCache) -> tuple[TorchIterator, EpochPlan]:
+    def _begin_torch_iter(self, progress: Progress, pool_cache: _LoaderPoolCache) -> tuple[TorchIterator, EpochConfig]:
         """Make torch's iterator base for an iterator: it draws the same numbers from the same generators as in torch.
 
         Persistent workers keep their base seed and their options, as in torch; only the sampler begins again.
@@ -157,11 +159,11 @@ class AsyncDataLoader(LoaderOptions[T_co]):
             return self._kept
         torch_iter = TorchIterator(self._spec, progress)
         shared_seed = torch_iter._shared_seed
-        plan = epoch_plan(self._spec)
+        check_workers(progress.config)
         progress.base_seed_drawn()
         torch_iter._begin_order(self._spec, progress, first_iter=True)
         torch_iter._shared_seed = shared_seed  # torch, too, draws another one here, and its workers have the first
-        return torch_iter, plan
+        return torch_iter, progress.config
 
     @property
     def _claimant(self) -> _LoaderPoolCache | None:
@@ -272,15 +274,18 @@ own_constructor(AsyncDataLoader, "AsyncDataLoader")
 class _LoaderPoolCache:
     """Begins an iterator's epoch, and passes persistent workers from one iterator to the next; see `PoolCache`."""
 
-    _epoch: tuple[TorchIterator, EpochPlan]
+    _epoch: tuple[TorchIterator, EpochConfig]
 
     def __init__(self, loader: AsyncDataLoader[Any]) -> None:
         self._loader = loader
 
-    def begin_epoch(self) -> tuple[Progress, TorchIterator, EpochPlan]:
+    def begin_epoch(self) -> tuple[Progress, TorchIterator, EpochConfig]:
         progress = self._loader._keeper.begin(self._loader._spec)
         self._epoch = self._loader._begin_torch_iter(progress, self)
         return progress, *self._epoch
+
+    def transfer(self) -> tuple[DeviceTransfer | None, KeptRings | None]:
+        return transfer_of(self._loader._spec), kept_rings_of(self._loader._spec)
 
     @property
     def idle(self) -> bool:
@@ -301,7 +306,7 @@ class _LoaderPoolCache:
 
     def put_back(self, pool: WorkerPool) -> bool:
         loader = self._loader
-        if not loader._spec.persistent_workers or loader._closed or loader._idle_pool is not None:
+        if not self._epoch[1].persistent_workers or loader._closed or loader._idle_pool is not None:
             return False
         if pool.broken or pool in loader._outdated:
             return False

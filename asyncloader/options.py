@@ -34,9 +34,7 @@ from asyncloader.samplers.distributed import OnUneven, rank_view, topology
 from asyncloader.samplers.generators import drawing_generator
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.workers.fetch.assignment_client import assigns_shards
-from asyncloader.workers.fetch.dataset_state import is_stateful
-from asyncloader.workers.fetch.factory import is_async_stream, is_concurrent
-from asyncloader.workers.fetch.seeded_fetch import fetches_batches
+from asyncloader.workers.fetch.factory import is_async_stream
 
 __all__ = [
     "DEFAULTS",
@@ -50,8 +48,8 @@ __all__ = [
     "Resume",
     "async_index_source",
     "default_sampler",
+    "given_options",
     "is_iterable",
-    "max_restarts",
     "most_credits",
     "own_constructor",
 ]
@@ -387,41 +385,21 @@ def is_iterable(spec: LoaderSpec[Any]) -> bool:
     return bool(spec._dataset_kind == DatasetKind.Iterable)
 
 
+def given_options(spec: LoaderSpec[Any]) -> list[str]:
+    """Those of our options that differ from the defaults, as ``name=value``."""
+    given = vars(spec._asyncloader_options)
+    return [f"{name}={value!r}" for name, value in given.items() if value != DEFAULTS[name]]
+
+
 def async_index_source(spec: LoaderSpec[Any]) -> AsyncIndexSource | None:
     """The index sampler if it is an async one, else None."""
     sampler = spec._index_sampler
     return sampler if isinstance(sampler, AsyncIndexSource) else None
 
 
-_SEEDED_RESTARTS = 3
+def most_credits(spec: LoaderSpec[Any], concurrency: int, fetch_threads: int, *, iterable: bool) -> int:  # noqa: ARG001
+    """See `epoch.credits.most_credits`."""
+    from asyncloader.epoch import credits
+    from asyncloader.epoch_config import EpochConfig
 
-
-def max_restarts(given: int | None, *, seeded: bool) -> int:
-    """How often a worker may be replaced in an epoch: as given; by default 3 times in seeded mode, else never."""
-    if given is not None:
-        return given
-    return _SEEDED_RESTARTS if seeded else 0
-
-
-def most_credits(
-    spec: torch.utils.data.DataLoader[Any], concurrency: int, fetch_threads: int, *, iterable: bool
-) -> int:
-    """Most batches that one copy of the dataset may have outstanding, while they are small.
-
-    At least `prefetch_factor` (1 without workers). Not more for streams, which are read one sample after the other; for
-    datasets with a state of their own, which would be saved further ahead; and for batches of unknown size.
-    """
-    least: int = spec.prefetch_factor or 1
-    dataset: Any = spec.dataset
-    in_flight: int = fetch_threads or concurrency
-    if iterable or not is_concurrent(dataset, fetch_threads) or is_stateful(dataset):
-        return least
-    size: Any = spec.batch_size if spec.batch_sampler is None else getattr(spec.batch_sampler, "batch_size", None)
-    if spec.batch_sampler is None and spec.batch_size is None:
-        size = 1
-    if not isinstance(size, int) or size < 1:
-        return least
-    if fetch_threads and spec.batch_sampler is not None and fetches_batches(dataset):
-        size = 1  # one thread fetches a whole batch
-    batches: int = -(-in_flight // size)
-    return max(least, batches + 1)
+    return credits.most_credits(EpochConfig.of(spec))

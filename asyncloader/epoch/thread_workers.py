@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from asyncloader.options import DEFAULTS, LoaderSpec, async_index_source
+from asyncloader.options import LoaderSpec, async_index_source, given_options
 from asyncloader.workers.fetch.factory import is_async_dataset
 
 __all__ = ["ThreadIterator", "has_thread_workers", "refusal"]
@@ -45,8 +45,7 @@ class ThreadIterator(_MultiProcessingDataLoaderIter):
     """
 
     def __init__(self, loader: LoaderSpec[Any]) -> None:
-        given = vars(loader._asyncloader_options)
-        unknown = [f"{name}={value!r}" for name, value in given.items() if value != DEFAULTS[name]]
+        unknown = given_options(loader)
         if is_async_dataset(loader.dataset):
             unknown.append("an async dataset")
         if async_index_source(loader) is not None:

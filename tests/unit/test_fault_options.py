@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import IterableDataset
 
 from asyncloader import AsyncDataLoader, DataLoader
-from asyncloader.options import max_restarts
+from asyncloader.epoch_config import max_restarts
 
 LOADERS = [DataLoader, AsyncDataLoader]
 

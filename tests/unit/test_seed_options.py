@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 from asyncloader import AsyncDataLoader, DataLoader, SeededSampler
+from asyncloader.epoch_config import EpochConfig
 from asyncloader.option_checks import check_options
 from asyncloader.options import DEFAULTS, default_sampler
 from asyncloader.samplers.distributed import (
@@ -234,7 +235,7 @@ def test_what_is_sharded_already_is_not_sharded_again(kind: str, given_topology:
 
 
 def expected(dataset: Any = DATA, **arguments: Any) -> dict[str, Any]:
-    return expectations(DataLoader(dataset, **arguments), iterable=isinstance(dataset, IterableDataset))
+    return expectations(EpochConfig.of(DataLoader(dataset, **arguments)))
 
 
 def test_what_a_state_names() -> None:
