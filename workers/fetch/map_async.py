@@ -62,12 +62,11 @@ class AsyncMapFetcher(MapFetcher):
         if maker.decoder is None and not (maker.seeding is None and any(map(inspect.isawaitable, samples))):
             return samples
         pending = list(samples)
-        requests = maker.requests([self._item(index, item) for item in range(len(pending))], first)
         try:
             return await self._limiter.gather(
-                lambda item, _: self._await_and_decode(pending[item], requests[item].position),
+                lambda item, _: self._await_and_decode(pending[item], maker.position(first, item)),
                 len(pending),
-                lambda item, error: maker.note(error, requests[item]),
+                lambda item, error: maker.note(error, self._request(index, first, item)),
             )
         finally:
             for sample in pending:
@@ -88,36 +87,37 @@ class AsyncMapFetcher(MapFetcher):
         return await self._maker.decoder.decode(sample)
 
     async def _each(
-        self, requests: Sequence[SampleRequest], failure: Exception | None, records: list[BadSample]
+        self, indices: Sequence[Any], first: int | None, failure: Exception | None, records: list[BadSample]
     ) -> list[Any]:
         maker = self._maker
         if maker.handler is None:
             return await self._limiter.gather(
-                lambda item, context: self._start(requests[item], context),
-                len(requests),
-                lambda item, error: maker.note(error, requests[item]),
+                lambda item, context: self._start(indices[item], maker.position(first, item), context),
+                len(indices),
+                lambda item, error: maker.note(error, self._request(indices, first, item)),
             )
-        found: list[list[BadSample]] = [[] for _ in requests]
+        found: list[list[BadSample]] = [[] for _ in indices]
 
         def start(item: int, _: Context) -> Coroutine[Any, Any, Any]:
+            request = self._request(indices, first, item)
             if failure is not None:
-                return maker.on_error(requests[item], failure, found[item])
-            return self._make_tolerant(requests[item], found[item])
+                return maker.on_error(request, failure, found[item])
+            return self._make_tolerant(request, found[item])
 
         try:
-            return await self._limiter.gather(start, len(requests))
+            return await self._limiter.gather(start, len(indices))
         finally:
             failure = None  # it refers to this frame
             for one in found:
                 records += one
 
-    def _start(self, request: SampleRequest, context: Context) -> Coroutine[Any, Any, Any]:
+    def _start(self, index: Any, position: int | None, context: Context) -> Coroutine[Any, Any, Any]:
         """Return the coroutine that makes a sample; it will run in `context`."""
         if not self._bare:
-            return self._maker.make_async(request.index, request.position)
-        if request.position is not None:
-            context.run(self._maker.seed, request.position)
-        coroutine: Coroutine[Any, Any, Any] = self._maker.dataset[request.index]
+            return self._maker.make_async(index, position)
+        if position is not None:
+            context.run(self._maker.seed, position)
+        coroutine: Coroutine[Any, Any, Any] = self._maker.dataset[index]
         return coroutine
 
     async def _make_tolerant(self, request: SampleRequest, records: list[BadSample]) -> Any:

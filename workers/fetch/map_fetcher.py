@@ -82,7 +82,7 @@ class MapFetcher:
             first, index = index
         records = [] if records is None else records
         if not self._auto_collation:
-            (sample,) = await self._each([SampleRequest(index, first)], None, records)
+            (sample,) = await self._each([index], first, None, records)
             if sample is DROPPED:
                 raise NoSamples
             return sample
@@ -97,7 +97,7 @@ class MapFetcher:
                 if not maker.one_by_one:
                     failure = error
         try:
-            samples = await self._each(maker.requests(indices, first), failure, records)
+            samples = await self._each(indices, first, failure, records)
         finally:
             failure = None  # it refers to this frame
         if maker.handler is None:
@@ -127,27 +127,41 @@ class MapFetcher:
         return samples if self._maker.decoder is None else self._decoded(index, first, samples)
 
     async def _each(
-        self, requests: Sequence[SampleRequest], failure: Exception | None, records: list[BadSample]
+        self, indices: Sequence[Any], first: int | None, failure: Exception | None, records: list[BadSample]
     ) -> list[Any]:
-        """Return the samples in the order of their requests, with `DROPPED` for those that were dropped.
+        """Return the samples in the order of the indices, with `DROPPED` for those that were dropped.
 
-        `failure` is the error of the whole batch, if the sample that raised it is unknown.
+        Args:
+            indices: one of each sample.
+            first: position of the first sample; None in torch mode.
+            failure: the error of the whole batch, if the sample that raised it is unknown.
+            records: gets the samples that raised.
         """
-        maker = self._maker
+        maker, position = self._maker, first
         samples = []
         try:
-            for request in requests:
+            for item, index in enumerate(indices):
+                if first is not None:
+                    position = maker.position(first, item)
                 if failure is None:
                     try:
-                        sample = maker.make(request.index, request.position)
+                        sample = maker.make(index, position)
                     except Exception as error:
-                        sample = await maker.on_error(request, error, records)
+                        sample = await maker.on_error(self._request(indices, first, item), error, records)
                 else:
-                    sample = await maker.on_error(request, failure, records)
+                    sample = await maker.on_error(self._request(indices, first, item), failure, records)
                 samples.append(sample)
         finally:
             failure = None  # it refers to this frame
         return samples
+
+    def _request(self, indices: Any, first: int | None, item: int) -> SampleRequest:
+        """Describe the sample that is this item of a batch."""
+        try:
+            index = indices[item]
+        except Exception:  # not a sequence
+            index = None
+        return SampleRequest(index, self._maker.position(first, item), item if self._auto_collation else None)
 
     def _get_batch(self, index: Any, first: int | None) -> Any:
         self._maker.seed_batch(first)
@@ -160,21 +174,12 @@ class MapFetcher:
     def _decoded(self, indices: Any, first: int | None, samples: Any) -> list[Any]:
         decoded = []
         for item, sample in enumerate(samples):
-            position = self._maker.position(first, item)
             try:
-                decoded.append(self._maker.decode(sample, position))
+                decoded.append(self._maker.decode(sample, self._maker.position(first, item)))
             except Exception as error:
-                self._maker.note(error, SampleRequest(self._item(indices, item), position, item))
+                self._maker.note(error, self._request(indices, first, item))
                 raise
         return decoded
-
-    @staticmethod
-    def _item(indices: Any, item: int) -> Any:
-        """Return the index of a batch's item, as far as it is known."""
-        try:
-            return indices[item]
-        except Exception:  # the index is not a sequence
-            return None
 
     # ------------------------------------------------------------------------------------ fast paths: no error policy
 

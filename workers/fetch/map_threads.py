@@ -54,37 +54,36 @@ class ThreadMapFetcher(MapFetcher):
             raise
         if maker.decoder is None:
             return samples
-        requests = maker.requests([self._item(index, item) for item in range(len(samples))], first)
-        decoding = _Batch(self._decode_threads or self._threads, len(requests))
-        return await self._results(
-            decoding,
-            requests,
-            [
-                partial(decoding.run, item, partial(maker.decode, samples[item], request.position))
-                for item, request in enumerate(requests)
-            ],
-        )
+        decoding = _Batch(self._decode_threads or self._threads, len(samples))
+        jobs = [
+            partial(decoding.run, item, partial(maker.decode, sample, maker.position(first, item)))
+            for item, sample in enumerate(samples)
+        ]
+        return await self._results(decoding, jobs, index, first)
 
     async def _each(
-        self, requests: Sequence[SampleRequest], failure: Exception | None, records: list[BadSample]
+        self, indices: Sequence[Any], first: int | None, failure: Exception | None, records: list[BadSample]
     ) -> list[Any]:
         maker = self._maker
-        found: list[list[BadSample]] = [[] for _ in requests]
-        batch = _Batch(self._threads, len(requests))
+        found: list[list[BadSample]] = [[] for _ in indices]
+        batch = _Batch(self._threads, len(indices))
         # A sample is read by one thread and decoded by another, if decoding has threads of its own.
         decode = None
         if self._decode_threads is not None and maker.decoder is not None:
             decode = self._decode_threads, maker.decoder.call
         jobs: list[Callable[[], None]] = []
-        for item, request in enumerate(requests):
-            handle = None if maker.handler is None else partial(self._on_error, request, found[item])
+        make = maker.make if decode is None else maker.get
+        for item, index in enumerate(indices):
+            handle = None
+            if maker.handler is not None:
+                handle = partial(self._on_error, self._request(indices, first, item), found[item])
             if failure is not None and handle is not None:
                 jobs.append(partial(batch.run, item, partial(handle, failure)))
                 continue
-            make = maker.make if decode is None else maker.get
-            jobs.append(partial(batch.run, item, partial(make, request.index, request.position), handle, decode))
+            position = maker.position(first, item)
+            jobs.append(partial(batch.run, item, partial(make, index, position), handle, decode))
         try:
-            return await self._results(batch, requests, jobs)
+            return await self._results(batch, jobs, indices, first)
         finally:
             failure = None  # it refers to this frame
             for one in found:
@@ -97,13 +96,13 @@ class ThreadMapFetcher(MapFetcher):
             del error  # it refers to this frame
 
     async def _results(
-        self, batch: _Batch, requests: Sequence[SampleRequest], jobs: Sequence[Callable[[], None]]
+        self, batch: _Batch, jobs: Sequence[Callable[[], None]], indices: Any, first: int | None
     ) -> list[Any]:
         try:
             return await batch.results(jobs)
         except Exception as error:
             if batch.failed >= 0:
-                self._maker.note(error, requests[batch.failed])
+                self._maker.note(error, self._request(indices, first, batch.failed))
             raise
 
 

@@ -13,7 +13,7 @@ Rules that blocking and asynchronous fetching share are written once, as corouti
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
 from asyncloader.workers.fetch.dataset_kinds import fetches_samples
@@ -94,10 +94,6 @@ class SampleMaker:
         """Return the position of a batch's sample, given that of the first one; None in torch mode."""
         return None if first is None or self.seeding is None else first + item * self.seeding.replicas
 
-    def requests(self, indices: Sequence[Any], first: int | None) -> list[SampleRequest]:
-        """Return the requests for the samples of a batch; `first` is the position of the first one."""
-        return [SampleRequest(index, self.position(first, item), item) for item, index in enumerate(indices)]
-
     def seed(self, position: int | None) -> None:
         """In seeded mode: give the sample at this position its own random numbers, in the current context."""
         if self.seeding is not None and position is not None:
@@ -117,7 +113,8 @@ class SampleMaker:
 
     def make(self, index: Any, position: int | None) -> Any:
         """Return the sample of an index, from a blocking dataset."""
-        self.seed(position)
+        if self.seeding is not None:  # asked here, too: in torch mode this saves a call per sample
+            self.seed(position)
         sample = self.dataset[index]
         return sample if self.decoder is None else self.decoder.call(sample)
 

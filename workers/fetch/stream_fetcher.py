@@ -144,16 +144,19 @@ class StreamFetcher:
 
         With an error policy, a sample that raises counts towards the size of its batch.
         """
-        maker = self._maker
+        maker, iterator = self._maker, self.dataset_iter
+        decoder, asynchronous = maker.decoder, maker.asynchronous
+        seed = None if maker.seeding is None else maker.seeding.samples.sample
         data: list[Any] = []  # samples, or those to be decoded
         before = len(records)
         over = False
         try:
             for _ in range(size):
                 number = self.samples
-                maker.seed(number)
+                if seed is not None:
+                    seed(number)
                 try:
-                    sample = await anext(self.dataset_iter) if maker.asynchronous else next(self.dataset_iter)
+                    sample = await anext(iterator) if asynchronous else next(iterator)
                 except self._end:
                     over = True
                     break
@@ -165,8 +168,8 @@ class StreamFetcher:
                     sample = await maker.on_error(SampleRequest(None, number), error, records)
                 else:
                     self.samples += 1
-                    if maker.decoder is not None:
-                        sample = await self._begin_decoding(maker.decoder, sample, records)
+                    if decoder is not None:
+                        sample = await self._begin_decoding(decoder, sample, records)
                 if sample is not DROPPED:
                     data.append(sample)
             if over:
@@ -174,8 +177,8 @@ class StreamFetcher:
             if over and self._drop_last:
                 _cancel_decoding(data)
                 data = []
-            elif maker.decoder is not None and maker.asynchronous:
-                data = await self._decoded(maker.decoder, data, records)
+            elif decoder is not None and asynchronous:
+                data = await self._decoded(decoder, data, records)
         except BaseException:
             _cancel_decoding(data)
             raise
