@@ -19,8 +19,8 @@ from asyncloader.options import BadSamples, LoaderSpec, OnError, is_iterable
 from asyncloader.samplers.async_sampler import AsyncIndexSource
 from asyncloader.samplers.distributed import OnUneven, Topology, plain_sampler, topology
 from asyncloader.workers.fetch.assignment_client import assigns_shards
+from asyncloader.workers.fetch.dataset_kinds import is_concurrent
 from asyncloader.workers.fetch.decoding import Chain
-from asyncloader.workers.fetch.factory import is_concurrent
 
 __all__ = ["EpochConfig", "max_restarts"]
 

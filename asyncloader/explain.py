@@ -16,8 +16,8 @@ from asyncloader.epoch.plan import start_method
 from asyncloader.epoch_config import EpochConfig
 from asyncloader.options import LoaderSpec, given_options
 from asyncloader.statistics import Statistics
+from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.decoding import Chain
-from asyncloader.workers.fetch.factory import is_async_dataset
 from asyncloader.workers.pool import WorkerPool
 
 __all__ = ["explain", "verdict"]

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import torch
 
 from asyncloader.samplers.distributed import ON_UNEVEN
+from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.decoding import check_decode
-from asyncloader.workers.fetch.factory import is_async_dataset
 
 __all__ = ["CHECKS", "check_options", "is_seed"]
 

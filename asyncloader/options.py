@@ -34,7 +34,7 @@ from asyncloader.samplers.distributed import OnUneven, rank_view, topology
 from asyncloader.samplers.generators import drawing_generator
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.workers.fetch.assignment_client import assigns_shards
-from asyncloader.workers.fetch.factory import is_async_stream
+from asyncloader.workers.fetch.dataset_kinds import is_async_stream
 
 __all__ = [
     "DEFAULTS",

@@ -10,8 +10,8 @@ a batch does not stall other batches' reads. `workers/memory/ring_manager.py` li
 from __future__ import annotations
 
 from asyncloader.epoch_config import EpochConfig
+from asyncloader.workers.fetch.dataset_kinds import fetches_batches
 from asyncloader.workers.fetch.dataset_state import is_stateful
-from asyncloader.workers.fetch.seeded_fetch import fetches_batches
 
 __all__ = ["least_credits", "most_credits"]
 
