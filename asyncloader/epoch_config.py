@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import torch
 
+from asyncloader.delivery.transfer import DeviceLike
 from asyncloader.options import BadSamples, LoaderSpec, OnError, is_iterable
 from asyncloader.samplers.async_sampler import AsyncIndexSource
 from asyncloader.samplers.distributed import OnUneven, Topology, plain_sampler, topology
@@ -90,7 +91,10 @@ class EpochConfig:
     on_error: OnError
     bad_samples: BadSamples
     max_bad_samples: int | None
+    device: DeviceLike
     prefetch_device: int
+    device_transform: Callable[[Any], Any] | None
+    static_buffers: bool
 
     @classmethod
     def of(cls, loader: LoaderSpec[Any]) -> Self:
@@ -142,7 +146,10 @@ class EpochConfig:
             on_error=ours.on_error,
             bad_samples=ours.bad_samples,
             max_bad_samples=ours.max_bad_samples,
+            device=ours.device,
             prefetch_device=ours.prefetch_device,
+            device_transform=ours.device_transform,
+            static_buffers=ours.static_buffers,
         )
 
     @property

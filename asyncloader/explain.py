@@ -36,8 +36,8 @@ def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: Work
         lines.append(f"faults: {_faults(config)}")
     lines.append(f"order: {_order(config)}")
     lines.append(f"pinning: {_pinning(spec)}")
-    if spec._asyncloader_options.device is not None:
-        lines.append(f"device: {_device(spec, statistics)}")
+    if config.device is not None:
+        lines.append(f"device: {_device(spec, config, statistics)}")
     if given := given_options(spec):
         lines.append(f"options: {', '.join(given)}")
     if statistics.copy_outs:
@@ -130,17 +130,16 @@ def _pinning(spec: LoaderSpec[Any]) -> str:
     return "page-locked copies, made in a thread ahead of the consumer"
 
 
-def _device(spec: LoaderSpec[Any], statistics: Statistics) -> str:
+def _device(spec: LoaderSpec[Any], config: EpochConfig, statistics: Statistics) -> str:
     import torch
 
-    options = spec._asyncloader_options
-    device = torch.device(options.device)  # type: ignore[arg-type]
-    ahead = f"{options.prefetch_device} {'batch' if options.prefetch_device == 1 else 'batches'} ahead"
+    device = torch.device(config.device)  # type: ignore[arg-type]
+    ahead = f"{config.prefetch_device} {'batch' if config.prefetch_device == 1 else 'batches'} ahead"
     if device.type == "cpu":
-        if options.device_transform is None and not options.static_buffers:
+        if config.device_transform is None and not config.static_buffers:
             return "cpu, where batches are made: nothing to copy"
-        return f"cpu, where batches are made; they are prepared {ahead if spec.num_workers else 'when asked for'}"
-    if not spec.num_workers:
+        return f"cpu, where batches are made; they are prepared {ahead if config.num_workers else 'when asked for'}"
+    if not config.num_workers:
         return f"{device}, copied when they are asked for"
     if device.type != "cuda":
         return f"{device}, {ahead}, by plain copies: rings are page-locked for CUDA alone"
