@@ -212,7 +212,6 @@ OUR_OPTION_NAMES = tuple(name for name in OPTION_NAMES if name in CHECKS)
 DEFAULTS = {name: _PARAMETERS[name].default for name in OUR_OPTION_NAMES}
 """Their defaults."""
 
-
 _POSITIONAL = tuple(name for name, each in _PARAMETERS.items() if each.kind is each.POSITIONAL_OR_KEYWORD)
 _TORCHS_KEYWORDS = tuple(name for name in OPTION_NAMES if name not in (*_POSITIONAL, *OUR_OPTION_NAMES))
 
@@ -246,7 +245,7 @@ def _narrowed(constructor: Any, without: Collection[str]) -> Any:
         parameters=[parameter for name, parameter in signature.parameters.items() if name not in without]
     )
     narrowed.__annotations__ = {name: kind for name, kind in constructor.__annotations__.items() if name not in without}
-    entry = rf"^ {{12}}(?:{'|'.join(without)}):.*\n(?: {{16}}.*\n)*"
+    entry = rf"^( *)(?:{'|'.join(without)}):.*\n(?:\1 {{4}}.*\n)*"  # Python 3.13 takes the common indent away
     narrowed.__doc__ = re.sub(entry, "", constructor.__doc__, flags=re.MULTILINE)
     return narrowed
 
