@@ -3,8 +3,8 @@
 Data path: sampler -> async_inline: [fetch_place: fetch -> collate] -> the user.
 
 A thread keeps the loop free, but a batch's way there and back costs as much as making a batch of tiny samples. So the
-first batch is made in the thread and measured. After one that took little time, and did not wait for anything, the next
-ones are made on the loop, each measured again. One that takes long there sends the following ones back.
+first batches are made in the thread and measured. After a few that took little time, and did not wait for anything, the
+next ones are made on the loop, each measured again. One that takes long there sends the following ones back.
 
 The dataset should not notice where it is called. On the loop, too, it sees no running loop, so it may run one of its
 own; always the same context variables, which are not the consumer's; and gradients enabled. What belongs to a thread it
@@ -32,10 +32,14 @@ from asyncloader.workers.fetch.error_notes import add_note
 __all__ = ["HOLD_SECONDS", "FetchPlace"]
 
 HOLD_SECONDS: Final = 1e-3
-"""How long one batch, or ``async for`` over several, may hold up the loop. The way to the thread and back takes 60 to 120
-microseconds, a twentieth of this or more; and Python code in a thread keeps the loop waiting, too: for the GIL, up to 5
-milliseconds (`sys.getswitchinterval`)."""
+"""How long one batch, or ``async for`` over several, may hold up the loop. The way to the thread and back takes 60 to
+120 microseconds, a twentieth of this or more; and Python code in a thread keeps the loop waiting, too: for the GIL, up
+to 5 milliseconds (`sys.getswitchinterval`)."""
 
+_FIRST_DUE: Final = 4
+"""How many cheap batches in a row the thread makes before the loop does: one that seemed not to wait may be chance."""
+
+_DUE_AFTER_WAIT: Final = 8
 _MOST_DUE: Final = 1000
 
 _Fetch: TypeAlias = Callable[[Any, Any], Any]
@@ -66,8 +70,7 @@ class FetchPlace:
         self._context = Context()
         self._here = False
         self._moved = False  # whether it was called on the loop, ever
-        self._due = 1  # cheap batches in a row that the thread must make before the loop may
-        self._all_due = 1
+        self._due = self._all_due = _FIRST_DUE  # cheap batches in a row that the thread must still make
         keeps = "DataLoader with `for`, or num_workers=1" if iterable else "fetch_threads=1, which keeps to one thread"
         self._note = _NOTE.format(keeps)
 
@@ -112,9 +115,11 @@ class FetchPlace:
             raise StopAsyncIteration from None  # a future cannot carry StopIteration
         finally:
             cheap = perf_counter() - begin < HOLD_SECONDS
-            # A dataset that waits (for a disk, a lock, or for something that runs on this very loop) stays here, where
-            # it waits beside the loop.
-            self._due = self._due - 1 if cheap and waits == _waits() else self._all_due
+            if waits != _waits():
+                # It waited: for a disk, a lock, or for something that runs on this very loop, and would wait there for
+                # ever. So it stays here, unless it does so no more.
+                cheap, self._all_due = False, max(self._all_due, _DUE_AFTER_WAIT)
+            self._due = self._due - 1 if cheap else self._all_due
             self._here = self._movable and self._due <= 0
 
     def _call(self, fetch: _Fetch, index: Any, bad: Any) -> Any:
