@@ -59,7 +59,6 @@ class AsyncInlineIterator:
         self._pending: asyncio.Future[tuple[Any, Any, bytes]] | None = None
         self._bad: list[BadSample] = []  # of the pending batch
         self._agreeing = False  # while waiting for the other ranks
-        self._turn = 0.0  # when this iterator last gave the loop a turn
         self._ended: str | None = None  # why there are no more batches, as in async_iterator.py
 
     def __aiter__(self) -> AsyncInlineIterator:
@@ -80,16 +79,16 @@ class AsyncInlineIterator:
                 # A batch that is pending in the thread comes first, and the dataset is not called beside it.
                 if self._place.here and self._pending is None and not self._lock.locked():
                     begin = perf_counter()
-                    if begin - self._turn < HOLD_SECONDS:
+                    if begin - self._place.turn < HOLD_SECONDS:
                         batch = self._epoch.step(self._fetch_here, begin)
                     else:
                         await asyncio.sleep(0)  # nothing was taken yet, so nothing is lost if this is cancelled
-                        self._turn = perf_counter()
+                        self._place.turned()
                         continue
                 else:
                     async with self._lock:
                         batch = await self._one()
-                    self._turn = perf_counter()
+                    self._place.turned()
                 if batch is not NO_BATCH:
                     break
         except StopIteration:  # of `step`

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import Context
 from functools import partial
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -68,6 +68,9 @@ class FetchPlace:
         self._executor = ThreadPoolExecutor(1, "asyncloader-fetch", initializer)
         self._movable = movable
         self._context = Context()
+        self.turn = 0.0
+        """When the loop last had a turn, as far as is known."""
+        self._waits_then, self._work_then = 0, 0.0
         self._here = False
         self._moved = False  # whether it was called on the loop, ever
         self._due = self._all_due = _FIRST_DUE  # cheap batches in a row that the thread must still make
@@ -93,11 +96,21 @@ class FetchPlace:
         finally:
             _run_as(loop)
             passed = perf_counter() - begin
-            if passed >= HOLD_SECONDS:
+            if passed >= HOLD_SECONDS and not self._preempted(begin):
                 # The longer it held up the loop, the more cheap batches must follow in the thread, so that a dataset
                 # that is slow now and then (a stream that reads a block ahead) does not do so again and again.
                 self._here = False
                 self._due = self._all_due = min(_MOST_DUE, int(passed / HOLD_SECONDS))
+
+    def turned(self) -> None:
+        """Record that the loop had a turn just now. In its thread."""
+        self._waits_then, self._work_then = _waits(), thread_time()
+        self.turn = perf_counter()
+
+    def _preempted(self, begin: float) -> bool:
+        """Whether the batch begun then took long only because other processes had the core."""
+        work = thread_time() - self._work_then - (begin - self.turn)  # at least this much was the batch's own
+        return work < HOLD_SECONDS and _waits() == self._waits_then
 
     def fetch_in_thread(self, fetch: _Fetch, index: Any, bad: Any) -> Awaitable[Any]:
         """As `fetch_here`, in the thread. The end of a stream is StopAsyncIteration."""
@@ -108,13 +121,13 @@ class FetchPlace:
         return asyncio.get_running_loop().run_in_executor(self._executor, function, argument)
 
     def _fetch(self, fetch: _Fetch, index: Any, bad: Any) -> Any:
-        waits, begin = _waits(), perf_counter()
+        waits, begin = _waits(), thread_time()
         try:
             return self._call(fetch, index, bad)
         except StopIteration:
             raise StopAsyncIteration from None  # a future cannot carry StopIteration
         finally:
-            cheap = perf_counter() - begin < HOLD_SECONDS
+            cheap = thread_time() - begin < HOLD_SECONDS
             if waits != _waits():
                 # It waited: for a disk, a lock, or for something that runs on this very loop, and would wait there for
                 # ever. So it stays here, unless it does so no more.
