@@ -1,6 +1,6 @@
 """One worker's stream of a remote dataset: from the assignments of shard ranges to the samples of batches.
 
-Data path: assignment -> prefetch, reading -> [worker_stream] -> workers.fetch.stream_async -> collate.
+Data path: assignment -> prefetch, reading -> [worker_stream] -> workers.fetch.stream_fetcher -> collate.
 
 A worker stream makes one batch at a time. Only bytes are read ahead (`prefetch`): samples are taken when a batch needs
 them, so the position of the stream depends on its batches alone and is the same in every run.
