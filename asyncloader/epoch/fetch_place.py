@@ -8,7 +8,8 @@ next ones are made on the loop, each measured again. One that takes long there s
 
 The dataset should not notice where it is called. On the loop, too, it sees no running loop, so it may run one of its
 own; always the same context variables, which are not the consumer's; and gradients enabled. What belongs to a thread it
-does notice: a handle that one thread opened and no other may use. `fetch_threads=1` is for those.
+does notice: a handle that one thread opened and no other may use. And it must not wait for the loop, which would wait
+for it. `fetch_threads=1` is for those.
 
 The caller never has two calls in progress at a time.
 """

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,13 +94,15 @@ def test_slow_batches_are_made_in_the_thread(make: Any) -> None:
     assert len(set(threads)) == 1
 
 
-def test_batches_that_wait_are_made_in_the_thread() -> None:
+@pytest.mark.parametrize("kind", LOOPS)
+def test_batches_that_wait_are_made_in_the_thread(kind: str) -> None:
     """However short the wait: one for the loop itself would never end on it."""
 
     async def run() -> list[int]:
         loop = asyncio.get_running_loop()
 
         async def answer(index: int) -> int:
+            await asyncio.sleep(HOLD_SECONDS / 5)
             return index
 
         def ask(index: int) -> int:
@@ -112,7 +113,7 @@ def test_batches_that_wait_are_made_in_the_thread() -> None:
         assert MAIN not in dataset.threads
         return got
 
-    assert run_async(run()) == list(range(300))
+    assert run_async(run(), kind) == list(range(300))
 
 
 def test_a_dataset_that_is_slow_now_and_then_goes_back() -> None:
@@ -139,42 +140,41 @@ def test_fetch_threads_1_keeps_one_thread(kind: str) -> None:
     assert MAIN not in dataset.threads
 
 
-class Rows(Dataset[Any]):
-    """Of a database that is opened when the first sample is read."""
+class Bound(Dataset[Any]):
+    """Reads by a handle that is opened with the first sample, and refuses other threads in sqlite3's words."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.opened: sqlite3.Connection | None = None
+    def __init__(self) -> None:
+        self.opened_in: int | None = None
 
     def __len__(self) -> int:
         return 100
 
-    def __getitem__(self, index: int) -> Any:
-        if self.opened is None:
-            self.opened = sqlite3.connect(self.path)
-        return self.opened.execute("select ?", [index]).fetchone()[0]
+    def __getitem__(self, index: int) -> int:
+        here = threading.get_ident()
+        if self.opened_in is None:
+            self.opened_in = here
+        if self.opened_in != here:
+            raise sqlite3.ProgrammingError("SQLite objects created in a thread can only be used in that same thread")
+        return index
 
 
-class RowStream(IterableDataset[Any]):
-    def __init__(self, path: Path) -> None:
-        self.rows = Rows(path)
-
+class BoundStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
-        yield from map(self.rows.__getitem__, range(100))
+        bound = Bound()
+        yield from map(bound.__getitem__, range(100))
 
 
-def test_errors_of_handles_that_belong_to_a_thread_say_what_to_do(tmp_path: Path) -> None:
+def test_errors_of_handles_that_belong_to_a_thread_say_what_to_do() -> None:
     """Such a handle fails with the first batch on the loop; the error names the option that helps, and it does."""
-    path = tmp_path / "rows"
     with pytest.raises(sqlite3.ProgrammingError, match="same thread") as caught:
-        read(Rows(path), batch_size=4)
+        read(Bound(), batch_size=4)
     assert any("fetch_threads=1" in note for note in caught.value.__notes__)
-    assert len(read(Rows(path), batch_size=4, fetch_threads=1)) == 25
+    assert len(read(Bound(), batch_size=4, fetch_threads=1)) == 25
     with pytest.raises(sqlite3.ProgrammingError, match="same thread") as caught:
-        read(RowStream(path), batch_size=4)
+        read(BoundStream(), batch_size=4)
     assert any("num_workers=1" in note for note in caught.value.__notes__)
-    assert len(read(RowStream(path), batch_size=4, num_workers=1)) == 25
-    assert len(read(RowStream(path), "sync", batch_size=4)) == 25
+    assert len(read(BoundStream(), batch_size=4, num_workers=1)) == 25
+    assert len(read(BoundStream(), "sync", batch_size=4)) == 25
 
 
 @pytest.mark.parametrize("kind", LOOPS)
