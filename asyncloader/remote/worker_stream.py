@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 from asyncloader.errors import StateError
 from asyncloader.formats import Sample
 from asyncloader.remote.assignment import ShardAssigner
-from asyncloader.remote.catalog import CatalogRange, Shard, bytes_left
+from asyncloader.remote.catalog import Shard
 from asyncloader.remote.prefetch import Open, RangePrefetcher, RangeReading
+from asyncloader.remote.shard_splitting import CatalogRange, bytes_left
 from asyncloader.remote.shuffle import ShuffleBlocks
 from asyncloader.workers.fetch.assignment_client import AssignmentReply, AssignmentSource
 
