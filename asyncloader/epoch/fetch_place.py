@@ -37,6 +37,10 @@ HOLD_SECONDS: Final = 1e-3
 120 microseconds, a twentieth of this or more; and Python code in a thread keeps the loop waiting, too: for the GIL, up
 to 5 milliseconds (`sys.getswitchinterval`)."""
 
+_OF_THREAD: Final[int | None] = getattr(resource, "RUSAGE_THREAD", None)
+"""None where the system does not count the waits of a thread (macOS): there the dataset is always called in the thread.
+"""
+
 _FIRST_DUE: Final = 4
 """How many cheap batches in a row the thread makes before the loop does: one that seemed not to wait may be chance."""
 
@@ -67,7 +71,7 @@ class FetchPlace:
 
     def __init__(self, initializer: Callable[[], None] | None, *, movable: bool, iterable: bool) -> None:
         self._executor = ThreadPoolExecutor(1, "asyncloader-fetch", initializer)
-        self._movable = movable
+        self._movable = movable and _OF_THREAD is not None
         self._context = Context()
         self.turn = 0.0
         """When the loop last had a turn, as far as is known."""
@@ -162,4 +166,4 @@ class FetchPlace:
 
 def _waits() -> int:
     """How often this thread has waited for something. (Not how often another thread was given its core.)"""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    return 0 if _OF_THREAD is None else resource.getrusage(_OF_THREAD).ru_nvcsw

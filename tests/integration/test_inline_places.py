@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader import AsyncDataLoader, DataLoader
+from asyncloader.epoch import fetch_place
 from asyncloader.epoch.fetch_place import HOLD_SECONDS
 from tests.integration.comparing import assert_same
 from tests.integration.running import collect, outcomes, run_async
@@ -61,8 +62,8 @@ def read(dataset: Any, kind: str = "asyncio", **options: Any) -> list[Any]:
 @pytest.mark.parametrize("kind", LOOPS)
 def test_cheap_batches_are_made_on_the_loop(kind: str) -> None:
     """The first batch in a thread, where it is measured; then nearly all in the loop's own thread."""
-    dataset = Calls()
-    assert_same(read(dataset, kind, batch_size=4), read(Calls(), "torch", batch_size=4))
+    dataset = Calls(n=2000)
+    assert_same(read(dataset, kind, batch_size=4), read(Calls(n=2000), "torch", batch_size=4))
     assert set(dataset.threads[:4]) != {MAIN}
     assert len(set(dataset.threads[:4])) == 1
     assert dataset.threads.count(MAIN) > 100
@@ -71,8 +72,8 @@ def test_cheap_batches_are_made_on_the_loop(kind: str) -> None:
 @pytest.mark.parametrize("kind", LOOPS)
 def test_streams_too(kind: str) -> None:
     """An iterable dataset's batches are made in the same places."""
-    stream = Stream()
-    assert len(read(stream, kind, batch_size=4)) == 50
+    stream = Stream(n=2000)
+    assert len(read(stream, kind, batch_size=4)) == 500
     assert stream.calls.threads[0] is not MAIN
     assert stream.calls.threads.count(MAIN) > 100
 
@@ -114,6 +115,14 @@ def test_batches_that_wait_are_made_in_the_thread(kind: str) -> None:
         return got
 
     assert run_async(run(), kind) == list(range(300))
+
+
+def test_where_waits_are_not_counted_the_thread_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS: a dataset that waits could not be told from one that does not."""
+    monkeypatch.setattr(fetch_place, "_OF_THREAD", None)
+    dataset = Calls()
+    assert len(read(dataset, batch_size=4)) == 50
+    assert MAIN not in dataset.threads
 
 
 def test_a_dataset_that_is_slow_now_and_then_goes_back() -> None:
