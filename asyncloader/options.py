@@ -137,7 +137,8 @@ class LoaderOptions(Generic[T_co]):
             concurrency: Samples that each worker (without workers: this process) awaits at a time, over all its
                 outstanding batches, for datasets with `async` methods.
             fetch_threads: Threads in each worker that fetch the samples of a blocking map dataset; `0`: one sample
-                after the other. The dataset must be safe to call from several threads at a time.
+                after the other; `1`: the same, ahead of the consumer and always in one thread. For more the dataset
+                must be safe to call from several threads at a time.
             decode: A function that turns a sample of the dataset into the one that is collated. It runs with the
                 sample's random numbers.
             decode_threads: Threads in each worker for `decode`, where samples are awaited or fetched by threads; `0`:
