@@ -50,7 +50,6 @@ __all__ = [
     "default_sampler",
     "given_options",
     "is_iterable",
-    "most_credits",
     "own_constructor",
 ]
 
@@ -395,11 +394,3 @@ def async_index_source(spec: LoaderSpec[Any]) -> AsyncIndexSource | None:
     """The index sampler if it is an async one, else None."""
     sampler = spec._index_sampler
     return sampler if isinstance(sampler, AsyncIndexSource) else None
-
-
-def most_credits(spec: LoaderSpec[Any], concurrency: int, fetch_threads: int, *, iterable: bool) -> int:  # noqa: ARG001
-    """See `epoch.credits.most_credits`."""
-    from asyncloader.epoch import credits
-    from asyncloader.epoch_config import EpochConfig
-
-    return credits.most_credits(EpochConfig.of(spec))

@@ -169,9 +169,7 @@ class AsyncLoaderIterator:
         )
         self._torch_iter._base_seed = self._base_seed  # for later epochs, too, if the workers are persistent
         # Kept after the start, for replacements of workers that die.
-        self._setup = worker_setup(
-            self._config, self._config.num_workers, self._torch_iter, self._base_seed, self._starts
-        )
+        self._setup = worker_setup(self._config, self._torch_iter, self._base_seed, self._starts)
         self._statistics.log = BadSampleLog(self._config.max_bad_samples)
         transfer, self._kept_rings = self._pool_cache.transfer()
         self._consumer = Consumer(

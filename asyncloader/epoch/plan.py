@@ -86,23 +86,16 @@ def check_workers(config: EpochConfig) -> None:
 
 
 def worker_setup(
-    config: EpochConfig | LoaderSpec[Any],
-    workers: int,
-    torch_iter: _BaseDataLoaderIter,
-    base_seed: int,
-    starts: Sequence[EpochStart],
+    config: EpochConfig, torch_iter: _BaseDataLoaderIter, base_seed: int, starts: Sequence[EpochStart]
 ) -> WorkerSetup:
     """The setup for readers of the dataset.
 
     Args:
-        config: the options of the epoch in which the readers begin, or the loader.
-        workers: number of workers; 0 to read in the consumer's own process.
+        config: the options of the epoch in which the readers begin.
         torch_iter: torch's iterator base, which has drawn this iterator's random numbers.
         base_seed: worker i is seeded with ``base_seed + i``.
-        starts: one per worker.
+        starts: one per worker; one to read in the consumer's own process.
     """
-    if not isinstance(config, EpochConfig):
-        config = EpochConfig.of(config)
     init = config.worker_init_fn
     dataset = torch_iter._dataset
     if isinstance(dataset, (IterDataPipe, MapDataPipe)):
@@ -116,11 +109,11 @@ def worker_setup(
         drop_last=config.drop_last,
         base_seed=base_seed,
         worker_init_fn=init,
-        num_workers=workers,
+        num_workers=config.num_workers,
         concurrency=config.concurrency,
         starts=starts,
         snapshot_every=config.dataset_snapshot_every,
-        seeded=_seeded_setup(config, workers, torch_iter),
+        seeded=_seeded_setup(config, torch_iter),
         memory_limit=config.worker_memory_limit,
         replays=config.replays,
         policy=_policy(config),
@@ -132,7 +125,7 @@ def worker_setup(
 
 def quarantine(config: EpochConfig, torch_iter: _BaseDataLoaderIter) -> Quarantine:
     """The handler for tasks that kill their workers."""
-    setup = _seeded_setup(config, config.num_workers, torch_iter)
+    setup = _seeded_setup(config, torch_iter)
     replicas = 1 if setup is None else setup.replicas
     return Quarantine(config.on_error, config.collate_fn, batched=config.auto_collation, replicas=replicas)
 
@@ -144,14 +137,14 @@ def _policy(config: EpochConfig) -> ErrorPolicy | None:
     return ErrorPolicy(config.on_error, refill, len(config.dataset) if refill else None, config.seed)
 
 
-def _seeded_setup(config: EpochConfig, workers: int, torch_iter: _BaseDataLoaderIter) -> SeededSetup | None:
+def _seeded_setup(config: EpochConfig, torch_iter: _BaseDataLoaderIter) -> SeededSetup | None:
     if config.seed is None:
         return None
     share = getattr(torch_iter._index_sampler, "share", None)
     return SeededSetup(
         seed=config.seed,
         replicas=1 if share is None or share.of_batches else share.replicas,
-        first_stream=config.topology.rank * max(1, workers),
+        first_stream=config.topology.rank * max(1, config.num_workers),
         seed_collate=config.collate_fn not in (default_collate, default_convert),
     )
 

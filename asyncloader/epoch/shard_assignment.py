@@ -7,9 +7,7 @@ assigned by the main process.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from asyncloader.options import LoaderSpec
 from asyncloader.remote.assignment_state import EpochAssignment, saved_key, stream_key
 from asyncloader.remote.worker_stream import LocalAssignments
 from asyncloader.state.progress import Progress
@@ -63,12 +61,11 @@ class InlineAssignments:
     """`AssignmentProvider` of a reader in the main process.
 
     Args:
-        spec: the loader.
         progress: of the epoch.
         start: where the reader begins.
     """
 
-    def __init__(self, spec: LoaderSpec[Any], progress: Progress, start: EpochStart) -> None:  # noqa: ARG002
+    def __init__(self, progress: Progress, start: EpochStart) -> None:
         self._arguments = progress, [start]
         self._source: LocalAssignments | None = None
 

@@ -85,7 +85,7 @@ class WorkerIterator(CountedNext):
         check_workers(config)
         base_seed, starts = self._begin_workers(new_workers=True)
         self._base_seed, self._acquired = base_seed, starts
-        self._setup = worker_setup(config, config.num_workers, self, base_seed, starts)
+        self._setup = worker_setup(config, self, base_seed, starts)
         # Forked here, in the caller's thread and before the loop's thread exists.
         self._pool = make_pool(config, self._setup, kept_rings_of(loader))
         self._bridge.acquire()

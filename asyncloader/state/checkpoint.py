@@ -82,14 +82,14 @@ class StateKeeper:
         pairs = zip(workers["given"], workers["cursors"], strict=True)
         return sum(given for given, cursor in pairs if cursor is None)
 
-    def begin(self, spec: LoaderSpec[Any]) -> Progress:
+    def begin(self, spec: LoaderSpec[Any], config: EpochConfig | None = None) -> Progress:
         """The position of a new iterator: that of the loaded state, else the beginning of the epoch. It has the epoch's
-        options, as they are now.
+        options: as they are now, or `config` if the same iterator begins once more.
 
         A state's position belongs to its epoch. If another epoch was set since the state was loaded, that epoch begins
         from its start.
         """
-        config = EpochConfig.of(spec)
+        config = config or EpochConfig.of(spec)
         clock = self._clock_of(config)
         resumed, self._pending, self._loaded = self._pending, None, None
         clock.begin()

@@ -96,9 +96,9 @@ OPTIONS: list[dict[str, Any]] = [{}, {"seed": 1}, {"on_error": "skip", "device":
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("workers", [2])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_the_loader_is_asked_nothing_after_iter(workers: int, options: dict[str, Any]) -> None:
-    """To the end of the epoch."""
+    """To the end of the epoch, with workers and without."""
     with Watched(Numbers(6), num_workers=workers, **options) as loader:
         iterator = iter(loader)
         with listening() as asked:
@@ -107,7 +107,7 @@ def test_the_loader_is_asked_nothing_after_iter(workers: int, options: dict[str,
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("workers", [2])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_the_asynchronous_loader_is_asked_nothing_either(workers: int, options: dict[str, Any]) -> None:
     """The same of the loader of torch's kind that it has."""
 
