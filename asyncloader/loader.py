@@ -22,9 +22,9 @@ from asyncloader.epoch.sync_iterator import WorkerIterator
 from asyncloader.epoch.thread_workers import ThreadIterator, has_thread_workers, refusal
 from asyncloader.errors import LoaderClosed, StateError
 from asyncloader.explain import explain
+from asyncloader.never_iterated import warn_if_replaced
 from asyncloader.options import LoaderSpec, async_index_source
 from asyncloader.overridable import OverridableProperty
-from asyncloader.replaced_loader import warn_if_replaced
 from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.statistics import Statistics

@@ -24,7 +24,7 @@ PICTURE = ROOT / "docs" / "_static" / "house.svg"
 # runs, is not counted.
 FLOORS = [
     "errors counters cpus overridable workers.ipc",
-    "events bridge formats transports workers.memory replaced_loader",
+    "events bridge formats transports workers.memory never_iterated",
     "workers.fetch",
     "samplers shared statistics workers",
     "delivery ranks remote",

@@ -4,7 +4,7 @@ Data path: failed request -> [retry] -> next request, or error.
 
 `RetryPolicy` is the configuration; `Attempts` tracks one operation under it. Neither reads a clock, sleeps or sends:
 the caller reports what failed and when, and gets the time to wait, or the advice to give up. `RequestFailed` describes
-one failed request inside the transports.
+one failed request inside the transports. A caller's loop::
 
     attempts = Attempts(policy, began=now())
     while True:

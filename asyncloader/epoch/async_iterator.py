@@ -6,7 +6,7 @@ The stages, in the order in which a batch passes them:
 
     __init__     consumer      sampler, opener, counters                   consumer.py
                  scheduler     which worker gets which task; order         scheduler.py
-                 queue         batches that are ready                      here
+                 queue         batches that are ready                      ready_queue.py
     _start       pool          worker processes and their rings            workers/pool.py
                  pipeline      carries out the scheduler's actions         pipeline.py
                  stage         copies to page-locked memory, or a device   delivery/stage.py, delivery/device_stage.py
@@ -25,7 +25,6 @@ import contextlib
 import os
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
@@ -43,6 +42,7 @@ from asyncloader.epoch.plan import (
     warn_over_length,
     worker_setup,
 )
+from asyncloader.epoch.ready_queue import ReadyQueue
 from asyncloader.epoch.respawn import Request, WorkerRespawner, weakly
 from asyncloader.epoch.shard_assignment import open_assignment
 from asyncloader.epoch_config import EpochConfig
@@ -86,49 +86,6 @@ class PoolCache(Protocol):
     def put_back(self, pool: WorkerPool) -> bool:
         """Keep the workers for the next iterator; False if the caller must stop them."""
         ...
-
-
-class ReadyQueue:
-    """Items that are ready for the consumer. `put` never blocks; cancelling `wait` loses nothing."""
-
-    def __init__(self) -> None:
-        self.items: deque[Action] = deque()
-        self._waiters: deque[asyncio.Future[None]] = deque()
-        self._closed = False
-
-    def put(self, item: Action) -> None:
-        """Add an item and wake one waiter. In the loop's thread."""
-        if self._closed:
-            discard(item)  # was in flight from another thread when the iterator was closed
-            return
-        self.items.append(item)
-        self._wake_one()
-
-    def _wake_one(self) -> None:
-        while self._waiters:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                return
-
-    def close(self) -> None:
-        """Discard all items and wake all waiters, who check whether the iterator has ended."""
-        self._closed = True
-        while self.items:
-            discard(self.items.popleft())
-        while self._waiters:
-            self._wake_one()
-
-    async def wait(self) -> None:
-        """Wait until there may be an item. The caller checks, and waits again if another task took it."""
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        try:
-            await waiter
-        except asyncio.CancelledError:
-            if self.items:
-                self._wake_one()  # this waiter was woken, but will not take the item
-            raise
 
 
 class AsyncLoaderIterator:

@@ -25,8 +25,8 @@ from asyncloader.delivery.stage import torch_pin
 from asyncloader.delivery.transfer import transfer_of
 from asyncloader.epoch.consumer import NO_BATCH
 from asyncloader.epoch.credits import most_credits
+from asyncloader.epoch.inline_prefetch import BatchPrefetcher
 from asyncloader.epoch.plan import TorchIterator, shared_seed, worker_setup
-from asyncloader.epoch.prefetch import BatchPrefetcher
 from asyncloader.epoch.shard_assignment import InlineAssignments
 from asyncloader.epoch_config import EpochConfig
 from asyncloader.errors import TooManyBadSamples

@@ -4,8 +4,8 @@ Data path: sampler -> [sync_inline: fetch -> collate] -> the user.
 
 A blocking dataset is read in the caller's thread, only inside `next()`, as torch does. Async datasets and samplers are
 read on the bridge's loop while the caller waits. There the samples of async map datasets, and with `fetch_threads`, are
-prefetched while the caller does other work (`prefetch.py`); the sampler is advanced and batches are collated only
-inside `next()`.
+prefetched while the caller does other work (`inline_prefetch.py`); the sampler is advanced and batches are collated
+only inside `next()`.
 
 `CountedNext` is the base of both sync iterators; `close_at_exit` ends iterators that are still alive when the process
 exits.
@@ -27,8 +27,8 @@ import torch
 from asyncloader.bridge import Bridge, join_all
 from asyncloader.epoch.consumer import NO_BATCH
 from asyncloader.epoch.inline import InlineEpoch, close_reader, warn_of_exit
+from asyncloader.epoch.inline_prefetch import BatchPrefetcher
 from asyncloader.epoch.plan import TorchIterator, warn_over_length
-from asyncloader.epoch.prefetch import BatchPrefetcher
 from asyncloader.errors import LoaderClosed
 from asyncloader.options import LoaderSpec
 from asyncloader.state.checkpoint import StateKeeper

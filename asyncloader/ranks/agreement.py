@@ -39,6 +39,7 @@ __all__ = [
     "AgreementStage",
     "close_at_exit",
     "in_daemon",
+    "length_is_exact",
     "start_thread",
 ]
 
@@ -51,6 +52,15 @@ _EXIT_SECONDS = 2.0
 _REPLACED = (
     "a newer iterator of this loader has replaced this one: on several ranks a stream has one iterator at a time"
 )
+
+
+def length_is_exact(dataset: Any, num_workers: int, *, assigns_shards: bool) -> bool:
+    """Whether the length of a stream gives this rank's exact number of batches, so that one reduction is enough.
+
+    It does not if several workers may each end with a short batch or drop it, or if the ranks share shards that differ
+    in size.
+    """
+    return num_workers <= 1 and hasattr(dataset, "__len__") and not assigns_shards
 
 
 class Agreement:

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from asyncloader.epoch_config import EpochConfig
 from asyncloader.errors import StateError
 from asyncloader.options import LoaderSpec
-from asyncloader.ranks.agreement import Agreement
+from asyncloader.ranks.agreement import Agreement, length_is_exact
 from asyncloader.ranks.process_group import RankGroup, make_group
 from asyncloader.remote.assignment_state import new_key
 from asyncloader.samplers.distributed import RankView, replicas
@@ -132,13 +132,12 @@ class StateKeeper:
         if config.topology.world_size == 1 or not config.iterable or not (config.seeded or assigned):
             return None
         self._group = make_group(config.topology, self._group)
-        # The length gives no exact number of batches if several workers may each end with a short batch or drop it, or
-        # if shards differ in size.
-        exact = config.num_workers <= 1 and hasattr(config.dataset, "__len__") and not assigned
-        count = _length(spec) if exact else None
-        if count is not None:
-            count = max(0, count - first_step)
-        return Agreement(self._group, count, uneven_is_error=config.on_uneven == "error")
+        steps = None
+        if length_is_exact(config.dataset, config.num_workers, assigns_shards=assigned):
+            steps = _length(spec)
+            if steps is not None:
+                steps = max(0, steps - first_step)
+        return Agreement(self._group, steps, uneven_is_error=config.on_uneven == "error")
 
     def _progress(self, config: EpochConfig, clock: EpochClock, resumed: dict[str, Any] | None) -> Progress:
         streams = None

@@ -80,7 +80,7 @@ def test_predict_gives_torchs_predictions() -> None:
     assert_same(runs[1], runs[0])
 
 
-def test_replaced_loader_does_not_warn() -> None:
+def test_never_iterated_does_not_warn() -> None:
     """That `predict` never iterates the user's own object is no reason to warn: another of our class was used."""
     loader = OURS(Rows(20), 8)
     run = trainer()

@@ -1,0 +1,59 @@
+"""Holds what is ready for the consumer of ``async for``, and wakes the tasks that wait for it.
+
+Data path: sampler -> scheduler -> worker -> reorder -> delivery -> [ready_queue] -> async_iterator -> the user.
+
+Several tasks may wait at a time. A task that is cancelled just after it was woken passes the wake-up on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from asyncloader.epoch.consumer import discard
+from asyncloader.events import Action
+
+__all__ = ["ReadyQueue"]
+
+
+class ReadyQueue:
+    """Items that are ready for the consumer. `put` never blocks; cancelling `wait` loses nothing."""
+
+    def __init__(self) -> None:
+        self.items: deque[Action] = deque()
+        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._closed = False
+
+    def put(self, item: Action) -> None:
+        """Add an item and wake one waiter. In the loop's thread."""
+        if self._closed:
+            discard(item)  # was in flight from another thread when the iterator was closed
+            return
+        self.items.append(item)
+        self._wake_one()
+
+    def _wake_one(self) -> None:
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+
+    def close(self) -> None:
+        """Discard all items and wake all waiters, who check whether the iterator has ended."""
+        self._closed = True
+        while self.items:
+            discard(self.items.popleft())
+        while self._waiters:
+            self._wake_one()
+
+    async def wait(self) -> None:
+        """Wait until there may be an item. The caller checks, and waits again if another task took it."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if self.items:
+                self._wake_one()  # this waiter was woken, but will not take the item
+            raise
