@@ -19,6 +19,7 @@ from asyncloader import DataLoader
 from asyncloader.shared.share import SharedDict, SharedList, share
 from asyncloader.workers.setup_payload import Payload
 from tests.integration.running import run_loader
+from tests.pairwise import quickly
 from tests.unit.workers.test_setup_payload import setup
 
 METHODS = ["fork", "spawn", "forkserver"]
@@ -81,9 +82,15 @@ def epoch(loader: str, dataset: Dataset[Any], method: str, **options: Any) -> li
     return [sample for batch in run_loader(loader, dataset, **options).epochs[0] for sample in batch]
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize(
     ("loader", "method"),
-    [*[(loader, method) for loader in ("torch", "sync") for method in METHODS], ("asyncio", "fork")],
+    quickly(
+        [*[(loader, method) for loader in ("torch", "sync") for method in METHODS], ("asyncio", "fork")],
+        ("torch", "fork"),
+        ("sync", "spawn"),
+        ("asyncio", "fork"),
+    ),
 )
 def test_workers_read_the_main_process_segments(loader: str, method: str) -> None:
     """Under torch's loader and ours, forked or spawned: the contents are right, and the memory is the very same."""
@@ -191,7 +198,7 @@ class Writes(Dataset[Any]):
         return int(self.inside["t"][3]), int(self.tensor[3]), refused
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", quickly(METHODS, "fork", "forkserver"))
 def test_writing_is_private(method: str) -> None:
     """A worker's writes to a tensor are seen by that worker alone; an array refuses."""
     dataset = Writes()
