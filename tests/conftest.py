@@ -82,15 +82,11 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose how many examples are drawn: before the tests are imported, whose decorators ask."""
+    """Choose how many examples are drawn."""
     with suppress(ImportError):  # tests/gpu runs where there is no more than torch, numpy and pytest
-        from hypothesis import settings
+        from tests.drawn import choose
 
-        from tests.drawn import FEW, WHOLE
-
-        whole = config.getoption("--all") or config.getoption("--combinations")
-        settings.register_profile("tests", WHOLE if whole else FEW)
-        settings.load_profile("tests")
+        choose(whole=config.getoption("--all") or config.getoption("--combinations"))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -204,7 +200,7 @@ def _multiprocessing_helpers() -> tuple[set[int], set[int]]:
     values = [vars(server) for server in servers]
     pids = {v[name] for v in values for name in ("_forkserver_pid", "_pid") if v.get(name) is not None}
     fds = {v[name] for v in values for name in ("_forkserver_alive_fd", "_fd") if v.get(name) is not None}
-    return pids | script_server.pids(), fds | script_server.descriptors()
+    return pids, fds | script_server.descriptors()
 
 
 def _children() -> dict[int, str]:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-__all__ = ["FEW", "WHOLE", "scaled"]
+__all__ = ["choose", "scaled"]
 
-# `conftest.py` loads one of them before it imports a test.
-WHOLE, FEW = settings(max_examples=100), settings(max_examples=20)
+WHOLE, FEW = 100, 20  # examples where a test names no number
+
+
+def choose(*, whole: bool) -> None:
+    """Say how many: before the tests are imported, whose decorators ask."""
+    settings.register_profile("tests", max_examples=WHOLE if whole else FEW)
+    settings.load_profile("tests")
 
 
 def scaled(number: int) -> int:
     """So many with ``--all``."""
-    return -(-number * settings.default.max_examples // WHOLE.max_examples)
+    return -(-number * settings().max_examples // WHOLE)

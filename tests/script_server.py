@@ -6,7 +6,8 @@ an interpreter that ends as every interpreter does. Only the imports are done al
 start or its exit are the claim, a test uses `subprocess`.
 
 There is one server for each set of interpreter options and environment variables, because both are read while modules
-are imported. It has one thread, and ends with the process that started it.
+are imported. It has one thread, and ends with the process that started it, also where a forked child of that process
+keeps a copy of the connection.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from multiprocessing import process as multiprocessing_process
 from pathlib import Path
 from typing import Any, ClassVar
 
-__all__ = ["descriptors", "fresh", "pids", "run", "start"]
+__all__ = ["descriptors", "fresh", "run", "start"]
 
 ANSWER = struct.Struct("i")
 LARGEST_REQUEST = 1 << 17  # bytes; an environment and a -c program
@@ -132,13 +133,14 @@ class Server:
     def __init__(self, options: Sequence[str], env: Mapping[str, str]) -> None:
         self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, *options, __file__, str(theirs.fileno())],
+            subprocess.run(
+                [sys.executable, *options, __file__, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 cwd="/",
                 env=env,
+                check=True,
             )
         self.owner = os.getpid()
         atexit.register(self.stop)
@@ -154,14 +156,10 @@ class Server:
 
     def stop(self) -> None:
         """End it. A forked child of its owner does not."""
-        self.connection.close()
-        if os.getpid() == self.owner:
-            self.process.wait()
-
-
-def pids() -> set[int]:
-    """The servers of this process."""
-    return {server.process.pid for server in Server.running.values()}
+        with self.connection:
+            if os.getpid() == self.owner:
+                self.connection.shutdown(socket.SHUT_WR)
+                self.connection.recv(1)
 
 
 def descriptors() -> set[int]:
@@ -172,26 +170,26 @@ def descriptors() -> set[int]:
 # ------------------------------------------------------------------------------------------- in the server
 
 
-def serve(connection: socket.socket) -> dict[str, Any]:
-    """Fork a child for each request, and answer with its pid and later with its exit code.
+def serve(connection: socket.socket, asker: int) -> dict[str, Any]:
+    """Fork a child for each request, and answer with its pid and later with its exit code. `asker` is a pidfd.
 
     Returns only in a child: the request.
     """
-    asker = os.pidfd_open(os.getppid())  # a forked child of the asker may keep the connection open
     at_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: meant for the programs
+    asked = connection.fileno()
     children: dict[int, tuple[int, int]] = {}
     while True:
-        ready, _, _ = select.select([connection, asker, *children], [], [])
+        ready: list[int] = select.select([asked, asker, *children], [], [])[0]
         if asker in ready:
             os._exit(0)
-        for pidfd in set(ready) & set(children):
+        for pidfd in {*ready} & {*children}:
             pid, answers = children.pop(pidfd)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             with suppress(BrokenPipeError):
                 os.write(answers, ANSWER.pack(code))
             os.close(answers)
             os.close(pidfd)
-        if connection in ready:
+        if asked in ready:
             request, received, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 4)
             if not request:
                 os._exit(0)
@@ -199,13 +197,8 @@ def serve(connection: socket.socket) -> dict[str, Any]:
             if (pid := os.fork()) == 0:
                 for number, descriptor in enumerate(standard):
                     os.dup2(descriptor, number)
-                held = [
-                    connection.detach(),
-                    asker,
-                    *received,
-                    *children,
-                    *(answers for _, answers in children.values()),
-                ]
+                connection.detach()
+                held = [asked, asker, *received, *children, *(each for _, each in children.values())]
                 os.closerange(3, max(held) + 1)
                 signal.signal(signal.SIGINT, at_interrupt)
                 return dict(json.loads(request))
@@ -260,6 +253,9 @@ def become(program: Sequence[str], cwd: str, env: Mapping[str, str]) -> None:
 
 
 if __name__ == "__main__":
+    channel, its_asker = socket.socket(fileno=int(sys.argv[1])), os.pidfd_open(int(sys.argv[2]))
+    if os.fork():
+        os._exit(0)  # the server is nobody's child: tests look at the children of their process
     del sys.path[0]  # this file's folder
     import numpy as np
     import torch
@@ -269,4 +265,4 @@ if __name__ == "__main__":
     GENERATORS = (np.random.seed, torch.default_generator.seed)
     gc.collect()
     gc.freeze()  # what was imported: at its end a program would copy all of its pages, for a second
-    become(**serve(socket.socket(fileno=int(sys.argv[1]))))
+    become(**serve(channel, its_asker))

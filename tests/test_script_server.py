@@ -124,10 +124,10 @@ import os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
 from tests import script_server
 from tests.integration.running import environment
-script_server.run([sys.executable, "-c", ""], cwd="/", env=environment())
+done = script_server.run([sys.executable, "-c", "import os; print(os.getppid())"], cwd="/", env=environment())
 if os.fork() == 0:
     signal.pause()  # and keeps a copy of the connection
-print(*script_server.pids(), flush=True)
+print(done.stdout.strip(), flush=True)
 sys.stdin.read()
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -136,8 +136,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_server_ends_with_the_process_that_started_it() -> None:
     """Also with one that is killed, and whose forked child lives."""
     command = [sys.executable, "-c", OWNER]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as owner:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, text=True, start_new_session=True, stdin=pipe, stdout=pipe) as owner:
         assert owner.stdin
         assert owner.stdout
         server = os.pidfd_open(int(owner.stdout.readline()))

@@ -180,6 +180,7 @@ def test_an_iterator_that_was_never_asked(loop: str, persistent: bool) -> None:
     compare(run(loop, configuration), expected)
 
 
+@pytest.mark.thorough
 def test_a_spawned_worker_gives_torchs_batches() -> None:
     """The same under the start method that the property rarely draws, for each loader."""
     configuration = Configuration(
