@@ -86,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
     with suppress(ImportError):  # tests/gpu runs where there is no more than torch, numpy and pytest
         from tests.drawn import choose
 
-        choose(whole=config.getoption("--all") or config.getoption("--combinations"))
+        choose(whole=bool(config.getoption("--all") or config.getoption("--combinations")))
 
 
 @pytest.hookimpl(optionalhook=True)

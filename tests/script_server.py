@@ -25,6 +25,7 @@ import sys
 import types
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from multiprocessing import process as multiprocessing_process
 from pathlib import Path
 from typing import Any, ClassVar
@@ -261,7 +262,7 @@ if __name__ == "__main__":
     import torch
 
     with suppress(ImportError):
-        import asyncloader.async_loader  # noqa: F401
+        import_module("asyncloader.async_loader")
     GENERATORS = (np.random.seed, torch.default_generator.seed)
     gc.collect()
     gc.freeze()  # what was imported: at its end a program would copy all of its pages, for a second
