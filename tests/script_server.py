@@ -30,7 +30,7 @@ from multiprocessing import process as multiprocessing_process
 from pathlib import Path
 from typing import Any, ClassVar
 
-__all__ = ["descriptors", "fresh", "run", "start"]
+__all__ = ["descriptors", "run", "start"]
 
 ANSWER = struct.Struct("i")
 LARGEST_REQUEST = 1 << 17  # bytes; an environment and a -c program
@@ -88,21 +88,17 @@ class Forked(subprocess.Popen[str]):
 
 
 def start(
-    command: Sequence[str], *, env: Mapping[str, str], cwd: str | Path, stdin: int | None = None
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: str | Path,
+    stdin: int | None = None,
+    stderr: int = subprocess.PIPE,
+    fresh: bool = False,
 ) -> subprocess.Popen[str]:
-    """Start a program with pipes for its output. A fresh interpreter runs it where there is no pidfd."""
-    if not hasattr(os, "pidfd_open"):
-        return fresh(command, env=env, cwd=cwd, stdin=stdin)
-    return Forked(command, env=env, cwd=cwd, text=True, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def fresh(
-    command: Sequence[str], *, env: Mapping[str, str], cwd: str | Path, stdin: int | None = None
-) -> subprocess.Popen[str]:
-    """The same in a fresh interpreter."""
-    return subprocess.Popen(
-        command, env=env, cwd=cwd, text=True, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    """Start a program with pipes for its output. Where there is no pidfd, it is `fresh`: an interpreter of its own."""
+    kind = subprocess.Popen if fresh or not hasattr(os, "pidfd_open") else Forked
+    return kind(command, env=env, cwd=cwd, text=True, stdin=stdin, stdout=subprocess.PIPE, stderr=stderr)
 
 
 def run(

@@ -270,8 +270,7 @@ class Script:
 
     def __init__(self, folder: Path, source: str, *, fresh: bool = False) -> None:
         command = [sys.executable, "-u", str(script_file(folder, source))]
-        start = script_server.fresh if fresh else script_server.start
-        self.process = start(command, env=environment(), cwd=folder, stdin=subprocess.PIPE)
+        self.process = script_server.start(command, env=environment(), cwd=folder, stdin=subprocess.PIPE, fresh=fresh)
 
     def line(self) -> str:
         """The next line of its output."""
