@@ -79,7 +79,8 @@ class AsyncDataLoader(Generic[T_co]):
 
     The options can be read as attributes under their own names. The dataset may have ``async def __getitem__``,
     ``async def __getitems__`` or `__aiter__`; `sampler` and `batch_sampler` may be async iterables. With
-    ``num_workers=0`` a blocking dataset is read in one thread of its own, an async one on the running loop.
+    ``num_workers=0`` an async dataset is read on the running loop; a blocking one in a thread, or on the loop while its
+    batches take less than a millisecond. `fetch_threads=1` keeps it in one thread, for handles that belong to one.
 
     Several iterators may run at a time. With ``persistent_workers=True`` the workers outlive an iterator and serve the
     next one, also under another event loop; `aclose` (or ``async with``) ends them. Workers start with the first batch:

@@ -124,7 +124,7 @@ class WorkerDied(LoaderError, RuntimeError):
 
     def _sentence(self) -> str:
         more = "".join(f" {text}" for text in (self.reason, self.advice) if text)
-        trace = f"\nIts last words:\n{self.trace}" if self.trace else ""
+        trace = f"\nWhat it wrote last:\n{self.trace}" if self.trace else ""
         # The two wordings are torch's own, so that scripts that look for them keep working.
         if self.exitcode is not None and self.exitcode < 0:
             text = f"DataLoader worker (pid {self.pid}) is killed by signal: {signal_name(-self.exitcode)}. "

@@ -15,7 +15,7 @@ from asyncloader.epoch.plan import start_method
 from asyncloader.options import LoaderSpec, is_iterable, max_restarts, most_credits
 from asyncloader.samplers.distributed import topology
 from asyncloader.statistics import Statistics
-from asyncloader.workers.fetch.factory import is_async_dataset, is_concurrent
+from asyncloader.workers.fetch.dataset_kinds import is_async_dataset, is_concurrent
 from asyncloader.workers.pool import WorkerPool
 
 __all__ = ["explain", "verdict"]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from asyncloader.samplers.distributed import ON_UNEVEN
+from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.decoding import check_decode
-from asyncloader.workers.fetch.factory import is_async_dataset
 
 __all__ = [
     "check_concurrency_options",

@@ -38,9 +38,8 @@ from asyncloader.samplers.distributed import OnUneven, rank_view, topology
 from asyncloader.samplers.generators import drawing_generator
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.workers.fetch.assignment_client import assigns_shards
+from asyncloader.workers.fetch.dataset_kinds import fetches_batches, is_async_stream, is_concurrent
 from asyncloader.workers.fetch.dataset_state import is_stateful
-from asyncloader.workers.fetch.factory import is_async_stream, is_concurrent
-from asyncloader.workers.fetch.seeded_fetch import fetches_batches
 
 __all__ = [
     "DEFAULT_CONCURRENCY",

@@ -41,6 +41,7 @@ PURE = {
         "remote.assignment_state",
         "remote.braces",
         "remote.catalog",
+        "remote.shard_splitting",
         "remote.shuffle",
         "samplers.batch_plan",
         "samplers.generators",

@@ -21,7 +21,7 @@ from asyncloader.workers.watchdog import TaskWatchdog
 
 __all__ = ["Inbox"]
 
-_ANSWERS = (wire.ERROR, wire.EXHAUSTED, wire.NOTHING)
+_ANSWERS = (wire.ERROR, wire.EXHAUSTED, wire.ALL_DROPPED)
 
 
 class Inbox:
@@ -37,7 +37,7 @@ class Inbox:
         self._worker = process.worker_id
         self._rings = rings
         self._template: Template | None = None
-        self._bad = b""  # bad-sample records of the task that is answered next
+        self._records = b""  # bad-sample records of the task that is answered next
 
     def frame(
         self, kind: int, body: bytes, epoch: int, listener: Listener | None, watchdog: TaskWatchdog | None
@@ -77,8 +77,8 @@ class Inbox:
         elif kind == wire.COUNTS:
             if listener is not None:
                 listener.on_counts(pickle.loads(body))
-        elif kind == wire.BAD:
-            self._bad = wire.unpack_answer(body)[3]
+        elif kind == wire.BAD_SAMPLES:
+            self._records = wire.unpack_answer(body)[3]
         elif kind in _ANSWERS:
             self._answer_without_batch(kind, body, epoch, listener, watchdog)
         else:
@@ -103,8 +103,8 @@ class Inbox:
             if fd is not None:
                 os.close(fd)
             raise
-        bad = self._answered(result.epoch == epoch, result.seq, watchdog)
-        answer = Answer(result, template, ring, fd, cursor, bad)
+        records = self._answered(result.epoch == epoch, result.seq, watchdog)
+        answer = Answer(result, template, ring, fd, cursor, records)
         if result.epoch == epoch and listener is not None:
             listener.on_answer(self._worker, answer)
         else:
@@ -136,7 +136,7 @@ class Inbox:
         sent_epoch, seq, busy, payload = wire.unpack_answer(body)
         self._check_expected(sent_epoch, seq, epoch)
         self._rings.answered(sent_epoch, seq, wire.NO_SLOT, 0)
-        bad = self._answered(sent_epoch == epoch, seq, watchdog)
+        records = self._answered(sent_epoch == epoch, seq, watchdog)
         if sent_epoch != epoch or listener is None:
             return
         if kind == wire.EXHAUSTED:
@@ -144,10 +144,10 @@ class Inbox:
             if watchdog is not None:
                 watchdog.forget(worker)
             listener.on_exhausted(worker, seq, payload)
-        elif kind == wire.NOTHING:
-            listener.on_empty_batch(worker, seq, busy, payload, bad)
+        elif kind == wire.ALL_DROPPED:
+            listener.on_empty_batch(worker, seq, busy, payload, records)
         else:
-            listener.on_error(worker, seq, busy, pickle.loads(payload), bad)
+            listener.on_error(worker, seq, busy, pickle.loads(payload), records)
 
     def _answered(self, current: bool, seq: int, watchdog: TaskWatchdog | None) -> bytes:
         """Note that a task of the current epoch or an older one was answered. Returns its records of bad samples."""
@@ -157,5 +157,5 @@ class Inbox:
             watchdog.cleared(self._worker)
         if self._process.suspect is not None:
             self._process.cleared()
-        bad, self._bad = self._bad, b""
-        return bad
+        records, self._records = self._records, b""
+        return records

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 from asyncloader.errors import LoaderClosed, WorkerDied
 from asyncloader.workers import shutdown
-from asyncloader.workers.fetch.factory import is_concurrent
+from asyncloader.workers.fetch.dataset_kinds import is_concurrent
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.inbox import Inbox
 from asyncloader.workers.ipc import wire

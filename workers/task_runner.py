@@ -258,20 +258,20 @@ class TaskRunner:
         self._worked = True
         epoch, seq, slot, ring, index = wire.unpack_task(body)
         begin = perf_counter()
-        bad: list[BadSample] = []
+        records: list[BadSample] = []
         try:
             reader = self._reader_or_error()
             if self._suspect is None:
-                encoded = reader.fetch(pickle.loads(index), bad)
+                encoded = reader.fetch(pickle.loads(index), records)
             else:
                 with self._stderr_capture():
-                    encoded = reader.fetch(pickle.loads(index), bad)
-            if bad:
-                self._send_bad_samples(epoch, seq, bad)
+                    encoded = reader.fetch(pickle.loads(index), records)
+            if records:
+                self._send_bad_samples(epoch, seq, records)
             written = self._write_batch(encoded, slot, self._ring if ring == self._ring_number else None, index)
             self._answer(epoch, seq, written, encoded, reader.cursor(), perf_counter() - begin)
         except Exception as error:
-            self._answer_error(epoch, seq, lambda: perf_counter() - begin, error, bad)
+            self._answer_error(epoch, seq, lambda: perf_counter() - begin, error, records)
 
     async def task_async(self, body: bytes) -> None:
         """Carry out one task of an asynchronous dataset; several run concurrently."""
@@ -280,23 +280,23 @@ class TaskRunner:
         self._worked = True
         epoch, seq, slot, ring_number, index = wire.unpack_task(body)
         ring = self._ring if ring_number == self._ring_number else None
-        bad: list[BadSample] = []
+        records: list[BadSample] = []
         try:
             if self._context is not None:
                 await self._enter_context()
             reader = self._reader_or_error()
             with self._stderr_capture(), UnexpectedCancellation("the dataset's"):
-                encoded = await reader.fetch_async(pickle.loads(index), bad)
+                encoded = await reader.fetch_async(pickle.loads(index), records)
             # A task that ignored its cancellation and outlived its epoch must not write: its slot has been given away.
             if epoch == self._epoch:
-                if bad:
-                    self._send_bad_samples(epoch, seq, bad)
+                if records:
+                    self._send_bad_samples(epoch, seq, records)
                 written = self._write_batch(encoded, slot, ring, index)
                 # Nothing was awaited since the fetch, so no other task has advanced the dataset meanwhile.
                 self._answer(epoch, seq, written, encoded, reader.cursor(), self._cpu_time())
         except Exception as error:
             if epoch == self._epoch and not self._ended:
-                self._answer_error(epoch, seq, self._cpu_time, error, bad)
+                self._answer_error(epoch, seq, self._cpu_time, error, records)
 
     def _cpu_time(self) -> float:
         """CPU seconds since the last call: the busy time of an asynchronous worker since its last answer."""
@@ -350,23 +350,23 @@ class TaskRunner:
         if counts := COUNTERS.changes(self._counted):
             self.channel_send(wire.pack(wire.COUNTS, pickle.dumps(dict(counts), 5)))
 
-    def _send_bad_samples(self, epoch: int, seq: int, bad: list[BadSample]) -> None:
+    def _send_bad_samples(self, epoch: int, seq: int, records: list[BadSample]) -> None:
         """Send the records of a task's bad samples. The task's answer must follow."""
         try:
-            payload = pickle.dumps(bad, 5)
+            payload = pickle.dumps(records, 5)
         except Exception:  # an index that cannot be pickled (inherited by fork): send its text
-            payload = pickle.dumps([each._replace(index=repr(each.index)) for each in bad], 5)
-        self.channel_send(wire.pack_answer(wire.BAD, epoch, seq, 0.0, payload))
+            payload = pickle.dumps([each._replace(index=repr(each.index)) for each in records], 5)
+        self.channel_send(wire.pack_answer(wire.BAD_SAMPLES, epoch, seq, 0.0, payload))
 
     def _answer_error(
-        self, epoch: int, seq: int, busy: Callable[[], float], error: Exception, bad: list[BadSample]
+        self, epoch: int, seq: int, busy: Callable[[], float], error: Exception, records: list[BadSample]
     ) -> None:
         self._send_counts()
-        if bad:
-            self._send_bad_samples(epoch, seq, bad)
+        if records:
+            self._send_bad_samples(epoch, seq, records)
         if isinstance(error, NoSamples):
             cursor = self._reader.cursor() if self._reader is not None else b""
-            self.channel_send(wire.pack_answer(wire.NOTHING, epoch, seq, busy(), cursor))
+            self.channel_send(wire.pack_answer(wire.ALL_DROPPED, epoch, seq, busy(), cursor))
             return
         if self._setup_iterable() and isinstance(error, (StopIteration, StopAsyncIteration)):
             self._ended = True

@@ -37,8 +37,8 @@ from asyncloader.samplers.generators import drawing_from, drawn_from, generator_
 from asyncloader.samplers.index_stream import IndexStream
 from asyncloader.state.progress import Progress
 from asyncloader.workers.fetch.assignment_client import assigns_shards
+from asyncloader.workers.fetch.dataset_kinds import is_concurrent
 from asyncloader.workers.fetch.decoding import Chain
-from asyncloader.workers.fetch.factory import is_concurrent
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy
 from asyncloader.workers.fetch.seeding import derive
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup

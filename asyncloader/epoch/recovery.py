@@ -30,11 +30,13 @@ class Recovery:
         workers: number of workers.
         max_restarts: how often each worker may be replaced.
         concurrent: whether a worker processes several tasks at a time.
+        any_worker: whether any worker may process any task: a map dataset's, where tasks go to the least loaded one.
     """
 
-    def __init__(self, workers: int, max_restarts: int, *, concurrent: bool) -> None:
+    def __init__(self, workers: int, max_restarts: int, *, concurrent: bool, any_worker: bool = False) -> None:
         self.max_restarts = max_restarts
         self._concurrent = concurrent
+        self._any_worker = any_worker
         self._restarts = [0] * workers
         self._deaths: dict[int, list[WorkerDied]] = {}  # suspect -> the deaths that count against it
         self._down = [False] * workers
@@ -62,6 +64,15 @@ class Recovery:
         for seq in self.struck:
             self._deaths.setdefault(seq, []).extend([] if event.outside else [event.error])
         return [seq for seq in self.struck if len(self._deaths[seq]) >= KILLS]
+
+    def taken_over_by(self, seq: int, active: Sequence[bool], unanswered: Sequence[int]) -> int | None:
+        """Which worker gets at once a task that a dead one left: the live one with the fewest unanswered tasks. None:
+        the task waits for the dead worker's replacement. So does a suspect, which no healthy worker should get.
+        """
+        if not self._any_worker or self.suspected(seq):
+            return None
+        free = [worker for worker, alive in enumerate(active) if alive and self.free(worker)]
+        return min(free, key=unanswered.__getitem__, default=None)
 
     def may_replace(self, worker: int) -> bool:
         """Whether the worker may be replaced once more."""

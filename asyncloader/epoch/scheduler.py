@@ -113,7 +113,12 @@ class Scheduler:
         self._unanswered_tasks: dict[int, Task] = {}
         self._reorder: ReorderBuffer[Deliver] = ReorderBuffer()
         self._send_seq = 0
-        self._recovery = Recovery(workers, max_restarts, concurrent=concurrent)
+        self._recovery = Recovery(
+            workers,
+            max_restarts,
+            concurrent=concurrent,
+            any_worker=assignment == "least_loaded" and not iterable,
+        )
         self._next_worker = first_worker  # round robin: the worker that gets the next task
         self._offers_ended = False
         self._over = False
@@ -328,20 +333,18 @@ class Scheduler:
         return f"It was at {len(struck)} tasks, the first of them for indices {indices}. "
 
     def _assign_again(self, seq: int, worker: int) -> list[Action]:
-        """Assign the task to a live worker if any worker may make it; else it waits for the replacement."""
+        """Assign the task to the worker that takes it over; else it waits for the dead worker's replacement."""
         # Popped and put back: a worker's tasks must be listed in the order in which it gets them.
         task = self._unanswered_tasks[seq] = self._unanswered_tasks.pop(seq)
-        if self.assignment == "least_loaded" and not (self.iterable or self._recovery.suspected(seq)):
-            free = [w for w in range(self.workers) if self._active[w] and self._recovery.free(w)]
-            if free:
-                other = min(free, key=self._unanswered.__getitem__)
-                self._owner[seq] = other
-                for counts in (self._load, self._unanswered):
-                    counts[worker] -= 1
-                    counts[other] += 1
-                return [Assign(other, task)]
-        self._recovery.wait(worker, seq)
-        return []
+        other = self._recovery.taken_over_by(seq, self._active, self._unanswered)
+        if other is None:
+            self._recovery.wait(worker, seq)
+            return []
+        self._owner[seq] = other
+        for counts in (self._load, self._unanswered):
+            counts[worker] -= 1
+            counts[other] += 1
+        return [Assign(other, task)]
 
     def _send_waiting(self, worker: int) -> list[Action]:
         recovery, actions = self._recovery, list[Action]()

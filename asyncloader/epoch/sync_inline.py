@@ -25,26 +25,17 @@ from typing import Any, Protocol
 import torch
 
 from asyncloader.bridge import Bridge, join_all
-from asyncloader.delivery.stage import torch_pin
-from asyncloader.delivery.transfer import transfer_of
-from asyncloader.epoch.async_inline import (
-    batch_nbytes,
-    count_samples,
-    make_inline_reader,
-    make_prefetcher,
-    warn_of_exit,
-)
+from asyncloader.epoch.consumer import NO_BATCH
+from asyncloader.epoch.inline import InlineEpoch, close_reader, warn_of_exit
 from asyncloader.epoch.plan import TorchIterator, warn_over_length
 from asyncloader.epoch.prefetch import BatchPrefetcher
-from asyncloader.errors import LoaderClosed, TooManyBadSamples
-from asyncloader.options import LoaderSpec, async_index_source, is_iterable
-from asyncloader.samplers.distributed import even_ranks, without_batch
+from asyncloader.errors import LoaderClosed
+from asyncloader.options import LoaderSpec
 from asyncloader.state.checkpoint import StateKeeper
-from asyncloader.state.progress import Progress
-from asyncloader.statistics import BadSampleLog, Statistics
+from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation
 from asyncloader.workers.fetch.reader import Reader
-from asyncloader.workers.fetch.sample_errors import BadSample, NoSamples
+from asyncloader.workers.fetch.sample_errors import BadSample
 from asyncloader.workers.pool import install_exit_hook
 
 __all__ = ["CountedNext", "SyncInlineIterator", "close_at_exit"]
@@ -76,234 +67,99 @@ class SyncInlineIterator(CountedNext):
     def __init__(self, loader: LoaderSpec[Any], statistics: Statistics, bridge: Bridge, keeper: StateKeeper) -> None:
         progress = keeper.begin(loader)
         super().__init__(loader, progress)
-        if self._timeout:
-            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
-        self._spec = loader
-        self._keeper = keeper
-        self._statistics = statistics
-        self._source = async_index_source(loader)
-        self._indices: Any = None
-        self._bridge: Bridge | None = None
         self._owner = os.getpid()
-        self._begin(progress)
-        self._uses_loop = self._reader.asynchronous or self._source is not None
+        self._bridge: Bridge | None = None
+        self._closed = False
+        self._epoch = InlineEpoch(loader, statistics, keeper, self, progress, alone=True)
+        self._uses_loop = self._epoch.reader.asynchronous or self._epoch.source is not None
         if self._uses_loop:
             # An iterator that was dropped leaves the dataset's context before this one enters it.
             bridge.wait_for_releases()
             bridge.acquire()
             self._bridge = bridge
             close_at_exit(self)
-        self._transfer = transfer_of(loader)
-        self._pin = torch_pin(self._pin_memory_device) if self._pin_memory else None
-        self._begun = self._statistics.begin()
-        self._statistics.log = BadSampleLog(loader._asyncloader_options.max_bad_samples)
-        self._over = False  # more samples raised than allowed
-        self._closed = False
-
-    def _begin(self, progress: Progress) -> None:
-        self._progress = progress
-        self._agreement = progress.agreement
-        self._tasks = 0
-        self._given = 0  # indices that were passed to the prefetcher
-        self._fresh = True
-        self._reader = make_inline_reader(self._spec, self, progress)
-        if not self._reader.asynchronous:
-            progress.live = weakref.WeakMethod(self._reader.live_cursor)
-        self._context = self._reader.context()
-        self._prefetcher = make_prefetcher(self._spec, self._reader, self._context)
 
     def _next_data(self) -> Any:
         if self._closed:
             raise LoaderClosed("this iterator was shut down")
         begin = perf_counter()
-        if self._fresh:
-            if self._progress.outdated:
-                progress = self._keeper.begin(self._spec)
-                self._begin_order(self._spec, progress)
-                self._begin(progress)
-            self._fresh = False
-        while not self._over:
-            bad: list[BadSample] = []
-            try:
-                index, data = self._fetched(bad)
-                if self._agreement is not None and not self._agreement.batch():
-                    raise StopIteration
-                cursor = self._reader.cursor()
-                if self._transfer is not None:
-                    data = self._transfer.take(self._transfer.start(data, locked=False))
-                elif self._pin is not None:
-                    data = self._pin(data)
-            except NoSamples:
-                ranks = even_ranks(self._spec, iterable=is_iterable(self._spec))
-                if ranks > 1:
-                    self._progress.failed(self._tasks)
-                    self._tasks += 1
-                    self._record(bad)
-                    raise without_batch(ranks) from None
-                self._progress.delivered(self._tasks, 0, self._reader.cursor())
-                self._tasks += 1
-                self._record(bad)
-                continue
-            except StopIteration:
-                if self._agreement is not None:
-                    self._agreement.end()
-                self._progress.ends[0] = self._reader.last_cursor()
-                self._progress.finish()
-                raise
-            except BaseException:
-                if self._agreement is not None:
-                    self._agreement.fail()
-                self._progress.failed(self._tasks)
-                self._tasks += 1
-                self._record(bad)
-                raise
-            if bad:
-                self._record(bad)
-            self._progress.delivered(self._tasks, 0, cursor)
-            self._tasks += 1
-            nbytes = batch_nbytes(data)
-            if self._prefetcher is not None:
-                self._prefetcher.note_batch_size(nbytes)
-                self._statistics.credits = self._prefetcher.credits
-            passed = perf_counter() - begin
-            if not self._num_yielded:
-                self._statistics.first_batch(self._begun)
-            self._statistics.batch(count_samples(self._spec, index, bad), nbytes, 0, passed, passed, 1)
-            self._statistics.count_here()
-            return data
+        epoch = self._epoch
+        epoch.refresh()
+        fetch = self._fetch_on_bridge if self._uses_loop else self._fetch_here
+        while not epoch.over:
+            batch = epoch.step(fetch, begin)
+            if batch is not NO_BATCH:
+                return batch
         raise StopIteration
 
-    def _record(self, bad: list[BadSample]) -> None:
-        try:
-            self._statistics.bad(bad)
-        except TooManyBadSamples:
-            self._over = True
-            if self._agreement is not None:
-                self._agreement.fail()
-            raise
+    def _fetch_here(self, bad: list[BadSample]) -> tuple[Any, Any]:
+        index = self._epoch.next_index()
+        return index, self._epoch.reader.fetch(index, bad)
 
-    def _fetched(self, bad: list[BadSample]) -> tuple[Any, Any]:
-        if not self._uses_loop:
-            index = self._next_index_plain()
-            return index, self._reader.fetch(index, bad)
+    def _fetch_on_bridge(self, bad: list[BadSample]) -> tuple[Any, Any]:
         if self._bridge is None:
             raise StopIteration
+        epoch = self._epoch
+        ahead = [] if epoch.prefetcher is None else epoch.indices_ahead(epoch.prefetcher)
         try:
-            if self._prefetcher is not None:
-                return self._bridge.run(self._take(self._prefetcher, self._more(self._prefetcher), bad))
-            return self._bridge.run(self._fetch(bad))
+            return self._bridge.run(_fetch(epoch, ahead, bad))
         except StopAsyncIteration:
             self._release()
             raise StopIteration from None
-
-    async def _fetch(self, bad: list[BadSample]) -> tuple[Any, Any]:
-        with UnexpectedCancellation("the dataset's or sampler's"):
-            index = await self._next_index_async()
-            if self._reader.asynchronous:
-                await self._context.open()
-                return index, await self._reader.fetch_async(index, bad)
-            return index, self._reader.fetch(index, bad)
-
-    def _more(self, prefetcher: BatchPrefetcher) -> list[Any]:
-        """Indices for the prefetcher, from a plain sampler, which is advanced here in the caller's thread. If the
-        sampler raised, the last item is a `_SamplerFailure`.
-        """
-        more: list[Any] = []
-        while self.order is not None and len(more) < prefetcher.room:
-            task, self._given = self._given, self._given + 1
-            try:
-                step, index = self.pull()
-            except StopIteration:
-                break
-            except Exception as error:
-                more.append(_SamplerFailure(error))
-                break
-            else:
-                self._progress.pulled(task, step)
-                more.append(index)
-        return more
-
-    async def _take(self, prefetcher: BatchPrefetcher, more: list[Any], bad: list[BadSample]) -> tuple[Any, Any]:
-        for index in more:
-            if isinstance(index, _SamplerFailure):
-                prefetcher.add_error(index.error)
-            else:
-                prefetcher.start(index)
-        while self.order is None and prefetcher.room > 0:
-            prefetcher.start_next(self._next_index_async)
-        with UnexpectedCancellation("the dataset's or sampler's"):
-            return await prefetcher.take(bad)
-
-    def _next_index_plain(self) -> Any:
-        step, index = self.pull()
-        if self.order is None:  # an iterable dataset's index only says how many samples
-            return index
-        self._progress.pulled(self._tasks, step)
-        return index
-
-    async def _next_index_async(self) -> Any:
-        if self._source is None:
-            try:
-                return self._next_index_plain()
-            except StopIteration:
-                raise StopAsyncIteration from None
-        if self._indices is None:
-            self._indices = self._source.reading(self._progress)
-        return await anext(self._indices)
 
     def _release(self) -> None:
         bridge, self._bridge = self._bridge, None
         if bridge is None or os.getpid() != self._owner:
             return  # in a forked child nothing of it runs
         if bridge.in_loop_thread:  # the loop's own thread cannot wait for the loop
-            bridge.release_soon(_close_reader_and_warn, self._prefetcher, self._reader, self._context)
+            bridge.release_soon(_close_reader_and_warn, *self._parts())
             return
         try:
-            warn_of_exit(bridge.run(_close_reader(self._prefetcher, self._reader, self._context)))
+            warn_of_exit(bridge.run(close_reader(*self._parts())))
         except LoaderClosed:
             pass
         finally:
             bridge.release()
 
+    def _parts(self) -> tuple[BatchPrefetcher | None, Reader, DatasetContext]:
+        return self._epoch.prefetcher, self._epoch.reader, self._epoch.context
+
     def _shutdown_workers(self) -> None:
         """End the epoch. The name is torch's."""
         self._closed = True
-        if self._agreement is not None:
-            self._agreement.give_up()
+        if self._epoch.agreement is not None:
+            self._epoch.agreement.give_up()
         self._release()
 
     def _close_soon(self) -> None:
         self._closed = True
-        if self._agreement is not None:
-            self._agreement.give_up()
+        if self._epoch.agreement is not None:
+            self._epoch.agreement.give_up()
         bridge, self._bridge = self._bridge, None
         if bridge is not None:
-            bridge.release_soon(_close_reader_and_warn, self._prefetcher, self._reader, self._context)
+            bridge.release_soon(_close_reader_and_warn, *self._parts())
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not exiting() and getattr(self, "_owner", None) == os.getpid():
+        if not exiting() and getattr(self, "_owner", None) == os.getpid() and hasattr(self, "_epoch"):
             self._close_soon()
 
 
-async def _close_reader(
-    prefetcher: BatchPrefetcher | None, reader: Reader, context: DatasetContext
-) -> BaseException | None:
-    """Stop reading. Returns the error that leaving the dataset's context raised, if any."""
-    if prefetcher is not None:
-        return await prefetcher.aclose()
-    await reader.aclose()
-    return await context.close()
+async def _fetch(epoch: InlineEpoch, ahead: list[Any], bad: list[BadSample]) -> tuple[Any, Any]:
+    """The next batch with its index, of an async dataset or from an async sampler."""
+    if epoch.prefetcher is not None:
+        epoch.start_ahead(epoch.prefetcher, ahead)
+    with UnexpectedCancellation("the dataset's or sampler's"):
+        if epoch.prefetcher is not None:
+            return await epoch.prefetcher.take(bad)
+        index = await epoch.next_index_async()
+        if epoch.reader.asynchronous:
+            await epoch.context.open()
+            return index, await epoch.reader.fetch_async(index, bad)
+        return index, epoch.reader.fetch(index, bad)
 
 
 async def _close_reader_and_warn(prefetcher: BatchPrefetcher | None, reader: Reader, context: DatasetContext) -> None:
-    warn_of_exit(await _close_reader(prefetcher, reader, context))
-
-
-class _SamplerFailure:
-    """Stands for an index: the sampler raised this error instead."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+    warn_of_exit(await close_reader(prefetcher, reader, context))
 
 
 class ClosesAtExit(Protocol):

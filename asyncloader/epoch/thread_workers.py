@@ -17,7 +17,7 @@ from typing import Any
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from asyncloader.options import OUR_OPTION_NAMES, LoaderSpec, async_index_source
-from asyncloader.workers.fetch.factory import is_async_dataset
+from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 
 __all__ = ["ThreadIterator", "has_thread_workers", "refusal"]
 

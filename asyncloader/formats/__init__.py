@@ -28,10 +28,10 @@ from asyncloader.formats.base import (
     ShardReader,
     base_name,
 )
-from asyncloader.formats.compressed import CompressedReader
+from asyncloader.formats.compressed import CompressedReader, Compression, decoder
 from asyncloader.formats.jsonl import JsonlReader, cut_lines
 from asyncloader.formats.mds import MdsReader, MdsShard, parse_mds_index
-from asyncloader.formats.tar import Compression, TarReader, decoder
+from asyncloader.formats.tar import TarReader
 from asyncloader.formats.tfrecord import TFRecordReader, parse_example
 
 __all__ = [

@@ -39,8 +39,8 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncloader.formats.base import MAX_SAMPLE_BYTES, OnBad, Sample, ShardError, ShardRange
+from asyncloader.formats.compressed import Compression
 from asyncloader.formats.push_parser import Parser, PushReader
-from asyncloader.formats.tar import Compression
 
 __all__ = [
     "Column",

@@ -36,7 +36,7 @@ from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from asyncloader.remote.catalog import CatalogRange
+from asyncloader.remote.shard_splitting import CatalogRange
 
 __all__ = ["Assignment", "AssignmentLog", "AssignmentLogState", "Reply", "Returned", "ShardAssigner", "StreamStart"]
 

@@ -36,7 +36,7 @@ import torch
 
 from asyncloader.errors import StateError
 from asyncloader.remote.assignment import Assignment, AssignmentLog, Returned, ShardAssigner, StreamStart
-from asyncloader.remote.catalog import CatalogRange
+from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.seeding import derive
 from asyncloader.workers.fetch.setup import EpochStart

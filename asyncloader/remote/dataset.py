@@ -21,10 +21,11 @@ from torch.utils.data import IterableDataset
 from asyncloader.bridge import run_in_thread
 from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardError, ShardFormat
 from asyncloader.remote.assignment import Assignment, AssignmentLog, ShardAssigner, StreamStart
-from asyncloader.remote.catalog import CatalogRange, Shard, can_cut, cut, grouped
+from asyncloader.remote.catalog import Shard
 from asyncloader.remote.discovery import find_shards
 from asyncloader.remote.reading import READ_AHEAD, MakeReader, read_shard_range
 from asyncloader.remote.shard_sizes import bytes_per_sample, with_counts, with_edges, with_sizes
+from asyncloader.remote.shard_splitting import CatalogRange, can_cut, cut, grouped
 from asyncloader.remote.stores import LoopStores, Stores, scheme_of, unsigned
 from asyncloader.remote.worker_stream import LocalAssignments, WorkerStream
 from asyncloader.samplers.permutation import Permutation

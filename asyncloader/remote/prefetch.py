@@ -19,7 +19,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 
 from asyncloader.formats import Located, OnBad, ShardError
-from asyncloader.remote.catalog import CatalogRange, Shard, bytes_left
+from asyncloader.remote.catalog import Shard
+from asyncloader.remote.shard_splitting import CatalogRange, bytes_left
 
 __all__ = [
     "MAX_PREFETCHED_RANGES",

@@ -15,8 +15,9 @@ from contextlib import aclosing
 from typing import TypeAlias
 
 from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, ShardError, ShardRange, ShardReader, open_reader
-from asyncloader.remote.catalog import PARQUET, CatalogRange, Shard
+from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.prefetch import StreamBuffer
+from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import RangeOutOfBounds, Transport, TransportError
 

@@ -1,6 +1,6 @@
 """Asks the store for what is not known about shards: sizes, sample counts and cut points.
 
-Data path: discovery -> [shard_sizes] -> catalog.
+Data path: discovery -> [shard_sizes] -> shard_splitting.
 
 Many shards are asked about concurrently, up to a limit. What is known already is not requested again.
 """
@@ -14,8 +14,9 @@ from typing import TypeVar
 
 from asyncloader.formats import MAX_SAMPLE_BYTES, ShardError, ShardReader, open_reader
 from asyncloader.formats.base import ShardRange
-from asyncloader.remote.catalog import PARQUET, Shard, can_cut
+from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.reading import MakeReader
+from asyncloader.remote.shard_splitting import can_cut
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import RangeOutOfBounds, SizeUnknown
 

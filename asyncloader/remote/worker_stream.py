@@ -1,6 +1,6 @@
 """One worker's stream of a remote dataset: from the assignments of shard ranges to the samples of batches.
 
-Data path: assignment -> prefetch, reading -> [worker_stream] -> workers.fetch.stream_async -> collate.
+Data path: assignment -> prefetch, reading -> [worker_stream] -> workers.fetch.stream_fetcher -> collate.
 
 A worker stream makes one batch at a time. Only bytes are read ahead (`prefetch`): samples are taken when a batch needs
 them, so the position of the stream depends on its batches alone and is the same in every run.
@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 from asyncloader.errors import StateError
 from asyncloader.formats import Sample
 from asyncloader.remote.assignment import ShardAssigner
-from asyncloader.remote.catalog import CatalogRange, Shard, bytes_left
+from asyncloader.remote.catalog import Shard
 from asyncloader.remote.prefetch import Open, RangePrefetcher, RangeReading
+from asyncloader.remote.shard_splitting import CatalogRange, bytes_left
 from asyncloader.remote.shuffle import ShuffleBlocks
 from asyncloader.workers.fetch.assignment_client import AssignmentReply, AssignmentSource
 

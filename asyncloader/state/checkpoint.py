@@ -30,8 +30,8 @@ from asyncloader.state.next_epoch import Prospect, after_an_epoch, of_a_first_ep
 from asyncloader.state.progress import Progress, Tally
 from asyncloader.state.schema import check_exact, check_generators, check_length, check_state, check_workers, compare
 from asyncloader.workers.fetch.assignment_client import assigns_shards
+from asyncloader.workers.fetch.dataset_kinds import is_concurrent
 from asyncloader.workers.fetch.dataset_state import is_stateful
-from asyncloader.workers.fetch.factory import is_concurrent
 
 __all__ = ["StateKeeper", "expectations"]
 

@@ -114,12 +114,13 @@ LIES: dict[str, Callable[[Task], object]] = {
         wire.pack_ask(t.epoch, 0, 0, pickle.dumps(None))
     ),
     "nothing, for a task that nobody asked for": lambda t: t.sends(
-        wire.pack_answer(wire.NOTHING, t.epoch, t.seq + 1000, 0.0)
+        wire.pack_answer(wire.ALL_DROPPED, t.epoch, t.seq + 1000, 0.0)
     ),
     "records of bad samples that are none": lambda t: t.sends(
-        wire.pack_answer(wire.BAD, t.epoch, t.seq, 0.0, b"none") + wire.pack_answer(wire.NOTHING, t.epoch, t.seq, 0.0)
+        wire.pack_answer(wire.BAD_SAMPLES, t.epoch, t.seq, 0.0, b"none")
+        + wire.pack_answer(wire.ALL_DROPPED, t.epoch, t.seq, 0.0)
     ),
-    "records of bad samples that are cut off": lambda t: t.sends(wire.pack(wire.BAD, b"none")),
+    "records of bad samples that are cut off": lambda t: t.sends(wire.pack(wire.BAD_SAMPLES, b"none")),
     "a start-up that is cut off": lambda t: t.sends(wire.pack(wire.STARTED)),
     "a start-up of an epoch to come": lambda t: t.sends(wire.pack_started(t.epoch + 5, b"", b"")),
     "an epoch that was not begun": lambda t: t.sends(wire.pack_reset(wire.RESET_DONE, t.epoch + 5)),

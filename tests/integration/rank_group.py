@@ -50,8 +50,10 @@ class RankGroup:
             self._pipes.append(Connection(ours.detach()))
             script = [sys.executable, "-m", "tests.integration.ranks_script", "0"]  # its standard input
             command = [*script, f"file://{self._folder}/store", str(rank), str(self.world)]
-            pipes = {"stdin": theirs.fileno(), "stderr": errors.fileno()}
-            self.processes.append(script_server.start(command, env=environment(), cwd=ROOT, **pipes))
+            process = script_server.start(
+                command, env=environment(), cwd=ROOT, stdin=theirs.fileno(), stderr=errors.fileno()
+            )
+            self.processes.append(process)
 
     def __call__(self, name: str, *values: Any, **named: Any) -> list[Any]:
         """What each rank's `Place` answers to this call, made on all of them at once."""

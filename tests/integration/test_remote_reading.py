@@ -13,10 +13,11 @@ from aiohttp import web
 
 from asyncloader import AsyncDataLoader, RemoteIterableDataset, StateError
 from asyncloader.formats import Located, ShardError
-from asyncloader.remote.catalog import CatalogRange, Shard, cut, format_of
+from asyncloader.remote.catalog import Shard, format_of
 from asyncloader.remote.discovery import find_shards
 from asyncloader.remote.reading import read_shard_range
 from asyncloader.remote.shard_sizes import with_counts, with_edges
+from asyncloader.remote.shard_splitting import CatalogRange, cut
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import HttpTransport, ReadFailed
 from asyncloader.transports.retry import RetryPolicy

@@ -19,8 +19,9 @@ import pytest_asyncio
 
 from asyncloader.formats import Located, ShardError, ShardFormat
 from asyncloader.formats.tfrecord import crc32c, masked
-from asyncloader.remote.catalog import CatalogRange, Shard, format_of
+from asyncloader.remote.catalog import Shard, format_of
 from asyncloader.remote.reading import read_shard_range
+from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import MemoryTransport
 from tests.integration.http_store import serving

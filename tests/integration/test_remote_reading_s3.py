@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 
-from asyncloader.remote.catalog import cut
 from asyncloader.remote.discovery import find_shards
 from asyncloader.remote.shard_sizes import with_counts, with_edges
+from asyncloader.remote.shard_splitting import cut
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import ObjectNotFound
 from tests.integration.object_stores import KEYS, SOON, Moto, moto_server, sockets, sockets_closed

@@ -74,16 +74,3 @@ class Threads(Dataset[Any]):
 def test_without_workers_the_facade_fetches_in_the_callers_thread() -> None:
     """As torch's loader: thread-bound handles of a dataset keep working."""
     assert {int(batch[0]) for batch in DataLoader[Any](Threads())} == {threading.get_ident()}
-
-
-@pytest.mark.parametrize("kind", KINDS[1:])
-def test_without_workers_the_async_loader_fetches_in_one_thread(kind: str) -> None:
-    """A blocking dataset is read in one executor thread, always the same, and never in the loop's."""
-
-    async def run() -> set[int]:
-        async with AsyncDataLoader[Any](Threads()) as loader:
-            return {int(batch[0]) async for batch in loader}
-
-    threads = run_async(run(), kind)
-    assert len(threads) == 1
-    assert threads != {threading.get_ident()}

@@ -9,7 +9,8 @@ from typing import Any
 from asyncloader import RemoteIterableDataset
 from asyncloader.formats import Located, OnBad, ShardError, ShardFormat
 from asyncloader.remote.assignment import Assignment
-from asyncloader.remote.catalog import CatalogRange, Shard
+from asyncloader.remote.catalog import Shard
+from asyncloader.remote.shard_splitting import CatalogRange
 
 __all__ = ["Case", "Shards", "plan_of", "ranges_of"]
 

@@ -139,7 +139,7 @@ def check(case: Case) -> None:
         assert got == whole, "interrupted"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(max(600, 3 * EXAMPLES))
 @settings(max_examples=max(6, EXAMPLES // 4), **SETTINGS)
 @given(cases())
 def test_an_interrupted_run_gives_what_it_would_have_given(case: Case) -> None:

@@ -252,7 +252,7 @@ def _exact(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(max(600, 3 * EXAMPLES))
 @settings(max_examples=EXAMPLES, **SETTINGS)
 @given(cases())
 @example(Case(parts=(Part(2, workers=2, world_size=4), Part(1, workers=1, world_size=1), Part(world_size=2))))

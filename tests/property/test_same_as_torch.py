@@ -155,7 +155,7 @@ def compare(got: Outcome, expected: Outcome) -> None:
         assert_same(got.states[name], state, f"the {name} generator's state")
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(max(600, 3 * EXAMPLES))
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(configurations())
 @example(Configuration(order="lazy", count=30, num_workers=2, epochs=(2, None), trains=True))

@@ -143,6 +143,8 @@ class _Run:
         """Run to the end, whatever it is."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            # Python 3.12 on says it of each fork beside a thread.
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
             try:
                 if self.case.leave == "die":
                     thread = threading.Thread(target=self._guarded, name="consumer")

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, Dataset, IterableDataset, SequentialS
 
 from asyncloader import DataLoader
 from asyncloader.options import most_credits
-from asyncloader.workers.fetch.factory import is_async_dataset
+from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from tests.integration.datasets import AsyncNumbers, AsyncStream, AsyncWholeBatches, Numbers
 
 

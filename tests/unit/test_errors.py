@@ -151,9 +151,9 @@ def test_last_words_come_last() -> None:
     error = WorkerDied(1, 99, -signal.SIGSEGV, "A reason.", "An advice.", "Fatal error\n  File a.py")
     sentence, heading, *trace = str(error).splitlines()
     assert sentence.endswith("A reason. An advice.")
-    assert heading == "Its last words:"
+    assert heading == "What it wrote last:"
     assert trace == ["Fatal error", "  File a.py"]
-    assert "last words" not in str(WorkerDied(1, 99, -signal.SIGSEGV))
+    assert "wrote last" not in str(WorkerDied(1, 99, -signal.SIGSEGV))
 
 
 def test_advice_is_given_to_a_death_that_is_known() -> None:

@@ -15,8 +15,7 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, StackDataset, Subset
 
-from asyncloader.workers.fetch.guarded_fetch import fetches_single
-from asyncloader.workers.fetch.seeded_fetch import fetches_batches
+from asyncloader.workers.fetch.dataset_kinds import fetches_batches, fetches_samples
 
 __all__ = ["AwaitedStack", "awaited_view"]
 
@@ -42,7 +41,7 @@ def _awaited_stack(stack: StackDataset[Any], is_async: Callable[[Any], bool]) ->
     names = list(given) if isinstance(given, dict) else None
     parts = [awaited_view(part, is_async) for part in (given if names is None else given.values())]
     slow = any(is_async(part) and not fetches_batches(part) for part in parts)
-    batched = any(map(fetches_batches, parts)) and not (slow and all(map(fetches_single, parts)))
+    batched = any(map(fetches_batches, parts)) and not (slow and all(map(fetches_samples, parts)))
     return (_BatchedStack if batched else AwaitedStack)(parts, names, len(stack))
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "DatasetContext",
     "UnexpectedCancellation",
     "context_managers",
+    "self_cancelled",
 ]
 
 EXIT_SECONDS = 1.5
@@ -187,4 +188,9 @@ class UnexpectedCancellation:
             return
         task = asyncio.current_task()
         if task is not None and not task.cancelling():
-            raise RuntimeError(f"{self._whose} code cancelled itself, or let what it awaited be cancelled") from error
+            raise self_cancelled(self._whose) from error
+
+
+def self_cancelled(whose: str) -> RuntimeError:
+    """Return the error to raise from a CancelledError that the user's code raised of itself."""
+    return RuntimeError(f"{whose} code cancelled itself, or let what it awaited be cancelled")

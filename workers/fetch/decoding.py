@@ -16,12 +16,9 @@ from collections.abc import Callable, Sequence
 from contextvars import Context
 from typing import Any
 
-from asyncloader.workers.fetch.error_notes import add_note, describe_sample
-from asyncloader.workers.fetch.seeded_fetch import fetches_batches
-from asyncloader.workers.fetch.seeding import SampleSeeder
 from asyncloader.workers.fetch.threads import JobThreads
 
-__all__ = ["Chain", "DecodedMap", "Decoder", "check_decode"]
+__all__ = ["Chain", "Decoder", "check_decode"]
 
 
 def check_decode(decode: Any, decode_threads: Any) -> None:
@@ -62,11 +59,11 @@ class Chain:
 
 
 class Decoder:
-    """Runs `decode` for an event loop.
+    """Runs `decode`.
 
     Args:
         function: the user's.
-        threads: where it runs; None: inline.
+        threads: where `decode` runs it for an event loop; None: inline.
     """
 
     __slots__ = ("function", "threads")
@@ -75,64 +72,15 @@ class Decoder:
         self.function = function
         self.threads = threads
 
+    def call(self, sample: Any) -> Any:
+        """Return the decoded sample, made inline."""
+        try:
+            return self.function(sample)
+        except (StopIteration, StopAsyncIteration) as error:  # it would look like the end of the dataset
+            raise RuntimeError(f"decode raised {type(error).__name__}") from error
+
     async def decode(self, sample: Any, context: Context | None = None) -> Any:
         """Return the decoded sample. Runs in a copy of `context` (default: the current one)."""
         if self.threads is not None:
             return await self.threads.call(self.function, sample, context)
-        try:
-            if context is not None:
-                return context.copy().run(self.function, sample)
-            return self.function(sample)
-        except StopAsyncIteration as error:  # it would look like the end of a stream
-            raise RuntimeError("decode raised StopAsyncIteration") from error
-
-
-class DecodedMap:
-    """Wraps a blocking map dataset: its samples come decoded. Has a `__getitems__` if the dataset's is used.
-
-    Args:
-        dataset: the dataset.
-        function: the user's `decode`.
-        one_by_one: whether samples are seeded, or their errors handled, one by one: then the `__getitems__` of
-            torch's views is not used.
-        seeder: the epoch's; it also seeds the decoding of samples that were read as one batch. None in torch mode.
-        replicas: difference of the positions of neighbouring samples.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        function: Callable[[Any], Any],
-        *,
-        one_by_one: bool,
-        seeder: SampleSeeder | None = None,
-        replicas: int = 1,
-    ) -> None:
-        self._asyncloader_decoded = dataset
-        self._decode = function
-        self._seeder = seeder
-        self._replicas = replicas
-        # In torch mode `__getitems__` may be None, as in torch.
-        batches = fetches_batches(dataset) if one_by_one else getattr(dataset, "__getitems__", None)
-        self.__getitems__ = self._batch if batches else None
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._decode(self._asyncloader_decoded[index])
-
-    def _batch(self, index: Any) -> list[Any]:
-        decoded = []
-        seeder = self._seeder
-        first = 0 if seeder is None else seeder.first
-        for item, sample in enumerate(self._asyncloader_decoded.__getitems__(index)):
-            position = None if seeder is None else first + item * self._replicas
-            try:
-                if seeder is not None and position is not None:
-                    seeder.sample(position)
-                decoded.append(self._decode(sample))
-            except Exception as error:
-                try:
-                    add_note(error, describe_sample(index[item], item, position))
-                except Exception:  # the index is not a sequence
-                    add_note(error, f"while fetching item {item} of the batch")
-                raise
-        return decoded
+        return self.call(sample) if context is None else context.copy().run(self.call, sample)

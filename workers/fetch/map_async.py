@@ -1,9 +1,10 @@
 """Fetches from asynchronous map datasets: awaits samples concurrently and returns them in the order of the indices.
 
-Data path: scheduler -> worker: [map_async] -> collate -> codec -> ring. Without workers it runs in the consumer's loop.
+Data path: scheduler -> worker: [map_async -> sample] -> collate -> codec -> ring. Without workers it runs in the
+consumer's loop.
 
-`AsyncMapFetcher` makes batches of awaited samples. Samples that raise are handled as in `guarded_fetch.py`; records of
-bad samples are in the order of the batch, whichever sample raised first.
+The rules of a batch are in `map_fetcher.py`. Records of samples that raised are in the order of the batch, whichever
+raised first.
 
 `ConcurrencyLimiter` bounds the number of samples in flight over all batches. Samples of the oldest batch start first,
 so a slow sample takes up one unit of concurrency while others of its batch and of later batches start and finish. The
@@ -18,15 +19,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context, copy_context
 from typing import Any
 
-from asyncloader.workers.fetch.batching import Batching
-from asyncloader.workers.fetch.error_notes import add_note, describe_batch, describe_sample
-from asyncloader.workers.fetch.guarded_fetch import fetches_single
-from asyncloader.workers.fetch.sample_errors import DROPPED, BadSample, NoSamples, SampleErrorHandler
-from asyncloader.workers.fetch.seeded_fetch import fetches_batches
+from asyncloader.workers.fetch.error_notes import add_note, describe_batch
+from asyncloader.workers.fetch.map_fetcher import MapFetcher
+from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest
+from asyncloader.workers.fetch.sample_errors import BadSample
 
 __all__ = [
     "AsyncMapFetcher",
@@ -34,180 +34,97 @@ __all__ = [
 ]
 
 
-class AsyncMapFetcher:
-    """Fetches from a map dataset.
+class AsyncMapFetcher(MapFetcher):
+    """Fetches from a map dataset whose samples are awaited.
 
     Args:
-        dataset: the dataset.
-        how: how samples become batches.
+        maker, auto_collation, collate: as for `MapFetcher`.
         concurrency: samples that are awaited at a time, over all batches.
     """
 
-    def __init__(self, dataset: Any, how: Batching, concurrency: int) -> None:
-        self._dataset = dataset
-        self._how = how
+    def __init__(
+        self, maker: SampleMaker, auto_collation: bool, collate: Callable[[Any], Any], concurrency: int
+    ) -> None:
+        super().__init__(maker, auto_collation, collate)
         self._limiter = ConcurrencyLimiter(concurrency)
-        self._batched_get = how.auto_collation and fetches_batches(dataset)
-        self._single = fetches_single(dataset)
-        # The coroutine can be the sample's task itself: none of the dataset's code runs before the task does.
-        self._bare = how.decoder is None and inspect.iscoroutinefunction(getattr(type(dataset), "__getitem__", None))
-
-    async def fetch(self, index: Any, bad: list[BadSample] | None = None) -> Any:
-        """Return the batch. `bad` gets records of samples that raised.
-
-        Raises:
-            NoSamples: all of them were dropped.
-        """
-        return self.collated(index, await self.samples(index, bad))
-
-    async def samples(self, index: Any, bad: list[BadSample] | None = None) -> Any:
-        """Return what `collated` makes the batch of. Several calls may be in progress at a time.
-
-        Raises:
-            NoSamples: all of them were dropped.
-        """
-        first: int | None = None
-        if self._how.seeding is not None:
-            first, index = index
-        if self._how.handler is not None:
-            return await self._tolerant(self._how.handler, first, index, [] if bad is None else bad)
-        if self._how.auto_collation:
-            return await (self._fetch_batched if self._batched_get else self._one_by_one)(first, index)
-        (sample,) = await self._limiter.gather(
-            lambda _, context: self._start(index, first, context),
-            1,
-            lambda _, error: add_note(error, describe_sample(index, None, first)),
+        # The dataset's coroutine can be the sample's task itself: none of the dataset's code runs before the task does.
+        self._bare = (
+            maker.decoder is None
+            and maker.handler is None
+            and inspect.iscoroutinefunction(getattr(type(maker.dataset), "__getitem__", None))
         )
-        return sample
 
-    def collated(self, index: Any, samples: Any) -> Any:
-        """Collate what `samples` returned for this index."""
-        return self._how.collated(index, samples)
-
-    async def _fetch_batched(self, first: int | None, index: Any) -> Any:
-        """Fetch the batch by the dataset's `__getitems__`."""
+    async def _batch(self, index: Any, first: int | None) -> Any:
+        maker = self._maker
         (samples,) = await self._limiter.gather(
-            lambda _, __: self._make_batch(index, first), 1, lambda _, error: add_note(error, describe_batch(index))
+            lambda _, __: self._await_batch(index, first), 1, lambda _, error: add_note(error, describe_batch(index))
         )
-        if self._how.decoder is None and not (self._how.seeding is None and any(map(inspect.isawaitable, samples))):
+        if maker.decoder is None and not (maker.seeding is None and any(map(inspect.isawaitable, samples))):
             return samples
         pending = list(samples)
         try:
             return await self._limiter.gather(
-                lambda item, _: self._await_and_decode(pending[item], self._how.position(first, item)),
+                lambda item, _: self._await_and_decode(pending[item], maker.position(first, item)),
                 len(pending),
-                lambda item, error: _note_item(error, index, item, self._how.position(first, item)),
+                lambda item, error: maker.note(error, self._request(index, first, item)),
             )
         finally:
             for sample in pending:
                 if inspect.iscoroutine(sample):
                     sample.close()  # not awaited because of an error; a no-op for the others
 
-    async def _make_batch(self, index: Any, first: int | None) -> Any:
-        self._how.seed_batch(first)
-        samples = self._dataset.__getitems__(index)
+    async def _await_batch(self, index: Any, first: int | None) -> Any:
+        self._maker.seed_batch(first)
+        samples = self._maker.dataset.__getitems__(index)
         return await samples if inspect.isawaitable(samples) else samples
 
     async def _await_and_decode(self, sample: Any, position: int | None) -> Any:
         if inspect.isawaitable(sample):
             sample = await sample
-        if self._how.decoder is None:
+        if self._maker.decoder is None:
             return sample
-        self._how.seed_sample(position)
-        return await self._how.decoder.decode(sample)
+        self._maker.seed(position)
+        return await self._maker.decoder.decode(sample)
 
-    async def _one_by_one(self, first: int | None, index: Any) -> list[Any]:
-        indices = index if isinstance(index, (list, tuple)) else list(index)
-        return await self._limiter.gather(
-            lambda item, context: self._start(indices[item], self._how.position(first, item), context),
-            len(indices),
-            lambda item, error: _note_item(error, indices, item, self._how.position(first, item)),
-        )
+    async def _each(
+        self, indices: Sequence[Any], first: int | None, failure: Exception | None, records: list[BadSample]
+    ) -> list[Any]:
+        maker = self._maker
+        if maker.handler is None:
+            return await self._limiter.gather(
+                lambda item, context: self._start(indices[item], maker.position(first, item), context),
+                len(indices),
+                lambda item, error: maker.note(error, self._request(indices, first, item)),
+            )
+        found: list[list[BadSample]] = [[] for _ in indices]
+
+        def start(item: int, _: Context) -> Coroutine[Any, Any, Any]:
+            request = self._request(indices, first, item)
+            if failure is not None:
+                return maker.on_error(request, failure, found[item])
+            return self._make_tolerant(request, found[item])
+
+        try:
+            return await self._limiter.gather(start, len(indices))
+        finally:
+            failure = None  # it refers to this frame
+            for one in found:
+                records += one
 
     def _start(self, index: Any, position: int | None, context: Context) -> Coroutine[Any, Any, Any]:
         """Return the coroutine that makes a sample; it will run in `context`."""
         if not self._bare:
-            return self._make(index, position)
-        if self._how.seeding is not None:
-            context.run(self._how.seed_sample, position)
-        coroutine: Coroutine[Any, Any, Any] = self._dataset[index]
+            return self._maker.make_async(index, position)
+        if position is not None:
+            context.run(self._maker.seed, position)
+        coroutine: Coroutine[Any, Any, Any] = self._maker.dataset[index]
         return coroutine
 
-    async def _make(self, index: Any, position: int | None) -> Any:
-        self._how.seed_sample(position)  # runs in the sample's own task, and so in its own context
-        sample = self._dataset[index]
-        if inspect.isawaitable(sample):
-            sample = await sample
-        return sample if self._how.decoder is None else await self._how.decoder.decode(sample)
-
-    # ------------------------------------------------------------------------------------------- samples that raise
-
-    async def _tolerant(self, handler: SampleErrorHandler, first: int | None, index: Any, bad: list[BadSample]) -> Any:
-        if not self._how.auto_collation:
-            (sample,) = await self._limiter.gather(
-                lambda _, __: self._tolerant_one(handler, index, first, None, bad), 1
-            )
-            if sample is DROPPED:
-                raise NoSamples
-            return sample
-        failure: Exception | None = None
-        if self._batched_get:
-            try:
-                return await self._fetch_batched(first, index)
-            except Exception as error:
-                if not self._single:
-                    failure = error
-        indices = index if isinstance(index, (list, tuple)) else list(index)
-        found: list[list[BadSample]] = [[] for _ in indices]
-
-        def one(item: int, _: Context) -> Coroutine[Any, Any, Any]:
-            position = self._how.position(first, item)
-            if failure is not None:
-                return self._on_sample_error(handler, indices[item], position, item, failure, found[item])
-            return self._tolerant_one(handler, indices[item], position, item, found[item])
-
+    async def _make_tolerant(self, request: SampleRequest, records: list[BadSample]) -> Any:
         try:
-            samples = await self._limiter.gather(one, len(indices))
-        finally:
-            failure = None  # it refers to this frame
-            for records in found:
-                bad += records
-        kept = [sample for sample in samples if sample is not DROPPED]
-        if not kept and samples:
-            raise NoSamples
-        return kept
-
-    async def _tolerant_one(
-        self, handler: SampleErrorHandler, index: Any, position: int | None, item: int | None, bad: list[BadSample]
-    ) -> Any:
-        try:
-            return await self._make(index, position)
+            return await self._maker.make_async(request.index, request.position)
         except Exception as error:
-            return await self._on_sample_error(handler, index, position, item, error, bad)
-
-    async def _on_sample_error(
-        self,
-        handler: SampleErrorHandler,
-        index: Any,
-        position: int | None,
-        item: int | None,
-        error: Exception,
-        bad: list[BadSample],
-    ) -> Any:
-        self._how.seed_sample(position)  # for random numbers that `on_error` draws
-        make = (lambda another: self._make(another, position)) if self._single else None
-        try:
-            return await handler.handle_async(index, position, error, bad, make)
-        except Exception as raised:
-            add_note(raised, describe_sample(index, item, position))
-            raise
-
-
-def _note_item(error: BaseException, index: Any, item: int, position: int | None) -> None:
-    try:
-        add_note(error, describe_sample(index[item], item, position))
-    except Exception:  # the index is not a sequence
-        add_note(error, f"while fetching item {item} of the batch")
+            return await self._maker.on_error(request, error, records)
 
 
 class ConcurrencyLimiter:

@@ -1,6 +1,7 @@
 """Fetches from blocking map datasets in threads: many reads in flight, results in the order of the indices.
 
-Data path: scheduler -> worker: [map_threads] -> collate -> codec -> ring. Without workers it runs beside the consumer.
+Data path: scheduler -> worker: [map_threads -> sample] -> collate -> codec -> ring. Without workers it runs beside the
+consumer.
 
 The threads take samples of all batches from one queue, the oldest batch's first, so a slow sample occupies one thread
 while later ones start and finish. A dataset's own `__getitems__` makes a batch in one thread. Each sample, or batch, is
@@ -13,174 +14,96 @@ begun are skipped; those that have begun run to their end, and their results are
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import Context, copy_context
 from functools import partial
 from typing import Any
 
-from asyncloader.workers.fetch.batching import Batching
-from asyncloader.workers.fetch.error_notes import add_note, describe_batch, describe_sample
-from asyncloader.workers.fetch.guarded_fetch import fetches_single
-from asyncloader.workers.fetch.sample_errors import DROPPED, BadSample, NoSamples, SampleErrorHandler
-from asyncloader.workers.fetch.seeded_fetch import fetches_batches
+from asyncloader.workers.fetch.error_notes import add_note, describe_batch
+from asyncloader.workers.fetch.map_fetcher import MapFetcher
+from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blocking
+from asyncloader.workers.fetch.sample_errors import BadSample
 from asyncloader.workers.fetch.threads import JobThreads
 
 __all__ = ["ThreadMapFetcher"]
 
 
-class ThreadMapFetcher:
+class ThreadMapFetcher(MapFetcher):
     """Fetches from a blocking map dataset, whose methods are called by several threads.
 
     Args:
-        dataset: the dataset.
-        how: how samples become batches. A decoder without threads of its own runs where the sample was read.
+        maker, auto_collation, collate: as for `MapFetcher`. A decoder without threads of its own runs where the sample
+            was read.
         threads: the threads.
     """
 
-    def __init__(self, dataset: Any, how: Batching, threads: JobThreads) -> None:
-        self._dataset = dataset
-        self._how = how
+    def __init__(
+        self, maker: SampleMaker, auto_collation: bool, collate: Callable[[Any], Any], threads: JobThreads
+    ) -> None:
+        super().__init__(maker, auto_collation, collate)
         self._threads = threads
-        self._decode = None if how.decoder is None else how.decoder.function
-        self._batched_get = how.auto_collation and fetches_batches(dataset)
-        self._single = fetches_single(dataset)
+        self._decode_threads = None if maker.decoder is None else maker.decoder.threads
 
-    async def fetch(self, index: Any, bad: list[BadSample] | None = None) -> Any:
-        """Return the batch. `bad` gets records of samples that raised.
-
-        Raises:
-            NoSamples: all of them were dropped.
-        """
-        return self.collated(index, await self.samples(index, bad))
-
-    def collated(self, index: Any, samples: Any) -> Any:
-        """Collate what `samples` returned for this index."""
-        return self._how.collated(index, samples)
-
-    async def samples(self, index: Any, bad: list[BadSample] | None = None) -> Any:
-        """Return what `collated` makes the batch of. Several calls may be in progress at a time.
-
-        Raises:
-            NoSamples: all of them were dropped.
-        """
-        first: int | None = None
-        if self._how.seeding is not None:
-            first, index = index
-        if not self._how.auto_collation:
-            indices, samples = [index], None
-        else:
-            indices = list(index)
-            if isinstance(index, Iterator):
-                index = indices  # the iterator is consumed now
-            samples = await self._fetch_batched(index, first, indices) if self._batched_get else None
-        if samples is None:
-            samples = await self._one_by_one(indices, first, [], bad)
-        elif isinstance(samples, Exception):
-            try:
-                samples = await self._one_by_one(indices, first, [] if self._single else [samples], bad)
-            finally:
-                del index  # an error refers to this frame
-        kept = [sample for sample in samples if sample is not DROPPED]
-        if not kept and samples:
-            raise NoSamples
-        return kept if self._how.auto_collation else kept[0]
-
-    async def _fetch_batched(self, index: Any, first: int | None, indices: list[Any]) -> Any:
-        """Fetch the batch by `__getitems__` and decode it. With an error handler, errors are returned, not raised."""
+    async def _batch(self, index: Any, first: int | None) -> Any:
+        maker = self._maker
         batch = _Batch(self._threads, 1)
-        job = partial(self._make_batch, index, first)
         try:
-            (samples,) = await batch.results([partial(batch.run, 0, job)])
-            if self._decode is None:
-                return samples
-            decoding = _Batch(
-                self._threads if self._how.decoder is None else self._how.decoder.threads or self._threads, len(samples)
-            )
-            jobs = [
-                partial(decoding.run, item, partial(self._decode_one, sample, self._how.position(first, item)))
-                for item, sample in enumerate(samples)
-            ]
-            try:
-                return await decoding.results(jobs)
-            except Exception as error:
-                self._note(error, indices, decoding.failed, first)
-                raise
+            (samples,) = await batch.results([partial(batch.run, 0, partial(self._get_batch, index, first))])
         except Exception as error:
-            if self._how.handler is not None:
-                return error
-            if batch.failed == 0:
-                add_note(error, describe_batch(index))
+            add_note(error, describe_batch(index))
             raise
+        if maker.decoder is None:
+            return samples
+        decoding = _Batch(self._decode_threads or self._threads, len(samples))
+        jobs = [
+            partial(decoding.run, item, partial(maker.decode, sample, maker.position(first, item)))
+            for item, sample in enumerate(samples)
+        ]
+        return await self._results(decoding, jobs, index, first)
 
-    def _make_batch(self, index: Any, first: int | None) -> Any:
-        self._how.seed_batch(first)
-        return self._dataset.__getitems__(index)
-
-    def _decode_one(self, sample: Any, position: int | None) -> Any:
-        assert self._decode is not None
-        self._how.seed_sample(position)
-        return self._decode(sample)
-
-    async def _one_by_one(
-        self, indices: list[Any], first: int | None, failure: list[Exception], bad: list[BadSample] | None
+    async def _each(
+        self, indices: Sequence[Any], first: int | None, failure: Exception | None, records: list[BadSample]
     ) -> list[Any]:
-        """`failure` holds the error of the whole batch, if the sample that raised it is unknown."""
-        handler, threads = self._how.handler, None if self._how.decoder is None else self._how.decoder.threads
+        maker = self._maker
         found: list[list[BadSample]] = [[] for _ in indices]
         batch = _Batch(self._threads, len(indices))
+        # A sample is read by one thread and decoded by another, if decoding has threads of its own.
+        decode = None
+        if self._decode_threads is not None and maker.decoder is not None:
+            decode = self._decode_threads, maker.decoder.call
         jobs: list[Callable[[], None]] = []
+        make = maker.make if decode is None else maker.get
         for item, index in enumerate(indices):
-            position = self._how.position(first, item)
-            handle: Callable[[Exception], Any] | None = None
-            if handler is not None:
-                handle = partial(self._on_sample_error, handler, index, position, item, found[item])
-            if failure and handle is not None:
-                make: Callable[[], Any] = partial(handle, failure[0])
-            else:
-                make = partial(self._make, index, position, decode=threads is None)
-            decode = None if threads is None or self._decode is None or failure else (threads, self._decode)
-            jobs.append(partial(batch.run, item, make, handle, decode))
+            handle = None
+            if maker.handler is not None:
+                handle = partial(self._on_error, self._request(indices, first, item), found[item])
+            if failure is not None and handle is not None:
+                jobs.append(partial(batch.run, item, partial(handle, failure)))
+                continue
+            position = maker.position(first, item)
+            jobs.append(partial(batch.run, item, partial(make, index, position), handle, decode))
+        try:
+            return await self._results(batch, jobs, indices, first)
+        finally:
+            failure = None  # it refers to this frame
+            for one in found:
+                records += one
+
+    def _on_error(self, request: SampleRequest, records: list[BadSample], error: Exception) -> Any:
+        try:
+            return run_blocking(self._maker.on_error(request, error, records))
+        finally:
+            del error  # it refers to this frame
+
+    async def _results(
+        self, batch: _Batch, jobs: Sequence[Callable[[], None]], indices: Any, first: int | None
+    ) -> list[Any]:
         try:
             return await batch.results(jobs)
         except Exception as error:
-            if handler is None:
-                self._note(error, indices, batch.failed, first)
+            if batch.failed >= 0:
+                self._maker.note(error, self._request(indices, first, batch.failed))
             raise
-        finally:
-            if bad is not None:
-                for records in found:
-                    bad += records
-
-    def _make(self, index: Any, position: int | None, *, decode: bool = True) -> Any:
-        self._how.seed_sample(position)
-        sample = self._dataset[index]
-        return self._decode(sample) if decode and self._decode is not None else sample
-
-    def _on_sample_error(
-        self,
-        handler: SampleErrorHandler,
-        index: Any,
-        position: int | None,
-        item: int,
-        bad: list[BadSample],
-        error: Exception,
-    ) -> Any:
-        self._how.seed_sample(position)  # for random numbers that `on_error` draws
-        make = (lambda another: self._make(another, position)) if self._single else None
-        try:
-            return handler.handle(index, position, error, bad, make)
-        except Exception as raised:
-            add_note(raised, describe_sample(index, item if self._how.auto_collation else None, position))
-            raise
-
-    def _note(self, error: BaseException, indices: list[Any], item: int, first: int | None) -> None:
-        if item >= 0:
-            note = describe_sample(
-                indices[item] if item < len(indices) else None,
-                item if self._how.auto_collation else None,
-                self._how.position(first, item),
-            )
-            add_note(error, note)
 
 
 class _Batch:

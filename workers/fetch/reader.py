@@ -3,10 +3,10 @@
 Data path: scheduler -> worker: [reader: fetch -> collate] -> codec -> ring. Without workers it runs in the consumer's
 process.
 
-In torch mode batches are made as torch makes them (`factory.py`). In seeded mode each sample is made under its own
-random numbers (`seeding.py`). The state of a stateful dataset is taken after each batch, and restored when an epoch
-begins in the middle (`dataset_state.py`). Samples that raise fail their batch, or are handled by an error policy
-(`sample_errors.py`).
+In torch mode batches are made as torch makes them (`map_fetcher.py`, `stream_fetcher.py`). In seeded mode each sample
+is made under its own random numbers (`seeding.py`). The state of a stateful dataset is taken after each batch, and
+restored when an epoch begins in the middle (`dataset_state.py`). Samples that raise fail their batch, or are handled by
+an error policy (`sample_errors.py`).
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from typing import Any
 
 from asyncloader.errors import StateError
 from asyncloader.workers.fetch.assignment_client import AssignmentProvider, assigns_shards
-from asyncloader.workers.fetch.batching import AsyncSeeding, Batching
+from asyncloader.workers.fetch.async_stack import awaited_view
 from asyncloader.workers.fetch.context import DatasetContext
-from asyncloader.workers.fetch.dataset_state import Bookmark, Cursor
-from asyncloader.workers.fetch.decoding import DecodedMap, Decoder
-from asyncloader.workers.fetch.factory import is_concurrent, make_async_fetcher, make_blocking_fetcher
+from asyncloader.workers.fetch.dataset_kinds import is_async_dataset, is_concurrent
+from asyncloader.workers.fetch.dataset_state import Bookmark
+from asyncloader.workers.fetch.decoding import Decoder
+from asyncloader.workers.fetch.map_async import AsyncMapFetcher
+from asyncloader.workers.fetch.map_fetcher import MapFetcher
+from asyncloader.workers.fetch.map_threads import ThreadMapFetcher
+from asyncloader.workers.fetch.sample import SampleMaker
 from asyncloader.workers.fetch.sample_errors import BadSample, NoSamples, SampleErrorHandler
-from asyncloader.workers.fetch.seeded_fetch import SeededAsyncIterator, SeededIterator, SeededMapFetcher
-from asyncloader.workers.fetch.seeding import GlobalDrawCheck, SampleSeeder, global_generators_kept
+from asyncloader.workers.fetch.seeding import EpochSeeding, GlobalDrawCheck, SampleSeeder, global_generators_kept
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
-from asyncloader.workers.fetch.stream_async import WorkerStreamFetcher
+from asyncloader.workers.fetch.stream_fetcher import StreamFetcher, WorkerStreamFetcher
 from asyncloader.workers.fetch.threads import JobThreads
 
 __all__ = ["Reader"]
@@ -65,15 +68,14 @@ class Reader:
         self._threads = JobThreads(setup.fetch_threads, "asyncloader-read") if setup.fetch_threads else None
         self._decode_threads: JobThreads | None = None
         self._decoder: Decoder | None = None
-        if setup.decode is not None and self.asynchronous:
-            if setup.decode_threads:
+        if setup.decode is not None:
+            if self.asynchronous and setup.decode_threads:
                 self._decode_threads = JobThreads(setup.decode_threads, "asyncloader-decode")
             self._decoder = Decoder(setup.decode, self._decode_threads)
         # A map dataset's batches cannot be read again without their indices, so its state is needed after every batch.
         self._every = setup.snapshot_every if setup.iterable else min(1, setup.snapshot_every)
         self._bookmark = Bookmark(dataset, self._every)
         self._fetcher: Any = None
-        self._stream: SeededIterator | SeededAsyncIterator | WorkerStreamFetcher | None = None
         self._start: EpochStart | None = None
         self._watch = GlobalDrawCheck() if in_worker and self.asynchronous and setup.seeded is not None else None
         self._lock = asyncio.Lock()
@@ -116,107 +118,83 @@ class Reader:
         with self._skipping(start) as batches:
             for _ in batches:
                 with _same_errors(start):
-                    await self._fetcher.fetch(self._stream_index)
+                    await self._fetcher.fetch_async(self._stream_index)
                 self._bookmark.batches += 1
         self._bookmark.batches = self._bookmark.batches if start.made is None else start.made
 
     def _open(self, start: EpochStart) -> None:
         setup, cursor = self._setup, start.cursor
         self._bookmark = Bookmark(self.dataset, self._every)
-        seeder = self._seeder(start.epoch, concurrent=self.asynchronous)
+        seeding = self._seeding(start.epoch)
         set_epoch = getattr(self.dataset, "set_epoch", None)
         if start.epoch_set and callable(set_epoch):  # `set_epoch` was called on the consumer's copy only
             set_epoch(start.epoch)
-        if seeder is not None and setup.iterable:
-            seeder.batch(-1)  # for random numbers that `__iter__` draws
+        if seeding is not None and setup.iterable:
+            seeding.samples.batch(-1)  # for random numbers that `__iter__` draws
         self._bookmark.begin(cursor)
-        self._fetcher = self._make_fetcher(start, seeder)
+        handler = None
+        if setup.policy is not None:
+            awaited = self.asynchronous and self._threads is None
+            handler = SampleErrorHandler(setup.policy, self._worker_id, start.epoch, asynchronous=awaited)
         if setup.iterable:
-            self._restore_stream(cursor, seeder)
+            self._fetcher = self._stream_fetcher(start, seeding, handler)
+        else:
+            self._fetcher = self._map_fetcher(seeding, handler)
         if self._watch is not None:
             self._watch.rebase()  # draws in `worker_init_fn` and `__aiter__` are allowed
 
-    def _restore_stream(self, cursor: Cursor | None, seeder: SampleSeeder | None) -> None:
-        """Restore the stream's new iterator, and have its samples seeded."""
-        fetcher = self._fetcher
-        fetcher.dataset_iter = self._bookmark.restore_iterator(fetcher.dataset_iter, cursor)
-        if cursor is not None and cursor.ended:
-            fetcher.ended = True
-        if isinstance(fetcher, WorkerStreamFetcher):
-            self._stream = fetcher
-        elif seeder is not None:
-            wrap: Any = SeededAsyncIterator if self.asynchronous else SeededIterator
-            self._stream = fetcher.dataset_iter = wrap(
-                fetcher.dataset_iter, seeder, 0 if cursor is None else cursor.samples
-            )
-
-    def _open_worker_stream(self, start: EpochStart) -> Any:
-        """Open the stream of the shards assigned to this copy; None if the dataset's shards are not assigned."""
-        if not assigns_shards(self.dataset):
-            return None
-        assert self._assignments is not None
-        return self.dataset.open_worker_stream(self._assignments.source(start))
-
-    def _seeder(self, epoch: int, *, concurrent: bool) -> SampleSeeder | None:
+    def _seeding(self, epoch: int) -> EpochSeeding | None:
         seeded = self._setup.seeded
         if seeded is None:
             return None
         stream = (seeded.first_stream + self._worker_id,) if self._setup.iterable else ()
-        return SampleSeeder(seeded.seed, epoch, *stream, concurrent=concurrent)
-
-    def _make_fetcher(self, start: EpochStart, seeder: SampleSeeder | None) -> Any:
-        setup, seeded, epoch = self._setup, self._setup.seeded, start.epoch
-        handler = None
-        if setup.policy is not None:
-            awaited = self.asynchronous and self._threads is None
-            handler = SampleErrorHandler(setup.policy, self._worker_id, epoch, asynchronous=awaited)
-        read = 0
-        if start.cursor is not None:  # in torch mode samples are not counted: computed from full batches
-            read = start.cursor.samples or start.cursor.batches * (setup.batch_size or 1)
+        samples = SampleSeeder(seeded.seed, epoch, *stream, concurrent=self.asynchronous)
+        collation = samples
         if self.asynchronous:
-            seeding = None
-            if seeded is not None and seeder is not None:
-                seeding = AsyncSeeding(
-                    seeder,
-                    self._seeder(epoch, concurrent=False) if seeded.seed_collate else None,
-                    seeded.replicas,
-                    self._watch,
-                )
-            return make_async_fetcher(
-                self.dataset,
-                Batching(
-                    setup.auto_collation,
-                    self._collate,
-                    setup.drop_last,
-                    seeding,
-                    handler,
-                    self._decoder,
-                    self._worker_id,
-                ),
-                iterable=setup.iterable,
-                concurrency=setup.concurrency,
-                read=read,
-                threads=self._threads,
-                worker_stream=self._open_worker_stream(start),
-            )
-        if seeder is not None and seeded is not None and not setup.iterable:
-            dataset: Any = self.dataset
-            if setup.decode is not None:
-                dataset = DecodedMap(dataset, setup.decode, one_by_one=True, seeder=seeder, replicas=seeded.replicas)
-            return SeededMapFetcher(
-                dataset, setup.auto_collation, self._collate, seeder, seeded.replicas, seeded.seed_collate, handler
-            )
-        return make_blocking_fetcher(
-            self.dataset,
-            iterable=setup.iterable,
-            auto_collation=setup.auto_collation,
-            collate=self._collate,
-            drop_last=setup.drop_last,
-            handler=handler,
-            worker=self._worker_id,
-            read=read,
-            decode=setup.decode,
+            collation = SampleSeeder(seeded.seed, epoch, *stream)
+        return EpochSeeding(
+            samples,
+            collation if seeded.seed_collate else None,
+            seeded.replicas,
+            self._watch,
+            keeps_generators=self.asynchronous and self._watch is None,
         )
+
+    def _map_fetcher(self, seeding: EpochSeeding | None, handler: SampleErrorHandler | None) -> MapFetcher:
+        setup = self._setup
+        if self._threads is not None or not self.asynchronous:
+            maker = SampleMaker(self.dataset, seeding, self._decoder, handler)
+            if self._threads is None:
+                return MapFetcher(maker, setup.auto_collation, self._collate)
+            return ThreadMapFetcher(maker, setup.auto_collation, self._collate, self._threads)
+        dataset = awaited_view(self.dataset, is_async_dataset)
+        maker = SampleMaker(dataset, seeding, self._decoder, handler, asynchronous=True)
+        return AsyncMapFetcher(maker, setup.auto_collation, self._collate, setup.concurrency)
+
+    def _stream_fetcher(
+        self, start: EpochStart, seeding: EpochSeeding | None, handler: SampleErrorHandler | None
+    ) -> StreamFetcher:
+        """Make the fetcher of a stream, at the epoch's beginning or where the state says. Calls the dataset's
+        `__iter__` or `__aiter__`, and restores the iterator.
+        """
+        setup, cursor = self._setup, start.cursor
+        read = 0
+        if cursor is not None:  # in torch mode samples are not counted: computed from full batches
+            read = cursor.samples or (0 if seeding is not None else cursor.batches * (setup.batch_size or 1))
+        stream: Any
+        kind = StreamFetcher
+        if assigns_shards(self.dataset):
+            assert self._assignments is not None
+            kind, stream = WorkerStreamFetcher, self.dataset.open_worker_stream(self._assignments.source(start))
+        else:
+            stream = aiter(self.dataset) if self.asynchronous else iter(self.dataset)
+        stream = self._bookmark.restore_iterator(stream, cursor)
+        maker = SampleMaker(
+            None, seeding, self._decoder, handler, worker=self._worker_id, asynchronous=self.asynchronous
+        )
+        fetcher = kind(stream, maker, setup.auto_collation, self._collate, setup.drop_last, read)
+        fetcher.ended = cursor is not None and cursor.ended
+        return fetcher
 
     @contextlib.contextmanager
     def _skipping(self, start: EpochStart) -> Generator[range]:
@@ -239,12 +217,12 @@ class Reader:
 
     # --------------------------------------------------------------------------------------------- fetching
 
-    def fetch(self, index: Any, bad: list[BadSample] | None = None) -> Any:
+    def fetch(self, index: Any, records: list[BadSample] | None = None) -> Any:
         """Return the batch of an index; for a stream: the next batch, whatever the index.
 
         Args:
             index: from the sampler; in seeded mode ``(position, index)``.
-            bad: gets records of this batch's samples that raised, however the call ends; only with a policy.
+            records: gets those of this batch's samples that raised, however the call ends; only with a policy.
 
         Raises:
             StopIteration: the stream has ended. Never with records.
@@ -253,28 +231,28 @@ class Reader:
         if self._setup.iterable:
             index = self._stream_index
         if self._setup.seeded is None:
-            return self._fetcher.fetch(index, bad)
+            return self._fetcher.fetch(index, records)
         with self._generators():
-            return self._fetcher.fetch(index, bad)
+            return self._fetcher.fetch(index, records)
 
-    async def fetch_async(self, index: Any, bad: list[BadSample] | None = None) -> Any:
+    async def fetch_async(self, index: Any, records: list[BadSample] | None = None) -> Any:
         """As `fetch`, for an asynchronous dataset. StopAsyncIteration at its end."""
         if not self._setup.iterable:
             if not self._ready:
                 async with self._lock:
                     await self._ensure_begun()
-            return await self._fetcher.fetch(index, bad)
+            return await self._fetcher.fetch_async(index, records)
         # Held over both steps: a task that arrives after the beginning must not overtake tasks that waited for it.
         async with self._lock:
             await self._ensure_begun()
-            return await self._fetcher.fetch(self._stream_index, bad)
+            return await self._fetcher.fetch_async(self._stream_index, records)
 
-    async def samples(self, index: Any, bad: list[BadSample] | None = None) -> Any:
+    async def samples(self, index: Any, records: list[BadSample] | None = None) -> Any:
         """Return what `collated` makes the batch of, for callers that collate later. Asynchronous map datasets only."""
         if not self._ready:
             async with self._lock:
                 await self._ensure_begun()
-        return await self._fetcher.samples(index, bad)
+        return await self._fetcher.samples(index, records)
 
     def collated(self, index: Any, samples: Any) -> Any:
         """Collate what `samples` returned for this index."""
@@ -332,7 +310,10 @@ class Reader:
         return self._bookmark.after_batch(self._samples(), ended=self._ended())
 
     def _samples(self) -> int:
-        return 0 if self._stream is None else self._stream.samples
+        """Samples read from the stream; in torch mode they are counted in assigned shards only."""
+        if isinstance(self._fetcher, WorkerStreamFetcher):
+            return self._fetcher.samples
+        return self._fetcher.samples if self._setup.iterable and self._setup.seeded is not None else 0
 
     def _ended(self) -> bool:
         return bool(getattr(self._fetcher, "ended", False))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import os
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -129,28 +129,30 @@ class SampleErrorHandler:
 
     def __init__(self, policy: ErrorPolicy, worker: int, epoch: int, *, asynchronous: bool) -> None:
         self.worker = worker
-        self._ask: Callable[[Any, Exception], Any] | None = policy.on_error if callable(policy.on_error) else None
+        self._asynchronous = asynchronous
+        self._function: Callable[[Any, Exception], Any] | None = policy.on_error if callable(policy.on_error) else None
         self._seed, self._epoch, self._length = policy.seed or 0, epoch, policy.length or 0
-        self._refills = policy.refill and self._ask is None and self._length > 0
-        if not asynchronous and inspect.iscoroutinefunction(self._ask):
+        self._refills = policy.refill and self._function is None and self._length > 0
+        if not asynchronous and inspect.iscoroutinefunction(self._function):
             raise _coroutine_error()
 
-    def handle(
+    async def handle(
         self,
         index: Any,
         position: int | None,
         error: Exception,
-        bad: list[BadSample],
+        records: list[BadSample],
         make: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """Handle a sample that raised.
+        """Handle a sample that raised. For a blocking dataset this never suspends.
 
         Args:
             index: as the sampler gave it.
             position: its position in the epoch's order, or its number in the stream.
             error: what it raised.
-            bad: gets the records.
-            make: makes the sample of another index at this position; None where that is not possible.
+            records: gets the records.
+            make: makes the sample of another index at this position; awaited for an asynchronous dataset. None where
+                that is not possible.
 
         Returns:
             A substitute, or `DROPPED`.
@@ -158,62 +160,38 @@ class SampleErrorHandler:
         Raises:
             Exception: what the `on_error` function raised, with `error` as its cause.
         """
-        if self._ask is not None:
+        if self._function is not None:
             try:
-                sample = self._ask(index, error)
-                if inspect.isawaitable(sample):
-                    if inspect.iscoroutine(sample):
-                        sample.close()
-                    raise _coroutine_error()
+                sample = await self._answer(self._function(index, error))
             except Exception as raised:
                 _set_cause(raised, error)
                 raise
-            bad.append(self._record(index, position, error, "replaced"))
+            records.append(self._record(index, position, error, "replaced"))
             return sample
         failed = []
         for substitute in self._substitutes(position, make is not None):
             assert make is not None
             try:
                 sample = make(substitute)
+                if self._asynchronous:
+                    sample = await sample
             except Exception as another:
                 failed.append(self._record(substitute, position, another, "skipped"))
                 continue
-            bad += [self._record(index, position, error, "refilled", substitute), *failed]
+            records += [self._record(index, position, error, "refilled", substitute), *failed]
             return sample
-        bad += [self._record(index, position, error, "skipped"), *failed]
+        records += [self._record(index, position, error, "skipped"), *failed]
         return DROPPED
 
-    async def handle_async(
-        self,
-        index: Any,
-        position: int | None,
-        error: Exception,
-        bad: list[BadSample],
-        make: Callable[[Any], Awaitable[Any]] | None = None,
-    ) -> Any:
-        """As `handle`; `make` and the `on_error` function are awaited."""
-        if self._ask is not None:
-            try:
-                sample = self._ask(index, error)
-                if inspect.isawaitable(sample):
-                    sample = await sample
-            except Exception as raised:
-                _set_cause(raised, error)
-                raise
-            bad.append(self._record(index, position, error, "replaced"))
+    async def _answer(self, sample: Any) -> Any:
+        """Return what the user's function gave, awaited if the dataset is asynchronous."""
+        if not inspect.isawaitable(sample):
             return sample
-        failed = []
-        for substitute in self._substitutes(position, make is not None):
-            assert make is not None
-            try:
-                sample = await make(substitute)
-            except Exception as another:
-                failed.append(self._record(substitute, position, another, "skipped"))
-                continue
-            bad += [self._record(index, position, error, "refilled", substitute), *failed]
-            return sample
-        bad += [self._record(index, position, error, "skipped"), *failed]
-        return DROPPED
+        if self._asynchronous:
+            return await sample
+        if inspect.iscoroutine(sample):
+            sample.close()
+        raise _coroutine_error()
 
     def _substitutes(self, position: int | None, possible: bool) -> list[int]:
         if not self._refills or not possible or position is None:

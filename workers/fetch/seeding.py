@@ -28,7 +28,15 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["GlobalDrawCheck", "SampleRng", "SampleSeeder", "derive", "global_generators_kept", "sample_rng"]
+__all__ = [
+    "EpochSeeding",
+    "GlobalDrawCheck",
+    "SampleRng",
+    "SampleSeeder",
+    "derive",
+    "global_generators_kept",
+    "sample_rng",
+]
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -114,15 +122,13 @@ class SampleSeeder:
         concurrent: samples are made concurrently; the process-global generators are not seeded.
     """
 
-    __slots__ = ("_base", "_batch_base", "_collation_base", "_concurrent", "first")
+    __slots__ = ("_base", "_batch_base", "_collation_base", "_concurrent")
 
     def __init__(self, seed: int, epoch: int, *words: int | str, concurrent: bool = False) -> None:
         self._base = derive(seed, "sample", epoch, *words)
         self._batch_base = derive(seed, "batch", epoch, *words)
         self._collation_base = derive(seed, "collation", epoch, *words)
         self._concurrent = concurrent
-        self.first = 0
-        """Position of the last batch that was begun."""
 
     def sample(self, position: int) -> None:
         """Seed the code that makes the sample at `position`, in the current context."""
@@ -130,7 +136,6 @@ class SampleSeeder:
 
     def batch(self, position: int) -> None:
         """Seed the code that fetches a whole batch, whose first sample has this position."""
-        self.first = position
         self._begin((self._batch_base + position * _GOLDEN) & _MASK)
 
     def collation(self, position: int) -> None:
@@ -207,3 +212,49 @@ def _fingerprints() -> tuple[Any, Any, Any]:
         (inner["pos"], int(inner["key"][0]), state["has_gauss"]),
         hash(torch.default_generator.get_state().numpy().tobytes()),
     )
+
+
+class EpochSeeding:
+    """Seeds the samples, batches and collations of one epoch.
+
+    Args:
+        samples: seeds samples; where they are made concurrently, in their contexts only.
+        collation: seeds the global generators for the user's collation; None: it is not seeded.
+        replicas: difference of the positions of neighbouring samples of a batch.
+        check: warns when concurrent samples draw from the global generators; None where other code draws from them,
+            too.
+        keeps_generators: whether collation restores the global generators afterwards: where samples are made
+            concurrently in the user's own process.
+    """
+
+    def __init__(
+        self,
+        samples: SampleSeeder,
+        collation: SampleSeeder | None,
+        replicas: int,
+        check: GlobalDrawCheck | None = None,
+        *,
+        keeps_generators: bool = False,
+    ) -> None:
+        self.samples = samples
+        self.replicas = replicas
+        self._collation = collation
+        self._check = check
+        self._keeps_generators = keeps_generators
+
+    def collated(self, collate: Callable[[Any], Any], first: int, samples: Any) -> Any:
+        """Collate these samples; the first one has position `first`."""
+        if self._check is not None:
+            self._check.check()
+        if self._collation is None:
+            return collate(samples)
+        if self._keeps_generators:
+            with global_generators_kept():
+                self._collation.collation(first)
+                return collate(samples)
+        self._collation.collation(first)
+        try:
+            return collate(samples)
+        finally:
+            if self._check is not None:
+                self._check.rebase()

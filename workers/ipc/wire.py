@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 __all__ = [
+    "ALL_DROPPED",
     "ASK",
     "ASSIGNMENT",
-    "BAD",
+    "BAD_SAMPLES",
     "COUNTS",
     "ERROR",
     "EXHAUSTED",
-    "NOTHING",
     "NO_SLOT",
     "ONEOFF",
     "READY",
@@ -66,9 +66,9 @@ ASSIGNMENT = 6
 RESULT, ERROR, EXHAUSTED, RESET_DONE, READY = 11, 12, 13, 14, 15
 STARTED = 16
 """The user's start-up code is over: from here on a time-out or a death is due to a task."""
-NOTHING = 17
+ALL_DROPPED = 17
 """A task was carried out, but gave no batch: all of its samples were dropped. With the pickled cursor."""
-BAD = 18
+BAD_SAMPLES = 18
 """Pickled records of a task's samples that were dropped or replaced; the task's answer follows."""
 RETIRING = 19
 """The worker exceeds its memory limit and ends now; its replacement gets its unanswered tasks. In torch mode with its
@@ -169,7 +169,9 @@ def unpack_started(body: bytes) -> tuple[int, bytes, bytes]:
 
 
 def pack_answer(kind: int, epoch: int, seq: int, busy: float, payload: bytes = b"") -> bytes:
-    """Pack an answer without a batch: ERROR (the pickled error), EXHAUSTED (the pickled cursor), NOTHING; also BAD."""
+    """Pack an answer without a batch: ERROR (the pickled error), EXHAUSTED (the pickled cursor), ALL_DROPPED (ditto);
+    or BAD_SAMPLES (the pickled records), which precedes an answer.
+    """
     return pack(kind, _ANSWER_HEAD.pack(epoch, seq, busy) + payload)
 
 

@@ -33,8 +33,7 @@ from asyncloader.formats import (
     open_reader,
     shard_format,
 )
-from asyncloader.formats.compressed import STEP
-from asyncloader.formats.tar import ZSTD_MODULES, MemberDecoder, decoder, zstd_member
+from asyncloader.formats.compressed import STEP, ZSTD_MODULES, MemberDecoder, decoder, zstd_member
 from tests.drawn import scaled
 from tests.unit.formats.shard_readers import (
     URL,

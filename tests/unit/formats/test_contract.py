@@ -10,7 +10,7 @@ import pytest
 from asyncloader.errors import LoaderError
 from asyncloader.formats import CompressedReader, Located, ShardError, ShardRange, ShardReader, open_reader
 from asyncloader.formats.base import base_name
-from asyncloader.formats.tar import decoder
+from asyncloader.formats.compressed import decoder
 from tests.unit.formats.shard_readers import URL, check_any_split, check_resume
 
 

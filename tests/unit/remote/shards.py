@@ -17,8 +17,9 @@ import pyarrow.parquet as pq
 
 from asyncloader.formats import Located, MdsShard, ShardFormat, parse_mds_index
 from asyncloader.formats.tfrecord import crc32c, masked
-from asyncloader.remote.catalog import CatalogRange, Shard, format_of
+from asyncloader.remote.catalog import Shard, format_of
 from asyncloader.remote.reading import read_shard_range
+from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.stores import Stores
 from tests.unit.formats.mds_writer import shard_entry, write_index, write_shard
 

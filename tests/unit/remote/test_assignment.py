@@ -17,7 +17,7 @@ from asyncloader.remote.assignment import (
     StreamStart,
 )
 from asyncloader.remote.assignment_state import EpochAssignment, saved_key
-from asyncloader.remote.catalog import CatalogRange
+from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.setup import EpochStart
 

@@ -14,9 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncloader.formats import JsonlReader, ShardError, ShardFormat, ShardRange, ShardReader
-from asyncloader.remote.catalog import CatalogRange, Shard, cut, format_of
+from asyncloader.remote.catalog import Shard, format_of
 from asyncloader.remote.reading import read_shard_range
 from asyncloader.remote.shard_sizes import with_edges
+from asyncloader.remote.shard_splitting import CatalogRange, cut
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import MemoryTransport, ReadFailed
 from tests.unit.remote.shards import MAKERS, drain, number_of, parquet, read_all, shard_of, tar

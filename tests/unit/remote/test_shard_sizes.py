@@ -12,9 +12,10 @@ import pytest
 
 from asyncloader import RemoteIterableDataset
 from asyncloader.formats import JsonlReader, ShardError
-from asyncloader.remote.catalog import Shard, cut, format_of
+from asyncloader.remote.catalog import Shard, format_of
 from asyncloader.remote.discovery import find_shards
 from asyncloader.remote.shard_sizes import REQUESTS, bytes_per_sample, with_counts, with_edges, with_sizes
+from asyncloader.remote.shard_splitting import cut
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import MemoryTransport, ObjectInfo, ObjectNotFound, SizeUnknown
 from tests.unit.remote.shards import MAKERS, jsonl, mds, mds_index, parquet, shard_of, tar

@@ -12,7 +12,8 @@ import pytest
 from asyncloader.errors import ShardError, StateError
 from asyncloader.formats import Located, OnBad, ShardFormat
 from asyncloader.remote.assignment import AssignmentLog, ShardAssigner, StreamStart
-from asyncloader.remote.catalog import CatalogRange, Shard
+from asyncloader.remote.catalog import Shard
+from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.worker_stream import LocalAssignments, WorkerStream, merged
 from asyncloader.workers.fetch.assignment_client import AssignmentReply
 

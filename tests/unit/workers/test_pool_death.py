@@ -32,7 +32,7 @@ def test_the_last_answers_come_before_the_death(held_open: bool) -> None:
     )
     sent = [bytes([number]) * 50_000 for number in range(3)]
     for answer in sent:
-        theirs.sendall(wire.pack(wire.NOTHING, answer))
+        theirs.sendall(wire.pack(wire.ALL_DROPPED, answer))
     if not held_open:
         theirs.close()
     pool._on_death(process)

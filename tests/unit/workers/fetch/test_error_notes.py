@@ -13,11 +13,13 @@ from torch.utils.data._utils import fetch as torch_fetch
 
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.error_notes import add_note, index_text, take_notes
-from asyncloader.workers.fetch.factory import make_blocking_fetcher
+from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.reader import Reader
+from asyncloader.workers.fetch.sample import SampleMaker
 from asyncloader.workers.fetch.sample_errors import BadSample
 from asyncloader.workers.fetch.seeding import global_generators_kept
 from asyncloader.workers.fetch.setup import EpochStart
+from asyncloader.workers.fetch.stream_fetcher import StreamFetcher
 from tests.unit.workers.fetch.rotten import (
     MODES,
     SEEDED,
@@ -83,7 +85,7 @@ def outcomes(fetcher: Any, batches: list[Any]) -> list[Any]:
 def test_map_datasets_are_asked_as_torch_asks(batches: list[Any], bad: int | None, getitems: Any, auto: bool) -> None:
     """The same calls, batches and errors as torch's fetcher, for any indices, with or without `__getitems__`."""
     ours, theirs = Log(9, bad, getitems), Log(9, bad, getitems)
-    mine = make_blocking_fetcher(ours, iterable=False, auto_collation=auto, collate=repr, drop_last=False)
+    mine = MapFetcher(SampleMaker(ours), auto, repr)
     other: Any = torch_fetch._MapDatasetFetcher(theirs, auto, repr, False)
     assert outcomes(mine, batches) == outcomes(other, batches)
     assert ours.calls == theirs.calls
@@ -93,7 +95,7 @@ def test_map_datasets_are_asked_as_torch_asks(batches: list[Any], bad: int | Non
 def test_streams_are_read_as_torch_reads(length: int, bad: int | None, size: int, auto: bool, drop_last: bool) -> None:
     """The same for streams: short batches, `drop_last`, the end, and what comes after an error."""
     ours, theirs = Log(length, bad), Log(length, bad)
-    mine = make_blocking_fetcher(ours, iterable=True, auto_collation=auto, collate=repr, drop_last=drop_last)
+    mine = StreamFetcher(iter(ours), SampleMaker(None), auto, repr, drop_last)
     other: Any = torch_fetch._IterableDatasetFetcher(theirs, auto, repr, drop_last)
     batches = [range(size)] * 15
     assert outcomes(mine, batches) == outcomes(other, batches)

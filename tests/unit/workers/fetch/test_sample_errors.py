@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncloader.workers.fetch.sample import run_blocking
 from asyncloader.workers.fetch.sample_errors import (
     ATTEMPTS,
     DROPPED,
@@ -61,7 +62,7 @@ class Nasty(Exception):
 def test_a_record_says_what_where_and_why() -> None:
     """Everything that one needs to find the sample; it pickles."""
     bad: list[BadSample] = []
-    assert handler(ErrorPolicy()).handle("a.jpg", None, raised(ValueError("bad jpeg")), bad) is DROPPED
+    assert run_blocking(handler(ErrorPolicy()).handle("a.jpg", None, raised(ValueError("bad jpeg")), bad)) is DROPPED
     (record,) = bad
     assert record[:5] == ("a.jpg", None, 3, os.getpid(), "ValueError: bad jpeg")
     assert (record.action, record.substitute) == ("skipped", None)
@@ -83,7 +84,7 @@ def test_a_record_says_what_where_and_why() -> None:
 def test_texts_are_bounded_and_always_there(error: Exception, text: str) -> None:
     """An exception without a text, or whose text cannot be had, or is far too long."""
     bad: list[BadSample] = []
-    handler(ErrorPolicy()).handle(0, None, raised(error), bad)
+    run_blocking(handler(ErrorPolicy()).handle(0, None, raised(error), bad))
     assert bad[0].error == text
     assert 0 < len(bad[0].traceback) <= 16_000
 
@@ -91,7 +92,7 @@ def test_texts_are_bounded_and_always_there(error: Exception, text: str) -> None
 def test_the_end_of_a_long_traceback_is_kept() -> None:
     """The innermost frame and the message are kept."""
     bad: list[BadSample] = []
-    handler(ErrorPolicy()).handle(0, None, raised(ValueError("y" * 50_000 + " last words")), bad)
+    run_blocking(handler(ErrorPolicy()).handle(0, None, raised(ValueError("y" * 50_000 + " last words")), bad))
     assert len(bad[0].traceback) == 16_000
     assert bad[0].traceback.endswith(" last words\n")
 
@@ -108,7 +109,7 @@ def test_a_function_gives_the_substitute() -> None:
         seen.append((index, error))
 
     bad: list[BadSample] = []
-    assert handler(ErrorPolicy(ask)).handle(7, 5, error, bad) is None
+    assert run_blocking(handler(ErrorPolicy(ask)).handle(7, 5, error, bad)) is None
     assert seen == [(7, error)]
     assert (bad[0].index, bad[0].position, bad[0].action) == (7, 5, "replaced")
 
@@ -121,11 +122,8 @@ async def test_what_a_function_raises_is_raised(asynchronous: bool) -> None:
     async def lose(ask: Any) -> Exception:
         bad: list[BadSample] = []
         one = handler(ErrorPolicy(ask), asynchronous=asynchronous)
-        with pytest.raises(Exception) as caught:  # noqa: PT012 - which one it is gets looked at
-            if asynchronous:
-                await one.handle_async(7, None, error, bad)
-            else:
-                one.handle(7, None, error, bad)
+        with pytest.raises(Exception) as caught:
+            await one.handle(7, None, error, bad)
         assert bad == []
         assert isinstance(caught.value, Exception)
         return caught.value
@@ -158,7 +156,7 @@ def test_a_coroutine_function_needs_an_async_dataset() -> None:
     bad: list[BadSample] = []
     hidden = handler(ErrorPolicy(Hidden(ask)))
     with pytest.raises(TypeError, match="on_error gives a coroutine"):
-        hidden.handle(1, None, raised(ValueError("bad")), bad)
+        run_blocking(hidden.handle(1, None, raised(ValueError("bad")), bad))
     assert bad == []
 
 
@@ -171,7 +169,7 @@ async def test_a_coroutine_function_is_awaited() -> None:
     for function in (ask, lambda index, error: (index, str(error))):
         bad: list[BadSample] = []
         one = handler(ErrorPolicy(function), asynchronous=True)
-        assert await one.handle_async(1, None, raised(ValueError("bad")), bad) == (1, "bad")
+        assert await one.handle(1, None, raised(ValueError("bad")), bad) == (1, "bad")
         assert [record.action for record in bad] == ["replaced"]
 
 
@@ -232,9 +230,9 @@ async def test_substitutes_are_tried_in_their_order(asynchronous: bool) -> None:
         async def later(index: int) -> Any:
             return one(index)
 
-        sample = await handler(REFILL, asynchronous=True).handle_async(7, 40, error, bad, later)
+        sample = await handler(REFILL, asynchronous=True).handle(7, 40, error, bad, later)
     else:
-        sample = handler(REFILL).handle(7, 40, error, bad, one)
+        sample = run_blocking(handler(REFILL).handle(7, 40, error, bad, one))
     assert sample == -order[2]
     assert made == order[:3]
     assert [(r.index, r.position, r.action, r.substitute) for r in bad] == [
@@ -249,17 +247,17 @@ def test_places_are_counted_and_not_records() -> None:
     """A position whose substitutes failed, too, counts once; a refilled one does not count, whatever failed."""
     bad: list[BadSample] = []
     one = handler(REFILL)
-    one.handle(7, 40, raised(ValueError("bad")), bad, make(set(), []))
+    run_blocking(one.handle(7, 40, raised(ValueError("bad")), bad, make(set(), [])))
     good = substitute_index(9, 2, 41, 1, 50)
-    one.handle(8, 41, raised(ValueError("bad")), bad, make({good}, []))
-    one.handle(9, 42, raised(ValueError("bad")), bad)
+    run_blocking(one.handle(8, 41, raised(ValueError("bad")), bad, make({good}, [])))
+    run_blocking(one.handle(9, 42, raised(ValueError("bad")), bad))
     assert len(bad) == 17 + 2 + 1
     assert dropped_count(bad) == 2
     bad = []
     for index in (1, 2, 2):
-        handler(ErrorPolicy()).handle(index, None, raised(ValueError("bad")), bad)
+        run_blocking(handler(ErrorPolicy()).handle(index, None, raised(ValueError("bad")), bad))
     assert dropped_count(bad) == 3
-    handler(ErrorPolicy(lambda index, error: 0)).handle(3, None, raised(ValueError("bad")), bad)
+    run_blocking(handler(ErrorPolicy(lambda index, error: 0)).handle(3, None, raised(ValueError("bad")), bad))
     assert dropped_count(bad) == 3
 
 
@@ -267,7 +265,7 @@ def test_after_16_substitutes_the_sample_is_skipped() -> None:
     """A dataset that is rotten all over does not keep the worker."""
     made: list[int] = []
     bad: list[BadSample] = []
-    assert handler(REFILL).handle(7, 40, raised(ValueError("bad")), bad, make(set(), made)) is DROPPED
+    assert run_blocking(handler(REFILL).handle(7, 40, raised(ValueError("bad")), bad, make(set(), made))) is DROPPED
     assert len(made) == ATTEMPTS == 16
     assert [record.action for record in bad] == ["skipped"] * 17
     assert [record.index for record in bad] == [7, *made]
@@ -281,7 +279,10 @@ def test_after_16_substitutes_the_sample_is_skipped() -> None:
 def test_nothing_is_substituted_where_it_cannot_be(policy: ErrorPolicy, position: int | None) -> None:
     """Neither if it is not asked for, nor without a length or a position."""
     made: list[int] = []
-    assert handler(policy).handle(7, position, raised(ValueError("bad")), [], make(set(range(50)), made)) is DROPPED
+    assert (
+        run_blocking(handler(policy).handle(7, position, raised(ValueError("bad")), [], make(set(range(50)), made)))
+        is DROPPED
+    )
     assert made == []
 
 
@@ -292,7 +293,7 @@ def test_no_interrupt_is_taken_for_a_bad_sample() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        handler(REFILL).handle(7, 1, raised(ValueError("bad")), [], interrupted)
+        run_blocking(handler(REFILL).handle(7, 1, raised(ValueError("bad")), [], interrupted))
 
 
 # ------------------------------------------------------------------------------------------------- streams

@@ -1,23 +1,19 @@
-"""Fetchers of seeded mode: each sample is made under the numbers of its own position."""
+"""Batches of map datasets in seeded mode: each sample is made under the numbers of its own position."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import StackDataset, Subset
 
-from asyncloader.workers.fetch.seeded_fetch import (
-    SeededAsyncIterator,
-    SeededIterator,
-    SeededMapFetcher,
-    fetches_batches,
-)
-from asyncloader.workers.fetch.seeding import SampleSeeder, global_generators_kept, sample_rng
+from asyncloader.workers.fetch.map_fetcher import MapFetcher
+from asyncloader.workers.fetch.sample import SampleMaker
+from asyncloader.workers.fetch.sample_errors import ErrorPolicy, SampleErrorHandler
+from asyncloader.workers.fetch.seeding import EpochSeeding, SampleSeeder, global_generators_kept, sample_rng
 
 
 @pytest.fixture(autouse=True)
@@ -66,9 +62,10 @@ class Whole(Drawing):
         return [(index, None) for index in indices] + [drawn()]
 
 
-def fetcher(dataset: Any, *, auto: bool = True, replicas: int = 1, collate: Any = None) -> SeededMapFetcher:
+def fetcher(dataset: Any, *, auto: bool = True, replicas: int = 1, collate: Any = None) -> MapFetcher:
     seeder = SampleSeeder(1, 0)
-    return SeededMapFetcher(dataset, auto, collate or (lambda data: data), seeder, replicas, collate is not None)
+    seeding = EpochSeeding(seeder, None if collate is None else seeder, replicas)
+    return MapFetcher(SampleMaker(dataset, seeding), auto, collate or (lambda data: data))
 
 
 def test_each_sample_has_the_numbers_of_its_position() -> None:
@@ -119,29 +116,6 @@ def test_a_batchs_two_makers_do_not_draw_the_same() -> None:
     assert both[0] != both[1]
 
 
-def test_views_of_torch_only_pass_indices_on() -> None:
-    """A dataset's own `__getitems__` is found through torch's views; a view alone does not count."""
-    plain, whole = Drawing(), Whole()
-    assert fetches_batches(whole)
-    assert fetches_batches(Subset(Subset(whole, [0, 1]), [0]))  # type: ignore[arg-type]
-    assert fetches_batches(StackDataset(plain, whole))  # type: ignore[arg-type]
-    assert fetches_batches(StackDataset(a=plain, b=whole))  # type: ignore[arg-type]
-    for dataset in (plain, TensorDataset(torch.zeros(2)), [1, 2]):
-        assert not fetches_batches(dataset)
-        assert not fetches_batches(Subset(dataset, [0]))  # type: ignore[arg-type]
-        assert not fetches_batches(StackDataset(dataset))  # type: ignore[arg-type]
-    assert not fetches_batches(ConcatDataset([plain, plain]))  # type: ignore[list-item]
-
-
-def test_a_subclass_of_a_view_is_the_users() -> None:
-    """A subclass of Subset may have changed `__getitems__`."""
-
-    class Mine(Subset[Any]):
-        pass
-
-    assert fetches_batches(Mine(Drawing(), [0]))  # type: ignore[arg-type]
-
-
 def test_samples_through_views_are_seeded_one_by_one() -> None:
     """A sample of a Subset has the numbers that it has without."""
     view = Subset[Any](Drawing(), [9, 8, 7])  # type: ignore[arg-type]
@@ -160,58 +134,12 @@ def test_an_error_is_the_datasets() -> None:
     assert one.fetch((0, [0])) == [1]
 
 
-# ------------------------------------------------------------------------------------------------ streams
+def test_the_end_of_a_substitute_is_not_the_end_of_the_epoch() -> None:
+    """What `on_error` raises is an error, also a StopIteration."""
 
+    def ask(index: Any, error: Exception) -> Any:
+        raise StopIteration
 
-def numbers(start: int, count: int) -> Iterator[Any]:
-    for value in range(start, start + count):
-        yield value, drawn()
-
-
-async def numbers_async(start: int, count: int) -> AsyncIterator[Any]:
-    for item in numbers(start, count):
-        yield item
-
-
-def test_a_streams_samples_are_numbered() -> None:
-    """Each sample has the random numbers of its number in the stream; the end of the stream is passed on, uncounted."""
-    stream = SeededIterator(numbers(0, 3), SampleSeeder(1, 0, 4), 0)
-    assert iter(stream) is stream
-    assert list(stream) == [(i, at_sample(i, 4)) for i in range(3)]
-    assert stream.samples == 3
-    assert next(stream, None) is None
-    assert stream.samples == 3
-
-
-def test_a_stream_goes_on_by_number() -> None:
-    """A resumed stream has the same samples as the complete one."""
-    rest = SeededIterator(numbers(2, 2), SampleSeeder(1, 0, 4), 2)
-    assert list(rest) == [(i, at_sample(i, 4)) for i in (2, 3)]
-    assert rest.samples == 4
-
-
-async def test_an_async_streams_samples_are_numbered() -> None:
-    """The same numbers as those of a blocking stream."""
-    stream = SeededAsyncIterator(numbers_async(2, 2), SampleSeeder(1, 0, 4), 2)
-    assert aiter(stream) is stream
-    assert [item async for item in stream] == [(i, at_sample(i, 4)) for i in (2, 3)]
-    assert stream.samples == 4
-
-
-def test_an_error_in_a_stream_is_not_a_sample() -> None:
-    """A sample that failed has no number; the next one, if there is one, has it."""
-
-    class Stumbling:
-        tries = 0
-
-        def __next__(self) -> Any:
-            self.tries += 1
-            if self.tries == 2:
-                raise OSError("once")
-            return drawn()
-
-    stream = SeededIterator(Stumbling(), SampleSeeder(1, 0), 0)  # type: ignore[arg-type]
-    assert next(stream) == at_sample(0)
-    with pytest.raises(OSError, match="once"):
-        next(stream)
-    assert next(stream) == at_sample(1)
+    handler = SampleErrorHandler(ErrorPolicy(ask), 0, 0, asynchronous=False)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        MapFetcher(SampleMaker({0: 1}, handler=handler), True, list).fetch([0, 5])

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader.formats import JsonlReader, ShardFormat, ShardRange
-from asyncloader.remote.catalog import PARQUET, CatalogRange, Shard, cut, format_of, named_format
+from asyncloader.remote.catalog import PARQUET, Shard, format_of, named_format
+from asyncloader.remote.shard_splitting import CatalogRange, cut
 
 TAR = ShardFormat("tar", None)
 JSONL = ShardFormat("jsonl", None)

@@ -1,0 +1,169 @@
+"""Calls a blocking dataset on behalf of an event loop: in a thread, or on the loop itself where that is cheaper.
+
+Data path: sampler -> async_inline: [fetch_place: fetch -> collate] -> the user.
+
+A thread keeps the loop free, but a batch's way there and back costs as much as making a batch of tiny samples. So the
+first batches are made in the thread and measured. After a few that took little time, and did not wait for anything, the
+next ones are made on the loop, each measured again. One that takes long there sends the following ones back.
+
+The dataset should not notice where it is called. On the loop, too, it sees no running loop, so it may run one of its
+own; always the same context variables, which are not the consumer's; and gradients enabled. What belongs to a thread it
+does notice: a handle that one thread opened and no other may use. And it must not wait for the loop, which would wait
+for it. `fetch_threads=1` is for those.
+
+The caller never has two calls in progress at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import Context
+from functools import partial
+from time import perf_counter, thread_time
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from asyncloader.workers.fetch.error_notes import add_note
+
+__all__ = ["HOLD_SECONDS", "FetchPlace"]
+
+HOLD_SECONDS: Final = 1e-3
+"""How long one batch, or ``async for`` over several, may hold up the loop. The way to the thread and back takes 60 to
+120 microseconds, a twentieth of this or more; and Python code in a thread keeps the loop waiting, too: for the GIL, up
+to 5 milliseconds (`sys.getswitchinterval`)."""
+
+_OF_THREAD: Final[int | None] = getattr(resource, "RUSAGE_THREAD", None)
+"""None where the system does not count the waits of a thread (macOS): there the dataset is always called in the thread.
+"""
+
+_FIRST_DUE: Final = 4
+"""How many cheap batches in a row the thread makes before the loop does: one that seemed not to wait may be chance."""
+
+_DUE_AFTER_WAIT: Final = 8
+_MOST_DUE: Final = 1000
+
+_Fetch: TypeAlias = Callable[[Any, Any], Any]
+
+# Read once: on a tiny batch each look-up counts.
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+_autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled
+_running_loop, _run_as = asyncio._get_running_loop, asyncio._set_running_loop
+
+_NOTE: Final = (
+    "without workers AsyncDataLoader calls a blocking dataset in a thread, or on the event loop while its batches take "
+    "little time. A handle that belongs to one thread needs {}"
+)
+
+
+class FetchPlace:
+    """The thread, and the decision whether to use it.
+
+    Args:
+        initializer: called in the thread before anything else.
+        movable: whether the dataset may be called on the loop at all.
+        iterable: whether the dataset is iterable, for the text of errors.
+    """
+
+    def __init__(self, initializer: Callable[[], None] | None, *, movable: bool, iterable: bool) -> None:
+        self._executor = ThreadPoolExecutor(1, "asyncloader-fetch", initializer)
+        self._movable = movable and _OF_THREAD is not None
+        self._context = Context()
+        self.turn = 0.0
+        """When the loop last had a turn, as far as is known."""
+        self._waits_then, self._work_then = 0, 0.0
+        self._here = False
+        self._moved = False  # whether it was called on the loop, ever
+        self._due = self._all_due = _FIRST_DUE  # cheap batches in a row that the thread must still make
+        keeps = "DataLoader with `for`, or num_workers=1" if iterable else "fetch_threads=1, which keeps to one thread"
+        self._note = _NOTE.format(keeps)
+
+    @property
+    def here(self) -> bool:
+        """Whether the next batch should be made on the loop, by `fetch_here`."""
+        # Modes that torch keeps by thread, such as a default device, would give other batches than in the thread.
+        return self._here and not _function_modes() and not _autocasts()
+
+    def fetch_here(self, fetch: _Fetch, index: Any, bad: Any) -> Any:
+        """Return ``fetch(index, bad)``, called in this thread, which is the loop's."""
+        self._moved = True
+        loop, begin = _running_loop(), perf_counter()
+        try:
+            _run_as(None)
+            if torch.is_grad_enabled():
+                return self._call(fetch, index, bad)
+            with torch.inference_mode(mode=False), torch.enable_grad():
+                return self._call(fetch, index, bad)
+        finally:
+            _run_as(loop)
+            passed = perf_counter() - begin
+            if passed >= HOLD_SECONDS and not self._preempted(begin):
+                # The longer it held up the loop, the more cheap batches must follow in the thread, so that a dataset
+                # that is slow now and then (a stream that reads a block ahead) does not do so again and again.
+                self._here = False
+                self._due = self._all_due = min(_MOST_DUE, int(passed / HOLD_SECONDS))
+
+    def turned(self) -> None:
+        """Record that the loop had a turn just now. In its thread."""
+        self._waits_then, self._work_then = _waits(), thread_time()
+        self.turn = perf_counter()
+
+    def _preempted(self, begin: float) -> bool:
+        """Whether the batch begun then took long only because other processes had the core."""
+        work = thread_time() - self._work_then - (begin - self.turn)  # at least this much was the batch's own
+        return work < HOLD_SECONDS and _waits() == self._waits_then
+
+    def fetch_in_thread(self, fetch: _Fetch, index: Any, bad: Any) -> Awaitable[Any]:
+        """As `fetch_here`, in the thread. The end of a stream is StopAsyncIteration."""
+        return self.in_thread(partial(self._fetch, fetch, index), bad)
+
+    def in_thread(self, function: Callable[[Any], Any], argument: Any) -> Awaitable[Any]:
+        """Call a function in the thread."""
+        return asyncio.get_running_loop().run_in_executor(self._executor, function, argument)
+
+    def _fetch(self, fetch: _Fetch, index: Any, bad: Any) -> Any:
+        waits, begin = _waits(), thread_time()
+        try:
+            return self._call(fetch, index, bad)
+        except StopIteration:
+            raise StopAsyncIteration from None  # a future cannot carry StopIteration
+        finally:
+            cheap = thread_time() - begin < HOLD_SECONDS
+            if waits != _waits():
+                # It waited: for a disk, a lock, or for something that runs on this very loop, and would wait there for
+                # ever. So it stays here, unless it does so no more.
+                cheap, self._all_due = False, max(self._all_due, _DUE_AFTER_WAIT)
+            self._due = self._due - 1 if cheap else self._all_due
+            self._here = self._movable and self._due <= 0
+
+    def _call(self, fetch: _Fetch, index: Any, bad: Any) -> Any:
+        try:
+            return self._context.run(fetch, index, bad)
+        except StopIteration:
+            raise
+        except StopAsyncIteration as error:  # not how a blocking dataset ends
+            raise RuntimeError("the dataset's code raised StopAsyncIteration") from error
+        except Exception as error:
+            with suppress(Exception):  # an error's own text may fail
+                if self._moved and "thread" in str(error):  # as in sqlite3's
+                    add_note(error, self._note)
+            raise
+
+    def close_soon(self) -> None:
+        """Let the thread end after its current call. Does not wait."""
+        self._here = self._movable = False
+        self._executor.shutdown(wait=False)
+
+    def close(self) -> None:
+        """Let the thread end after its current call, and wait for that."""
+        self.close_soon()
+        self._executor.shutdown(wait=True)
+
+
+def _waits() -> int:
+    """How often this thread has waited for something. (Not how often another thread was given its core.)"""
+    return 0 if _OF_THREAD is None else resource.getrusage(_OF_THREAD).ru_nvcsw

@@ -1,0 +1,346 @@
+"""Keeps account of one epoch that is read without workers: what follows a batch, an error, and the end.
+
+Data path: sampler -> [inline: fetch -> collate] -> sync_inline or async_inline -> the user.
+
+Both inline iterators have an `InlineEpoch`. It advances the sampler, holds the dataset's reader, and records what was
+delivered. Where the dataset's code runs, and what is awaited or waited for, is decided by the iterators. An epoch in
+which nothing has to wait is read by `step` alone: in a `for` loop, and in an ``async for`` loop over a dataset that is
+fast enough to be read on the event loop (`fetch_place.py`).
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.utils.data import IterDataPipe, MapDataPipe, default_collate
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
+
+from asyncloader.delivery.stage import torch_pin
+from asyncloader.delivery.transfer import transfer_of
+from asyncloader.epoch.consumer import NO_BATCH
+from asyncloader.epoch.plan import TorchIterator, shared_seed, worker_setup
+from asyncloader.epoch.prefetch import BatchPrefetcher
+from asyncloader.epoch.shard_assignment import InlineAssignments
+from asyncloader.errors import TooManyBadSamples
+from asyncloader.options import LoaderSpec, async_index_source, is_iterable, most_credits
+from asyncloader.samplers.distributed import even_ranks, without_batch
+from asyncloader.state.checkpoint import StateKeeper
+from asyncloader.state.progress import Progress
+from asyncloader.statistics import BadSampleLog, Statistics
+from asyncloader.workers.fetch.assignment_client import assigns_shards
+from asyncloader.workers.fetch.context import DatasetContext
+from asyncloader.workers.fetch.reader import Reader
+from asyncloader.workers.fetch.sample_errors import BadSample, NoSamples, dropped_count
+from asyncloader.workers.memory.recycle import recycling_collate
+
+__all__ = ["InlineEpoch", "close_reader", "warn_of_exit"]
+
+
+class InlineEpoch:
+    """One epoch without workers, for the iterator that delivers its batches.
+
+    Args:
+        spec: the loader.
+        statistics: the loader's counters.
+        keeper: the loader's positions.
+        torch_iter: torch's iterator base, which has drawn this epoch's random numbers. In the sync loader it is the
+            iterator itself, so only a weak reference to it is kept: it must die when it is dropped.
+        progress: the iterator's position.
+        alone: whether the dataset is read only while the consumer waits, so that its current state may be asked for at
+            any other time.
+    """
+
+    def __init__(
+        self,
+        spec: LoaderSpec[Any],
+        statistics: Statistics,
+        keeper: StateKeeper,
+        torch_iter: TorchIterator,
+        progress: Progress,
+        *,
+        alone: bool,
+    ) -> None:
+        if spec.timeout:
+            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+        self._spec = spec
+        self._statistics = statistics
+        self._keeper = keeper
+        self._torch_iter = weakref.ref(torch_iter)
+        self._alone = alone
+        self.source = async_index_source(spec)
+        self._indices: AsyncIterator[Any] | None = None
+        self._begin(progress, torch_iter)
+        self.transfer = transfer_of(spec)
+        self.pin = torch_pin(torch_iter._pin_memory_device) if torch_iter._pin_memory else None
+        self._delivered = False
+        self._begun = statistics.begin()
+        statistics.log = BadSampleLog(spec._asyncloader_options.max_bad_samples)
+        self.over = False
+        """Whether more samples raised than are allowed."""
+
+    def _begin(self, progress: Progress, torch_iter: TorchIterator) -> None:
+        self.progress = progress
+        self.agreement = progress.agreement
+        self._tasks = 0
+        self._given = 0  # indices that were passed to the prefetcher
+        self._fresh = True
+        self.reader = _make_reader(self._spec, torch_iter, progress)
+        if self._alone and not self.reader.asynchronous:
+            progress.live = weakref.WeakMethod(self.reader.live_cursor)
+        self.context = self.reader.context()
+        self.prefetcher = _make_prefetcher(self._spec, self.reader, self.context)
+
+    def refresh(self) -> None:
+        """Before the first batch: begin once more if another epoch was set since."""
+        if self._fresh:
+            if self.progress.outdated:
+                progress = self._keeper.begin(self._spec)
+                torch_iter = self._base()
+                torch_iter._begin_order(self._spec, progress)
+                self._begin(progress, torch_iter)
+            self._fresh = False
+
+    def _base(self) -> TorchIterator:
+        torch_iter = self._torch_iter()
+        assert torch_iter is not None
+        return torch_iter
+
+    # -------------------------------------------------------------------------------------------- indices
+
+    def next_index(self) -> Any:
+        """Advance a plain sampler. StopIteration at its end."""
+        torch_iter = self._base()
+        step, index = torch_iter.pull()
+        if torch_iter.order is not None:  # an iterable dataset's index only says how many samples
+            self.progress.pulled(self._tasks, step)
+        return index
+
+    async def next_index_async(self) -> Any:
+        """Advance the sampler, which may be async. StopAsyncIteration at its end."""
+        if self.source is None:
+            try:
+                return self.next_index()
+            except StopIteration:
+                raise StopAsyncIteration from None
+        if self._indices is None:
+            self._indices = self.source.reading(self.progress)
+        return await anext(self._indices)
+
+    def indices_ahead(self, prefetcher: BatchPrefetcher) -> list[Any]:
+        """Advance a plain sampler by as many batches as the prefetcher has room for, for `start_ahead`. In the
+        consumer's thread.
+        """
+        ahead: list[Any] = []
+        torch_iter = self._base()
+        while torch_iter.order is not None and len(ahead) < prefetcher.room:
+            task, self._given = self._given, self._given + 1
+            try:
+                step, index = torch_iter.pull()
+            except StopIteration:
+                break
+            except Exception as error:  # raised after the batches that were started before
+                ahead.append(_SamplerFailure(error))
+                break
+            self.progress.pulled(task, step)
+            ahead.append(index)
+        return ahead
+
+    def start_ahead(self, prefetcher: BatchPrefetcher, ahead: list[Any]) -> None:
+        """Start to fetch what there is room for: these indices, or those that an async sampler will give. In the loop's
+        thread.
+        """
+        for index in ahead:
+            if isinstance(index, _SamplerFailure):
+                prefetcher.add_error(index.error)
+            else:
+                prefetcher.start(index)
+        while self.source is not None and prefetcher.room > 0:
+            prefetcher.start_next(self.next_index_async)
+
+    # ----------------------------------------------------------------------------------------- per batch
+
+    def step(self, fetch: Callable[[list[BadSample]], tuple[Any, Any]], begin: float) -> Any:
+        """Fetch a batch in this thread, and deliver it.
+
+        Args:
+            fetch: returns the sampler's next index and its batch; adds records of bad samples to its argument.
+            begin: when the consumer began to wait.
+
+        Returns:
+            The batch; `NO_BATCH` if all of its samples were dropped.
+
+        Raises:
+            StopIteration: the epoch has ended.
+        """
+        bad: list[BadSample] = []
+        try:
+            index, batch = fetch(bad)
+            if self.agreement is not None and not self.agreement.batch():
+                raise StopIteration
+            cursor = self.reader.cursor()
+            if self.transfer is not None:
+                batch = self.transfer.take(self.transfer.start(batch, locked=False))
+            elif self.pin is not None:
+                batch = self.pin(batch)
+        except NoSamples:
+            return self.dropped(self.reader.cursor(), bad)
+        except StopIteration:
+            if self.agreement is not None:
+                self.agreement.end()
+            self.finish()
+            raise
+        except BaseException:
+            if self.agreement is not None:
+                self.agreement.fail()
+            self.failed(bad)
+            raise
+        return self.delivered(index, batch, cursor, bad, perf_counter() - begin)
+
+    def delivered(self, index: Any, batch: Any, cursor: bytes, bad: list[BadSample], waited: float) -> Any:
+        """Record that the consumer gets this batch, and return it.
+
+        Raises:
+            TooManyBadSamples: the consumer gets this error instead.
+        """
+        if bad:
+            self._record(bad)
+        self.progress.delivered(self._tasks, 0, cursor)
+        self._tasks += 1
+        nbytes = _batch_nbytes(batch)
+        if self.prefetcher is not None:
+            self.prefetcher.note_batch_size(nbytes)
+            self._statistics.credits = self.prefetcher.credits
+        if not self._delivered:
+            self._delivered = True
+            self._statistics.first_batch(self._begun)
+        self._statistics.batch(_count_samples(self._spec, index, bad), nbytes, 0, waited, waited, 1)
+        self._statistics.count_here()
+        return batch
+
+    def dropped(self, cursor: bytes, bad: list[BadSample]) -> Any:
+        """Record that all samples of a batch were dropped, and return `NO_BATCH`.
+
+        Raises:
+            RanksDisagree: the other ranks have a batch here.
+            TooManyBadSamples: as in `delivered`.
+        """
+        ranks = even_ranks(self._spec, iterable=is_iterable(self._spec))
+        if ranks > 1:
+            self.failed(bad)
+            raise without_batch(ranks) from None
+        self.progress.delivered(self._tasks, 0, cursor)
+        self._tasks += 1
+        self._record(bad)
+        return NO_BATCH
+
+    def failed(self, bad: list[BadSample]) -> None:
+        """Record that the consumer gets an error instead of the batch.
+
+        Raises:
+            TooManyBadSamples: as in `delivered`.
+        """
+        self.progress.failed(self._tasks)
+        self._tasks += 1
+        self._record(bad)
+
+    def finish(self) -> None:
+        """Record that the consumer sees the end of the epoch."""
+        self.progress.ends[0] = self.reader.last_cursor()
+        self.progress.finish()
+
+    def _record(self, bad: list[BadSample]) -> None:
+        try:
+            self._statistics.bad(bad)
+        except TooManyBadSamples:
+            self.over = True
+            if self.agreement is not None:
+                self.agreement.give_up()
+            raise
+
+    # ------------------------------------------------------------------------------------------- closing
+
+    async def aclose_indices(self) -> None:
+        """Close the iterator of an async sampler."""
+        indices, self._indices = self._indices, None
+        if isinstance(indices, AsyncGenerator):
+            await indices.aclose()
+
+
+async def close_reader(
+    prefetcher: BatchPrefetcher | None, reader: Reader, context: DatasetContext
+) -> BaseException | None:
+    """Stop reading. Returns the error that leaving the dataset's context raised, if any: for `warn_of_exit`."""
+    if prefetcher is not None:
+        return await prefetcher.aclose()
+    await reader.aclose()
+    return await context.close()
+
+
+def warn_of_exit(error: BaseException | None) -> None:
+    """Warn of an error of the dataset's `__aexit__`. All batches were delivered, so it is not raised."""
+    if error is not None:
+        warnings.warn(f"the dataset's __aexit__ raised {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
+
+
+def _make_reader(spec: LoaderSpec[Any], torch_iter: _BaseDataLoaderIter, progress: Progress) -> Reader:
+    """Make the dataset's reader for this process, at the iterator's position."""
+    dataset: Any = torch_iter._dataset
+    collate = spec.collate_fn
+    if collate is default_collate:
+        collate = recycling_collate()
+    if isinstance(dataset, (IterDataPipe, MapDataPipe)):
+        apply_sharding(dataset, torch_iter._world_size, torch_iter._rank)
+    drawn = shared_seed(torch_iter)
+    base_seed, (start,) = progress.starts(1, int(torch_iter._base_seed), drawn)
+    if isinstance(dataset, IterDataPipe) and start.shared_seed not in (None, drawn):
+        generator = torch.Generator()
+        generator.manual_seed(start.shared_seed or 0)
+        dataset = apply_random_seed(dataset, generator)
+    setup = worker_setup(spec, 0, torch_iter, base_seed, [start])
+    assignments = InlineAssignments(spec, progress, start) if assigns_shards(dataset) else None
+    reader = Reader(setup, dataset, collate, in_worker=False, assignments=assignments)
+    reader.begin(start)
+    progress.begun(0, reader.first_cursor())
+    return reader
+
+
+def _make_prefetcher(spec: LoaderSpec[Any], reader: Reader, context: DatasetContext) -> BatchPrefetcher | None:
+    """Make the prefetcher; None for blocking datasets and streams."""
+    if not reader.asynchronous or is_iterable(spec):
+        return None
+    options = spec._asyncloader_options
+    return BatchPrefetcher(
+        reader, context, most_credits(spec, options.concurrency, options.fetch_threads, iterable=False)
+    )
+
+
+def _count_samples(spec: LoaderSpec[Any], index: Any, bad: Sequence[BadSample]) -> int:
+    """Number of samples in a batch of this index (an iterable dataset's last batch may have fewer)."""
+    if spec._asyncloader_options.seed is not None and not is_iterable(spec):
+        index = index[1]  # seeded mode: (position, index)
+    count = len(index) if spec._auto_collation and hasattr(index, "__len__") else 1
+    return count - dropped_count(bad) if bad else count
+
+
+def _batch_nbytes(batch: Any) -> int:
+    """Bytes of the tensors in a batch, in plain containers only."""
+    if isinstance(batch, torch.Tensor):
+        return batch.numel() * batch.element_size()
+    if isinstance(batch, dict):
+        return sum(map(_batch_nbytes, batch.values()))
+    if isinstance(batch, (list, tuple)):
+        return sum(map(_batch_nbytes, batch))
+    return 0
+
+
+class _SamplerFailure:
+    """Stands for an index: the sampler raised this error instead."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error

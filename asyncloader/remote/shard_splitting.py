@@ -1,0 +1,142 @@
+"""Splits shards into the ranges that workers read, if there are too few, and groups small ranges. Pure.
+
+Data path: discovery, shard_sizes -> catalog -> [shard_splitting] -> assignment -> worker_stream.
+
+If there are fewer shards than workers need, shards are cut into ranges: JSON lines by bytes, MDS and Parquet at
+`Shard.edges`. The other formats cannot be cut without an index and are read whole.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from asyncloader.formats import ShardFormat, ShardRange, cut_shard
+from asyncloader.remote.catalog import PARQUET, Shard
+
+__all__ = ["CatalogRange", "bytes_left", "can_cut", "cut", "grouped"]
+
+GROUP_BYTES = 32 << 20
+"""Upper bound of the bytes in one assignment of several ranges: 0.3 s at 100 MB/s."""
+
+GROUP_RANGES = 8
+"""Upper bound of the ranges in one assignment."""
+
+GROUPS_PER_WORKER = 4
+"""Ranges are grouped only as long as each worker gets so many assignments: enough to balance the end of the epoch."""
+
+
+class CatalogRange(NamedTuple):
+    """A range of one shard of the catalog. Plain numbers, so that it can be part of a state.
+
+    Attributes:
+        shard: index in the catalog.
+        start: where reading begins: bytes; rows in Parquet.
+        stop: samples that begin here or later belong to another range. None: to the end.
+        sync: `start` may lie inside a sample, which then belongs to the range before.
+    """
+
+    shard: int
+    start: int = 0
+    stop: int | None = None
+    sync: bool = False
+
+
+def can_cut(shard: Shard) -> bool:
+    """Return whether a shard can be cut, once its size (JSON lines) or its edges (MDS, Parquet) are known."""
+    if shard.format.name == "mds":
+        return shard.mds is not None and shard.mds.compression is None and shard.mds.samples > 1
+    return shard.format in (PARQUET, ShardFormat("jsonl", None))
+
+
+def cut(shards: Sequence[Shard], parts: int) -> list[CatalogRange]:
+    """Cut `shards` into at least `parts` ranges; fewer if formats and sizes allow no more.
+
+    If there are enough shards, each is one range. Otherwise the largest ranges are cut first, so that the ranges of
+    different shards have similar sizes. Every sample is in exactly one range. Only known sizes and edges are used
+    (`Shard.size`, `Shard.edges`); see `shard_sizes.with_edges`.
+
+    Returns:
+        The ranges, in the order of the shards and ascending within each.
+
+    Raises:
+        ValueError: `parts` is below 1.
+    """
+    if parts < 1:
+        raise ValueError(f"cannot cut shards into {parts} parts")
+    counts = [1] * len(shards)
+    most = [_most_parts(shard) for shard in shards]
+    # Ordered by the size of the shard's ranges, largest first; then by shard.
+    heap = [(-_weight(shard), number) for number, shard in enumerate(shards) if most[number] > 1]
+    heapq.heapify(heap)
+    for _ in range(parts - len(shards)):
+        if not heap:
+            break
+        _, number = heap[0]
+        counts[number] += 1
+        if counts[number] < most[number]:
+            heapq.heapreplace(heap, (-_weight(shards[number]) / counts[number], number))
+        else:
+            heapq.heappop(heap)
+    return [
+        CatalogRange(number, start, stop, sync)
+        for number, shard in enumerate(shards)
+        for start, stop, sync in _ranges(shard, counts[number])
+    ]
+
+
+def _weight(shard: Shard) -> float:
+    return float(shard.size or (shard.mds.size if shard.mds is not None else 0))
+
+
+def _most_parts(shard: Shard) -> int:
+    """Return the maximum number of ranges that a shard can be cut into, as far as is known."""
+    if not can_cut(shard):
+        return 1
+    if shard.edges is not None:
+        return max(1, len(shard.edges) - 1)
+    return max(1, shard.size or 1) if shard.format.name == "jsonl" else 1
+
+
+def _ranges(shard: Shard, parts: int) -> list[ShardRange]:
+    if parts == 1:
+        return [ShardRange(0, None, sync=False)]
+    if shard.edges is None:
+        return cut_shard(shard.format, shard.size or 0, parts)
+    edges, last = shard.edges, len(shard.edges) - 1
+    at = [edges[last * part // parts] for part in range(parts)]
+    # The first range begins with the shard's header; the last one ends with the shard.
+    starts, stops = [0, *at[1:]], [*at[1:], None]
+    return [ShardRange(start, stop, sync=False) for start, stop in zip(starts, stops, strict=True)]
+
+
+def bytes_left(shard: Shard, shard_range: CatalogRange) -> int | None:
+    """Return the bytes of the object that a range covers; None if unknown, or if its offsets are not the object's."""
+    packed = shard.format.compression or (shard.mds is not None and shard.mds.compression)
+    if packed or shard.format == PARQUET:
+        return None if shard_range.start or shard_range.stop is not None else shard.size
+    stop = shard.size if shard_range.stop is None else shard_range.stop
+    return None if stop is None else max(0, stop - shard_range.start)
+
+
+def grouped(
+    shard_ranges: Sequence[CatalogRange], shards: Sequence[Shard], workers: int
+) -> list[tuple[CatalogRange, ...]]:
+    """Group small neighbouring ranges into assignments, as long as there remain enough assignments to balance the
+    workers.
+
+    A worker opens the ranges of an assignment early, so that small ones do not cost a round trip each.
+    """
+    most = min(GROUP_RANGES, len(shard_ranges) // (GROUPS_PER_WORKER * workers))
+    assignments: list[tuple[CatalogRange, ...]] = []
+    group: list[CatalogRange] = []
+    room = GROUP_BYTES
+    for shard_range in shard_ranges:
+        size = bytes_left(shards[shard_range.shard], shard_range)
+        if group and (len(group) >= most or size is None or size > room):
+            assignments.append(tuple(group))
+            group, room = [], GROUP_BYTES
+        group.append(shard_range)
+        room -= room if size is None else size
+    return [*assignments, tuple(group)] if group else assignments

@@ -1,0 +1,152 @@
+"""Streams in batches: the end, several tasks at a time, and the numbers that samples are seeded by."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from asyncloader.workers.fetch.sample import SampleMaker
+from asyncloader.workers.fetch.seeding import EpochSeeding, SampleSeeder, global_generators_kept, sample_rng
+from asyncloader.workers.fetch.stream_fetcher import StreamFetcher
+
+
+@pytest.fixture(autouse=True)
+def generators_kept() -> Any:
+    """These tests seed the process's generators: restore them afterwards."""
+    with global_generators_kept():
+        yield
+
+
+class AsyncStream(IterableDataset[int]):
+    def __init__(self, count: int, error: Exception | None = None) -> None:
+        self.count = count
+        self.error = error
+
+    def __iter__(self) -> Iterator[int]:
+        raise TypeError("read it with async for")
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        for index in range(self.count):
+            await asyncio.sleep(0)
+            yield index
+        if self.error is not None:
+            raise self.error
+
+
+def fetcher(dataset: Any, *, auto: bool = True, drop_last: bool = False) -> StreamFetcher:
+    return StreamFetcher(aiter(dataset), SampleMaker(None, asynchronous=True), auto, lambda data: data, drop_last)
+
+
+@pytest.mark.parametrize(("drop_last", "batches"), [(False, [[0, 1], [2, 3], [4]]), (True, [[0, 1], [2, 3]])])
+async def test_async_stream_in_batches(drop_last: bool, batches: list[list[int]]) -> None:
+    """An async stream is cut into batches; the last one may be short, or is dropped."""
+    f = fetcher(AsyncStream(5), drop_last=drop_last)
+    for batch in batches:
+        assert await f.fetch_async([0, 1]) == batch
+    for _ in range(2):
+        with pytest.raises(StopAsyncIteration):
+            await f.fetch_async([0, 1])
+
+
+async def test_concurrent_tasks_share_a_stream_in_their_order() -> None:
+    """Several tasks in hand read the stream one after the other."""
+    f = fetcher(AsyncStream(5))
+    got = await asyncio.gather(*(f.fetch_async([0, 1]) for _ in range(4)), return_exceptions=True)
+    assert got[:3] == [[0, 1], [2, 3], [4]]
+    assert isinstance(got[3], StopAsyncIteration)
+
+
+async def test_async_stream_without_batching() -> None:
+    """Without automatic batching samples come one by one."""
+    f = fetcher(AsyncStream(2), auto=False)
+    assert [await f.fetch_async(None), await f.fetch_async(None)] == [0, 1]
+    with pytest.raises(StopAsyncIteration):
+        await f.fetch_async(None)
+
+
+async def test_error_of_a_stream_is_raised() -> None:
+    """A stream's own error is not taken for its end."""
+    f = fetcher(AsyncStream(2, ValueError("broken")), drop_last=True)
+    assert await f.fetch_async([0, 1]) == [0, 1]
+    with pytest.raises(ValueError, match="broken"):
+        await f.fetch_async([0, 1])
+
+
+# --------------------------------------------------------------------------------------------------- seeded mode
+
+
+def drawn() -> tuple[float, ...]:
+    """One number of each generator there is."""
+    rng = sample_rng()
+    own = rng.random.random(), float(rng.numpy.random()), float(torch.rand((), generator=rng.torch))
+    return random.random(), float(np.random.random()), float(torch.rand(())), *own
+
+
+def at_sample(position: int, *words: int) -> tuple[float, ...]:
+    SampleSeeder(1, 0, *words).sample(position)
+    return drawn()
+
+
+def numbers(start: int, count: int) -> Iterator[Any]:
+    for value in range(start, start + count):
+        yield value, drawn()
+
+
+async def numbers_async(start: int, count: int) -> AsyncIterator[Any]:
+    for item in numbers(start, count):
+        yield item
+
+
+def seeded(stream: Any, read: int = 0, *, asynchronous: bool = False) -> StreamFetcher:
+    maker = SampleMaker(None, EpochSeeding(SampleSeeder(1, 0, 4), None, 1), asynchronous=asynchronous)
+    return StreamFetcher(stream, maker, False, lambda sample: sample, read=read)
+
+
+def test_a_streams_samples_are_numbered() -> None:
+    """Each sample has the random numbers of its number in the stream; the end of the stream has no number."""
+    stream = seeded(numbers(0, 3))
+    assert [stream.fetch(None) for _ in range(3)] == [(i, at_sample(i, 4)) for i in range(3)]
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            stream.fetch(None)
+        assert stream.samples == 3
+
+
+def test_a_stream_goes_on_by_number() -> None:
+    """A resumed stream has the same samples as the complete one."""
+    rest = seeded(numbers(2, 2), 2)
+    assert [rest.fetch(None), rest.fetch(None)] == [(i, at_sample(i, 4)) for i in (2, 3)]
+    assert rest.samples == 4
+
+
+async def test_an_async_streams_samples_are_numbered() -> None:
+    """The same numbers as those of a blocking stream."""
+    stream = seeded(numbers_async(2, 2), 2, asynchronous=True)
+    assert [await stream.fetch_async(None) for _ in range(2)] == [(i, at_sample(i, 4)) for i in (2, 3)]
+    assert stream.samples == 4
+
+
+def test_an_error_in_a_stream_is_not_a_sample() -> None:
+    """A sample that failed has no number; the next one, if there is one, has it."""
+
+    class Stumbling:
+        tries = 0
+
+        def __next__(self) -> Any:
+            self.tries += 1
+            if self.tries == 2:
+                raise OSError("once")
+            return drawn()
+
+    stream = seeded(Stumbling())
+    assert stream.fetch(None) == at_sample(0, 4)
+    with pytest.raises(OSError, match="once"):
+        stream.fetch(None)
+    assert stream.fetch(None) == at_sample(1, 4)

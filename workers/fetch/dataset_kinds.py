@@ -1,0 +1,84 @@
+"""Tells what a dataset can do: whether it is awaited, and whether it fetches samples, batches of them, or both.
+
+Data path: none; asked before the first fetch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
+
+__all__ = ["fetches_batches", "fetches_samples", "is_async_dataset", "is_async_stream", "is_concurrent"]
+
+
+def is_async_dataset(dataset: Any) -> bool:
+    """Whether samples must be awaited: by the dataset's own methods, or those of the datasets that it is a view of.
+
+    A dataset with both `__aiter__` and `__iter__` is asynchronous: torch's IterableDataset demands an `__iter__`. So is
+    one with `__aenter__`. A plain method counts as asynchronous if it is annotated to return an awaitable or wraps a
+    coroutine function (`functools.wraps`); otherwise that cannot be known before it is called.
+    """
+    kind = type(dataset)
+    if hasattr(kind, "__aiter__") or hasattr(kind, "__aenter__"):
+        return True
+    for name in ("__getitem__", "__getitems__"):
+        if _is_awaited(getattr(kind, name, None)):
+            return True
+    if isinstance(dataset, Subset):
+        return is_async_dataset(dataset.dataset)
+    if isinstance(dataset, ConcatDataset):
+        return any(is_async_dataset(part) for part in dataset.datasets)
+    if type(dataset) is StackDataset:
+        parts: Any = dataset.datasets
+        return any(map(is_async_dataset, parts.values() if isinstance(parts, dict) else parts))
+    return False
+
+
+_AWAITABLES = ("Awaitable", "Coroutine")  # other names may be those of a sample's type
+
+
+def _is_awaited(method: Any) -> bool:
+    if not callable(method):
+        return False
+    if inspect.iscoroutinefunction(inspect.unwrap(method)):
+        return True
+    returned = getattr(method, "__annotations__", {}).get("return")
+    # A string with postponed annotations, else a type or a generic alias.
+    text = returned if isinstance(returned, str) else getattr(returned, "__name__", None) or repr(returned)
+    return text.partition("[")[0].rpartition(".")[2] in _AWAITABLES
+
+
+def is_concurrent(dataset: Any, fetch_threads: int) -> bool:
+    """Whether a worker carries out several tasks at a time: samples are awaited, or fetched by threads."""
+    return fetch_threads > 0 or is_async_dataset(dataset)
+
+
+def is_async_stream(dataset: Any) -> bool:
+    """Whether it is an asynchronous iterable; torch, which does not know `__aiter__`, takes it for a map dataset."""
+    kind = type(dataset)
+    return hasattr(kind, "__aiter__") and not hasattr(kind, "__getitem__") and not isinstance(dataset, IterableDataset)
+
+
+def fetches_batches(dataset: Any) -> bool:
+    """Whether the dataset has a `__getitems__` of its own, beyond those of torch's views."""
+    if type(dataset) is Subset:
+        return fetches_batches(dataset.dataset)
+    if type(dataset) is StackDataset:
+        parts = dataset.datasets
+        return any(map(fetches_batches, parts.values() if isinstance(parts, dict) else parts))
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def fetches_samples(dataset: Any) -> bool:
+    """Whether the dataset has a `__getitem__` of its own, beyond those of torch's views and `Dataset`."""
+    if type(dataset) is Subset:
+        return fetches_samples(dataset.dataset)
+    if type(dataset) is StackDataset:
+        parts: Any = dataset.datasets
+        return all(map(fetches_samples, parts.values() if isinstance(parts, dict) else parts))
+    if type(dataset) is ConcatDataset:
+        return all(map(fetches_samples, dataset.datasets))
+    own = getattr(type(dataset), "__getitem__", None)
+    return own is not None and own is not Dataset.__getitem__

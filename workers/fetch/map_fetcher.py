@@ -1,0 +1,236 @@
+"""Fetches batches from map datasets: the rules of a batch, and how a blocking dataset is fetched without threads.
+
+Data path: scheduler -> worker: [map_fetcher -> sample] -> collate -> codec -> ring. `map_async.py` and `map_threads.py`
+have many samples in flight.
+
+Without an error policy and without a seed a batch is made as torch makes it: the same calls of `__getitems__` or
+`__getitem__`, in the same order. In addition errors get a note that says which sample raised.
+
+In seeded mode each sample has the random numbers of its position. A dataset's own `__getitems__` and the user's
+`collate_fn` make a whole batch: they are seeded once per batch, by the position of its first sample. torch's `Subset`
+and `StackDataset` have a `__getitems__` that only passes indices on; they are read sample by sample, unless the
+underlying dataset has a `__getitems__` of its own.
+
+If a dataset's own `__getitems__` raises, the sample that raised is unknown. With an error policy the batch is then
+fetched again, sample by sample with `__getitem__`; in seeded mode each sample then has the random numbers of its own
+position instead of the batch's. Without a `__getitem__` all samples of the batch count as bad.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from asyncloader.workers.fetch.dataset_kinds import fetches_batches
+from asyncloader.workers.fetch.error_notes import add_note, describe_batch, describe_collation, describe_sample
+from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blocking
+from asyncloader.workers.fetch.sample_errors import DROPPED, BadSample, NoSamples
+
+__all__ = ["MapFetcher"]
+
+
+class MapFetcher:
+    """Fetches from a blocking map dataset, one sample after the other. Subclasses have many samples in flight.
+
+    Args:
+        maker: makes the samples.
+        auto_collation: a batch is a list of samples, an index a list of indices; otherwise it is one sample.
+        collate: from the list of samples, or the one sample, to the batch.
+    """
+
+    def __init__(self, maker: SampleMaker, auto_collation: bool, collate: Callable[[Any], Any]) -> None:
+        self._maker = maker
+        self._auto_collation = auto_collation
+        self._collate = collate
+        self._batched_get = auto_collation and fetches_batches(maker.dataset)
+
+    def fetch(self, index: Any, records: list[BadSample] | None = None) -> Any:
+        """Return the batch of an index; in seeded mode ``(position, index)``. For blocking datasets without threads.
+
+        Args:
+            index: from the sampler.
+            records: gets the samples that raised.
+
+        Raises:
+            NoSamples: all of them were dropped.
+        """
+        if self._maker.handler is not None:
+            return self.collated(index, run_blocking(self.samples(index, records)))
+        if self._maker.seeding is not None:
+            return self.collated(index, self._seeded_samples(*index))
+        samples = self._torch_samples(index)
+        try:
+            return self._collate(samples)
+        except Exception as error:
+            add_note(error, describe_collation(index, batched=self._auto_collation))
+            raise
+
+    async def fetch_async(self, index: Any, records: list[BadSample] | None = None) -> Any:
+        """As `fetch`, for asynchronous datasets and threads. Several calls may be in progress at a time."""
+        return self.collated(index, await self.samples(index, records))
+
+    async def samples(self, index: Any, records: list[BadSample] | None = None) -> Any:
+        """Return what `collated` makes the batch of.
+
+        Raises:
+            NoSamples: all of them were dropped.
+        """
+        maker = self._maker
+        first: int | None = None
+        if maker.seeding is not None:
+            first, index = index
+        records = [] if records is None else records
+        if not self._auto_collation:
+            (sample,) = await self._each([index], first, None, records)
+            if sample is DROPPED:
+                raise NoSamples
+            return sample
+        indices = index if isinstance(index, (list, tuple)) else list(index)
+        failure: Exception | None = None
+        if self._batched_get:
+            try:
+                return await self._batch(indices if isinstance(index, Iterator) else index, first)
+            except Exception as error:
+                if maker.handler is None:
+                    raise
+                if not maker.one_by_one:
+                    failure = error
+        try:
+            samples = await self._each(indices, first, failure, records)
+        finally:
+            failure = None  # it refers to this frame
+        if maker.handler is None:
+            return samples
+        kept = [sample for sample in samples if sample is not DROPPED]
+        if samples and not kept:
+            raise NoSamples
+        return kept
+
+    def collated(self, index: Any, samples: Any) -> Any:
+        """Collate what `samples` returned for this index."""
+        seeding = self._maker.seeding
+        first = 0
+        if seeding is not None:
+            first, index = index
+        try:
+            return self._collate(samples) if seeding is None else seeding.collated(self._collate, first, samples)
+        except Exception as error:
+            add_note(error, describe_collation(index, batched=self._auto_collation))
+            raise
+
+    # -------------------------------------------------------------------------------- how samples are made: one by one
+
+    async def _batch(self, index: Any, first: int | None) -> Any:
+        """Return the samples of a batch, decoded, by the dataset's `__getitems__`."""
+        samples = self._get_batch(index, first)
+        return samples if self._maker.decoder is None else self._decoded(index, first, samples)
+
+    async def _each(
+        self, indices: Sequence[Any], first: int | None, failure: Exception | None, records: list[BadSample]
+    ) -> list[Any]:
+        """Return the samples in the order of the indices, with `DROPPED` for those that were dropped.
+
+        Args:
+            indices: one of each sample.
+            first: position of the first sample; None in torch mode.
+            failure: the error of the whole batch, if the sample that raised it is unknown.
+            records: gets the samples that raised.
+        """
+        maker, position = self._maker, first
+        samples = []
+        try:
+            for item, index in enumerate(indices):
+                if first is not None:
+                    position = maker.position(first, item)
+                if failure is None:
+                    try:
+                        sample = maker.make(index, position)
+                    except Exception as error:
+                        sample = await maker.on_error(self._request(indices, first, item), error, records)
+                else:
+                    sample = await maker.on_error(self._request(indices, first, item), failure, records)
+                samples.append(sample)
+        finally:
+            failure = None  # it refers to this frame
+        return samples
+
+    def _request(self, indices: Any, first: int | None, item: int) -> SampleRequest:
+        """Describe the sample that is this item of a batch."""
+        try:
+            index = indices[item]
+        except Exception:  # not a sequence
+            index = None
+        return SampleRequest(index, self._maker.position(first, item), item if self._auto_collation else None)
+
+    def _get_batch(self, index: Any, first: int | None) -> Any:
+        self._maker.seed_batch(first)
+        try:
+            return self._maker.dataset.__getitems__(index)
+        except Exception as error:
+            add_note(error, describe_batch(index))
+            raise
+
+    def _decoded(self, indices: Any, first: int | None, samples: Any) -> list[Any]:
+        decoded = []
+        for item, sample in enumerate(samples):
+            try:
+                decoded.append(self._maker.decode(sample, self._maker.position(first, item)))
+            except Exception as error:
+                self._maker.note(error, self._request(indices, first, item))
+                raise
+        return decoded
+
+    # ------------------------------------------------------------------------------------ fast paths: no error policy
+
+    def _torch_samples(self, index: Any) -> Any:
+        """Return the samples as torch's fetcher gets them."""
+        dataset, decoder = self._maker.dataset, self._maker.decoder
+        if not self._auto_collation:
+            return self._one(index, None)
+        if getattr(dataset, "__getitems__", None):  # as in torch, it may be None
+            samples = self._get_batch(index, None)
+            return samples if decoder is None else self._decoded(index, None, samples)
+        indices = iter(index)
+        try:
+            if decoder is None:
+                return [dataset[one] for one in indices]
+            return [decoder.call(dataset[one]) for one in indices]
+        except Exception as error:
+            add_note(error, _describe_last(index, indices))
+            raise
+
+    def _seeded_samples(self, first: int, index: Any) -> Any:
+        maker = self._maker
+        if not self._auto_collation:
+            return self._one(index, first)
+        if self._batched_get:
+            samples = self._get_batch(index, first)
+            return samples if maker.decoder is None else self._decoded(index, first, samples)
+        assert maker.seeding is not None
+        make, step, position = maker.make, maker.seeding.replicas, first
+        samples = []
+        for one in index:
+            try:
+                samples.append(make(one, position))
+            except Exception as error:
+                add_note(error, describe_sample(one, len(samples), position))
+                raise
+            position += step
+        return samples
+
+    def _one(self, index: Any, position: int | None) -> Any:
+        try:
+            return self._maker.make(index, position)
+        except Exception as error:
+            add_note(error, describe_sample(index, None, position))
+            raise
+
+
+def _describe_last(index: Any, indices: Iterator[Any]) -> str:
+    """Describe the sample that was fetched last, from the length left in the iterator, which may be unknown."""
+    try:
+        item = len(index) - operator.length_hint(indices, len(index)) - 1
+        return describe_sample(index[item], item) if item >= 0 else describe_batch(index)
+    except Exception:
+        return describe_batch(index)

@@ -1,0 +1,175 @@
+"""Makes one sample: seeds it, gets it from the dataset, decodes it, and applies the `on_error` policy if that raises.
+
+Data path: scheduler -> worker: fetcher -> [sample] -> fetcher -> collate -> codec -> ring.
+
+`SampleMaker` serves all fetchers, blocking and asynchronous, in torch mode and in seeded mode. In seeded mode the
+random numbers of a sample are those of its position, whatever happened to other samples; so are those of its substitute
+and of the user's `on_error` function.
+
+Rules that blocking and asynchronous fetching share are written once, as coroutines. Blocking fetchers run them with
+`run_blocking`: nothing that they await suspends.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple, TypeVar
+
+from asyncloader.workers.fetch.dataset_kinds import fetches_samples
+from asyncloader.workers.fetch.decoding import Decoder
+from asyncloader.workers.fetch.error_notes import add_note, describe_sample, describe_stream_sample
+from asyncloader.workers.fetch.sample_errors import BadSample, SampleErrorHandler
+from asyncloader.workers.fetch.seeding import EpochSeeding
+
+__all__ = ["SampleMaker", "SampleRequest", "run_blocking"]
+
+T = TypeVar("T")
+
+
+def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that never suspends, and return its result.
+
+    Raises:
+        RuntimeError: it suspended.
+    """
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    finally:
+        coroutine.close()
+    raise RuntimeError("asynchronous code suspended where a blocking dataset is fetched")
+
+
+class SampleRequest(NamedTuple):
+    """A sample to be made.
+
+    Attributes:
+        index: as the sampler gave it; None for a sample of a stream.
+        position: in the epoch's order; None in torch mode. For a stream: the sample's number in it.
+        item: its index in the batch, from 0; None without automatic batching, and for a stream.
+    """
+
+    index: Any
+    position: int | None
+    item: int | None = None
+
+
+class SampleMaker:
+    """Makes the samples of one epoch.
+
+    Args:
+        dataset: a map dataset; None for a stream, whose fetcher reads the samples.
+        seeding: of the epoch; None in torch mode.
+        decoder: runs the user's `decode`; None: samples are collated as they are read.
+        handler: handles samples that raise; None: they fail their batch.
+        worker: number of the worker, for the text of a stream's errors.
+        asynchronous: whether samples are awaited.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        seeding: EpochSeeding | None = None,
+        decoder: Decoder | None = None,
+        handler: SampleErrorHandler | None = None,
+        *,
+        worker: int = 0,
+        asynchronous: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.seeding = seeding
+        self.decoder = decoder
+        self.handler = handler
+        self.worker = worker
+        self.asynchronous = asynchronous
+        self.one_by_one = dataset is not None and fetches_samples(dataset)
+        """Whether a sample can be made alone: to find which one of a batch raises, and to substitute another."""
+
+    # ------------------------------------------------------------------------------------------------- seeding
+
+    def position(self, first: int | None, item: int) -> int | None:
+        """Return the position of a batch's sample, given that of the first one; None in torch mode."""
+        return None if first is None or self.seeding is None else first + item * self.seeding.replicas
+
+    def seed(self, position: int | None) -> None:
+        """In seeded mode: give the sample at this position its own random numbers, in the current context."""
+        if self.seeding is not None and position is not None:
+            self.seeding.samples.sample(position)
+
+    def seed_batch(self, first: int | None) -> None:
+        """In seeded mode: seed the code that makes a whole batch, by the position of its first sample."""
+        if self.seeding is not None and first is not None:
+            self.seeding.samples.batch(first)
+
+    # -------------------------------------------------------------------------------------------------- making
+
+    def get(self, index: Any, position: int | None) -> Any:
+        """Return the sample of an index as a blocking dataset gives it, to be decoded elsewhere."""
+        self.seed(position)
+        return self.dataset[index]
+
+    def make(self, index: Any, position: int | None) -> Any:
+        """Return the sample of an index, from a blocking dataset."""
+        if self.seeding is not None:  # asked here, too: in torch mode this saves a call per sample
+            self.seed(position)
+        sample = self.dataset[index]
+        return sample if self.decoder is None else self.decoder.call(sample)
+
+    async def make_async(self, index: Any, position: int | None) -> Any:
+        """As `make`, from an asynchronous dataset. In a task of its own, and so in a context of its own."""
+        self.seed(position)
+        sample = self.dataset[index]
+        if inspect.isawaitable(sample):
+            sample = await sample
+        return sample if self.decoder is None else await self.decoder.decode(sample)
+
+    def decode(self, sample: Any, position: int | None) -> Any:
+        """Decode a sample that was read with others of its batch."""
+        assert self.decoder is not None
+        self.seed(position)
+        return self.decoder.call(sample)
+
+    # -------------------------------------------------------------------------------------------------- errors
+
+    async def on_error(self, request: SampleRequest, error: Exception, records: list[BadSample]) -> Any:
+        """Apply the error policy to a sample that raised. Never suspends for a blocking dataset.
+
+        Args:
+            request: the sample.
+            error: what it raised.
+            records: gets what was done.
+
+        Returns:
+            A substitute, or `DROPPED`.
+
+        Raises:
+            Exception: `error` if there is no policy, or what the user's `on_error` function raised.
+        """
+        index, position, _ = request
+        try:
+            if self.handler is None:
+                raise error
+            self.seed(position)  # for random numbers that `on_error` draws
+            return await self.handler.handle(index, position, error, records, self._substitute_maker(position))
+        except Exception as raised:
+            self.note(raised, request)
+            raise
+        finally:
+            del error  # it refers to this frame
+
+    def _substitute_maker(self, position: int | None) -> Callable[[Any], Any] | None:
+        """Return the function that makes the sample of another index at this position; None if that is not possible."""
+        if not self.one_by_one:
+            return None
+        make = self.make_async if self.asynchronous else self.make
+        return lambda index: make(index, position)
+
+    def note(self, error: BaseException, request: SampleRequest) -> None:
+        """Note on an error which sample raised it."""
+        if self.dataset is None:
+            add_note(error, describe_stream_sample(request.position or 0, self.worker))
+        else:
+            add_note(error, describe_sample(request.index, request.item, request.position))
