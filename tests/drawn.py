@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 __all__ = ["choose", "scaled"]
 
@@ -11,7 +11,8 @@ WHOLE, FEW = 100, 20  # examples where a test names no number
 
 def choose(*, whole: bool) -> None:
     """Say how many: before the tests are imported, whose decorators ask."""
-    settings.register_profile("tests", max_examples=WHOLE if whole else FEW)
+    slow = [HealthCheck.too_slow]  # a loaded machine draws slowly
+    settings.register_profile("tests", max_examples=WHOLE if whole else FEW, suppress_health_check=slow)
     settings.load_profile("tests")
 
 
