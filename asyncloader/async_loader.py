@@ -9,37 +9,27 @@ from __future__ import annotations
 import asyncio
 import copy
 import weakref
-from collections.abc import Callable
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
-from torch.utils.data import Dataset
 
 from asyncloader.clone import constructor_arguments
-from asyncloader.delivery.transfer import DEFAULT_PREFETCH_DEVICE, DeviceLike, kept_rings_of
+from asyncloader.delivery.transfer import DeviceTransfer, kept_rings_of, transfer_of
 from asyncloader.epoch.async_inline import AsyncInlineIterator
 from asyncloader.epoch.async_iterator import AsyncLoaderIterator
-from asyncloader.epoch.plan import EpochPlan, TorchIterator, epoch_plan
+from asyncloader.epoch.plan import TorchIterator, check_workers
 from asyncloader.epoch.thread_workers import has_thread_workers, refusal
+from asyncloader.epoch_config import EpochConfig
 from asyncloader.errors import LoaderClosed
 from asyncloader.explain import explain
-from asyncloader.options import (
-    DEFAULT_CONCURRENCY,
-    DEFAULT_MAX_BAD_SAMPLES,
-    DEFAULT_RUN_AHEAD,
-    OPTION_NAMES,
-    OUR_OPTION_NAMES,
-    BadSamples,
-    LoaderSpec,
-    OnError,
-)
+from asyncloader.options import OPTION_NAMES, OUR_OPTION_NAMES, LoaderOptions, LoaderSpec, own_constructor
 from asyncloader.overridable import OverridableProperty
 from asyncloader.samplers.async_sampler import feedback_target
-from asyncloader.samplers.distributed import OnUneven
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch.sample_errors import BadSample
+from asyncloader.workers.memory.kept_rings import KeptRings
 from asyncloader.workers.pool import WorkerPool
 
 __all__ = ["AsyncDataLoader"]
@@ -64,23 +54,15 @@ _RUNNING = frozenset(
 )
 
 
-class AsyncDataLoader(Generic[T_co]):
+class AsyncDataLoader(LoaderOptions[T_co]):
     """Loads batches in worker processes and gives them to ``async for``.
 
-    Takes all arguments of `torch.utils.data.DataLoader`, with their meanings, defaults and errors; then, by keyword:
-
-    Args:
-        ring_bytes: upper bound of each worker's ring in bytes; default None: it follows the batches seen.
-        concurrency: samples that a worker awaits at a time, for datasets with ``async`` methods; default 256.
-        fetch_threads, decode, decode_threads: see `LoaderSpec`.
-        seed, rank, world_size, on_uneven, resume, snapshot_every_n_steps, run_ahead: see `LoaderSpec`.
-        worker_timeout, max_worker_restarts, on_error, bad_samples, max_bad_samples, worker_memory_limit: ditto.
-        device, prefetch_device, device_transform, static_buffers: ditto.
-
-    The options can be read as attributes under their own names. The dataset may have ``async def __getitem__``,
-    ``async def __getitems__`` or `__aiter__`; `sampler` and `batch_sampler` may be async iterables. With
-    ``num_workers=0`` an async dataset is read on the running loop; a blocking one in a thread, or on the loop while its
-    batches take less than a millisecond. `fetch_threads=1` keeps it in one thread, for handles that belong to one.
+    Takes all arguments of `torch.utils.data.DataLoader`, with their meanings, defaults and errors; then, by keyword,
+    asyncloader's own (see the constructor). All can be read as attributes under their own names. The dataset may have
+    ``async def __getitem__``, ``async def __getitems__`` or `__aiter__`; `sampler` and `batch_sampler` may be async
+    iterables. With ``num_workers=0`` an async dataset is read on the running loop; a blocking one in a thread, or on
+    the loop while its batches take less than a millisecond. `fetch_threads=1` keeps it in one thread, for handles that
+    belong to one.
 
     Several iterators may run at a time. With ``persistent_workers=True`` the workers outlive an iterator and serve the
     next one, also under another event loop; `aclose` (or ``async with``) ends them. Workers start with the first batch:
@@ -90,90 +72,8 @@ class AsyncDataLoader(Generic[T_co]):
         ValueError, TypeError: options out of range, in torch's words.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset[T_co],
-        batch_size: int | None = 1,
-        shuffle: bool | None = None,
-        sampler: Any = None,
-        batch_sampler: Any = None,
-        num_workers: int = 0,
-        collate_fn: Any = None,
-        pin_memory: bool = False,
-        drop_last: bool = False,
-        timeout: float = 0,
-        worker_init_fn: Any = None,
-        multiprocessing_context: Any = None,
-        generator: torch.Generator | None = None,
-        *,
-        prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
-        pin_memory_device: str = "",
-        in_order: bool = True,
-        ring_bytes: int | None = None,
-        concurrency: int = DEFAULT_CONCURRENCY,
-        fetch_threads: int = 0,
-        decode: Callable[[Any], Any] | None = None,
-        decode_threads: int = 1,
-        seed: int | None = None,
-        rank: int | None = None,
-        world_size: int | None = None,
-        on_uneven: OnUneven = "drop",
-        resume: Literal["exact", "replay"] = "exact",
-        snapshot_every_n_steps: int | None = 1,
-        run_ahead: int = DEFAULT_RUN_AHEAD,
-        worker_timeout: float | None = None,
-        max_worker_restarts: int | None = None,
-        on_error: OnError = "raise",
-        bad_samples: BadSamples = "short",
-        max_bad_samples: int | None = DEFAULT_MAX_BAD_SAMPLES,
-        worker_memory_limit: int | None = None,
-        device: DeviceLike = None,
-        prefetch_device: int = DEFAULT_PREFETCH_DEVICE,
-        device_transform: Callable[[Any], Any] | None = None,
-        static_buffers: bool = False,
-    ) -> None:
-        self._spec: LoaderSpec[Any] = LoaderSpec(
-            dataset,
-            batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,
-            num_workers,
-            collate_fn,
-            pin_memory,
-            drop_last,
-            timeout,
-            worker_init_fn,
-            multiprocessing_context,
-            generator,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-            in_order=in_order,
-            ring_bytes=ring_bytes,
-            concurrency=concurrency,
-            fetch_threads=fetch_threads,
-            decode=decode,
-            decode_threads=decode_threads,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            on_uneven=on_uneven,
-            resume=resume,
-            snapshot_every_n_steps=snapshot_every_n_steps,
-            run_ahead=run_ahead,
-            worker_timeout=worker_timeout,
-            max_worker_restarts=max_worker_restarts,
-            on_error=on_error,
-            bad_samples=bad_samples,
-            max_bad_samples=max_bad_samples,
-            worker_memory_limit=worker_memory_limit,
-            device=device,
-            prefetch_device=prefetch_device,
-            device_transform=device_transform,
-            static_buffers=static_buffers,
-        )
+    def _asyncloader_construct(self, arguments: dict[str, Any]) -> None:
+        self._spec: LoaderSpec[Any] = LoaderSpec(**arguments)
         self._begin()
 
     def _begin(self) -> None:
@@ -185,7 +85,7 @@ class AsyncDataLoader(Generic[T_co]):
         self._pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
         self._outdated: weakref.WeakSet[WorkerPool] = weakref.WeakSet()  # pools that must not be used for another epoch
         self._newest: weakref.ref[AsyncLoaderIterator | AsyncInlineIterator] | None = None
-        self._kept: tuple[TorchIterator, EpochPlan] | None = None  # what the persistent workers were started with
+        self._kept: tuple[TorchIterator, EpochConfig] | None = None  # what the persistent workers were started with
         self._idle_pool: WorkerPool | None = None
         self._claim: weakref.ref[_LoaderPoolCache] | None = None
         self._closed = False
@@ -237,14 +137,14 @@ class AsyncDataLoader(Generic[T_co]):
             spec.check_worker_number_rationality()
         with self._keeper.making_iterator():
             if spec.num_workers:
-                iterator = AsyncLoaderIterator(spec, self._statistics, _LoaderPoolCache(self))
+                iterator = AsyncLoaderIterator(self._statistics, _LoaderPoolCache(self))
             else:
                 iterator = AsyncInlineIterator(spec, self._statistics, self._keeper)
         self._newest = weakref.ref(iterator)
         self._iterators.add(iterator)
         return iterator
 
-    def _begin_torch_iter(self, progress: Progress, pool_cache: _LoaderPoolCache) -> tuple[TorchIterator, EpochPlan]:
+    def _begin_torch_iter(self, progress: Progress, pool_cache: _LoaderPoolCache) -> tuple[TorchIterator, EpochConfig]:
         """Make torch's iterator base for an iterator: it draws the same numbers from the same generators as in torch.
 
         Persistent workers keep their base seed and their options, as in torch; only the sampler begins again.
@@ -260,11 +160,11 @@ class AsyncDataLoader(Generic[T_co]):
             return self._kept
         torch_iter = TorchIterator(self._spec, progress)
         shared_seed = torch_iter._shared_seed
-        plan = epoch_plan(self._spec)
+        check_workers(progress.config)
         progress.base_seed_drawn()
         torch_iter._begin_order(self._spec, progress, first_iter=True)
         torch_iter._shared_seed = shared_seed  # torch, too, draws another one here, and its workers have the first
-        return torch_iter, plan
+        return torch_iter, progress.config
 
     @property
     def _claimant(self) -> _LoaderPoolCache | None:
@@ -369,18 +269,24 @@ class AsyncDataLoader(Generic[T_co]):
         return f"<AsyncDataLoader batch_size={spec.batch_size} num_workers={spec.num_workers}>"
 
 
+own_constructor(AsyncDataLoader, "AsyncDataLoader")
+
+
 class _LoaderPoolCache:
     """Begins an iterator's epoch, and passes persistent workers from one iterator to the next; see `PoolCache`."""
 
-    _epoch: tuple[TorchIterator, EpochPlan]
+    _epoch: tuple[TorchIterator, EpochConfig]
 
     def __init__(self, loader: AsyncDataLoader[Any]) -> None:
         self._loader = loader
 
-    def begin_epoch(self) -> tuple[Progress, TorchIterator, EpochPlan]:
+    def begin_epoch(self) -> tuple[Progress, TorchIterator, EpochConfig]:
         progress = self._loader._keeper.begin(self._loader._spec)
         self._epoch = self._loader._begin_torch_iter(progress, self)
         return progress, *self._epoch
+
+    def transfer(self) -> tuple[DeviceTransfer | None, KeptRings | None]:
+        return transfer_of(self._loader._spec), kept_rings_of(self._loader._spec)
 
     @property
     def idle(self) -> bool:
@@ -401,7 +307,7 @@ class _LoaderPoolCache:
 
     def put_back(self, pool: WorkerPool) -> bool:
         loader = self._loader
-        if not loader._spec.persistent_workers or loader._closed or loader._idle_pool is not None:
+        if not self._epoch[1].persistent_workers or loader._closed or loader._idle_pool is not None:
             return False
         if pool.broken or pool in loader._outdated:
             return False

@@ -19,7 +19,7 @@ from torch.utils.data import RandomSampler, SequentialSampler, default_collate, 
 from torch.utils.data import _DatasetKind as DatasetKind
 from torch.utils.data.datapipes.datapipe import _IterDataPipeSerializationWrapper, _MapDataPipeSerializationWrapper
 
-from asyncloader.options import OPTION_NAMES, OUR_OPTION_NAMES, LoaderSpec
+from asyncloader.options import DEFAULTS, OPTION_NAMES, OUR_OPTION_NAMES, LoaderSpec
 from asyncloader.samplers.seeded import SeededSampler
 
 __all__ = ["constructor_arguments"]
@@ -31,7 +31,6 @@ _PLAIN = [
     for name in OPTION_NAMES
     if name not in ("dataset", "collate_fn", "batch_sampler", *_BATCHING, *OUR_OPTION_NAMES)
 ]
-_DEFAULTS = {name: inspect.signature(LoaderSpec).parameters[name].default for name in OUR_OPTION_NAMES}
 
 
 def constructor_arguments(
@@ -70,7 +69,7 @@ def _ours(loader: torch.utils.data.DataLoader[Any], own: object | None) -> dict[
     else:
         # Of other classes' attributes only this one has the same meaning, in torchdata's StatefulDataLoader.
         given = {name: getattr(loader, name) for name in ("snapshot_every_n_steps",) if hasattr(loader, name)}
-    return {name: value for name, value in given.items() if value != _DEFAULTS[name]}
+    return {name: value for name, value in given.items() if value != DEFAULTS[name]}
 
 
 def _own_arguments(kind: type) -> set[str]:

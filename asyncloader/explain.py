@@ -11,11 +11,13 @@ from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader.cpus import usable_cpus
 from asyncloader.delivery.transfer import current_transfer
+from asyncloader.epoch.credits import most_credits
 from asyncloader.epoch.plan import start_method
-from asyncloader.options import LoaderSpec, is_iterable, max_restarts, most_credits
-from asyncloader.samplers.distributed import topology
+from asyncloader.epoch_config import EpochConfig
+from asyncloader.options import LoaderSpec, given_options
 from asyncloader.statistics import Statistics
-from asyncloader.workers.fetch.dataset_kinds import is_async_dataset, is_concurrent
+from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
+from asyncloader.workers.fetch.decoding import Chain
 from asyncloader.workers.pool import WorkerPool
 
 __all__ = ["explain", "verdict"]
@@ -26,63 +28,56 @@ _BUSY = 0.8
 
 def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: WorkerPool | None) -> str:
     """Several lines of text for the user."""
-    lines = [f"{name}: {_workers(spec)}", *_concurrency(spec, statistics)]
-    if spec.num_workers:
-        lines.append(f"memory: {_rings(spec, pool)}")
-        lines.append(f"collation: {_collation(spec)}")
-        lines.append(f"faults: {_faults(spec)}")
-    lines.append(f"order: {_order(spec)}")
+    config = EpochConfig.of(spec)
+    lines = [f"{name}: {_workers(config)}", *_concurrency(config, statistics)]
+    if config.num_workers:
+        lines.append(f"memory: {_rings(config, pool)}")
+        lines.append(f"collation: {_collation(config)}")
+        lines.append(f"faults: {_faults(config)}")
+    lines.append(f"order: {_order(config)}")
     lines.append(f"pinning: {_pinning(spec)}")
-    if spec._asyncloader_options.device is not None:
-        lines.append(f"device: {_device(spec, statistics)}")
+    if config.device is not None:
+        lines.append(f"device: {_device(spec, config, statistics)}")
+    if given := given_options(spec):
+        lines.append(f"options: {', '.join(given)}")
     if statistics.copy_outs:
         lines.append(
             f"copies: {statistics.copy_outs} of {statistics.batches} batches were copied out of their ring, because "
             "the consumer held more batches than the ring can spare"
         )
-    lines.append(verdict(statistics, spec.num_workers, usable_cpus(), asynchronous=_concurrent(spec)))
+    lines.append(verdict(statistics, config.num_workers, usable_cpus(), asynchronous=config.concurrent))
     return "\n".join(lines)
 
 
-def _workers(spec: LoaderSpec[Any]) -> str:
-    kind = "async" if is_async_dataset(spec.dataset) else "blocking"
-    if not spec.num_workers:
+def _workers(config: EpochConfig) -> str:
+    kind = "async" if is_async_dataset(config.dataset) else "blocking"
+    if not config.num_workers:
         return f"no workers, {kind} dataset read in this process"
-    keep = "persistent" if spec.persistent_workers else "for one epoch"
+    keep = "persistent" if config.persistent_workers else "for one epoch"
     return (
-        f"{spec.num_workers} workers by {start_method(spec)}, {keep}, {_credits(spec)} batches ahead each, "
+        f"{config.num_workers} workers by {start_method(config)}, {keep}, {most_credits(config)} batches ahead each, "
         f"{kind} dataset"
     )
 
 
-def _concurrent(spec: LoaderSpec[Any]) -> bool:
-    return is_concurrent(spec.dataset, spec._asyncloader_options.fetch_threads)
-
-
-def _credits(spec: LoaderSpec[Any]) -> int:
-    return most_credits(
-        spec, spec._asyncloader_options.concurrency, spec._asyncloader_options.fetch_threads, iterable=is_iterable(spec)
-    )
-
-
-def _concurrency(spec: LoaderSpec[Any], statistics: Statistics) -> list[str]:
-    options = spec._asyncloader_options
+def _concurrency(config: EpochConfig, statistics: Statistics) -> list[str]:
     lines = []
-    if _concurrent(spec) and not is_iterable(spec):
-        most = _credits(spec)
+    if config.concurrent and not config.iterable:
+        most = most_credits(config)
         room = "" if statistics.credits in (0, most) else f" ({statistics.credits} now, as large as they are)"
-        how = f"by {options.fetch_threads} threads" if options.fetch_threads else f"{options.concurrency} at a time"
-        where = "each worker's" if spec.num_workers else "the"
+        how = f"by {config.fetch_threads} threads" if config.fetch_threads else f"{config.concurrency} at a time"
+        where = "each worker's" if config.num_workers else "the"
         lines.append(f"samples: fetched {how}, over {where} {most} batches in hand{room}")
-    if options.decode is not None:
-        threads = options.decode_threads if _concurrent(spec) else 0
-        name = getattr(options.decode, "__qualname__", repr(options.decode))
-        lines.append(f"decoding: {name}, " + (f"in {threads} threads" if threads else "inline"))
+    if config.decode is not None:
+        threads = config.decode_threads if config.concurrent else 0
+        steps = config.decode.steps if isinstance(config.decode, Chain) else [config.decode]
+        names = " then ".join(getattr(step, "__qualname__", repr(step)) for step in steps)
+        lines.append(f"decoding: {names}, " + (f"in {threads} threads" if threads else "inline"))
     return lines
 
 
-def _rings(spec: LoaderSpec[Any], pool: WorkerPool | None) -> str:
-    most = spec._asyncloader_options.ring_bytes
+def _rings(config: EpochConfig, pool: WorkerPool | None) -> str:
+    most = config.ring_bytes
     bound = "following the batches seen" if most is None else f"bounded by ring_bytes={most:,}"
     if pool is None:
         return f"one anonymous ring a worker, {bound}"
@@ -90,43 +85,39 @@ def _rings(spec: LoaderSpec[Any], pool: WorkerPool | None) -> str:
     return f"one anonymous ring a worker of {sizes} bytes (virtual until used), {bound}"
 
 
-def _collation(spec: LoaderSpec[Any]) -> str:
-    if spec.collate_fn is torch_collate.default_collate:
+def _collation(config: EpochConfig) -> str:
+    if config.collate_fn is torch_collate.default_collate:
         return "default, straight into the ring (one copy)"
-    name = getattr(spec.collate_fn, "__qualname__", repr(spec.collate_fn))
+    name = getattr(config.collate_fn, "__qualname__", repr(config.collate_fn))
     return f"{name} makes the batch in private memory, which is then copied to the ring (a second copy)"
 
 
-def _faults(spec: LoaderSpec[Any]) -> str:
-    options = spec._asyncloader_options
-    most = max_restarts(options.max_worker_restarts, seeded=options.seed is not None)
+def _faults(config: EpochConfig) -> str:
+    most = config.max_restarts
     deaths = (
         f"a worker that dies is replaced, {most} times an epoch at most" if most else "a worker's death ends the epoch"
     )
     hangs = (
-        "" if options.worker_timeout is None else f", one that is at a task for {options.worker_timeout:g} s is killed"
+        "" if config.worker_timeout is None else f", one that is at a task for {config.worker_timeout:g} s is killed"
     )
-    if options.on_error == "raise":
+    if config.on_error == "raise":
         return f"{deaths}{hangs}; a sample that raises fails its batch"
-    what = "is left out" if options.on_error == "skip" else "is replaced by on_error"
-    if options.bad_samples == "refill":
+    what = "is left out" if config.on_error == "skip" else "is replaced by on_error"
+    if config.bad_samples == "refill":
         what = "is replaced by another one"
     return f"{deaths}{hangs}; a sample that raises {what}"
 
 
-def _order(spec: LoaderSpec[Any]) -> str:
-    options = spec._asyncloader_options
-    delivery = "in task order" if spec.in_order else "as batches complete"
-    if options.seed is None:
-        return f"the sampler's, {delivery}" if spec.num_workers else "the sampler's"
-    rank, world_size = topology(spec)
-    share = f", rank {rank} of {world_size} (on_uneven={options.on_uneven!r})" if world_size > 1 else ""
-    if not spec.num_workers:
-        return f"seeded by {options.seed}{share}"
-    ahead = (
-        f", up to {options.run_ahead} batches ahead of a slow one" if spec.in_order and not is_iterable(spec) else ""
-    )
-    return f"seeded by {options.seed}{share}, {delivery}{ahead}"
+def _order(config: EpochConfig) -> str:
+    delivery = "in task order" if config.in_order else "as batches complete"
+    if config.seed is None:
+        return f"the sampler's, {delivery}" if config.num_workers else "the sampler's"
+    rank, world_size = config.topology
+    share = f", rank {rank} of {world_size} (on_uneven={config.on_uneven!r})" if world_size > 1 else ""
+    if not config.num_workers:
+        return f"seeded by {config.seed}{share}"
+    ahead = f", up to {config.run_ahead} batches ahead of a slow one" if config.in_order and not config.iterable else ""
+    return f"seeded by {config.seed}{share}, {delivery}{ahead}"
 
 
 def _pinning(spec: LoaderSpec[Any]) -> str:
@@ -139,17 +130,16 @@ def _pinning(spec: LoaderSpec[Any]) -> str:
     return "page-locked copies, made in a thread ahead of the consumer"
 
 
-def _device(spec: LoaderSpec[Any], statistics: Statistics) -> str:
+def _device(spec: LoaderSpec[Any], config: EpochConfig, statistics: Statistics) -> str:
     import torch
 
-    options = spec._asyncloader_options
-    device = torch.device(options.device)  # type: ignore[arg-type]
-    ahead = f"{options.prefetch_device} {'batch' if options.prefetch_device == 1 else 'batches'} ahead"
+    device = torch.device(config.device)  # type: ignore[arg-type]
+    ahead = f"{config.prefetch_device} {'batch' if config.prefetch_device == 1 else 'batches'} ahead"
     if device.type == "cpu":
-        if options.device_transform is None and not options.static_buffers:
+        if config.device_transform is None and not config.static_buffers:
             return "cpu, where batches are made: nothing to copy"
-        return f"cpu, where batches are made; they are prepared {ahead if spec.num_workers else 'when asked for'}"
-    if not spec.num_workers:
+        return f"cpu, where batches are made; they are prepared {ahead if config.num_workers else 'when asked for'}"
+    if not config.num_workers:
         return f"{device}, copied when they are asked for"
     if device.type != "cuda":
         return f"{device}, {ahead}, by plain copies: rings are page-locked for CUDA alone"

@@ -38,8 +38,8 @@ T_co = TypeVar("T_co", covariant=True)
 class DataLoader(LoaderSpec[T_co]):
     """torch's DataLoader, with batches that arrive through shared-memory rings.
 
-    Signature, checks, attributes and batches are torch's; arguments of our own come last, by keyword only (see
-    `LoaderSpec`). Datasets may have ``async`` methods, samplers may be async iterables.
+    Signature, checks, attributes and batches are torch's; asyncloader's own arguments come last, by keyword only (see
+    the constructor). Datasets may have ``async`` methods, samplers may be async iterables.
 
     Some frameworks silently replace the user's loader by a stock one. If a loader is collected without having been
     iterated, a stock loader that was made from it warns when it is iterated (`NeverIteratedWarning`).

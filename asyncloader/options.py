@@ -1,23 +1,25 @@
-"""Defines the loaders' options: torch's constructor and checks, and ours.
+"""Declares the options of all loaders, once, and holds them as torch's loader does.
 
-Data path: none; read before the first stage starts.
+Data path: none; read when iteration begins (`epoch_config.py`).
+
+The constructor of `LoaderOptions` is the declaration: names, types and defaults are its signature, and the meaning of
+each option is in its docstring, where editors find it. `option_checks.CHECKS` has the check of each of ours. Everything
+else that lists options is derived from these two.
 
 `LoaderSpec` is a `torch.utils.data.DataLoader` with our options. Both loaders are based on it: the sync one *is* one,
-the async one *has* one. Options that torch lets a user change after construction are read when iteration starts.
-
-`most_credits` computes how many batches a worker has outstanding. In torch that is `prefetch_factor`. A worker that
-fetches samples concurrently gets enough batches to keep `concurrency` samples in flight (or `fetch_threads` threads
-busy), plus one that is finished and waits, so that the slowest sample of a batch does not stall other batches' reads.
-`workers/memory/ring_manager.py` limits their memory.
+the async one *has* one.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
+import re
+import types
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, TypeAlias, TypeVar
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 
 import torch
 import torch.utils.data
@@ -25,177 +27,41 @@ from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data import _DatasetKind as DatasetKind
 
 from asyncloader.cpus import affinity, cpu_quota
-from asyncloader.delivery.transfer import DEFAULT_PREFETCH_DEVICE, DeviceLike
-from asyncloader.option_checks import (
-    check_concurrency_options,
-    check_device_options,
-    check_fault_options,
-    check_seed_options,
-    is_seed,
-)
+from asyncloader.delivery.transfer import DeviceLike
+from asyncloader.option_checks import CHECKS, check_options, is_seed
 from asyncloader.samplers.async_sampler import AsyncIndexSource, as_async_source
 from asyncloader.samplers.distributed import OnUneven, rank_view, topology
 from asyncloader.samplers.generators import drawing_generator
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.workers.fetch.assignment_client import assigns_shards
-from asyncloader.workers.fetch.dataset_kinds import fetches_batches, is_async_stream, is_concurrent
-from asyncloader.workers.fetch.dataset_state import is_stateful
+from asyncloader.workers.fetch.dataset_kinds import is_async_stream
 
 __all__ = [
-    "DEFAULT_CONCURRENCY",
-    "DEFAULT_MAX_BAD_SAMPLES",
-    "DEFAULT_RUN_AHEAD",
+    "DEFAULTS",
     "OPTION_NAMES",
     "OUR_OPTION_NAMES",
     "BadSamples",
+    "LoaderOptions",
     "LoaderSpec",
     "OnError",
+    "OurOptions",
+    "Resume",
     "async_index_source",
     "default_sampler",
+    "given_options",
     "is_iterable",
-    "max_restarts",
-    "most_credits",
+    "own_constructor",
 ]
-
-
-def most_credits(
-    spec: torch.utils.data.DataLoader[Any], concurrency: int, fetch_threads: int, *, iterable: bool
-) -> int:
-    """Most batches that one copy of the dataset may have outstanding, while they are small.
-
-    At least `prefetch_factor` (1 without workers). Not more for streams, which are read one sample after the other; for
-    datasets with a state of their own, which would be saved further ahead; and for batches of unknown size.
-    """
-    least: int = spec.prefetch_factor or 1
-    dataset: Any = spec.dataset
-    in_flight: int = fetch_threads or concurrency
-    if iterable or not is_concurrent(dataset, fetch_threads) or is_stateful(dataset):
-        return least
-    size: Any = spec.batch_size if spec.batch_sampler is None else getattr(spec.batch_sampler, "batch_size", None)
-    if spec.batch_sampler is None and spec.batch_size is None:
-        size = 1
-    if not isinstance(size, int) or size < 1:
-        return least
-    if fetch_threads and spec.batch_sampler is not None and fetches_batches(dataset):
-        size = 1  # one thread fetches a whole batch
-    batches: int = -(-in_flight // size)
-    return max(least, batches + 1)
-
 
 OnError: TypeAlias = Literal["raise", "skip"] | Callable[[Any, Exception], Any]
 BadSamples: TypeAlias = Literal["short", "refill"]
-
-DEFAULT_MAX_BAD_SAMPLES = 1000
-
-_SEEDED_RESTARTS = 3
-
-
-def max_restarts(given: int | None, *, seeded: bool) -> int:
-    """How often a worker may be replaced in an epoch: as given; by default 3 times in seeded mode, else never."""
-    if given is not None:
-        return given
-    return _SEEDED_RESTARTS if seeded else 0
-
+Resume: TypeAlias = Literal["exact", "replay"]
 
 T_co = TypeVar("T_co", covariant=True)
 
-DEFAULT_CONCURRENCY = 256
-DEFAULT_RUN_AHEAD = 16
 
-
-class OurOptions:
-    """The options that torch's loader does not have, as given to the constructor. Fixed; see `LoaderSpec`."""
-
-    ring_bytes: int | None
-    concurrency: int
-    fetch_threads: int
-    decode: Callable[[Any], Any] | None
-    decode_threads: int
-    seed: int | None
-    rank: int | None
-    world_size: int | None
-    on_uneven: OnUneven
-    resume: Literal["exact", "replay"]
-    snapshot_every_n_steps: int | None
-    run_ahead: int
-    worker_timeout: float | None
-    max_worker_restarts: int | None
-    on_error: OnError
-    bad_samples: BadSamples
-    max_bad_samples: int | None
-    worker_memory_limit: int | None
-    device: DeviceLike
-    prefetch_device: int
-    device_transform: Callable[[Any], Any] | None
-    static_buffers: bool
-
-    def __init__(self, **values: Any) -> None:
-        self.__dict__.update(values)
-
-
-class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
-    """torch's loader with torch's options and ours. All can be read, unmodified, under their own names. The instance's
-    `vars` hold those of our options that differ from the defaults, for code that makes a loader from them.
-
-    A subclass may have attributes of any name, also of the name of one of our options; such an attribute is the
-    subclass's own. Our options count as they were given to the constructor, and are read from `_asyncloader_options`.
-
-    Args:
-        ring_bytes: upper bound of each worker's ring in bytes, at least 4096 a slot; default None: the ring follows
-            the batches seen. Larger batches then go through memory of their own, once each.
-        concurrency: samples that a worker awaits at a time, over all its outstanding batches, for datasets with
-            ``async`` methods; default 256.
-        fetch_threads: threads per worker that fetch samples of a blocking map dataset, which must then be safe to call
-            from several threads at a time; default 0: one sample after the other.
-        decode: a function that turns a sample of the dataset into the one that is collated. It runs with the sample's
-            random numbers. Default None.
-        decode_threads: threads per worker for `decode`, if samples are awaited or fetched by threads; default 1; 0: in
-            the event loop, or in the thread that fetched.
-        seed: 0 to 2**64 - 1: seeded mode, in which order and random numbers depend on the seed, the epoch and the
-            sample's position alone. Default None: torch mode.
-        rank, world_size: this process's rank, and the number of processes that train together, in seeded mode; default
-            None: torch.distributed's if it is initialized, else a single process.
-        on_uneven: what to do with samples that the ranks cannot share evenly at the epoch's end: "drop" (default)
-            leaves out fewer than `world_size`, "repeat" repeats fewer than `world_size`, "pad" fills every rank's last
-            batch to `batch_size`, "error" raises.
-        resume: "exact" (default) refuses a state that cannot be resumed exactly; "replay" reads a stream without a
-            state of its own again from its beginning, and drops what was delivered.
-        snapshot_every_n_steps: stateful samplers and streams are asked for their states every so many batches (default
-            1); a resumed loader reads and drops the batches since the last one. 0 or None: never.
-        run_ahead: in seeded mode, batches that may be ready before an earlier, slower one (default 16), as far as the
-            rings have room.
-        worker_timeout: seconds that a worker may take for one task before it is killed and replaced (start-up may take
-            60 in any case); default None: no limit.
-        max_worker_restarts: how often a worker that dies is replaced in an epoch, and its tasks repeated; default None:
-            3 times in seeded mode, where the batches stay the same, never in torch mode.
-        on_error: what to do with samples that raise: "raise" (default); "skip" leaves them out; a function of an index
-            and the exception returns a substitute or raises. It is called where the sample would have been made.
-        bad_samples: with ``on_error="skip"``, a batch that lost samples is "short" (default), or gets substitutes drawn
-            from the seed, the epoch and the position ("refill"; seeded mode, map datasets with a length).
-        max_bad_samples: how many samples of an epoch may raise before `TooManyBadSamples` (default 1000); None: any
-            number.
-        worker_memory_limit: bytes by which a worker's private memory may grow since its start before it is replaced
-            between two tasks; default None: no limit. A worker whose stream could not be resumed (no state,
-            ``resume="exact"``) is not replaced.
-        device: the device where batches are delivered, as torch takes it ("cuda", "cuda:1", a `torch.device`); default
-            None: in the CPU's memory. For CUDA they are copied straight from page-locked rings, ahead of the consumer.
-        prefetch_device: batches that may be on the device, or in flight, before the consumer asks; default 1.
-        device_transform: a function from a batch on the device to the one that is delivered, run in a thread and a
-            stream of the loader's, so not one of ``torch.compile(mode="reduce-overhead")``; default None.
-        static_buffers: deliver every batch in the same tensors, for CUDA graphs (each of the first 32 combinations of
-            shapes has its own); a batch is then valid until the next one is taken. Default False.
-
-    Raises:
-        ValueError, TypeError: torch's, in torch's order and words, then ours.
-    """
-
-    _asyncloader_replays = False
-    """Whether streams are replayed whatever `resume` says."""
-
-    _asyncloader_awaits_workers = False
-    """Whether `iter()` waits until the workers have begun, and raises an error of one that could not."""
-
-    _asyncloader_options: OurOptions
+class LoaderOptions(Generic[T_co]):
+    """The loaders' options: the base of every loader, which inherits the constructor and says what becomes of them."""
 
     def __init__(
         self,
@@ -218,7 +84,7 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
         pin_memory_device: str = "",
         in_order: bool = True,
         ring_bytes: int | None = None,
-        concurrency: int = DEFAULT_CONCURRENCY,
+        concurrency: int = 256,
         fetch_threads: int = 0,
         decode: Callable[[Any], Any] | None = None,
         decode_threads: int = 1,
@@ -226,112 +92,214 @@ class LoaderSpec(torch.utils.data.DataLoader[T_co], OurOptions):
         rank: int | None = None,
         world_size: int | None = None,
         on_uneven: OnUneven = "drop",
-        resume: Literal["exact", "replay"] = "exact",
+        resume: Resume = "exact",
         snapshot_every_n_steps: int | None = 1,
-        run_ahead: int = DEFAULT_RUN_AHEAD,
+        run_ahead: int = 16,
         worker_timeout: float | None = None,
         max_worker_restarts: int | None = None,
         on_error: OnError = "raise",
         bad_samples: BadSamples = "short",
-        max_bad_samples: int | None = DEFAULT_MAX_BAD_SAMPLES,
+        max_bad_samples: int | None = 1000,
         worker_memory_limit: int | None = None,
         device: DeviceLike = None,
-        prefetch_device: int = DEFAULT_PREFETCH_DEVICE,
+        prefetch_device: int = 1,
         device_transform: Callable[[Any], Any] | None = None,
         static_buffers: bool = False,
     ) -> None:
+        """Takes torch's arguments, with torch's meanings, checks and errors; then, by keyword, those of asyncloader.
+
+        Args:
+            dataset: A map dataset (`__getitem__`, `__len__`) or an iterable one; each may be async.
+            batch_size: Samples in a batch; `None`: no batching, samples come as they are.
+            shuffle: `True`: a new order each epoch, drawn from torch's generator or from `seed`.
+            sampler: The order, as an iterable of indices, also an async one; excludes `shuffle`.
+            batch_sampler: An iterable of lists of indices, also an async one; excludes `batch_size`, `shuffle`,
+                `sampler` and `drop_last`.
+            num_workers: Worker processes; `0`: fetch in the main process.
+            collate_fn: A function from a list of samples to a batch; `None`: stack them straight into the ring.
+            pin_memory: Copy tensors to page-locked memory; without CUDA a warning and plain memory. Not needed with
+                `device="cuda"`.
+            drop_last: Leave out the last batch when it is not full.
+            timeout: Seconds to wait for a batch from a worker, then `LoaderTimeout` with a report; `0`: for ever.
+            worker_init_fn: Called in each worker with its number, before the first sample. With an async dataset it
+                may be a coroutine function.
+            multiprocessing_context: `"fork"`, `"spawn"`, `"forkserver"` or a context; `None`: the platform's default.
+                A context that makes threads leaves the work to torch.
+            generator: The torch generator that order and worker seeds are drawn from; excludes `seed`.
+            prefetch_factor: Batches that each worker may have ready or in work; `None`: 2 with workers. More where
+                `concurrency` or `fetch_threads` needs them.
+            persistent_workers: Keep the workers, and their rings, from epoch to epoch.
+            pin_memory_device: torch's deprecated argument, taken for compatibility.
+            in_order: `False`: give batches as they become ready.
+            ring_bytes: Upper bound of each worker's ring in bytes, at least 4096 a slot; `None`: it follows the
+                batches seen. Larger batches then go through memory of their own, once each.
+            concurrency: Samples that each worker (without workers: this process) awaits at a time, over all its
+                outstanding batches, for datasets with `async` methods.
+            fetch_threads: Threads in each worker that fetch the samples of a blocking map dataset; `0`: one sample
+                after the other; `1`: the same, ahead of the consumer and always in one thread. For more the dataset
+                must be safe to call from several threads at a time.
+            decode: A function that turns a sample of the dataset into the one that is collated. It runs with the
+                sample's random numbers.
+            decode_threads: Threads in each worker for `decode`, where samples are awaited or fetched by threads; `0`:
+                in the event loop, or in the thread that fetched.
+            seed: Seeded mode, in which order and random numbers depend on the seed, the epoch and the sample's
+                position alone: `0` to `2**64 - 1`; `None`: torch mode.
+            rank: This process's place among those that train together, with `seed`; `None`: torch.distributed's if it
+                is initialized, else a single process.
+            world_size: How many processes train together, with `seed`; `None`: as for `rank`.
+            on_uneven: What to do with samples that the ranks cannot share evenly at the epoch's end: `"drop"` leaves
+                out fewer than `world_size`, `"repeat"` repeats fewer than `world_size`, `"pad"` fills every rank's
+                last batch to `batch_size`, on one rank too, `"error"` raises.
+            resume: `"exact"` refuses a state that cannot be resumed exactly; `"replay"` reads a stream without a state
+                of its own again from its beginning, and drops what was delivered.
+            snapshot_every_n_steps: Batches from one saved state of a stateful sampler or stream to the next; `0` or
+                `None`: none is saved. A resumed loader reads and drops the batches since the last one.
+            run_ahead: Batches that may be ready before an earlier, slower one, with `seed`, as far as the rings have
+                room.
+            worker_timeout: Seconds that a worker may take for one task before it is killed and replaced; `None`: no
+                limit. Start-up may take 60 in any case.
+            max_worker_restarts: How often a worker that dies is replaced in an epoch, and its tasks repeated; `None`:
+                3 with `seed`, where the batches stay the same, else 0.
+            on_error: What to do with samples that raise: `"raise"`; `"skip"` leaves them out; a function of an index
+                and the exception returns a substitute or raises. It is called where the sample would have been made.
+            bad_samples: With `on_error="skip"`, a batch that lost samples is `"short"`, or gets substitutes drawn from
+                the seed, the epoch and the position: `"refill"`, which needs `seed` and a map dataset with a length.
+            max_bad_samples: How many samples of an epoch may raise before `TooManyBadSamples`; `None`: any number.
+            worker_memory_limit: Bytes by which a worker's private memory may grow since its start before it is
+                replaced, between two tasks; `None`: no limit. A worker whose stream could not be resumed (no state,
+                `resume="exact"`) is not replaced.
+            device: The device where batches are delivered, as torch takes it: `"cuda"`, `"cuda:1"`, a `torch.device`;
+                `None`: in the CPU's memory. For CUDA they are copied straight from page-locked rings, ahead of the
+                consumer.
+            prefetch_device: Batches that may be on the device, or on their way, before they are asked for.
+            device_transform: A function from a batch on the device to the one that is delivered. It runs in a thread
+                and a stream of the loader's, so it must not be one of `torch.compile(mode="reduce-overhead")`.
+            static_buffers: `True`: deliver every batch in the same tensors, for CUDA graphs; a batch is then valid
+                until the next one is taken. Each of the first 32 combinations of shapes has tensors of its own.
+
+        Raises:
+            ValueError, TypeError: torch's, in torch's order and words, then ours.
+        """
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        if TYPE_CHECKING:  # each of ours is also an attribute, of the same type
+            self.ring_bytes, self.concurrency, self.fetch_threads = ring_bytes, concurrency, fetch_threads
+            self.decode, self.decode_threads = decode, decode_threads
+            self.seed, self.rank, self.world_size = seed, rank, world_size
+            self.on_uneven: OnUneven = on_uneven  # named, because pyright would infer `str` for the literals
+            self.resume: Resume = resume
+            self.snapshot_every_n_steps, self.run_ahead = snapshot_every_n_steps, run_ahead
+            self.worker_timeout, self.max_worker_restarts = worker_timeout, max_worker_restarts
+            self.on_error: OnError = on_error
+            self.bad_samples: BadSamples = bad_samples
+            self.max_bad_samples, self.worker_memory_limit = max_bad_samples, worker_memory_limit
+            self.device, self.prefetch_device = device, prefetch_device
+            self.device_transform, self.static_buffers = device_transform, static_buffers
+        self._asyncloader_construct(arguments)
+
+    def _asyncloader_construct(self, arguments: dict[str, Any]) -> None:
+        """Make the loader of all arguments, by name."""
+        raise NotImplementedError
+
+
+_PARAMETERS = inspect.signature(LoaderOptions).parameters
+
+OPTION_NAMES = tuple(_PARAMETERS)
+"""Every argument of the loaders; each but `shuffle`, which becomes a sampler, is an attribute under the same name."""
+
+OUR_OPTION_NAMES = tuple(name for name in OPTION_NAMES if name in CHECKS)
+"""The options that torch's loader does not have."""
+
+DEFAULTS = {name: _PARAMETERS[name].default for name in OUR_OPTION_NAMES}
+"""Their defaults."""
+
+_POSITIONAL = tuple(name for name, each in _PARAMETERS.items() if each.kind is each.POSITIONAL_OR_KEYWORD)
+_TORCHS_KEYWORDS = tuple(name for name in OPTION_NAMES if name not in (*_POSITIONAL, *OUR_OPTION_NAMES))
+
+
+def own_constructor(loader: type, name: str, without: Collection[str] = ()) -> None:
+    """Give a class a copy of the declared constructor, which Python's own errors about arguments call by its name.
+
+    Args:
+        loader: the class; it has an `_asyncloader_construct`.
+        name: the class's name in errors.
+        without: options that the class does not have.
+    """
+    declared: Any = LoaderOptions.__init__
+    own: Any = types.FunctionType(declared.__code__, declared.__globals__, "__init__", declared.__defaults__)
+    functools.update_wrapper(own, declared)
+    del own.__wrapped__
+    own.__kwdefaults__, own.__qualname__ = declared.__kwdefaults__, f"{name}.__init__"
+    loader.__init__ = _narrowed(own, without) if without else own  # type: ignore[misc]
+
+
+def _narrowed(constructor: Any, without: Collection[str]) -> Any:
+    @functools.wraps(constructor)
+    def narrowed(self: Any, /, *args: Any, **options: Any) -> None:
+        for name in options:
+            if name in without:
+                raise TypeError(f"{constructor.__qualname__}() got an unexpected keyword argument {name!r}")
+        constructor(self, *args, **options)
+
+    signature = inspect.signature(constructor)
+    narrowed.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[parameter for name, parameter in signature.parameters.items() if name not in without]
+    )
+    narrowed.__annotations__ = {name: kind for name, kind in constructor.__annotations__.items() if name not in without}
+    entry = rf"^( *)(?:{'|'.join(without)}):.*\n(?:\1 {{4}}.*\n)*"  # Python 3.13 takes the common indent away
+    narrowed.__doc__ = re.sub(entry, "", constructor.__doc__, flags=re.MULTILINE)
+    return narrowed
+
+
+class OurOptions(LoaderOptions[Any]):
+    """The options that torch's loader does not have, as given to a loader's constructor. Fixed."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.__dict__.update(values)
+
+
+class _Defaults:
+    """Our options' defaults, as class attributes of the loaders; torch's own classes go before it."""
+
+
+for _name, _default in DEFAULTS.items():
+    setattr(_Defaults, _name, _default)
+
+
+class LoaderSpec(LoaderOptions[T_co], torch.utils.data.DataLoader[T_co], _Defaults):
+    """torch's loader with torch's options and ours. All can be read, unmodified, under their own names. The instance's
+    `vars` hold those of our options that differ from the defaults, for code that makes a loader from them.
+
+    A subclass may have attributes of any name, also of the name of one of our options; such an attribute is the
+    subclass's own. Our options count as they were given to the constructor, and are read from `_asyncloader_options`.
+    """
+
+    _asyncloader_replays = False
+    """Whether streams are replayed whatever `resume` says."""
+
+    _asyncloader_awaits_workers = False
+    """Whether `iter()` waits until the workers have begun, and raises an error of one that could not."""
+
+    _asyncloader_options: OurOptions
+
+    def _asyncloader_construct(self, arguments: dict[str, Any]) -> None:
+        dataset, given = arguments["dataset"], dict(arguments)
         stream = is_async_stream(dataset)
-        ours = None if stream else default_sampler(dataset, seed, shuffle, sampler, batch_sampler)
-        if ours is not None:
-            sampler, shuffle = ours, None
-        super().__init__(
-            _AsyncStream() if stream else dataset,  # so that torch checks the arguments as for an iterable dataset
-            batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,
-            num_workers,
-            collate_fn,
-            pin_memory,
-            drop_last,
-            timeout,
-            worker_init_fn,
-            multiprocessing_context,
-            generator,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-            in_order=in_order,
-        )
+        if stream:
+            given["dataset"] = _AsyncStream()  # so that torch checks the arguments as for an iterable dataset
+        else:
+            names = ("seed", "shuffle", "sampler", "batch_sampler")
+            sampler = default_sampler(dataset, *(arguments[name] for name in names))
+            if sampler is not None:
+                given["sampler"], given["shuffle"] = sampler, None
+        construct: Any = super(LoaderOptions, self).__init__  # torch's, or that of another base of the user's class
+        construct(*(given[name] for name in _POSITIONAL), **{name: given[name] for name in _TORCHS_KEYWORDS})
         if stream:
             self.__dict__["dataset"] = dataset  # torch forbids assigning it from here on
-        if ring_bytes is not None and (not isinstance(ring_bytes, int) or ring_bytes < 1):
-            raise ValueError(
-                f"ring_bytes should be a positive number of bytes or None, but got ring_bytes={ring_bytes!r}"
-            )
-        check_concurrency_options(
-            concurrency=concurrency,
-            fetch_threads=fetch_threads,
-            decode=decode,
-            decode_threads=decode_threads,
-            dataset=dataset,
-            iterable=is_iterable(self),
-        )
-        check_seed_options(
-            iterable=is_iterable(self),
-            seed=seed,
-            generator=generator,
-            rank=rank,
-            world_size=world_size,
-            on_uneven=on_uneven,
-            resume=resume,
-            snapshot_every_n_steps=snapshot_every_n_steps,
-            run_ahead=run_ahead,
-        )
-        check_fault_options(
-            worker_timeout=worker_timeout,
-            max_worker_restarts=max_worker_restarts,
-            on_error=on_error,
-            bad_samples=bad_samples,
-            max_bad_samples=max_bad_samples,
-            worker_memory_limit=worker_memory_limit,
-            seed=seed,
-            dataset=dataset,
-            iterable=is_iterable(self),
-        )
-        check_device_options(
-            device=device,
-            prefetch_device=prefetch_device,
-            device_transform=device_transform,
-            static_buffers=static_buffers,
-        )
-        self._asyncloader_options = OurOptions(
-            ring_bytes=ring_bytes,
-            concurrency=concurrency,
-            fetch_threads=fetch_threads,
-            decode=decode,
-            decode_threads=decode_threads,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            on_uneven=on_uneven,
-            resume=resume,
-            snapshot_every_n_steps=snapshot_every_n_steps,
-            run_ahead=run_ahead,
-            worker_timeout=worker_timeout,
-            max_worker_restarts=max_worker_restarts,
-            on_error=on_error,
-            bad_samples=bad_samples,
-            max_bad_samples=max_bad_samples,
-            worker_memory_limit=worker_memory_limit,
-            device=device,
-            prefetch_device=prefetch_device,
-            device_transform=device_transform,
-            static_buffers=static_buffers,
-        )
+        check_options(arguments, iterable=is_iterable(self))
+        self._asyncloader_options = OurOptions({name: arguments[name] for name in OUR_OPTION_NAMES})
         for name, value in vars(self._asyncloader_options).items():
             owner = next(base for base in type(self).__mro__ if name in vars(base))
-            if owner is OurOptions and name not in vars(self) and value != vars(OurOptions)[name]:
+            if owner is _Defaults and name not in vars(self) and value != DEFAULTS[name]:
                 setattr(self, name, value)  # else the name is the subclass's, or the class attribute has the default
         self.__dict__["_asyncloader_maker"] = os.getpid()  # the process that made it; copies do not have this
 
@@ -405,16 +373,7 @@ class _AsyncStream(IterableDataset[Any]):
         raise TypeError("an asynchronous stream cannot be iterated with a plain for")
 
 
-OPTION_NAMES = tuple(inspect.signature(LoaderSpec).parameters)
-"""Every argument of the loaders; each but `shuffle`, which becomes a sampler, is an attribute under the same name."""
-
-OUR_OPTION_NAMES = tuple(OurOptions.__annotations__)
-"""The options that torch's loader does not have."""
-
-for _name in OUR_OPTION_NAMES:
-    setattr(OurOptions, _name, inspect.signature(LoaderSpec).parameters[_name].default)
-
-LoaderSpec.__init__.__qualname__ = "DataLoader.__init__"  # what Python's own errors about arguments call it
+own_constructor(LoaderSpec, "DataLoader")
 
 
 # Functions, not attributes: a user's subclass of the loader may have attributes of any name.
@@ -423,6 +382,12 @@ LoaderSpec.__init__.__qualname__ = "DataLoader.__init__"  # what Python's own er
 def is_iterable(spec: LoaderSpec[Any]) -> bool:
     """Whether the dataset is iterated rather than indexed."""
     return bool(spec._dataset_kind == DatasetKind.Iterable)
+
+
+def given_options(spec: LoaderSpec[Any]) -> list[str]:
+    """Those of our options that differ from the defaults, as ``name=value``."""
+    given = vars(spec._asyncloader_options)
+    return [f"{name}={value!r}" for name, value in given.items() if value != DEFAULTS[name]]
 
 
 def async_index_source(spec: LoaderSpec[Any]) -> AsyncIndexSource | None:

@@ -11,15 +11,12 @@ torchdata, and here the base seed, as in torch). States mean the same at every m
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-from torch.utils.data import Dataset, IterableDataset, IterDataPipe, MapDataPipe
+from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 
-from asyncloader.delivery.transfer import DEFAULT_PREFETCH_DEVICE, DeviceLike
 from asyncloader.loader import DataLoader
-from asyncloader.options import DEFAULT_CONCURRENCY, DEFAULT_MAX_BAD_SAMPLES, OnError
+from asyncloader.options import own_constructor
 from asyncloader.samplers.generators import draws_when_iterated
 from asyncloader.samplers.stateful import StatefulRandomSampler
 
@@ -31,14 +28,8 @@ T_co = TypeVar("T_co", covariant=True)
 class StatefulDataLoader(DataLoader[T_co]):
     """`DataLoader` in torch mode whose ``shuffle=True`` resumes exactly, in later epochs too.
 
-    Takes torch's arguments, then by keyword:
-
-    Args:
-        snapshot_every_n_steps: stateful samplers and streams are asked for their states every so many batches (default
-            1); a resumed loader reads and drops the batches since. 0 or None: never.
-        ring_bytes, concurrency, fetch_threads, decode, decode_threads: see `DataLoader`.
-        worker_timeout, max_worker_restarts, on_error, max_bad_samples, worker_memory_limit: see `DataLoader`.
-        device, prefetch_device, device_transform, static_buffers: see `DataLoader`.
+    Takes the arguments of `DataLoader` except those of seeded mode: `seed`, `rank`, `world_size`, `on_uneven`,
+    `resume`, `run_ahead` and `bad_samples`.
 
     ``iter()`` waits until the workers have begun, and raises an error of `worker_init_fn` or of the dataset's
     ``__iter__`` in a worker.
@@ -53,79 +44,12 @@ class StatefulDataLoader(DataLoader[T_co]):
     _asyncloader_replays = True
     _asyncloader_awaits_workers = True
 
-    def __init__(
-        self,
-        dataset: Dataset[T_co],
-        batch_size: int | None = 1,
-        shuffle: bool | None = None,
-        sampler: Any = None,
-        batch_sampler: Any = None,
-        num_workers: int = 0,
-        collate_fn: Any = None,
-        pin_memory: bool = False,
-        drop_last: bool = False,
-        timeout: float = 0,
-        worker_init_fn: Any = None,
-        multiprocessing_context: Any = None,
-        generator: torch.Generator | None = None,
-        *,
-        prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
-        pin_memory_device: str = "",
-        in_order: bool = True,
-        snapshot_every_n_steps: int | None = 1,
-        ring_bytes: int | None = None,
-        concurrency: int = DEFAULT_CONCURRENCY,
-        fetch_threads: int = 0,
-        decode: Callable[[Any], Any] | None = None,
-        decode_threads: int = 1,
-        worker_timeout: float | None = None,
-        max_worker_restarts: int | None = None,
-        on_error: OnError = "raise",
-        max_bad_samples: int | None = DEFAULT_MAX_BAD_SAMPLES,
-        worker_memory_limit: int | None = None,
-        device: DeviceLike = None,
-        prefetch_device: int = DEFAULT_PREFETCH_DEVICE,
-        device_transform: Callable[[Any], Any] | None = None,
-        static_buffers: bool = False,
-    ) -> None:
+    def _asyncloader_construct(self, arguments: dict[str, Any]) -> None:
+        dataset, given = arguments["dataset"], dict(arguments)
         streams = isinstance(dataset, (IterableDataset, IterDataPipe, MapDataPipe))
-        if shuffle and sampler is None and batch_sampler is None and not streams:
-            sampler, shuffle = StatefulRandomSampler(dataset, generator=generator), None  # type: ignore[arg-type]
-        super().__init__(
-            dataset,
-            batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,
-            num_workers,
-            collate_fn,
-            pin_memory,
-            drop_last,
-            timeout,
-            worker_init_fn,
-            multiprocessing_context,
-            generator,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-            in_order=in_order,
-            snapshot_every_n_steps=snapshot_every_n_steps,
-            ring_bytes=ring_bytes,
-            concurrency=concurrency,
-            fetch_threads=fetch_threads,
-            decode=decode,
-            decode_threads=decode_threads,
-            worker_timeout=worker_timeout,
-            max_worker_restarts=max_worker_restarts,
-            on_error=on_error,
-            max_bad_samples=max_bad_samples,
-            worker_memory_limit=worker_memory_limit,
-            device=device,
-            prefetch_device=prefetch_device,
-            device_transform=device_transform,
-            static_buffers=static_buffers,
-        )
+        if given["shuffle"] and given["sampler"] is None and given["batch_sampler"] is None and not streams:
+            given |= {"sampler": StatefulRandomSampler(dataset, generator=given["generator"]), "shuffle": None}
+        super()._asyncloader_construct(given)
 
     def _asyncloader_workers_begin(self) -> None:
         # torchdata's iterator with workers calls `iter(batch_sampler)` twice and uses the second: a permutation is
@@ -144,3 +68,10 @@ class StatefulDataLoader(DataLoader[T_co]):
                 "delivered already will be read again, and dropped",
                 stacklevel=2,
             )
+
+
+own_constructor(
+    StatefulDataLoader,
+    "StatefulDataLoader",
+    without=("seed", "rank", "world_size", "on_uneven", "resume", "run_ahead", "bad_samples"),
+)

@@ -28,7 +28,7 @@ FLOORS = [
     "workers.fetch",
     "samplers shared statistics workers",
     "delivery ranks remote",
-    "option_checks options",
+    "option_checks options epoch_config",
     "state clone",
     "epoch",
     "explain",

@@ -29,7 +29,6 @@ from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.memory.kept_rings import KeptRings
 
 __all__ = [
-    "DEFAULT_PREFETCH_DEVICE",
     "DeviceLike",
     "DeviceTransfer",
     "Ready",
@@ -156,8 +155,6 @@ def _called(transform: Callable[[Any], Any], batch: Any) -> Any:
 
 DeviceLike: TypeAlias = torch.device | str | int | None
 """A device as torch takes it: ``"cuda"``, ``"cuda:1"``, a `torch.device`, a number."""
-
-DEFAULT_PREFETCH_DEVICE = 1
 
 
 class _Options(Protocol):

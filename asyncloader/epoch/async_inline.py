@@ -26,7 +26,7 @@ from asyncloader.epoch.fetch_place import HOLD_SECONDS, FetchPlace
 from asyncloader.epoch.inline import InlineEpoch, close_reader, warn_of_exit
 from asyncloader.epoch.plan import TorchIterator, warn_over_length
 from asyncloader.errors import LoaderClosed, TooManyBadSamples
-from asyncloader.options import LoaderSpec, is_iterable
+from asyncloader.options import LoaderSpec
 from asyncloader.ranks.agreement import Agreement, in_daemon
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.statistics import Statistics
@@ -52,7 +52,7 @@ class AsyncInlineIterator:
             part is not None for part in (epoch.source, epoch.agreement, epoch.transfer, epoch.pin)
         )
         self._place = FetchPlace(
-            use_current_device() if uses_device else None, movable=not waits, iterable=is_iterable(spec)
+            use_current_device() if uses_device else None, movable=not waits, iterable=progress.config.iterable
         )
         self._owner = os.getpid()
         self._lock = asyncio.Lock()  # several tasks may share this iterator; each gets batches of its own

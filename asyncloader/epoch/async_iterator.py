@@ -31,11 +31,10 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
-from asyncloader.delivery.transfer import transfer_of
+from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.epoch.consumer import NO_BATCH, Consumer, discard
 from asyncloader.epoch.pipeline import Pipeline
 from asyncloader.epoch.plan import (
-    EpochPlan,
     TorchIterator,
     make_pool,
     quarantine,
@@ -46,12 +45,13 @@ from asyncloader.epoch.plan import (
 )
 from asyncloader.epoch.respawn import Request, WorkerRespawner, weakly
 from asyncloader.epoch.shard_assignment import open_assignment
+from asyncloader.epoch_config import EpochConfig
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManyBadSamples
 from asyncloader.events import Action, Deliver, Fail, Finish
-from asyncloader.options import LoaderSpec
 from asyncloader.state.progress import Progress
 from asyncloader.statistics import BadSampleLog, Statistics
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
+from asyncloader.workers.memory.kept_rings import KeptRings
 from asyncloader.workers.pool import WorkerPool
 
 __all__ = ["AsyncLoaderIterator", "PoolCache"]
@@ -60,8 +60,14 @@ __all__ = ["AsyncLoaderIterator", "PoolCache"]
 class PoolCache(Protocol):
     """The loader, as its iterator sees it: begins epochs, and keeps persistent workers between iterators."""
 
-    def begin_epoch(self) -> tuple[Progress, TorchIterator, EpochPlan]:
-        """Begin an epoch: its position, torch's iterator base with its random numbers, and the epoch's plan."""
+    def begin_epoch(self) -> tuple[Progress, TorchIterator, EpochConfig]:
+        """Begin an epoch: its position, torch's iterator base with its random numbers, and its options; those of
+        persistent workers are the options that they were started with.
+        """
+        ...
+
+    def transfer(self) -> tuple[DeviceTransfer | None, KeptRings | None]:
+        """What copies the epoch's batches to the device, and the rings that are page-locked for it."""
         ...
 
     @property
@@ -132,12 +138,11 @@ class AsyncLoaderIterator:
     iterator, or `aclose`, frees the workers.
     """
 
-    def __init__(self, spec: LoaderSpec[Any], statistics: Statistics, pool_cache: PoolCache) -> None:
-        self._spec = spec
+    def __init__(self, statistics: Statistics, pool_cache: PoolCache) -> None:
         self._pool_cache = pool_cache
         self._statistics = statistics
         self._begin()
-        self._timeout = min(spec.timeout, threading.TIMEOUT_MAX)  # asyncio cannot wait for infinity
+        self._timeout = min(self._progress.config.timeout, threading.TIMEOUT_MAX)  # asyncio cannot wait for infinity
         self._queue = ReadyQueue()
         self.pool: WorkerPool | None = None
         self._pipeline: Pipeline | None = None
@@ -154,26 +159,26 @@ class AsyncLoaderIterator:
 
     def _begin(self) -> None:
         """Draw the epoch's random numbers and take the sampler's first indices. No worker starts yet."""
-        self._progress, self._torch_iter, self._plan = self._pool_cache.begin_epoch()
+        self._progress, self._torch_iter, self._config = self._pool_cache.begin_epoch()
         self._starts: Sequence[EpochStart]
         self._base_seed, self._starts = self._progress.starts(
-            self._plan.workers,
+            self._config.num_workers,
             int(self._torch_iter._base_seed),
             shared_seed(self._torch_iter),
             new_workers=not self._pool_cache.idle,
         )
         self._torch_iter._base_seed = self._base_seed  # for later epochs, too, if the workers are persistent
         # Kept after the start, for replacements of workers that die.
-        self._setup = worker_setup(self._spec, self._plan.workers, self._torch_iter, self._base_seed, self._starts)
-        self._statistics.log = BadSampleLog(self._spec._asyncloader_options.max_bad_samples)
+        self._setup = worker_setup(self._config, self._torch_iter, self._base_seed, self._starts)
+        self._statistics.log = BadSampleLog(self._config.max_bad_samples)
+        transfer, self._kept_rings = self._pool_cache.transfer()
         self._consumer = Consumer(
-            self._plan,
+            self._config,
             self._torch_iter,
             self._statistics,
             self._progress,
-            quarantine(self._spec, self._torch_iter),
-            transfer_of(self._spec),
-            self._spec._asyncloader_options.prefetch_device,
+            quarantine(self._config, self._torch_iter),
+            transfer,
         )
 
     def __aiter__(self) -> AsyncLoaderIterator:
@@ -207,8 +212,7 @@ class AsyncLoaderIterator:
         await asyncio.shield(self._starting)
 
     async def _start(self) -> None:
-        spec = self._spec
-        assignments, self._starts = await open_assignment(spec, self._progress, self._starts)
+        assignments, self._starts = await open_assignment(self._progress, self._starts)
         if self._closed:  # `close` does not wait for this
             return
         if assignments is not None:
@@ -217,7 +221,7 @@ class AsyncLoaderIterator:
         if pool is None:
             make = self._pool_maker()
             # A fork must happen in the user's thread; other start methods need not block the loop.
-            pool = make() if start_method(spec) == "fork" else await asyncio.to_thread(make)
+            pool = make() if start_method(self._config) == "fork" else await asyncio.to_thread(make)
             self._pool_cache.register(pool)
             if self._closed:
                 pool.stop_soon()
@@ -229,7 +233,7 @@ class AsyncLoaderIterator:
         self._pipeline.start(self._consumer.offers, self._starts)
 
     def _pool_maker(self) -> Callable[[], WorkerPool]:
-        return partial(make_pool, self._spec, self._setup, self._plan)
+        return partial(make_pool, self._config, self._setup, self._kept_rings)
 
     def _setup_for(self, request: Request) -> WorkerSetup:
         return request.setup(self._setup)

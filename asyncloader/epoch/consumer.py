@@ -20,10 +20,12 @@ from asyncloader.delivery.device_stage import DeviceStage, OnDevice
 from asyncloader.delivery.opener import LARGE, Opener, raise_worker_error
 from asyncloader.delivery.stage import Pinned, PinStage, torch_pin
 from asyncloader.delivery.transfer import DeviceTransfer
+from asyncloader.epoch.credits import least_credits, most_credits
 from asyncloader.epoch.pipeline import Pipeline, WorkerBegun
-from asyncloader.epoch.plan import EpochPlan, TorchIterator
+from asyncloader.epoch.plan import TorchIterator, make_scheduler
 from asyncloader.epoch.quarantine import Quarantine
 from asyncloader.epoch.respawn import WorkerRespawner
+from asyncloader.epoch_config import EpochConfig
 from asyncloader.events import ENDED, NOTHING, Action, AllDropped, Deliver, Notice, Poisoned, WorkerFailure
 from asyncloader.ranks.agreement import AgreementStage
 from asyncloader.samplers.distributed import without_batch
@@ -67,27 +69,25 @@ class Consumer:
     """The consumer's side of one epoch.
 
     Args:
-        plan: the options that shape the epoch.
+        config: the epoch's options, as its workers were started with them.
         torch_iter: torch's iterator base, which has drawn this iterator's random numbers.
         statistics: the loader's counters.
         progress: tracks the iterator's position.
         quarantine: resolves tasks that kill their workers.
         transfer: copies batches to the device where they are delivered; None for the CPU.
-        ahead: batches that may be on the device before they are asked for.
     """
 
     def __init__(
         self,
-        plan: EpochPlan,
+        config: EpochConfig,
         torch_iter: TorchIterator,
         statistics: Statistics,
         progress: Progress,
         quarantine: Quarantine,
         transfer: DeviceTransfer | None = None,
-        ahead: int = 1,
     ) -> None:
         self._statistics = statistics
-        self._plan = plan
+        self._config = config
         self._quarantine = quarantine
         self._notices: deque[Notice | WorkerBegun | Mapping[str, float]] = deque()
         self._progress = progress
@@ -95,9 +95,9 @@ class Consumer:
         self._taken = 0  # deliveries
         self._begun = statistics.begin()
         # A weak reference: in the sync loader `torch_iter` is the iterator itself, which must die when it is dropped.
-        self._workers = plan.workers
-        self._source = plan.source
-        self._scheduler = plan.scheduler(progress.next_worker)
+        self._workers = config.num_workers
+        self._source = config.source
+        self._scheduler = make_scheduler(config, progress.next_worker)
         self._torch_iter = weakref.ref(torch_iter)
         # False if there is nothing to advance here: no sampler, or an async one, which a task of the loop reads.
         self._reads = torch_iter.order is not None
@@ -107,11 +107,12 @@ class Consumer:
         self._pins = torch_iter._pin_memory
         self._pin_device = torch_iter._pin_memory_device
         self._transfer = transfer
-        self._ahead = ahead
         self._stage: PinStage | DeviceStage | None = None
         self._agreement = progress.agreement
         self._agreeing: AgreementStage | None = None
-        self.offers = self._prime(plan.offers)
+        credits = most_credits(config)
+        self._adapts = config.run_ahead > 0 or credits > least_credits(config)
+        self.offers = self._prime(credits * config.num_workers + config.run_ahead)
         """Indices taken before the first batch; in torch mode as many as torch takes."""
 
     @property
@@ -151,7 +152,8 @@ class Consumer:
             self._agreeing = AgreementStage(self._agreement, put_from_thread, discard)
             sink = put_from_thread = self._agreeing.put
         if self._transfer is not None:
-            self._stage = DeviceStage(self._opener, self._transfer, self._statistics, put_from_thread, self._ahead)
+            ahead = self._config.prefetch_device
+            self._stage = DeviceStage(self._opener, self._transfer, self._statistics, put_from_thread, ahead)
             sink = self._stage.put
         elif self._pins:
             self._stage = PinStage(self._opener, torch_pin(self._pin_device), put_from_thread)
@@ -164,10 +166,10 @@ class Consumer:
             indices,
             self._progress.ends,
             respawner=respawner,
-            exact=self._plan.seeded,
-            replays=self._plan.replays,
+            exact=self._config.seeded,
+            replays=self._config.replays,
             assigner=None if self._progress.assignment is None else self._progress.assignment.assigner,
-            adapts=self._plan.adapts,
+            adapts=self._adapts,
         )
         self._notices = pipeline.notices
         return pipeline
@@ -357,7 +359,7 @@ class Consumer:
             except Exception as error:
                 delivery.error = error
                 return
-        failed = batch is None and self._plan.ranks > 1
+        failed = batch is None and self._config.even_ranks > 1
         if failed and isinstance(outcome, AllDropped):
             self._progress.failed(item.seq)
         else:
@@ -365,7 +367,7 @@ class Consumer:
         if waited is not None:
             self._statistics.bad(records)
         if failed:
-            delivery.error = without_batch(self._plan.ranks)
+            delivery.error = without_batch(self._config.even_ranks)
             return
         if batch is not None:
             if self._transfer is not None:

@@ -24,16 +24,17 @@ from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 from asyncloader.delivery.stage import torch_pin
 from asyncloader.delivery.transfer import transfer_of
 from asyncloader.epoch.consumer import NO_BATCH
+from asyncloader.epoch.credits import most_credits
 from asyncloader.epoch.plan import TorchIterator, shared_seed, worker_setup
 from asyncloader.epoch.prefetch import BatchPrefetcher
 from asyncloader.epoch.shard_assignment import InlineAssignments
+from asyncloader.epoch_config import EpochConfig
 from asyncloader.errors import TooManyBadSamples
-from asyncloader.options import LoaderSpec, async_index_source, is_iterable, most_credits
-from asyncloader.samplers.distributed import even_ranks, without_batch
+from asyncloader.options import LoaderSpec
+from asyncloader.samplers.distributed import without_batch
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress
 from asyncloader.statistics import BadSampleLog, Statistics
-from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.context import DatasetContext
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import BadSample, NoSamples, dropped_count
@@ -46,7 +47,7 @@ class InlineEpoch:
     """One epoch without workers, for the iterator that delivers its batches.
 
     Args:
-        spec: the loader.
+        loader: the loader, to begin again if another epoch is set before the first batch.
         statistics: the loader's counters.
         keeper: the loader's positions.
         torch_iter: torch's iterator base, which has drawn this epoch's random numbers. In the sync loader it is the
@@ -58,7 +59,7 @@ class InlineEpoch:
 
     def __init__(
         self,
-        spec: LoaderSpec[Any],
+        loader: LoaderSpec[Any],
         statistics: Statistics,
         keeper: StateKeeper,
         torch_iter: TorchIterator,
@@ -66,43 +67,46 @@ class InlineEpoch:
         *,
         alone: bool,
     ) -> None:
-        if spec.timeout:
+        if progress.config.timeout:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
-        self._spec = spec
+        self._loader = loader
         self._statistics = statistics
         self._keeper = keeper
         self._torch_iter = weakref.ref(torch_iter)
         self._alone = alone
-        self.source = async_index_source(spec)
         self._indices: AsyncIterator[Any] | None = None
         self._begin(progress, torch_iter)
-        self.transfer = transfer_of(spec)
+        self.transfer = transfer_of(loader)
         self.pin = torch_pin(torch_iter._pin_memory_device) if torch_iter._pin_memory else None
         self._delivered = False
         self._begun = statistics.begin()
-        statistics.log = BadSampleLog(spec._asyncloader_options.max_bad_samples)
+        statistics.log = BadSampleLog(self._config.max_bad_samples)
         self.over = False
         """Whether more samples raised than are allowed."""
 
     def _begin(self, progress: Progress, torch_iter: TorchIterator) -> None:
         self.progress = progress
+        config = self._config = progress.config
+        self.source = config.source
         self.agreement = progress.agreement
         self._tasks = 0
         self._given = 0  # indices that were passed to the prefetcher
         self._fresh = True
-        self.reader = _make_reader(self._spec, torch_iter, progress)
+        self.reader = _make_reader(torch_iter, progress)
         if self._alone and not self.reader.asynchronous:
             progress.live = weakref.WeakMethod(self.reader.live_cursor)
         self.context = self.reader.context()
-        self.prefetcher = _make_prefetcher(self._spec, self.reader, self.context)
+        self.prefetcher: BatchPrefetcher | None = None  # blocking datasets and streams have none
+        if self.reader.asynchronous and not config.iterable:
+            self.prefetcher = BatchPrefetcher(self.reader, self.context, most_credits(config))
 
     def refresh(self) -> None:
         """Before the first batch: begin once more if another epoch was set since."""
         if self._fresh:
             if self.progress.outdated:
-                progress = self._keeper.begin(self._spec)
+                progress = self._keeper.begin(self._loader, self._config)
                 torch_iter = self._base()
-                torch_iter._begin_order(self._spec, progress)
+                torch_iter._begin_order(self._loader, progress)
                 self._begin(progress, torch_iter)
             self._fresh = False
 
@@ -219,7 +223,7 @@ class InlineEpoch:
         if not self._delivered:
             self._delivered = True
             self._statistics.first_batch(self._begun)
-        self._statistics.batch(_count_samples(self._spec, index, bad), nbytes, 0, waited, waited, 1)
+        self._statistics.batch(_count_samples(self._config, index, bad), nbytes, 0, waited, waited, 1)
         self._statistics.count_here()
         return batch
 
@@ -230,7 +234,7 @@ class InlineEpoch:
             RanksDisagree: the other ranks have a batch here.
             TooManyBadSamples: as in `delivered`.
         """
-        ranks = even_ranks(self._spec, iterable=is_iterable(self._spec))
+        ranks = self._config.even_ranks
         if ranks > 1:
             self.failed(bad)
             raise without_batch(ranks) from None
@@ -288,10 +292,10 @@ def warn_of_exit(error: BaseException | None) -> None:
         warnings.warn(f"the dataset's __aexit__ raised {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
 
 
-def _make_reader(spec: LoaderSpec[Any], torch_iter: _BaseDataLoaderIter, progress: Progress) -> Reader:
+def _make_reader(torch_iter: _BaseDataLoaderIter, progress: Progress) -> Reader:
     """Make the dataset's reader for this process, at the iterator's position."""
-    dataset: Any = torch_iter._dataset
-    collate = spec.collate_fn
+    config, dataset = progress.config, torch_iter._dataset
+    collate = config.collate_fn
     if collate is default_collate:
         collate = recycling_collate()
     if isinstance(dataset, (IterDataPipe, MapDataPipe)):
@@ -302,29 +306,19 @@ def _make_reader(spec: LoaderSpec[Any], torch_iter: _BaseDataLoaderIter, progres
         generator = torch.Generator()
         generator.manual_seed(start.shared_seed or 0)
         dataset = apply_random_seed(dataset, generator)
-    setup = worker_setup(spec, 0, torch_iter, base_seed, [start])
-    assignments = InlineAssignments(spec, progress, start) if assigns_shards(dataset) else None
+    setup = worker_setup(config, torch_iter, base_seed, [start])
+    assignments = InlineAssignments(progress, start) if config.assigns_shards else None
     reader = Reader(setup, dataset, collate, in_worker=False, assignments=assignments)
     reader.begin(start)
     progress.begun(0, reader.first_cursor())
     return reader
 
 
-def _make_prefetcher(spec: LoaderSpec[Any], reader: Reader, context: DatasetContext) -> BatchPrefetcher | None:
-    """Make the prefetcher; None for blocking datasets and streams."""
-    if not reader.asynchronous or is_iterable(spec):
-        return None
-    options = spec._asyncloader_options
-    return BatchPrefetcher(
-        reader, context, most_credits(spec, options.concurrency, options.fetch_threads, iterable=False)
-    )
-
-
-def _count_samples(spec: LoaderSpec[Any], index: Any, bad: Sequence[BadSample]) -> int:
+def _count_samples(config: EpochConfig, index: Any, bad: Sequence[BadSample]) -> int:
     """Number of samples in a batch of this index (an iterable dataset's last batch may have fewer)."""
-    if spec._asyncloader_options.seed is not None and not is_iterable(spec):
+    if config.seed is not None and not config.iterable:
         index = index[1]  # seeded mode: (position, index)
-    count = len(index) if spec._auto_collation and hasattr(index, "__len__") else 1
+    count = len(index) if config.auto_collation and hasattr(index, "__len__") else 1
     return count - dropped_count(bad) if bad else count
 
 

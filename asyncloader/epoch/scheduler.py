@@ -6,7 +6,7 @@ Data path: sampler -> [scheduler] -> pool -> worker -> ring -> [scheduler: reord
 
 * A task is outstanding from `Assign` until the consumer took its outcome (`Delivered`). At most ``credits * workers``
   tasks are outstanding, so no more batches exist ahead of the consumer. `credits` is torch's `prefetch_factor`, or more
-  where that many batches are needed to keep enough samples in flight (`options.most_credits`). The pipeline lowers
+  where that many batches are needed to keep enough samples in flight (`credits.most_credits`). The pipeline lowers
   `credits` when batches turn out to be large; nothing is pulled then until enough batches were taken.
 * ``assignment="round_robin"`` is torch's rule: the next worker in turn that still has data. With ``in_order=False`` a
   worker is skipped while it has its share outstanding. So the same batches come from the same workers as in torch,

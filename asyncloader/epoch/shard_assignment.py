@@ -7,14 +7,11 @@ assigned by the main process.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from asyncloader.options import LoaderSpec
 from asyncloader.remote.assignment_state import EpochAssignment, saved_key, stream_key
 from asyncloader.remote.worker_stream import LocalAssignments
-from asyncloader.samplers.distributed import topology
 from asyncloader.state.progress import Progress
-from asyncloader.workers.fetch.assignment_client import AssignmentSource, assigns_shards
+from asyncloader.workers.fetch.assignment_client import AssignmentSource
 from asyncloader.workers.fetch.seeding import derive
 from asyncloader.workers.fetch.setup import EpochStart
 
@@ -22,13 +19,12 @@ __all__ = ["InlineAssignments", "open_assignment"]
 
 
 async def open_assignment(
-    spec: LoaderSpec[Any], progress: Progress, starts: Sequence[EpochStart]
+    progress: Progress, starts: Sequence[EpochStart]
 ) -> tuple[EpochAssignment | None, Sequence[EpochStart]]:
     """Plan an epoch.
 
     Args:
-        spec: the loader.
-        progress: of the epoch; saves the assignment from now on.
+        progress: of the epoch, with its options; saves the assignment from now on.
         starts: where each worker begins; a single one for the main process.
 
     Returns:
@@ -38,23 +34,21 @@ async def open_assignment(
         StateError: the epoch resumes from a state of other shards.
         ValueError, TransportError, ShardError: there are no shards, or they cannot be listed.
     """
-    dataset: Any = spec.dataset
-    if not assigns_shards(dataset):
+    config = progress.config
+    if not config.assigns_shards:
         return None, starts
-    here, workers = topology(spec), len(starts)
+    dataset, here, workers = config.dataset, config.topology, len(starts)
     saved = progress.saved_assignment
     key = progress.assignment_key if saved is None else saved_key(saved)
     assert key is not None
-    plan = await dataset.plan(
-        workers, here.rank, here.world_size, derive(key, "shards"), common=spec._asyncloader_options.seed is not None
-    )
+    plan = await dataset.plan(workers, here.rank, here.world_size, derive(key, "shards"), common=config.seeded)
     assignments = EpochAssignment(
         dataset.shard_urls,
         plan,
         starts,
         saved,
         key=key,
-        ordered=spec.in_order,
+        ordered=config.in_order,
         shuffle=getattr(dataset, "shuffle_buffer", 0),
     )
     progress.assignment = assignments
@@ -67,13 +61,12 @@ class InlineAssignments:
     """`AssignmentProvider` of a reader in the main process.
 
     Args:
-        spec: the loader.
         progress: of the epoch.
         start: where the reader begins.
     """
 
-    def __init__(self, spec: LoaderSpec[Any], progress: Progress, start: EpochStart) -> None:
-        self._arguments = spec, progress, [start]
+    def __init__(self, progress: Progress, start: EpochStart) -> None:
+        self._arguments = progress, [start]
         self._source: LocalAssignments | None = None
 
     async def prepare(self) -> None:

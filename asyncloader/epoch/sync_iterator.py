@@ -25,10 +25,10 @@ from typing import Any
 
 from asyncloader.bridge import Bridge, in_thread, run_in_thread
 from asyncloader.delivery.opener import raise_worker_error
-from asyncloader.delivery.transfer import transfer_of
+from asyncloader.delivery.transfer import kept_rings_of, transfer_of
 from asyncloader.epoch.consumer import NO_BATCH, Consumer, discard
 from asyncloader.epoch.pipeline import Pipeline
-from asyncloader.epoch.plan import epoch_plan, make_pool, quarantine, shared_seed, worker_setup
+from asyncloader.epoch.plan import check_workers, make_pool, quarantine, shared_seed, worker_setup
 from asyncloader.epoch.respawn import Request, WorkerRespawner, weakly
 from asyncloader.epoch.shard_assignment import open_assignment
 from asyncloader.epoch.sync_inline import CountedNext, close_at_exit
@@ -37,7 +37,6 @@ from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.options import LoaderSpec
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.statistics import BadSampleLog, Statistics
-from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.seeding import derive
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.pool import WorkerPool
@@ -82,24 +81,25 @@ class WorkerIterator(CountedNext):
     def _acquire(self, loader: LoaderSpec[Any]) -> None:
         """Start workers and the loop's thread; `_shutdown_workers` ends both."""
         self._bridge.wait_for_releases()  # no thread of an iterator that was dropped is in the way of the forks
-        plan = self._plan = epoch_plan(loader)
-        base_seed, starts = self._begin_workers(loader, new_workers=True)
+        config = self._config = self._progress.config  # persistent workers keep it
+        check_workers(config)
+        base_seed, starts = self._begin_workers(new_workers=True)
         self._base_seed, self._acquired = base_seed, starts
-        self._setup = worker_setup(loader, plan.workers, self, base_seed, starts)
+        self._setup = worker_setup(config, self, base_seed, starts)
         # Forked here, in the caller's thread and before the loop's thread exists.
-        self._pool = make_pool(loader, self._setup, plan)
+        self._pool = make_pool(config, self._setup, kept_rings_of(loader))
         self._bridge.acquire()
         self._shutdown = False
 
-    def _begin_workers(self, loader: LoaderSpec[Any], *, new_workers: bool = False) -> tuple[int, Sequence[EpochStart]]:
+    def _begin_workers(self, *, new_workers: bool = False) -> tuple[int, Sequence[EpochStart]]:
         """The base seed, and where each worker begins."""
         base_seed, starts = self._progress.starts(
-            self._plan.workers, int(self._base_seed), shared_seed(self), new_workers=new_workers
+            self._config.num_workers, int(self._base_seed), shared_seed(self), new_workers=new_workers
         )
-        if not assigns_shards(loader.dataset):
+        if not self._config.assigns_shards:
             return base_seed, starts
         # In a loop and a thread of its own, which have ended before a worker is forked.
-        return base_seed, run_in_thread(open_assignment(loader, self._progress, starts))[1]
+        return base_seed, run_in_thread(open_assignment(self._progress, starts))[1]
 
     @property
     def _workers(self) -> list[Any]:
@@ -146,7 +146,7 @@ class WorkerIterator(CountedNext):
                 if self._pool.broken:
                     self._shutdown_workers()
             if self._shutdown:  # a worker died in or after the last epoch: start new ones
-                if loader._asyncloader_options.seed is None:
+                if not self._config.seeded:
                     # With the old base seed they would draw the same numbers again. It is derived, not drawn: the
                     # user's generator may also be the sampler's.
                     self._base_seed = derive(int(self._base_seed), "anew") >> 1
@@ -158,22 +158,21 @@ class WorkerIterator(CountedNext):
         put = self._queue.put
         starts, self._acquired = self._acquired, None
         if starts is None:
-            _, starts = self._begin_workers(loader)
-        self._statistics.log = BadSampleLog(loader._asyncloader_options.max_bad_samples)
+            _, starts = self._begin_workers()
+        self._statistics.log = BadSampleLog(self._config.max_bad_samples)
         self._consumer = Consumer(
-            self._plan,
+            self._config,
             self,
             self._statistics,
             self._progress,
-            quarantine(loader, self),
+            quarantine(self._config, self),
             transfer_of(loader),
-            loader._asyncloader_options.prefetch_device,
         )
         self._respawner = WorkerRespawner(self._pool, weakly(self._setup_for), partial(put, None))
         self._pipeline = self._consumer.pipeline(self._pool, put, put, self._respawner)
         self._advance = partial(self._bridge.call_soon, self._pipeline.advance)
         self._bridge.call_soon(_start, self._pipeline, self._consumer.offers, starts, put)
-        if loader._asyncloader_awaits_workers:
+        if self._config.awaits_workers:
             self._await_workers(self._pipeline, self._consumer)
 
     def _await_workers(self, pipeline: Pipeline, consumer: Consumer) -> None:

@@ -9,14 +9,13 @@ torch does not know are refused.
 
 from __future__ import annotations
 
-import inspect
 import threading
 import warnings
 from typing import Any
 
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from asyncloader.options import OUR_OPTION_NAMES, LoaderSpec, async_index_source
+from asyncloader.options import LoaderSpec, async_index_source, given_options
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 
 __all__ = ["ThreadIterator", "has_thread_workers", "refusal"]
@@ -46,9 +45,7 @@ class ThreadIterator(_MultiProcessingDataLoaderIter):
     """
 
     def __init__(self, loader: LoaderSpec[Any]) -> None:
-        defaults = inspect.signature(LoaderSpec).parameters
-        given = {name: getattr(loader._asyncloader_options, name) for name in OUR_OPTION_NAMES}
-        unknown = [f"{name}={value!r}" for name, value in given.items() if value != defaults[name].default]
+        unknown = given_options(loader)
         if is_async_dataset(loader.dataset):
             unknown.append("an async dataset")
         if async_index_source(loader) is not None:

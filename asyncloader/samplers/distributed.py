@@ -15,7 +15,7 @@ global order, from which its random numbers are derived.
 Fewer items than a global batch may be left at the end. The `on_uneven` rule says how they are shared evenly; items that
 are repeated come from the beginning of this last, incomplete group.
 
-`topology` and `even_ranks` are also used in torch mode. Pure, except that they ask torch.distributed for the rank.
+`topology` is also used in torch mode. Pure, except that they ask torch.distributed for the rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ __all__ = [
     "Share",
     "Tail",
     "Topology",
-    "even_ranks",
     "plain_sampler",
     "positioned",
     "rank_view",
@@ -277,13 +276,6 @@ def topology(spec: Any) -> Topology:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return Topology(torch.distributed.get_rank(), torch.distributed.get_world_size())
     return Topology(0, 1)
-
-
-def even_ranks(spec: Any, *, iterable: bool) -> int:
-    """Number of ranks that share a map dataset's samples evenly and wait for one another; 1 in torch mode, and for
-    streams, whose ranks agree on the end of the epoch instead.
-    """
-    return 1 if spec._asyncloader_options.seed is None or iterable else topology(spec).world_size
 
 
 def without_batch(ranks: int) -> RanksDisagree:

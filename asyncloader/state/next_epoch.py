@@ -13,18 +13,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterDataPipe
 
-from asyncloader.options import LoaderSpec, is_iterable
+from asyncloader.epoch_config import EpochConfig
 from asyncloader.samplers.async_sampler import AsyncIndexSource
-from asyncloader.samplers.distributed import topology
 from asyncloader.samplers.generators import draws_when_iterated, generator_text, own_generator
 from asyncloader.samplers.index_stream import base_sampler, fresh_state
-from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_state import Bookmark, Cursor
 from asyncloader.workers.fetch.seeding import global_generators_kept
 
@@ -41,36 +39,38 @@ class Prospect(NamedTuple):
     """The cursor of the dataset in this process, if it is read without workers; None if it has no state."""
 
 
-def of_a_first_epoch(spec: LoaderSpec[Any]) -> Prospect:
-    """Predict the first epoch, before any iterator was made."""
-    if is_iterable(spec):
-        with _undone(spec.generator):
-            seeds = _draw_seeds(spec)
-            return Prospect(None, None, seeds, _dataset_at_rest(spec, itself=False))
-    found = base_sampler(spec._index_sampler)
+def of_a_first_epoch(config: EpochConfig, workers_begin: Callable[[], None]) -> Prospect:
+    """Predict the first epoch, before any iterator was made. `workers_begin` is what the loader calls before workers
+    start.
+    """
+    if config.iterable:
+        with _undone(config.generator):
+            seeds = _draw_seeds(config)
+            return Prospect(None, None, seeds, _dataset_at_rest(config, itself=False))
+    found = base_sampler(config.index_sampler)
     sampler: Any = found.sampler if isinstance(found, AsyncIndexSource) else found
     own = own_generator(sampler)
-    with _undone(own, spec.generator):
-        if own is not None and spec.num_workers:
-            spec._asyncloader_workers_begin()
-            if spec.batch_sampler is None and draws_when_iterated(sampler):
+    with _undone(own, config.generator):
+        if own is not None and config.num_workers:
+            workers_begin()
+            if config.batch_sampler is None and draws_when_iterated(sampler):
                 iter(sampler)  # torch's iterator with workers asks twice
-        seeds = _draw_seeds(spec)
-        cursor = _dataset_at_rest(spec, itself=False)
+        seeds = _draw_seeds(config)
+        cursor = _dataset_at_rest(config, itself=False)
         generators = None if own is None else {"own": generator_text(own)}
         return Prospect(fresh_state(sampler), generators, seeds, cursor)
 
 
-def after_an_epoch(spec: LoaderSpec[Any], *, itself: bool) -> Prospect:
+def after_an_epoch(config: EpochConfig, *, itself: bool) -> Prospect:
     """Predict the epoch after a completed one. `itself`: whether the dataset is its own iterator. The sampler's state
     is known from the last epoch, and determines a base seed that is drawn from the sampler's own generator.
     """
-    if spec.persistent_workers and spec.num_workers:
+    if config.persistent_workers and config.num_workers:
         return Prospect()  # persistent workers keep their seeds and generators
-    shared = spec.generator is not None and own_generator(base_sampler(spec._index_sampler)) is spec.generator
-    with _undone(spec.generator):
-        seeds = _draw_seeds(spec)
-        return Prospect(None, None, None if shared else seeds, _dataset_at_rest(spec, itself=itself))
+    shared = config.generator is not None and own_generator(base_sampler(config.index_sampler)) is config.generator
+    with _undone(config.generator):
+        seeds = _draw_seeds(config)
+        return Prospect(None, None, None if shared else seeds, _dataset_at_rest(config, itself=itself))
 
 
 @contextlib.contextmanager
@@ -84,26 +84,22 @@ def _undone(*generators: torch.Generator | None) -> Generator[None]:
                 generator.set_state(state)
 
 
-def _draw_seeds(spec: LoaderSpec[Any]) -> dict[str, Any] | None:
+def _draw_seeds(config: EpochConfig) -> dict[str, Any] | None:
     """Draw as torch's iterator base will. None if its draws cannot be predicted, or come from `seed`."""
-    if (
-        spec._asyncloader_options.seed is not None
-        or isinstance(spec.dataset, IterDataPipe)
-        or assigns_shards(spec.dataset)
-    ):
+    if config.seeded or isinstance(config.dataset, IterDataPipe) or config.assigns_shards:
         return None
-    base = int(torch.empty((), dtype=torch.int64).random_(generator=spec.generator))
-    return {"rank": topology(spec).rank, "base": base, "shared": None}
+    base = int(torch.empty((), dtype=torch.int64).random_(generator=config.generator))
+    return {"rank": config.topology.rank, "base": base, "shared": None}
 
 
-def _dataset_at_rest(spec: LoaderSpec[Any], *, itself: bool) -> Cursor | None:
+def _dataset_at_rest(config: EpochConfig, *, itself: bool) -> Cursor | None:
     """The cursor of this process's dataset before the next ``iter(dataset)``; None if workers read it."""
-    dataset: Any = spec.dataset
-    if spec.num_workers or not spec._asyncloader_options.snapshot_every_n_steps or assigns_shards(dataset):
+    dataset = config.dataset
+    if config.num_workers or not config.snapshot_every or config.assigns_shards:
         return None
     bookmark = Bookmark(dataset, 1)
     found = _taken(bookmark)
-    if found is None and bookmark.keeps_state and is_iterable(spec) and not hasattr(type(dataset), "__aiter__"):
+    if found is None and bookmark.keeps_state and config.iterable and not hasattr(type(dataset), "__aiter__"):
         # A dataset that is its own iterator may have no position before `__iter__`. It is called on a copy, because
         # the real one will be called later.
         with contextlib.suppress(Exception):

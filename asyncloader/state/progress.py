@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from asyncloader.epoch_config import EpochConfig
 from asyncloader.errors import StateError
 from asyncloader.ranks.agreement import Agreement
 from asyncloader.remote.assignment_state import EpochAssignment
@@ -42,6 +43,9 @@ class Progress:
 
     Made by `StateKeeper.begin`. The iterator reports its deliveries, in its own thread.
     """
+
+    config: EpochConfig
+    """The options of the epoch."""
 
     def __init__(
         self,

@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import asyncloader
-from asyncloader import AsyncDataLoader, DataLoader
+from asyncloader import AsyncDataLoader, DataLoader, StatefulDataLoader
+from docs.options import PAGE, filled, meanings
+from tests.integration.datasets import Numbers
 
 REFERENCE = Path(__file__).parent.parent.parent / "docs" / "reference"
 
@@ -28,6 +31,30 @@ def test_options_page_is_the_signature(loader: type) -> None:
     defaults = ["" if p.default is p.empty else repr(p.default).replace("'", '"') for p in parameters]
     listed = [(name, default) for name, default, _ in rows("options.md")]
     assert listed == [(p.name, d) for p, d in zip(parameters, defaults, strict=True)]
+
+
+def test_options_page_is_the_docstring() -> None:
+    """What the page says about an option is the first sentence of what editors show: ``python docs/options.py``."""
+    assert PAGE.read_text() == filled(PAGE.read_text())
+
+
+@pytest.mark.parametrize("loader", [AsyncDataLoader, DataLoader, StatefulDataLoader], ids=lambda each: each.__name__)
+def test_a_constructor_documents_its_own_options(loader: Any) -> None:
+    """All of them in order, and no other; its name is the class's."""
+    assert list(meanings(loader.__init__)) == list(inspect.signature(loader).parameters)
+    assert loader.__init__.__qualname__ == f"{loader.__name__}.__init__"
+    assert set(loader.__init__.__annotations__) == {*inspect.signature(loader).parameters, "return"}
+
+
+def test_options_page_says_what_the_stateful_loader_lacks() -> None:
+    """torchdata's loader knows no seeded mode."""
+    missing = inspect.signature(DataLoader).parameters.keys() - inspect.signature(StatefulDataLoader).parameters.keys()
+    assert set(re.findall("`([a-z_]+)`", PAGE.read_text().partition("all but those of seeded mode")[2])) == missing
+    assert set(re.findall("`([a-z_]+)`", (StatefulDataLoader.__doc__ or "").partition("seeded mode:")[2])) >= missing
+    kind: Any = StatefulDataLoader
+    for name in missing:
+        with pytest.raises(TypeError, match=rf"^StatefulDataLoader\.__init__\(\) got an unexpected .* '{name}'$"):
+            kind(Numbers(2), **{name: None})
 
 
 @pytest.mark.parametrize("loader", [AsyncDataLoader, DataLoader], ids=lambda loader: loader.__name__)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, SequentialSampler, Subset
 
 from asyncloader import DataLoader
-from asyncloader.options import most_credits
+from asyncloader.epoch.credits import most_credits
+from asyncloader.epoch_config import EpochConfig
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from tests.integration.datasets import AsyncNumbers, AsyncStream, AsyncWholeBatches, Numbers
 
@@ -82,9 +83,7 @@ def test_decode_is_called(function: Any) -> None:
 
 
 def credits(dataset: Any, **options: Any) -> int:
-    loader = DataLoader[Any](dataset, **options)
-    iterable = isinstance(dataset, (IterableDataset, AsyncStream))
-    return most_credits(loader, loader.concurrency, loader.fetch_threads, iterable=iterable)
+    return most_credits(EpochConfig.of(DataLoader[Any](dataset, **options)))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import IterableDataset
 
 from asyncloader import AsyncDataLoader, DataLoader
-from asyncloader.options import DEFAULT_MAX_BAD_SAMPLES, max_restarts
+from asyncloader.epoch_config import max_restarts
 
 LOADERS = [DataLoader, AsyncDataLoader]
 
@@ -116,7 +116,7 @@ def test_defaults(loader: Any, seed: int | None) -> None:
     assert made.max_worker_restarts is None
     assert made.on_error == "raise"
     assert made.bad_samples == "short"
-    assert made.max_bad_samples == DEFAULT_MAX_BAD_SAMPLES == 1000
+    assert made.max_bad_samples == 1000
     assert made.worker_memory_limit is None
 
 

@@ -19,8 +19,9 @@ from torch.utils.data import (
 )
 
 from asyncloader import AsyncDataLoader, DataLoader, SeededSampler
-from asyncloader.option_checks import check_seed_options
-from asyncloader.options import default_sampler
+from asyncloader.epoch_config import EpochConfig
+from asyncloader.option_checks import check_options
+from asyncloader.options import DEFAULTS, default_sampler
 from asyncloader.samplers.distributed import (
     Share,
     Topology,
@@ -58,19 +59,8 @@ class Wrapped(BatchSampler):
     """A batch sampler of a framework around the user's sampler."""
 
 
-def options(**changes: Any) -> dict[str, Any]:
-    plain = {
-        "iterable": False,
-        "seed": 1,
-        "generator": None,
-        "rank": None,
-        "world_size": None,
-        "on_uneven": "drop",
-        "resume": "exact",
-        "snapshot_every_n_steps": 1,
-        "run_ahead": 4,
-    }
-    return {**plain, **changes}
+def check(*, iterable: bool = False, **changes: Any) -> None:
+    check_options({"dataset": DATA, "generator": None, **DEFAULTS, "seed": 1, **changes}, iterable=iterable)
 
 
 ALLOWED: list[dict[str, Any]] = [
@@ -93,7 +83,7 @@ ALLOWED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("changes", ALLOWED, ids=lambda given: re.sub(r"<.*?>", "generator", str(given)))
 def test_options_that_are_allowed(changes: dict[str, Any]) -> None:
     """At the ends of each range, too."""
-    check_seed_options(**options(**changes))
+    check(**changes)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -127,7 +117,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_options_that_are_refused(changes: dict[str, Any], words: str) -> None:
     """The error names the option and its value, and both options where two exclude one another."""
     with pytest.raises(ValueError, match=words):
-        check_seed_options(**options(**changes))
+        check(**changes)
 
 
 @pytest.mark.parametrize("loader", [DataLoader, AsyncDataLoader])
@@ -245,7 +235,7 @@ def test_what_is_sharded_already_is_not_sharded_again(kind: str, given_topology:
 
 
 def expected(dataset: Any = DATA, **arguments: Any) -> dict[str, Any]:
-    return expectations(DataLoader(dataset, **arguments), iterable=isinstance(dataset, IterableDataset))
+    return expectations(EpochConfig.of(DataLoader(dataset, **arguments)))
 
 
 def test_what_a_state_names() -> None:

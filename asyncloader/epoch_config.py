@@ -1,0 +1,182 @@
+"""Resolves a loader's options when an iterator begins: `EpochConfig` has all that the epoch asks of them.
+
+Data path: options -> [epoch_config] -> state, epoch.
+
+torch lets a user change most of its options until iteration begins. They are therefore read here, once, in one place;
+afterwards nothing asks the loader. Ours are fixed and read as they were given to the constructor: a user's subclass may
+have attributes of their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from asyncloader.delivery.transfer import DeviceLike
+from asyncloader.options import BadSamples, LoaderSpec, OnError, is_iterable
+from asyncloader.samplers.async_sampler import AsyncIndexSource
+from asyncloader.samplers.distributed import OnUneven, Topology, plain_sampler, topology
+from asyncloader.workers.fetch.assignment_client import assigns_shards
+from asyncloader.workers.fetch.dataset_kinds import is_concurrent
+from asyncloader.workers.fetch.decoding import Chain
+
+__all__ = ["EpochConfig", "max_restarts"]
+
+_SEEDED_RESTARTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EpochConfig:
+    """The options of one epoch, resolved. Made by `of`; holds no reference to the loader."""
+
+    dataset: Any
+    iterable: bool
+    """Whether the dataset is iterated rather than indexed."""
+    assigns_shards: bool
+    """Whether the main process assigns the dataset's shards to the workers."""
+    concurrent: bool
+    """Whether a copy of the dataset has several samples in flight, by awaiting them or by `fetch_threads`."""
+
+    auto_collation: bool
+    """Whether samples are put together to batches."""
+    batch_size: int | None
+    drop_last: bool
+    collate_fn: Callable[[Any], Any]
+    batch_sampler: Any
+    sampler: Any
+    """The sampler of indices that determines the order; None if there is none."""
+    index_sampler: Any
+    """What gives the indices of one batch after the other; in seeded mode this rank's."""
+    source: AsyncIndexSource | None
+    """The index sampler if it is an async one."""
+    generator: torch.Generator | None
+
+    num_workers: int
+    prefetch_factor: int | None
+    persistent_workers: bool
+    in_order: bool
+    timeout: float
+    worker_init_fn: Callable[[int], Any] | None
+    multiprocessing_context: Any
+    awaits_workers: bool
+    """Whether `iter()` waits until the workers have begun, and raises an error of one that could not."""
+
+    seed: int | None
+    topology: Topology
+    on_uneven: OnUneven
+    run_ahead: int
+    """Batches that may be ready before an earlier one; 0 where order or mode does not allow it."""
+    exact: bool
+    """Whether a state that cannot be resumed exactly is refused."""
+    replays: bool
+    """Whether a stream without a state may be read again from its beginning to resume it."""
+    snapshot_every: int
+    """Batches from one saved state of the sampler to the next; 0: none is saved."""
+    dataset_snapshot_every: int
+    """The same for a dataset that has a state."""
+
+    concurrency: int
+    fetch_threads: int
+    decode: Callable[[Any], Any] | None
+    """The dataset's own decoding, if it leaves that to its reader, then the user's."""
+    decode_threads: int
+    ring_bytes: int | None
+    worker_timeout: float | None
+    worker_memory_limit: int | None
+    max_restarts: int
+    """How often each worker may be replaced."""
+    on_error: OnError
+    bad_samples: BadSamples
+    max_bad_samples: int | None
+    device: DeviceLike
+    prefetch_device: int
+    device_transform: Callable[[Any], Any] | None
+    static_buffers: bool
+
+    @classmethod
+    def of(cls, loader: LoaderSpec[Any]) -> Self:
+        """The options as they are now."""
+        ours, dataset, index_sampler = loader._asyncloader_options, loader.dataset, loader._index_sampler
+        iterable, assigned, seeded = is_iterable(loader), assigns_shards(dataset), ours.seed is not None
+        exact = ours.resume == "exact" and not loader._asyncloader_replays
+        every = ours.snapshot_every_n_steps or 0
+        return cls(
+            dataset=dataset,
+            iterable=iterable,
+            assigns_shards=assigned,
+            concurrent=is_concurrent(dataset, ours.fetch_threads),
+            auto_collation=bool(loader._auto_collation),
+            batch_size=loader.batch_size,
+            drop_last=loader.drop_last,
+            collate_fn=loader.collate_fn,
+            batch_sampler=loader.batch_sampler,
+            sampler=plain_sampler(loader),
+            index_sampler=index_sampler,
+            source=index_sampler if isinstance(index_sampler, AsyncIndexSource) else None,
+            generator=loader.generator,
+            num_workers=loader.num_workers,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+            in_order=loader.in_order,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            awaits_workers=loader._asyncloader_awaits_workers,
+            seed=ours.seed,
+            topology=topology(loader),
+            on_uneven=ours.on_uneven,
+            run_ahead=ours.run_ahead if seeded and loader.in_order and not iterable else 0,
+            exact=exact,
+            # A worker stream is assigned the same shards again, so replaying it gives the same samples.
+            replays=not exact or assigned,
+            snapshot_every=every,
+            # After a resume unordered shards are assigned in another order: a replayed stream has other batches.
+            dataset_snapshot_every=1 if assigned and not loader.in_order else every,
+            concurrency=ours.concurrency,
+            fetch_threads=ours.fetch_threads,
+            decode=_decode(dataset if assigned else None, ours.decode),
+            decode_threads=ours.decode_threads,
+            ring_bytes=ours.ring_bytes,
+            worker_timeout=ours.worker_timeout,
+            worker_memory_limit=ours.worker_memory_limit,
+            max_restarts=max_restarts(ours.max_worker_restarts, seeded=seeded),
+            on_error=ours.on_error,
+            bad_samples=ours.bad_samples,
+            max_bad_samples=ours.max_bad_samples,
+            device=ours.device,
+            prefetch_device=ours.prefetch_device,
+            device_transform=ours.device_transform,
+            static_buffers=ours.static_buffers,
+        )
+
+    @property
+    def seeded(self) -> bool:
+        """Whether order and random numbers follow from a seed, rather than as in torch."""
+        return self.seed is not None
+
+    @property
+    def even_ranks(self) -> int:
+        """Number of ranks that share a map dataset's samples evenly and wait for one another; 1 in torch mode, and for
+        streams, whose ranks agree on the end of the epoch instead.
+        """
+        return self.topology.world_size if self.seeded and not self.iterable else 1
+
+    @property
+    def free(self) -> bool:
+        """Whether any worker may make any batch."""
+        return self.source is not None or (self.seeded and not self.iterable)
+
+
+def max_restarts(given: int | None, *, seeded: bool) -> int:
+    """How often a worker may be replaced in an epoch: as given; by default 3 times in seeded mode, else never."""
+    if given is not None:
+        return given
+    return _SEEDED_RESTARTS if seeded else 0
+
+
+def _decode(dataset: Any, decode: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
+    steps = [step for step in (getattr(dataset, "decode", None), decode) if step is not None]
+    return Chain(steps) if len(steps) > 1 else steps[0] if steps else None

@@ -1,0 +1,48 @@
+"""The tables of the options page: each option's default, and the first sentence of what the constructor says about it.
+
+    python docs/options.py     writes docs/reference/options.md
+
+`tests/docs/test_reference.py` holds that the page is of today's constructor.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+from asyncloader.options import OPTION_NAMES, OUR_OPTION_NAMES, LoaderOptions
+
+__all__ = ["PAGE", "filled", "meanings"]
+
+PAGE = Path(__file__).parent / "reference" / "options.md"
+
+
+def meanings(constructor: Any = LoaderOptions.__init__) -> dict[str, str]:
+    """The first sentence about each option in a constructor's docstring."""
+    doc = inspect.getdoc(constructor) or ""
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", doc.partition("Args:")[2], re.MULTILINE)
+    texts = {name: re.sub(r"\s+", " ", text) for name, text in entries}
+    return {name: re.split(r"\.(?: (?=[A-Z])|$)", text)[0] for name, text in texts.items()}
+
+
+def filled(page: str) -> str:
+    """The page with its two tables as they should be: of torch's options, and of asyncloader's."""
+    torchs = [name for name in OPTION_NAMES if name not in OUR_OPTION_NAMES]
+    tables = iter([_table(torchs), _table(OUR_OPTION_NAMES)])
+    return re.sub(r"(?:^\|.*\n)+", lambda _: next(tables), page, flags=re.MULTILINE)
+
+
+def _table(names: list[str] | tuple[str, ...]) -> str:
+    parameters, found = inspect.signature(LoaderOptions).parameters, meanings()
+    lines = ["| argument | default | meaning |", "|---|---|---|"]
+    for name in names:
+        given = parameters[name].default
+        default = "" if given is inspect.Parameter.empty else f"`{given!r}`".replace("'", '"')
+        lines.append(f"| `{name}` | {default}{' ' if default else ''}| {found[name][0].lower()}{found[name][1:]} |")
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text()))
