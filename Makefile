@@ -35,10 +35,10 @@ demo-remote: $(VENV)/.stamp-demo-remote ## train from a store that is far away, 
 
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/.stamp-test ## run the tests, each with every pair of its parameters' values
+test: $(VENV)/.stamp-test ## run the tests, each with every value of its parameters
 	$(PYTEST) $(ARGS)
 
-test-all: $(VENV)/.stamp-test ## run the tests with all combinations of their parameters
+test-all: $(VENV)/.stamp-test ## run them with every pair of values, on both loops, with all that is drawn, and the thorough ones
 	$(PYTEST) --all $(ARGS)
 
 test-integrations: $(VENV)/.stamp-test-integrations ## run the tests with more frameworks that hold a loader (1 GB)

@@ -17,7 +17,9 @@ import select
 import signal
 import sys
 import threading
+import zlib
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -25,6 +27,7 @@ from typing import Any
 
 import pytest
 
+from tests import script_server
 from tests.pairwise import covering
 from tests.processes import children_of
 
@@ -64,8 +67,10 @@ MALLOC_TRIM: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_tr
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """`--all`; and the plugins' settings also where the plugins are not installed: pytest refuses what is unknown."""
-    parser.addoption("--all", action="store_true", help="every combination of parameters, and tests marked thorough")
+    """How much is run; and the settings of plugins that are not installed, as pytest refuses what is unknown."""
+    words = "every pair of parameters' values, all that is drawn, both loops, and tests marked thorough"
+    parser.addoption("--all", action="store_true", help=words)
+    parser.addoption("--combinations", action="store_true", help="every combination of parameters; implies --all")
     settings = {
         "asyncio": ["mode", "debug", "default_fixture_loop_scope", "default_test_loop_scope"],
         "timeout": [""],
@@ -74,6 +79,14 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         if not pluginmanager.hasplugin(plugin):
             for name in names:
                 parser.addini(f"{plugin}_{name}".rstrip("_"), "of a plugin that is not installed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose how many examples are drawn."""
+    with suppress(ImportError):  # tests/gpu runs where there is no more than torch, numpy and pytest
+        from tests.drawn import choose
+
+        choose(whole=bool(config.getoption("--all") or config.getoption("--combinations")))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -89,19 +102,42 @@ def pytest_asyncio_loop_factories(
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without `--all`: no `thorough` tests, and of each test's combinations of parameters a pairwise covering few.
+    """Of each test's combinations of parameters a few: with `--all` each pair of values, else each value.
 
-    Not where tests are named one by one on the command line.
+    Without `--all` also no `thorough` tests, one of asyncio and uvloop for a test that is not marked `loops`, and no
+    spawned workers in a test that is not marked `spawns` and runs with others too: each imports torch anew. All of
+    them where tests are named one by one on the command line.
     """
-    if config.getoption("--all") or any("::" in argument for argument in config.args):
+    if config.getoption("--combinations") or any("::" in argument for argument in config.args):
         return
+    whole = config.getoption("--all")
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("thorough") is None:
+        if whole or item.get_closest_marker("thorough") is None:
             groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept = {group[number] for group in groups.values() for number in covering(list(map(_row, group)))}
+    kept: set[pytest.Item] = set()
+    for name, group in groups.items():
+        rows = {_row(item): item for item in group}
+        if not whole and group[0].get_closest_marker("loops") is None:
+            loops = ["asyncio", "uvloop"]
+            dropped = loops.pop(zlib.crc32(name.encode()) % 2)
+            rows = _without(rows, dropped, {*loops})
+        if not whole and group[0].get_closest_marker("spawns") is None:
+            rows = _without(rows, "spawn", {"fork", "forkserver"})
+        kept.update(list(rows.values())[number] for number in covering(list(rows), 2 if whole else 1))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def _without(
+    rows: dict[tuple[str, ...], pytest.Item], value: str, others: set[str]
+) -> dict[tuple[str, ...], pytest.Item]:
+    """The rows that lack it; all of them where no other takes its place, or where more would be lost with it."""
+    left = {row: item for row, item in rows.items() if value not in row}
+    kept = {each for row in left for each in enumerate(row)}
+    lost = {each for row in rows for each in enumerate(row)} - kept
+    replaced = all(any((column, other) in kept for other in others) for column, _ in lost)
+    return left if replaced and {each for _, each in lost} <= {value} else rows
 
 
 def _row(item: pytest.Item) -> tuple[str, ...]:
@@ -159,12 +195,12 @@ class World:
 
 
 def _multiprocessing_helpers() -> tuple[set[int], set[int]]:
-    """Pids and descriptors of the fork server and the resource tracker: they live as long as Python does."""
+    """Pids and descriptors of the fork servers and the resource tracker: they live as long as Python does."""
     servers: list[Any] = [forkserver._forkserver, resource_tracker._resource_tracker]
     values = [vars(server) for server in servers]
     pids = {v[name] for v in values for name in ("_forkserver_pid", "_pid") if v.get(name) is not None}
     fds = {v[name] for v in values for name in ("_forkserver_alive_fd", "_fd") if v.get(name) is not None}
-    return pids, fds
+    return pids, fds | script_server.descriptors()
 
 
 def _children() -> dict[int, str]:

@@ -1,28 +1,32 @@
-"""Chooses, of a test's many combinations of parameters, a few in which every pair of values occurs.
+"""Chooses, of a test's many combinations of parameters, a few in which every value, or every pair of values, occurs.
 
-Most faults need one value or two together. ``pytest --all`` runs every combination.
+Most faults need one value or two together. ``pytest`` runs each value, ``pytest --all`` each pair, and
+``pytest --combinations`` every combination.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import combinations
+from typing import Any
 
-__all__ = ["covering"]
+import pytest
+
+__all__ = ["covering", "quickly"]
 
 Row = tuple[Hashable, ...]
 
 
-def covering(rows: Sequence[Row]) -> list[int]:
-    """The numbers of rows that together have every pair of values that any row has, in two of its columns.
+def covering(rows: Sequence[Row], together: int = 2) -> list[int]:
+    """The numbers of rows that together have every so many values that any row has, in as many of its columns.
 
-    Greedy, hence not the fewest possible: about the product of the two largest columns. The same rows always give the
-    same choice, and every value of a single column is in it.
+    Greedy, hence not the fewest possible: of pairs about the product of the two largest columns. The same rows always
+    give the same choice, and every value of a single column is in it.
     """
     if {len(row) for row in rows} <= {0, 1}:
         return list(range(len(rows)))
-    pairs = [set(combinations(enumerate(row), 2)) for row in rows]
+    pairs = [set(combinations(enumerate(row), min(together, len(row)))) for row in rows]
     missing: set[tuple[tuple[int, Hashable], ...]] = set().union(*pairs)
     chosen: list[int] = []
     used: Counter[tuple[int, Hashable]] = Counter()
@@ -36,3 +40,12 @@ def covering(rows: Sequence[Row]) -> list[int]:
         missing -= pairs[best]
         used.update(enumerate(rows[best]))
     return sorted(chosen)
+
+
+def quickly(values: Iterable[Any], *quick: Any) -> list[Any]:
+    """The values of a parameter, or tuples of several ones', with all that are not `quick` marked `thorough`."""
+    values = list(values)
+    assert set(quick) <= set(values)
+    tuples = [value if isinstance(value, tuple) else (value,) for value in values]
+    marks = [() if value in quick else pytest.mark.thorough for value in values]
+    return [pytest.param(*each, marks=mark) for each, mark in zip(tuples, marks, strict=True)]

@@ -101,7 +101,7 @@ FAILING = """
 """
 
 
-def run_pytest(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
+def run_pytest(folder: Path, source: str, *options: str) -> subprocess.CompletedProcess[str]:
     """Run `source` as a test file under the suite's own conftest, in a fresh interpreter."""
     lines = source.strip("\n").splitlines()
     margin = len(lines[0]) - len(lines[0].lstrip())
@@ -111,7 +111,7 @@ def run_pytest(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
     (folder / "conftest.py").write_text(conftest.replace("GRACE_S = 20.0", "GRACE_S = 0.2"))
     (folder / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n")
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-s", "-rA", "-p", "no:cacheprovider"],
+        [sys.executable, "-m", "pytest", "-s", "-rA", "-p", "no:cacheprovider", *options],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(HERE.parent)},
         capture_output=True,
@@ -131,12 +131,48 @@ def test_leak_fails_the_test_that_left_it(kind: str, tmp_path: Path) -> None:
     assert words in ran.stdout, ran.stdout
 
 
-def test_clean_tests_pass_on_both_loops(tmp_path: Path) -> None:
-    """A test that cleans up passes, and each async test runs once a loop."""
-    ran = run_pytest(tmp_path, CLEAN)
+@pytest.mark.parametrize(("option", "number"), [("--all", 2), ("--combinations", 2), ("-q", 1)])
+def test_clean_tests_pass_on_both_loops(option: str, number: int, tmp_path: Path) -> None:
+    """A test that cleans up passes, and each async test runs once a loop; on one of them without `--all`."""
+    ran = run_pytest(tmp_path, CLEAN, option)
     assert ran.returncode == pytest.ExitCode.OK, ran.stdout + ran.stderr
     loops = {line.split()[-1] for line in ran.stdout.splitlines() if "loop:" in line}
-    assert len(loops) == (1 if sys.platform == "win32" else 2), ran.stdout
+    assert len(loops) == (1 if sys.platform == "win32" else number), ran.stdout
+
+
+CHOSEN = """
+    import pytest
+    @pytest.mark.loops
+    async def test_loops():
+        pass
+    @pytest.mark.thorough
+    def test_thorough():
+        pass
+    @pytest.mark.parametrize("method", ["fork", "spawn"])
+    def test_methods(method):
+        pass
+    @pytest.mark.spawns
+    @pytest.mark.parametrize("method", ["fork", "spawn"])
+    def test_spawns(method):
+        pass
+    @pytest.mark.parametrize("method", ["spawn"])
+    def test_spawn_alone(method):
+        pass
+    @pytest.mark.parametrize("a", "123")
+    @pytest.mark.parametrize("b", "45")
+    @pytest.mark.parametrize("c", "67")
+    def test_values(a, b, c):
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "number"), [("-q", 2 + 0 + 1 + 2 + 1 + 3), ("--all", 8 + 6), ("--combinations", 8 + 12)]
+)
+def test_how_much_is_chosen(option: str, number: int, tmp_path: Path) -> None:
+    """Each value, each pair of values or every combination; what costs much with `--all` only."""
+    ran = run_pytest(tmp_path, CHOSEN, option, "-W", "ignore::pytest.PytestUnknownMarkWarning")
+    assert f"{number} passed" in ran.stdout, ran.stdout + ran.stderr
 
 
 def test_what_a_failed_test_left_is_collected(tmp_path: Path) -> None:

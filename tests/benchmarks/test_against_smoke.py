@@ -118,6 +118,7 @@ def test_another_tree_is_what_the_child_imports(tmp_path: Path) -> None:
         measure(tmp_path, lambda _: [Job("inline", "ints", FACADE)], 1, lambda _: None)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_this_tree_against_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Two rows, two rounds: each has a ratio, both trees' content was verified, and the exit code is the table's."""

@@ -6,13 +6,15 @@ import itertools
 
 import pytest
 
+from tests.pairwise import quickly
+
 from . import shared
 from .harness import JobFailed
 
 STRINGS = 8000
 
 
-@pytest.mark.parametrize("loader", shared.LOADERS)
+@pytest.mark.parametrize("loader", quickly(shared.LOADERS, shared.OURS_SHARED))
 def test_configuration_is_measured_and_verified(loader: str) -> None:
     """A configuration runs in a process of its own to the end, and gives every number of its row."""
     row = shared._run_apart(loader, "fork", STRINGS)

@@ -19,7 +19,7 @@ class LifetimeConformance(TransportSubject):
         async with self.make() as transport:
             for number in range(20):
                 self.put(transport, str(number), str(number).encode() * 100)
-            numbers = [number % 20 for number in range(400)]
+            numbers = [number % 20 for number in range(200)]
             read = await asyncio.gather(*(transport.read(str(number)) for number in numbers))
             assert read == [str(number).encode() * 100 for number in numbers]
 

@@ -13,6 +13,7 @@ from asyncloader import DataLoader
 from tests.delivery.fake import installed
 from tests.integration.datasets import Numbers
 from tests.integration.running import run_script
+from tests.pairwise import quickly
 
 PREAMBLE = """
 import asyncio, threading, torch
@@ -61,10 +62,10 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", quickly(ENDS, "sync", "async"))
 def test_a_program_that_closes_nothing(end: str, tmp_path: Path) -> None:
     """It ends, with its own exit code and without a word, whatever is ready or under way."""
-    done = run_script(tmp_path, PREAMBLE + ENDS[end])
+    done = run_script(tmp_path, PREAMBLE + ENDS[end], fresh=True)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[[0, 0, 0]]", "")
 
 

@@ -23,6 +23,7 @@ from asyncloader.events import Action, Deliver
 from asyncloader.statistics import Statistics
 from tests.delivery.answers import batch_of, deliver, new_ring, overwrite_free_slots
 from tests.delivery.fake import PATIENCE_S, FakeMachine
+from tests.drawn import scaled
 
 UNDER_WAY = 2  # copies that may be when a batch is passed on, itself included
 
@@ -151,5 +152,5 @@ class DeviceStageMachine(RuleBasedStateMachine):
 
 
 TestDeviceStageMachine = DeviceStageMachine.TestCase
-TestDeviceStageMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestDeviceStageMachine.settings = settings(max_examples=scaled(60), stateful_step_count=30, deadline=None)
 TestDeviceStageMachine.__doc__ = """Any course of events keeps order, bounds, content, and leaves nothing behind."""

@@ -8,14 +8,15 @@ warnings as errors. A block that cannot run is preceded by a comment that says w
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests import script_server
+from tests.integration.running import environment
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -74,15 +75,7 @@ def test_blocks_of_the_page_run(page: Path, tmp_path: Path) -> None:
         pytest.importorskip(framework)
     script = tmp_path / (page.stem.replace("-", "_") + ".py")
     script.write_text(text)
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", str(script)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},  # so that an uninstalled checkout will do
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
+    ran = script_server.run([sys.executable, str(script)], cwd=tmp_path, env=environment(), timeout=100)
     assert ran.returncode == 0, f"{page_id(page)}:\n{ran.stdout}{ran.stderr}"
     assert "Traceback" not in ran.stderr, ran.stderr
 

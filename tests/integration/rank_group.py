@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests import script_server
 from tests.integration.running import PATIENCE_S, ROOT, environment
 
 __all__ = ["RankGroup"]
@@ -32,7 +33,7 @@ class RankGroup:
     def __init__(self, world: int, folder: Path) -> None:
         self.world = world
         self._folder = Path(tempfile.mkdtemp(dir=folder))
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[str]] = []
         self._pipes: list[Connection] = []
         try:
             for rank in range(world):
@@ -47,16 +48,12 @@ class RankGroup:
         ours, theirs = socket.socketpair()
         with theirs, (self._folder / f"stderr{rank}").open("wb") as errors:
             self._pipes.append(Connection(ours.detach()))
-            script = [sys.executable, "-m", "tests.integration.ranks_script", str(theirs.fileno())]
-            self.processes.append(
-                subprocess.Popen(
-                    [*script, f"file://{self._folder}/store", str(rank), str(self.world)],
-                    pass_fds=[theirs.fileno()],
-                    stderr=errors,
-                    env=environment(),
-                    cwd=ROOT,
-                )
+            script = [sys.executable, "-m", "tests.integration.ranks_script", "0"]  # its standard input
+            command = [*script, f"file://{self._folder}/store", str(rank), str(self.world)]
+            process = script_server.start(
+                command, env=environment(), cwd=ROOT, stdin=theirs.fileno(), stderr=errors.fileno()
             )
+            self.processes.append(process)
 
     def __call__(self, name: str, *values: Any, **named: Any) -> list[Any]:
         """What each rank's `Place` answers to this call, made on all of them at once."""
@@ -131,6 +128,8 @@ class RankGroup:
     def _closed(self) -> None:
         for process in self.processes:
             process.wait()
+            assert process.stdout
+            process.stdout.close()
         for pipe in self._pipes:
             pipe.close()
 

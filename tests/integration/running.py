@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from asyncloader import AsyncDataLoader, DataLoader
+from tests import script_server
 from tests.integration.comparing import assert_same
 
 __all__ = [
@@ -249,37 +250,27 @@ def script_file(folder: Path, source: str) -> Path:
     return path
 
 
-def run_script(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
-    """Run a script to its end."""
-    return subprocess.run(
-        [sys.executable, str(script_file(folder, source))],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-        env=environment(),
-        cwd=folder,
-    )
+def run_script(folder: Path, source: str, *, fresh: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run a script to its end, in a fresh interpreter or one with torch imported."""
+    command, env = [sys.executable, str(script_file(folder, source))], environment()
+    if fresh:
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=PATIENCE_S, env=env, cwd=folder
+        )
+    return script_server.run(command, timeout=PATIENCE_S, env=env, cwd=folder)
 
 
-def start_script(folder: Path, source: str) -> closing[Script]:
+def start_script(folder: Path, source: str, *, fresh: bool = False) -> closing[Script]:
     """Start a script that prints lines and then waits to be killed or told to go on."""
-    return closing(Script(folder, source))
+    return closing(Script(folder, source, fresh=fresh))
 
 
 class Script:
     """A running script with pipes to it. `close` ends it whatever happened."""
 
-    def __init__(self, folder: Path, source: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-u", str(script_file(folder, source))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(),
-            cwd=folder,
-        )
+    def __init__(self, folder: Path, source: str, *, fresh: bool = False) -> None:
+        command = [sys.executable, "-u", str(script_file(folder, source))]
+        self.process = script_server.start(command, env=environment(), cwd=folder, stdin=subprocess.PIPE, fresh=fresh)
 
     def line(self) -> str:
         """The next line of its output."""

@@ -16,6 +16,8 @@ from tests.integration.comparing import assert_same
 from tests.integration.datasets import AsyncNumbers, Numbers, Sized
 from tests.integration.running import PATIENCE_S, cancelled_after, collect, run_async
 
+pytestmark = pytest.mark.loops
+
 SOURCES: dict[str, tuple[Any, dict[str, Any]]] = {
     "no workers": (Numbers(60), {"num_workers": 0}),
     "no workers, async": (AsyncNumbers(60), {"num_workers": 0}),

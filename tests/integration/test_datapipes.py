@@ -18,6 +18,7 @@ from tests.integration.comparing import assert_same, same
 from tests.integration.datasets import identity
 from tests.integration.running import BOTH, Run, run_loader
 from tests.integration.side_by_side import MAKERS, messages, outcome, steps
+from tests.pairwise import quickly
 
 pytestmark = [pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
@@ -68,7 +69,7 @@ def both(kind: str, pipe: Callable[[], Any], **options: Any) -> tuple[Run, Run]:
     return run_loader(kind, pipe(), **options), run_loader("torch", pipe(), **options)
 
 
-@pytest.mark.parametrize("name", PIPES)
+@pytest.mark.parametrize("name", quickly(PIPES, "two shuffles", "zipped", "shuffled and sharded"))
 def test_same_elements_in_the_same_order(name: str) -> None:
     """Two epochs of each pipe, with each number of workers: torch's batches, and torch's generators afterwards."""
     for workers in range(4):

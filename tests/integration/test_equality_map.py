@@ -84,6 +84,7 @@ def test_prefetch_factor_changes_no_batch(kind: str, prefetch_factor: int) -> No
     assert_like_torch(kind, Augmented(40), num_workers=2, prefetch_factor=prefetch_factor, batch_size=3, shuffle=True)
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_same_batches_for_every_start_method(kind: str, method: str) -> None:

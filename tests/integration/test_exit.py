@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.running import run_script
+from tests.pairwise import quickly
 
 PREAMBLE = """
 import asyncio, sys, threading, torch
@@ -72,7 +73,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", quickly(SOURCES, "plain dataset", "async dataset", "async stream", "device stage"))
 def test_iterators_are_alive_at_the_end(source: str, workers: int, tmp_path: Path) -> None:
     """Those of `for` and of ``async for``, whatever is ready, under way, or read ahead."""
     arguments = f"{SOURCES[source]}, num_workers={workers}"
@@ -82,7 +83,7 @@ if __name__ == "__main__":
     asyncio.run(begin_async({arguments}))
     print("done")
 """
-    done = run_script(tmp_path, PREAMBLE + main)
+    done = run_script(tmp_path, PREAMBLE + main, fresh=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
@@ -122,8 +123,10 @@ with lock:
 }
 
 
-@pytest.mark.parametrize("end", ODD_ENDS)
+@pytest.mark.parametrize(
+    "end", quickly(ODD_ENDS, "a loop that stands still", "dropped by who holds what the loop waits for")
+)
 def test_odd_ends(end: str, tmp_path: Path) -> None:
     """The loop's thread may be out of reach, at exit or when an iterator is dropped: that holds up nobody for long."""
-    done = run_script(tmp_path, PREAMBLE + ODD_ENDS[end] + "\nprint('done')\n")
+    done = run_script(tmp_path, PREAMBLE + ODD_ENDS[end] + "\nprint('done')\n", fresh=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

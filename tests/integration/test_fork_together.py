@@ -19,6 +19,7 @@ from asyncloader import DataLoader
 from tests.integration.datasets import Numbers
 from tests.integration.forking import AT, Child, Here, at, epoch, expected, fork, value
 from tests.integration.running import BOTH, PATIENCE_S, Deaths, start_script
+from tests.pairwise import quickly
 
 # Python 3.12 and later warn of what is tested here.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -33,7 +34,7 @@ def _reads(held: list[Any], numbers: list[int]) -> None:
 
 
 @pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", quickly(METHODS, "fork", "spawn"))
 def test_multiprocessing_children(kind: str, method: str) -> None:
     """A `Process` started and joined in the loop, with batches as its arguments, and a loader of its own."""
     held: list[Any] = []

@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader import AsyncDataLoader, DataLoader, StateError
+from tests.drawn import scaled
 from tests.integration.running import run_async
 
 SIZE = 40
@@ -236,7 +237,10 @@ def resume(shape: str, workers: int, at: int, skip: int) -> None:
 
 
 QUICK = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], phases=[Phase.generate]
+    max_examples=scaled(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    phases=[Phase.generate],
 )
 
 
@@ -247,14 +251,14 @@ def test_what_the_base_holds_is_read(shape: str, treatments: dict[int, Any]) -> 
     compare(shape, 0, treatments)
 
 
-@settings(QUICK, max_examples=12)
+@settings(QUICK, max_examples=scaled(12))
 @given(shape=st.sampled_from([*SHAPES]), treatments=TREATMENTS)
 def test_what_the_base_holds_is_read_with_workers(shape: str, treatments: dict[int, Any]) -> None:
     """With what is under way in workers as torch has it."""
     compare(shape, 2, treatments)
 
 
-@settings(QUICK, max_examples=12)
+@settings(QUICK, max_examples=scaled(12))
 @given(shape=st.sampled_from([*SHAPES]), workers=st.sampled_from([0, 2]), at=st.integers(0, 9), skip=st.integers(1, 9))
 def test_a_state_counts_what_was_skipped(shape: str, workers: int, at: int, skip: int) -> None:
     """At any moment, with and without workers, resumed with another number of them."""

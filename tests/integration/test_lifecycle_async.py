@@ -17,6 +17,8 @@ from tests.integration.comparing import assert_same
 from tests.integration.datasets import Numbers, Pids
 from tests.integration.running import Deaths, collect, run_async
 
+pytestmark = pytest.mark.loops
+
 LOOPS = ["asyncio", "uvloop"]
 
 

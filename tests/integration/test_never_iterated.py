@@ -18,6 +18,7 @@ import asyncloader
 from asyncloader import DataLoader, NeverIteratedWarning
 from tests.integration.datasets import Numbers
 from tests.integration.running import run_script
+from tests.pairwise import quickly
 
 Torchs: Any = torch.utils.data.DataLoader
 
@@ -263,10 +264,10 @@ builtins.dies_last = sys.dies_last = DataLoader(torch.arange(4))
 """
 
 
-@pytest.mark.parametrize("end", ["", "sys.exit(0)", "gc.disable()"])
+@pytest.mark.parametrize("end", quickly(["", "sys.exit(0)", "gc.disable()"], ""))
 def test_at_exit_of_a_script(end: str, tmp_path: Path) -> None:
     """A script that ends with an unused loader ends in silence, also if that dies after most modules."""
-    done = run_script(tmp_path, f"{SCRIPT}\n{end}\n")
+    done = run_script(tmp_path, f"{SCRIPT}\n{end}\n", fresh=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

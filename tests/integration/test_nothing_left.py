@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.running import Deaths, run_script, start_script
+from tests.pairwise import quickly
 from tests.processes import children_of
 
 LIVE = {
@@ -125,11 +126,13 @@ def script(body: str) -> str:
     return HEAD + "\n".join(line[margin:] for line in lines) + "\n"
 
 
-@pytest.mark.parametrize("name", LIVE)
+@pytest.mark.parametrize(
+    "name", quickly(LIVE, "sync", "async, loop closed", "async, exits inside the loop", "everything at once")
+)
 def test_exit_with_a_live_iterator(name: str, tmp_path: Path) -> None:
     """The interpreter exits with code 0, in silence, and its children are gone with it."""
     # `subprocess` returns when everybody who holds the pipes has ended: workers too
-    done = run_script(tmp_path, script(LIVE[name]))
+    done = run_script(tmp_path, script(LIVE[name]), fresh=True)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
 
 
@@ -148,7 +151,7 @@ def test_exit_while_a_daemon_thread_iterates(tmp_path: Path) -> None:
         threading.Thread(target=work, daemon=True).start()
         begun.wait()
     """
-    done = run_script(tmp_path, script(body))
+    done = run_script(tmp_path, script(body), fresh=True)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
 
 
@@ -167,7 +170,7 @@ def test_exception_in_the_body(name: str, tmp_path: Path) -> None:
             asyncio.run(main())
         """,
     }[name]
-    done = run_script(tmp_path, script(body))
+    done = run_script(tmp_path, script(body), fresh=True)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.rstrip().endswith("ZeroDivisionError: the user's own")
@@ -202,11 +205,11 @@ INTERRUPTED = {
 }
 
 
-@pytest.mark.parametrize("name", INTERRUPTED)
+@pytest.mark.parametrize("name", quickly(INTERRUPTED, "sync", "async"))
 def test_ctrl_c(name: str, tmp_path: Path) -> None:
     """SIGINT to the whole foreground group, as a terminal sends it: one traceback, and all processes end."""
     source = script("signal.signal(signal.SIGINT, signal.default_int_handler)\n") + script(INTERRUPTED[name])
-    with start_script(tmp_path, source) as running:
+    with start_script(tmp_path, source, fresh=True) as running:
         for _ in range(3):
             assert running.line() == "batch"
         pid = running.process.pid
@@ -244,7 +247,7 @@ def test_kill_9_of_the_main_process(method: str, tmp_path: Path) -> None:
             print(*[worker.pid for worker in batches._workers], flush=True)
             signal.pause()
     """
-    with start_script(tmp_path, script(body)) as running:
+    with start_script(tmp_path, script(body), fresh=True) as running:
         workers = [int(pid) for pid in running.line().split()]
         assert len(workers) == 2
         with Deaths(workers) as deaths:
@@ -269,7 +272,7 @@ def test_kill_9_with_an_async_dataset(tmp_path: Path) -> None:
             await anext(batches)
         asyncio.run(main())
     """
-    with start_script(tmp_path, script(body)) as running:
+    with start_script(tmp_path, script(body), fresh=True) as running:
         assert running.line() == "ready"
         with Deaths(children_of(running.process.pid)) as deaths:
             assert len(deaths.fds) == 2
@@ -286,7 +289,7 @@ def test_sigterm_of_the_main_process(tmp_path: Path) -> None:
         print("ready", flush=True)
         signal.pause()
     """
-    with start_script(tmp_path, script(body)) as running:
+    with start_script(tmp_path, script(body), fresh=True) as running:
         running.line()
         with Deaths(children_of(running.process.pid)) as deaths:
             running.process.terminate()

@@ -15,6 +15,7 @@ from tests.integration.ranks_script import Shard
 from tests.integration.running import BOTH, run_async
 from tests.integration.seeded_datasets import AllDraws
 from tests.integration.seeded_runs import Stepwise, epochs_of
+from tests.pairwise import quickly
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -161,7 +162,7 @@ def test_a_newer_iterator_takes_the_place_of_the_last(two: RankGroup, kind: str,
         assert says.startswith((mine, "RanksDisagree: another rank left the epoch")), says
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("sync", 2), ("asyncio", 0)])
+@pytest.mark.parametrize(("kind", "workers"), quickly([("sync", 2), ("asyncio", 0)], ("sync", 2)))
 def test_a_rank_that_is_killed(tmp_path: Path, kind: str, workers: int) -> None:
     """SIGKILL for one rank of three: the two others raise at once, though the one between them may live on."""
     with RankGroup(3, tmp_path) as group:

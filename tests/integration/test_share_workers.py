@@ -19,6 +19,7 @@ from asyncloader import DataLoader
 from asyncloader.shared.share import SharedDict, SharedList, share
 from asyncloader.workers.setup_payload import Payload
 from tests.integration.running import run_loader
+from tests.pairwise import quickly
 from tests.unit.workers.test_setup_payload import setup
 
 METHODS = ["fork", "spawn", "forkserver"]
@@ -81,9 +82,15 @@ def epoch(loader: str, dataset: Dataset[Any], method: str, **options: Any) -> li
     return [sample for batch in run_loader(loader, dataset, **options).epochs[0] for sample in batch]
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize(
     ("loader", "method"),
-    [*[(loader, method) for loader in ("torch", "sync") for method in METHODS], ("asyncio", "fork")],
+    quickly(
+        [*[(loader, method) for loader in ("torch", "sync") for method in METHODS], ("asyncio", "fork")],
+        ("torch", "fork"),
+        ("sync", "spawn"),
+        ("asyncio", "fork"),
+    ),
 )
 def test_workers_read_the_main_process_segments(loader: str, method: str) -> None:
     """Under torch's loader and ours, forked or spawned: the contents are right, and the memory is the very same."""
@@ -191,7 +198,7 @@ class Writes(Dataset[Any]):
         return int(self.inside["t"][3]), int(self.tensor[3]), refused
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", quickly(METHODS, "fork", "forkserver"))
 def test_writing_is_private(method: str) -> None:
     """A worker's writes to a tensor are seen by that worker alone; an array refuses."""
     dataset = Writes()
@@ -248,18 +255,19 @@ def test_forked_reader_does_not_grow() -> None:
 # ------------------------------------------------------------------------------------------------- other ways to go
 
 
-def rank(connection: Any, dataset: Everything) -> None:
-    """A process of a launcher, whose loader spawns workers in its turn."""
-    samples = epoch("torch", dataset, "spawn", num_workers=1)
+def rank(connection: Any, dataset: Everything, method: str) -> None:
+    """A process of a launcher, whose loader starts workers in its turn."""
+    samples = epoch("torch", dataset, method, num_workers=1)
     connection.send([(sample["word"], sample["same segments"]) for sample in samples])
 
 
-def test_passed_on_by_a_spawned_process() -> None:
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_passed_on_by_a_spawned_process(method: str) -> None:
     """A spawned process that spawns others passes the same segments on."""
     dataset = Everything()
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context(method)
     ours, theirs = context.Pipe()
-    child = context.Process(target=rank, args=(theirs, dataset))
+    child = context.Process(target=rank, args=(theirs, dataset, method))
     child.start()
     theirs.close()
     assert ours.recv() == [(WORDS[index], dataset.inodes[:2] + dataset.inodes[3:]) for index in range(12)]
@@ -279,12 +287,12 @@ def test_through_a_pipe_by_value() -> None:
     theirs.close()
 
 
-def test_shared_list_is_a_dataset() -> None:
+@pytest.mark.parametrize("method", METHODS[:2])
+def test_shared_list_is_a_dataset(method: str) -> None:
     """It may be the dataset itself."""
-    for method in METHODS[:2]:
-        shared: Any = share(list(range(100)))
-        loader = DataLoader[Any](shared, batch_size=10, num_workers=2, multiprocessing_context=method)
-        assert [value for batch in loader for value in batch.tolist()] == list(range(100))
+    shared: Any = share(list(range(100)))
+    loader = DataLoader[Any](shared, batch_size=10, num_workers=2, multiprocessing_context=method)
+    assert [value for batch in loader for value in batch.tolist()] == list(range(100))
 
 
 def test_seeded_shuffle() -> None:

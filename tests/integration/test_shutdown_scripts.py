@@ -148,7 +148,7 @@ class Program:
 @contextlib.contextmanager
 def program(folder: Path, source: str, workers: int = 2) -> Generator[Program]:
     """Run a script; at the end, whatever came of it, nobody of it is alive."""
-    with start_script(folder, source) as running:
+    with start_script(folder, source, fresh=True) as running:
         found = Program(running, workers)
         try:
             yield found

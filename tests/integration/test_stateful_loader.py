@@ -30,6 +30,7 @@ from tests.integration.stateful_cases import (
     resumed,
     uninterrupted,
 )
+from tests.pairwise import quickly
 
 pytestmark = pytest.mark.filterwarnings("ignore:neither the dataset nor its iterator has state_dict")
 
@@ -96,7 +97,7 @@ def test_each_moment(case: str) -> None:
     _check(case, "0", MOMENTS)
 
 
-@pytest.mark.parametrize("case", FEW)
+@pytest.mark.parametrize("case", quickly(FEW, "map dataset", "stream"))
 def test_each_moment_with_workers(case: str) -> None:
     """The same with workers that live for an epoch."""
     _check(case, "2", ("new", "iter", "within", "last", "end"))

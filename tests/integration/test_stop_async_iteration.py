@@ -9,6 +9,8 @@ from torch.utils.data import Dataset
 
 from tests.integration.running import BOTH, outcomes
 
+pytestmark = pytest.mark.loops
+
 ENDED = "code raised StopAsyncIteration"
 
 

@@ -13,6 +13,8 @@ from torch.utils.data import Dataset
 
 from tests.integration.running import BOTH, outcomes
 
+pytestmark = pytest.mark.loops
+
 WORKERS = [0, 1]
 
 

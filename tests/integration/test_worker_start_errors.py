@@ -10,8 +10,9 @@ import pytest
 from torch.utils.data import IterableDataset
 
 from asyncloader import DataLoader, StatefulDataLoader
+from tests.pairwise import quickly
 
-METHODS = pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+METHODS = pytest.mark.parametrize("method", quickly(["fork", "spawn", "forkserver"], "fork", "forkserver"))
 ROWS: Any = list(range(6))
 
 

@@ -13,6 +13,7 @@ from torch.utils.data._utils import worker as torch_worker
 from asyncloader.workers.fetch.setup import install_worker_info
 from asyncloader.workers.memory.codec import Encoder
 from asyncloader.workers.memory.collate import Collator
+from tests.drawn import scaled
 from tests.integration.comparing import assert_same
 from tests.property.samples import batches, single_leaves
 from tests.unit.workers.memory.through_memory import view
@@ -55,14 +56,14 @@ def check(samples: list[Any]) -> tuple[Exception | None, Exception | None]:
     return error, refused
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=scaled(250), deadline=None)
 @given(batches())
 def test_collation_into_the_slot_is_torchs(samples: list[Any]) -> None:
     """For any structure of samples: torch's values, dtypes and types, and what torch refuses is refused."""
     check(samples)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=scaled(150), deadline=None)
 @given(single_leaves())
 def test_errors_are_torchs(samples: list[Any]) -> None:
     """A fault is told in torch's type and words: its worker's, or the clearer ones of its main process.
@@ -76,7 +77,7 @@ def test_errors_are_torchs(samples: list[Any]) -> None:
     assert words(error) in (words(refused), words(in_main))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(60), deadline=None)
 @given(batches(), batches())
 def test_a_refused_batch_leaves_nothing_behind(first: list[Any], second: list[Any]) -> None:
     """One encoder serves batch after batch, whatever became of the ones before."""

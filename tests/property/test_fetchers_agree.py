@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import BadSample, ErrorPolicy, NoSamples
 from asyncloader.workers.fetch.seeding import sample_rng
+from tests.drawn import scaled
 from tests.unit.workers.fetch.rotten import SEEDED, fetch, places, reader
 
 LENGTH = 60
@@ -85,7 +86,7 @@ async def outcomes(one: Reader, batches: Sequence[Any]) -> list[Any]:
 POLICIES = [None, ErrorPolicy("skip"), ErrorPolicy("skip", True, LENGTH, 3), ErrorPolicy(lambda index, error: (index,))]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=scaled(60))
 @given(
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=6),
     bad=st.frozensets(st.integers(0, 35), max_size=6),

@@ -27,6 +27,7 @@ from asyncloader.workers.memory.codec import Encoder, Template
 from asyncloader.workers.memory.layout import FIRST_SLOT_BYTES, PAGE, slot_count
 from asyncloader.workers.memory.ring import Ring
 from asyncloader.workers.memory.ring_manager import RingManager
+from tests.drawn import scaled
 
 SMALL, LARGE, HUGE = 40, FIRST_SLOT_BYTES // 8 + 100, FIRST_SLOT_BYTES // 8 * 3  # in int64, of the stamp
 
@@ -275,6 +276,6 @@ class Machine(RuleBasedStateMachine):
 
 
 Machine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=scaled(100), stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestNoDeadlock = Machine.TestCase

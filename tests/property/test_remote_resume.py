@@ -22,11 +22,12 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from tests.drawn import scaled
 from tests.integration.faulty import Faults
 from tests.integration.remote_folders import Killing, dataset_of, flat, make_shards, number_of, plain, with_method
 from tests.integration.seeded_runs import Stepwise
 
-EXAMPLES = int(os.environ.get("ASYNCLOADER_CONFIGURATIONS", "100"))
+EXAMPLES = int(os.environ.get("ASYNCLOADER_CONFIGURATIONS") or scaled(100))
 SETTINGS: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 
 pytestmark = [

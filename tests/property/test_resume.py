@@ -16,12 +16,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, event, example, given, settings
 
+from tests.drawn import scaled
 from tests.property.resume_cases import DATASETS, LOOPS, PASSAGES, Case, Part, cases
 from tests.property.resume_orders import ASYNC_ORDERS, BATCH_ORDERS, ORDERS
 from tests.property.resume_runs import Run, passed, seed_everything
 from tests.property.resume_streams import STREAMS
 
-EXAMPLES = int(os.environ.get("ASYNCLOADER_CONFIGURATIONS", "100"))
+EXAMPLES = int(os.environ.get("ASYNCLOADER_CONFIGURATIONS") or scaled(100))
 SETTINGS: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 AWAITED = ("awaited", "subset of awaited")
 EACH_ONCE = ("in order", "shuffled", "seekable", "rounds", "rounds awaited", "counting")
@@ -324,6 +325,7 @@ def _draw(case: Case) -> None:
     DRAWN.append(case)
 
 
+@pytest.mark.thorough
 def test_every_dimension_is_drawn() -> None:
     """The property does meet each dataset, order, kind of loader, number of workers and ranks, and change of them."""
     DRAWN.clear()

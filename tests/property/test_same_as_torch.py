@@ -19,11 +19,13 @@ import torch
 from hypothesis import HealthCheck, event, example, given, settings
 
 from asyncloader import AsyncDataLoader, DataLoader
+from tests.drawn import scaled
 from tests.integration.comparing import assert_same
 from tests.integration.running import run_async
+from tests.pairwise import quickly
 from tests.property.configurations import COLLATES, DATASETS, LOOPS, ORDERS, Configuration, configurations
 
-EXAMPLES = int(os.environ.get("ASYNCLOADER_CONFIGURATIONS", "100"))
+EXAMPLES = int(os.environ.get("ASYNCLOADER_CONFIGURATIONS") or scaled(100))
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -178,6 +180,7 @@ def test_an_iterator_that_was_never_asked(loop: str, persistent: bool) -> None:
     compare(run(loop, configuration), expected)
 
 
+@pytest.mark.thorough
 def test_a_spawned_worker_gives_torchs_batches() -> None:
     """The same under the start method that the property rarely draws, for each loader."""
     configuration = Configuration(
@@ -201,7 +204,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", DIFFERENCES)
+@pytest.mark.parametrize("name", quickly(DIFFERENCES, "another order", "no generator"))
 def test_the_comparison_bites(name: str) -> None:
     """Of two configurations that differ in anything that counts, the outcomes differ."""
     one = Configuration(order="shuffle", num_workers=2, generator=True, epochs=(2, None))
@@ -221,6 +224,7 @@ def _draw(configuration: Configuration) -> None:
     DRAWN.append(configuration)
 
 
+@pytest.mark.thorough
 def test_every_dimension_is_drawn() -> None:
     """The property does meet each dataset, order, collation, loop and number of workers, and epochs left early."""
     DRAWN.clear()

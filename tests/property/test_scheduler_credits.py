@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader.epoch.scheduler import Assignment, Scheduler
+from tests.drawn import scaled
 from tests.property.recovery_world import map_world
 from tests.property.scheduler_world import World, assignments, check_each_once, check_end, randoms
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=scaled(300))
 @given(
     workers=st.integers(1, 4),
     credits=st.integers(1, 12),
@@ -84,7 +85,7 @@ def test_lowered_credits_are_kept_to(
     check_end(world)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=scaled(300))
 @given(
     options=st.fixed_dictionaries(
         {

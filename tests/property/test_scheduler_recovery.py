@@ -14,11 +14,12 @@ from asyncloader.epoch.recovery import Recovery
 from asyncloader.epoch.scheduler import Assignment, Scheduler
 from asyncloader.errors import TaskQuarantined, WorkerDied
 from asyncloader.events import Action, Assign, Died, Fail, Finish, Poisoned
+from tests.drawn import scaled
 from tests.property.recovery_world import PLENTY, World, map_world
 from tests.property.scheduler_world import assignments, randoms
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=scaled(300))
 @given(
     options=st.fixed_dictionaries(
         {
@@ -50,7 +51,7 @@ def test_every_index_comes_once_whatever_dies(options: dict[str, Any], random: R
     world.check_end()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=scaled(200))
 @given(
     options=st.fixed_dictionaries(
         {
@@ -78,7 +79,7 @@ def test_no_innocent_task_is_quarantined(options: dict[str, Any], random: Random
     assert quarantined == options["poison"]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=scaled(200))
 @given(
     options=st.fixed_dictionaries(
         {
@@ -109,7 +110,7 @@ def test_the_epoch_ends_with_the_first_death_beyond_the_restarts(options: dict[s
         world.check_end()
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=scaled(300))
 @given(
     lengths=st.lists(st.integers(0, 7), min_size=1, max_size=4),
     credits=st.integers(1, 3),

@@ -16,11 +16,12 @@ import pytest
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
+from tests.drawn import scaled
 from tests.property.assignment_cases import Case
 from tests.property.assignment_rule import expected
 from tests.property.assignment_world import World, passed
 
-EXAMPLES = int(os.environ.get("ASYNCLOADER_CONFIGURATIONS", "150"))
+EXAMPLES = int(os.environ.get("ASYNCLOADER_CONFIGURATIONS") or scaled(150))
 SETTINGS: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 
 

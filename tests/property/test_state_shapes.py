@@ -18,9 +18,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from asyncloader import StatefulDataLoader
+from tests.drawn import scaled
 from tests.property.state_shapes import SHAPES, STREAMS
 
-EXAMPLES = int(os.environ.get("ASYNCLOADER_CONFIGURATIONS", "40"))
+EXAMPLES = int(os.environ.get("ASYNCLOADER_CONFIGURATIONS") or scaled(40))
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import script_server
 from tests.integration.running import ROOT
 from tests.stress import report
 from tests.stress.runner import Outcome
@@ -16,10 +17,12 @@ from tests.stress.scenarios import draw
 SCRIPT = """
 import os, select, signal, sys, threading
 import torch
+from tests.stress import runner
 from tests.stress.runner import run_cases
 from tests.stress.scenarios import draw
 
 torch.set_num_threads(1)
+runner.GRACE_S = 1.0
 
 def hang():
     threading.Event().wait()
@@ -47,9 +50,8 @@ for prepare in (hang, crash, leave_a_child):
 @pytest.mark.timeout(120)
 def test_cases_that_misbehave() -> None:
     """A case that hangs is ended, with its stacks in the log; one that crashes, or leaves a process, is told."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=False, timeout=110
-    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = script_server.run([sys.executable, "-c", SCRIPT], cwd=ROOT, env=env, timeout=110)
     lines = done.stdout.splitlines()
     assert len(lines) == 3, done.stdout + done.stderr
     assert lines[0].startswith("hang True hang: no end after")

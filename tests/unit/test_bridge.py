@@ -12,6 +12,8 @@ import uvloop
 from asyncloader.bridge import Bridge, loop_factory
 from asyncloader.errors import LoaderClosed
 
+pytestmark = pytest.mark.loops
+
 
 @pytest.fixture
 def bridge() -> Iterator[Bridge]:

@@ -34,6 +34,7 @@ from asyncloader.formats import (
     shard_format,
 )
 from asyncloader.formats.compressed import STEP, ZSTD_MODULES, MemberDecoder, decoder, zstd_member
+from tests.drawn import scaled
 from tests.unit.formats.shard_readers import (
     URL,
     check_any_split,
@@ -59,7 +60,7 @@ def bounded(limit: int) -> Callable[[int], CompressedReader]:
 
 
 @given(members=st.lists(st.integers(0, len(LINES)), max_size=4), pad=st.integers(0, 600), cuts=cut_points)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=scaled(30))
 def test_gzip_members_in_any_chunks(members: list[int], pad: int, cuts: list[float]) -> None:
     """Members may end inside a line; empty ones and padding are fine; what comes is what the plain shard gives."""
     edges = [0, *sorted(members), len(LINES)]
@@ -161,7 +162,7 @@ def test_bytes_fed_while_pending_are_kept_in_order() -> None:
 
 
 @given(data=corrupted(gzip.compress(WHOLE)))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=scaled(100))
 def test_random_damage(data: bytes) -> None:
     """Damaged gzip gives a `ShardError`, or what was packed: its checksum lets nothing else end well."""
     right = read(lambda start: JsonlReader(URL, start=start), WHOLE)[0]

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader.formats import JsonlReader, ShardError, ShardRange, cut_lines, cut_shard, open_reader, shard_format
+from tests.drawn import scaled
 from tests.unit.formats.shard_readers import (
     NAME,
     URL,
@@ -63,7 +64,7 @@ def test_a_byte_order_mark_is_skipped() -> None:
 
 
 @given(lines=st.lists(objects, max_size=8), end=st.sampled_from(["", "\n", "\r\n\n"]), cuts=cut_points)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=scaled(60))
 def test_any_lines_in_any_chunks(lines: list[dict[str, object]], end: str, cuts: list[float]) -> None:
     """What json writes comes back; chunks do not matter; every resume offset works."""
     data = ("\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + end).encode()
@@ -74,7 +75,7 @@ def test_any_lines_in_any_chunks(lines: list[dict[str, object]], end: str, cuts:
 
 
 @given(lines=st.lists(st.text(max_size=12), max_size=12), parts=st.integers(1, 9), end=st.booleans(), cuts=cut_points)
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=scaled(80))
 def test_parts_are_the_whole(lines: list[str], parts: int, end: bool, cuts: list[float]) -> None:
     """Cut by size alone, every line is in exactly one part, also where an edge is a line's first byte."""
     data = "\n".join(json.dumps({"text": line}, ensure_ascii=False) for line in lines).encode() + b"\n" * end
@@ -157,7 +158,7 @@ def test_max_sample_bytes() -> None:
 
 
 @given(data=corrupted(SMALL), cuts=cut_points)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=scaled(150))
 def test_random_damage(data: bytes, cuts: list[float]) -> None:
     """Damaged bytes give samples or a `ShardError`; with `on_bad`, what is good always comes."""
     check_survives(make, data, cuts)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from asyncloader.formats import MdsReader, MdsShard, ShardError, open_reader, parse_mds_index
 from asyncloader.formats.mds import mds_encoding
+from tests.drawn import scaled
 from tests.unit.formats.mds_writer import CODES, encode, shard_entry, write_index, write_shard
 from tests.unit.formats.shard_readers import (
     NAME,
@@ -93,7 +94,7 @@ def test_samples_by_their_encodings() -> None:
 
 
 @given(sizes=st.lists(st.integers(0, 40), max_size=6), cuts=cut_points)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=scaled(40))
 def test_any_shard_in_any_chunks(sizes: list[int], cuts: list[float]) -> None:
     """Chunks do not matter; every resume offset works, without the table of offsets."""
     data = write_shard(COLUMNS, [sample(n) for n in sizes])
@@ -217,7 +218,7 @@ def test_hostile_index(change: Callable[[dict[str, Any]], None], message: str) -
 
 
 @given(data=corrupted(write_index(shard_entry(COLUMNS, 7, len(DATA)))))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=scaled(200))
 def test_random_damage_of_the_index(data: bytes) -> None:
     """Shards or a `ShardError`, nothing else."""
     try:
@@ -296,7 +297,7 @@ def test_a_bad_value_can_be_stepped_over() -> None:
 
 
 @given(data=corrupted(DATA), cuts=cut_points)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=scaled(100))
 def test_random_damage(data: bytes, cuts: list[float]) -> None:
     """Damaged bytes give samples or a `ShardError`, in the table and after it."""
     check_survives(make, data, cuts)

@@ -23,6 +23,7 @@ from asyncloader.formats import Located, ShardError
 from asyncloader.formats import parquet as reader
 from asyncloader.formats.parquet import read_rows
 from asyncloader.formats.parquet_file import RangeFile, Windows
+from tests.drawn import scaled
 from tests.unit.formats.shard_readers import corrupted
 from tests.unit.formats.test_parquet_footer import URL, encrypted, footer_of, lying, written
 from tests.unit.remote.shards import parquet
@@ -152,7 +153,7 @@ def test_a_large_row_group_is_read_in_windows() -> None:
 
 
 @given(st.lists(st.integers(1, 300_000), min_size=1, max_size=4), st.integers(1, 400_000), st.data())
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=scaled(50))
 def test_windows_give_the_bytes_of_their_chunks(lengths: list[int], most: int, data: st.DataObject) -> None:
     """Any reads that go on from where the last one ended, and jumps as well."""
     content = np.random.default_rng(1).bytes(sum(lengths) + 10 * len(lengths))
@@ -353,7 +354,7 @@ def test_an_encrypted_column(child: Child) -> None:
 
 
 @given(data=st.sampled_from(MANY).flatmap(corrupted))
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=scaled(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damaged_files_are_rows_or_shard_errors(child: Child, data: bytes) -> None:
     """Whatever the bytes are. If pyarrow dies of them, a worker's death is reported by the loader."""
     answer = child.read(data)
@@ -362,7 +363,7 @@ def test_damaged_files_are_rows_or_shard_errors(child: Child, data: bytes) -> No
 
 
 @given(good=st.sampled_from(MANY), data=st.data())
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=scaled(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damaged_footers_are_rows_or_shard_errors(child: Child, good: bytes, data: st.DataObject) -> None:
     """Here every change hits the metadata, which steers the reading of everything else."""
     spoiled = bytearray(good)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from asyncloader.formats import TarReader
 from asyncloader.formats.tar import split_name
+from tests.drawn import scaled
 from tests.unit.formats.shard_readers import (
     URL,
     check_any_split,
@@ -102,7 +103,7 @@ names = st.lists(
     cuts=cut_points,
     kind=st.sampled_from([*FORMATS]),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=scaled(60))
 def test_any_archive_of_tarfile_in_any_chunks(names: list[str], sizes: list[int], cuts: list[float], kind: str) -> None:
     """Python's tarfile writes, in each of its formats; chunks do not matter; every resume offset works."""
     members = [(name, os.urandom(size)) for name, size in zip(names, sizes, strict=False)]
@@ -159,7 +160,7 @@ class TestWebdataset:
         check_resume(make, archive)
 
     @given(names=names)
-    @settings(deadline=None, max_examples=40)
+    @settings(deadline=None, max_examples=scaled(40))
     def test_what_it_reads(self, names: list[str]) -> None:
         """Its reader and ours agree on keys, fields, order, and on archives with a field twice."""
         archive = pack([(name, name.encode()) for name in names], tarfile.GNU_FORMAT)
@@ -270,14 +271,14 @@ def test_max_sample_bytes_counts_the_whole_sample() -> None:
 
 
 @given(data=corrupted(SMALL + bytes(10)), cuts=cut_points)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=scaled(150))
 def test_random_damage(data: bytes, cuts: list[float]) -> None:
     """Damaged bytes give samples or a `ShardError`, the same ones for any chunks."""
     check_survives(make, data, cuts)
 
 
 @given(data=corrupted(pack([("deep/" * 30 + f"{n}.txt", b"x" * 9) for n in "ab"], tarfile.PAX_FORMAT)), cuts=cut_points)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=scaled(100))
 def test_random_damage_of_pax_headers(data: bytes, cuts: list[float]) -> None:
     """The same where the headers are text."""
     check_survives(make, data, cuts)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from asyncloader.formats import ShardError, TFRecordReader, parse_example
 from asyncloader.formats.tfrecord import crc32c
+from tests.drawn import scaled
 from tests.unit.formats.shard_readers import (
     NAME,
     URL,
@@ -82,7 +83,7 @@ def test_records_are_samples() -> None:
 
 
 @given(records=st.lists(st.binary(max_size=60), max_size=6), cuts=cut_points)
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=scaled(50))
 def test_any_records_in_any_chunks(records: list[bytes], cuts: list[float]) -> None:
     """Chunks do not matter; every resume offset works."""
     data = b"".join(map(record, records))
@@ -127,7 +128,7 @@ def test_auto_says_what_it_verifies() -> None:
 
 
 @given(data=corrupted(SMALL), cuts=cut_points)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=scaled(100))
 def test_random_damage(data: bytes, cuts: list[float]) -> None:
     """Damaged bytes give samples or a `ShardError`."""
     check_survives(make, data, cuts)
@@ -208,7 +209,7 @@ def serialized(content: dict[str, tuple[str, list[Any]]], packed: bool = True) -
 
 
 @given(content=features, packed=st.booleans())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=scaled(60))
 def test_examples_of_protobuf(content: dict[str, tuple[str, list[Any]]], packed: bool) -> None:
     """What Google's protobuf writes, packed or not, is read with names, types and values."""
     data = serialized(content, packed)
@@ -223,7 +224,7 @@ GOOD: dict[str, tuple[str, list[Any]]] = {
 
 
 @given(data=st.data(), cuts=cut_points)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=scaled(100))
 def test_damaged_examples(data: st.DataObject, cuts: list[float]) -> None:
     """Samples, or an error at the record; where both protobuf and we read a damaged message, no feature is lost."""
     message = data.draw(corrupted(serialized(GOOD)))

@@ -13,6 +13,8 @@ from asyncloader.transports.client_owner import ClientOwner
 from asyncloader.transports.errors import TransportClosed, TransportError
 from tests.integration.forking import fork
 
+pytestmark = pytest.mark.loops
+
 
 class Client:
     """A client of no network."""

@@ -14,6 +14,7 @@ from asyncloader.workers.memory import segment
 from asyncloader.workers.memory.layout import HEADROOM, PAGE, grown_slot_bytes, slot_count
 from asyncloader.workers.memory.ring import Ring
 from asyncloader.workers.memory.ring_manager import CREDIT_BYTES, RUN_AHEAD_BYTES, RingManager
+from tests.drawn import scaled
 
 MIB = 1 << 20
 
@@ -68,7 +69,7 @@ def test_what_runs_ahead_has_memory_of_its_own() -> None:
     manager.close()
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=scaled(80))
 @given(
     pages=st.integers(8, 2000),
     least=st.integers(1, 2),

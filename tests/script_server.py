@@ -1,0 +1,265 @@
+"""Runs Python programs in forks of a process that has torch imported: a third of a second instead of three.
+
+`run` and `start` do what `subprocess.run` and `subprocess.Popen` do, as far as the tests need it. What the program
+sees is what `python script.py` shows it: `__main__` with its file, argv, folder, environment, pipes, process group, and
+an interpreter that ends as every interpreter does. Only the imports are done already; where they, the interpreter's
+start or its exit are the claim, a test uses `subprocess`.
+
+There is one server for each set of interpreter options and environment variables, because both are read while modules
+are imported. It has one thread, and ends with the process that started it, also where a forked child of that process
+keeps a copy of the connection.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from multiprocessing import process as multiprocessing_process
+from pathlib import Path
+from typing import Any, ClassVar
+
+__all__ = ["descriptors", "run", "start"]
+
+ANSWER = struct.Struct("i")
+LARGEST_REQUEST = 1 << 17  # bytes; an environment and a -c program
+CHANGING = "PYTEST_CURRENT_TEST"  # the one variable that differs between any two tests
+
+
+# ------------------------------------------------------------------------------------------- in the tests' process
+
+
+class Forked(subprocess.Popen[str]):
+    """A `Popen` of ``[sys.executable, *options, program, *arguments]`` that the server forks.
+
+    It is the server's child: the server waits for it, and writes its exit code into a pipe.
+    """
+
+    def _execute_child(self, args: list[str], *rest: Any) -> None:
+        cwd, env = rest[4:6]
+        pipes = rest[9:15]  # stdin, stdout, stderr: the end to read from, and the one to write to
+        options, program = split(args[1:])
+        self._answers, answers = os.pipe()
+        standard = [given if given != -1 else own for own, given in enumerate((pipes[0], pipes[3], pipes[5]))]
+        request = json.dumps({"program": program, "cwd": os.fspath(cwd), "env": dict(env)}).encode()
+        try:
+            server = Server.of(options, env)
+            socket.send_fds(server.connection, [request], [*standard, answers])
+        except BaseException:
+            os.close(self._answers)
+            raise
+        finally:
+            os.close(answers)
+            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+        self.pid = self._answer()
+        self._child_created = True
+
+    def _answer(self) -> int:
+        answer = os.read(self._answers, ANSWER.size)
+        if not answer:
+            os.close(self._answers)
+            raise RuntimeError("the script server ended")
+        return int(ANSWER.unpack(answer)[0])
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        if self.returncode is None and select.select([self._answers], [], [], 0)[0]:
+            self.returncode = self._answer()
+            os.close(self._answers)
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int:
+        if self.returncode is None:
+            select.select([self._answers], [], [], timeout)
+        code = self._internal_poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return code
+
+
+def start(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: str | Path,
+    stdin: int | None = None,
+    stderr: int = subprocess.PIPE,
+    fresh: bool = False,
+) -> subprocess.Popen[str]:
+    """Start a program with pipes for its output. Where there is no pidfd, it is `fresh`: an interpreter of its own."""
+    kind = subprocess.Popen if fresh or not hasattr(os, "pidfd_open") else Forked
+    return kind(command, env=env, cwd=cwd, text=True, stdin=stdin, stdout=subprocess.PIPE, stderr=stderr)
+
+
+def run(
+    command: Sequence[str], *, env: Mapping[str, str], cwd: str | Path, timeout: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, as `subprocess.run` does with `capture_output` and `text`."""
+    with start(command, env=env, cwd=cwd) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The interpreter's options, and the program with its arguments."""
+    at = 0
+    while arguments[at].startswith("-") and arguments[at] not in ("-m", "-c"):
+        at += 2 if arguments[at] in ("-W", "-X") else 1
+    return list(arguments[:at]), list(arguments[at:])
+
+
+class Server:
+    """A server that runs, of this process."""
+
+    running: ClassVar[dict[tuple[object, ...], Server]] = {}
+
+    def __init__(self, options: Sequence[str], env: Mapping[str, str]) -> None:
+        self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            subprocess.run(
+                [sys.executable, *options, __file__, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                cwd="/",
+                env=env,
+                check=True,
+            )
+        self.owner = os.getpid()
+        atexit.register(self.stop)
+
+    @classmethod
+    def of(cls, options: Sequence[str], env: Mapping[str, str]) -> Server:
+        """The one for these options and variables, which is started if need be."""
+        kept = {name: value for name, value in env.items() if name != CHANGING}
+        key = (os.getpid(), tuple(options), *sorted(kept.items()))
+        if key not in cls.running:
+            cls.running[key] = cls(options, kept)
+        return cls.running[key]
+
+    def stop(self) -> None:
+        """End it. A forked child of its owner does not."""
+        with self.connection:
+            if os.getpid() == self.owner:
+                self.connection.shutdown(socket.SHUT_WR)
+                self.connection.recv(1)
+
+
+def descriptors() -> set[int]:
+    """The connections to them."""
+    return {server.connection.fileno() for server in Server.running.values()}
+
+
+# ------------------------------------------------------------------------------------------- in the server
+
+
+def serve(connection: socket.socket, asker: int) -> dict[str, Any]:
+    """Fork a child for each request, and answer with its pid and later with its exit code. `asker` is a pidfd.
+
+    Returns only in a child: the request.
+    """
+    at_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: meant for the programs
+    asked = connection.fileno()
+    children: dict[int, tuple[int, int]] = {}
+    while True:
+        ready: list[int] = select.select([asked, asker, *children], [], [])[0]
+        if asker in ready:
+            os._exit(0)
+        for pidfd in {*ready} & {*children}:
+            pid, answers = children.pop(pidfd)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            with suppress(BrokenPipeError):
+                os.write(answers, ANSWER.pack(code))
+            os.close(answers)
+            os.close(pidfd)
+        if asked in ready:
+            request, received, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 4)
+            if not request:
+                os._exit(0)
+            *standard, answers = received
+            if (pid := os.fork()) == 0:
+                for number, descriptor in enumerate(standard):
+                    os.dup2(descriptor, number)
+                connection.detach()
+                held = [asked, asker, *received, *children, *(each for _, each in children.values())]
+                os.closerange(3, max(held) + 1)
+                signal.signal(signal.SIGINT, at_interrupt)
+                return dict(json.loads(request))
+            children[os.pidfd_open(pid)] = pid, answers
+            os.write(answers, ANSWER.pack(pid))
+            for descriptor in standard:
+                os.close(descriptor)
+
+
+def become(program: Sequence[str], cwd: str, env: Mapping[str, str]) -> None:
+    """Run the program as `__main__` of this process.
+
+    Raises:
+        SystemExit: with 1, after an exception that nobody caught.
+    """
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    multiprocessing_process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
+    for generator in GENERATORS:
+        generator()
+    main = types.ModuleType("__main__")
+    vars(main).update(__builtins__=sys.modules["builtins"], __annotations__={})
+    sys.modules["__main__"] = main
+    kind, *arguments = program
+    if kind == "-m":
+        import runpy
+
+        sys.path.insert(0, cwd)
+        sys.argv = program[1:]  # type: ignore[assignment]
+        runpy._run_module_as_main(arguments[0])  # type: ignore[attr-defined]
+        return
+    if kind == "-c":
+        sys.path.insert(0, "")
+        sys.argv = ["-c", *arguments[1:]]
+        source, name = arguments[0].encode(), "<string>"
+    else:
+        from importlib.machinery import SourceFileLoader
+
+        sys.path.insert(0, os.path.dirname(os.path.realpath(kind)))  # noqa: PTH120
+        sys.argv = list(program)
+        source, name = Path(kind).read_bytes(), kind
+        vars(main).update(__file__=kind, __cached__=None, __loader__=SourceFileLoader("__main__", kind))
+    try:
+        exec(compile(source, name, "exec", dont_inherit=True), vars(main))
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        outer = error.__traceback__  # this function's frame
+        sys.excepthook(type(error), error.with_traceback(outer and outer.tb_next), None)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    channel, its_asker = socket.socket(fileno=int(sys.argv[1])), os.pidfd_open(int(sys.argv[2]))
+    if os.fork():
+        os._exit(0)  # the server is nobody's child: tests look at the children of their process
+    del sys.path[0]  # this file's folder
+    import numpy as np
+    import torch
+
+    with suppress(ImportError):
+        import_module("asyncloader.async_loader")
+    GENERATORS = (np.random.seed, torch.default_generator.seed)
+    gc.collect()
+    gc.freeze()  # what was imported: at its end a program would copy all of its pages, for a second
+    become(**serve(channel, its_asker))

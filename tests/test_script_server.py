@@ -1,0 +1,150 @@
+"""A program that the script server forks sees, and leaves, what one in a fresh interpreter does."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import script_server
+from tests.integration.running import PATIENCE_S, ROOT, environment
+
+HEAD = "from __future__ import annotations\nimport os, sys\n"
+PROGRAMS = {
+    "what it sees": """
+import json, signal, threading, warnings, random, multiprocessing
+print(__name__, __file__, __spec__, __package__, sys.modules["__main__"].__dict__ is globals(), __builtins__)
+print(sys.argv, sys.path, sys.flags, sys.warnoptions, os.getcwd(), sys.stdout.line_buffering)
+print(sorted(os.environ.items()))
+print(os.getpgid(0) == os.getpgid(os.getppid()), os.getsid(0), signal.getsignal(signal.SIGINT), os.umask(0o22))
+print(threading.enumerate() == [threading.main_thread()], len(os.listdir("/proc/self/task")))
+print(sorted(os.listdir("/proc/self/fd"), key=int), multiprocessing.get_start_method(), sys.stdin.read())
+import torch
+print(torch.get_num_threads(), *warnings.filters, sep="\\n")
+""",
+    "unflushed output": 'sys.stdout.write("no newline"); sys.stderr.write("no newline")',
+    "an exit code": "sys.exit(7)",
+    "words at the end": 'sys.exit("words")',
+    "exit hooks": 'import atexit; atexit.register(print, "hook"); print("end")',
+    "a thread that outlives it": """
+import threading
+main = threading.main_thread()
+threading.Thread(target=lambda: (main.join(), print("after"))).start()
+""",
+    "an exception": "def fail():\n    raise ValueError('words')\n\nfail()",
+    "a warning": "import warnings\nwarnings.warn('words')",
+    "no Python": "a b",
+    "a signal": "os.kill(0 or os.getpid(), 9)",
+    "an interruption": "import signal; signal.raise_signal(signal.SIGINT)",
+    "a spawned process": """
+import multiprocessing
+def work(queue):
+    queue.put((__name__, __file__, os.getcwd(), sys.argv, sys.warnoptions))
+if __name__ == "__main__":
+    for method in ("spawn", "forkserver", "fork"):
+        context = multiprocessing.get_context(method)
+        queue = context.SimpleQueue()
+        process = context.Process(target=work, args=(queue,))
+        process.start()
+        print(queue.get())
+        process.join()
+""",
+}
+
+
+def fresh(command: list[str], **arguments: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, **arguments)
+
+
+def told(
+    run: Callable[..., subprocess.CompletedProcess[str]], command: list[str], folder: Path
+) -> tuple[int, str, str]:
+    done = run(command, cwd=folder, env=environment())
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_as_in_a_fresh_interpreter(name: str, tmp_path: Path) -> None:
+    """The same output, errors and exit code."""
+    script = tmp_path / "script.py"
+    script.write_text(HEAD + PROGRAMS[name])
+    command = [sys.executable, str(script), "an argument", "-x"]
+    ours, theirs = told(script_server.run, command, tmp_path), told(fresh, command, tmp_path)
+    if name == "an interruption":  # with frames of the server in its traceback
+        ours, theirs = (*ours[:2], ours[2][-30:]), (*theirs[:2], theirs[2][-30:])
+    assert ours == theirs
+
+
+def test_each_program_has_other_random_numbers(tmp_path: Path) -> None:
+    """The generators that are seeded when their modules are imported are seeded again."""
+    program = "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.rand(1))"
+    command = [sys.executable, "-c", program]
+    one, other = (told(script_server.run, command, tmp_path) for _ in range(2))
+    assert one[0] == other[0] == 0
+    assert not set(one[1].split()) & set(other[1].split())
+
+
+@pytest.mark.parametrize("program", [["-c", "import sys; print(sys.argv, sys.path[0], __name__)"], ["-m", "printing"]])
+def test_other_kinds_of_program(program: list[str], tmp_path: Path) -> None:
+    """``-c`` and ``-m``, with arguments."""
+    (tmp_path / "printing.py").write_text("import sys; print(sys.argv, sys.path[0], __name__, __spec__.name)")
+    command = [sys.executable, *program, "an argument"]
+    assert told(script_server.run, command, tmp_path) == told(fresh, command, tmp_path)
+
+
+def test_it_is_waited_for_talked_to_and_killed(tmp_path: Path) -> None:
+    """A started program has pipes and a pid, and leaves with the signal that it was sent; one that hangs times out."""
+    command = [sys.executable, "-c", "print(input(), flush=True); input()"]
+    with script_server.start(command, cwd=tmp_path, env=environment(), stdin=subprocess.PIPE) as process:
+        assert process.stdin
+        assert process.stdout
+        process.stdin.write("words\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "words\n"
+        assert process.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == process.returncode == -signal.SIGTERM
+    with pytest.raises(subprocess.TimeoutExpired):
+        script_server.run(
+            [sys.executable, "-c", "import time; time.sleep(60)"], cwd=tmp_path, env=environment(), timeout=0.2
+        )
+
+
+OWNER = f"""
+import os, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests import script_server
+from tests.integration.running import environment
+done = script_server.run([sys.executable, "-c", "import os; print(os.getppid())"], cwd="/", env=environment())
+if os.fork() == 0:
+    signal.pause()  # and keeps a copy of the connection
+print(done.stdout.strip(), flush=True)
+sys.stdin.read()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_server_ends_with_the_process_that_started_it() -> None:
+    """Also with one that is killed, and whose forked child lives."""
+    command = [sys.executable, "-c", OWNER]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, text=True, start_new_session=True, stdin=pipe, stdout=pipe) as owner:
+        assert owner.stdin
+        assert owner.stdout
+        server = os.pidfd_open(int(owner.stdout.readline()))
+        try:
+            owner.stdin.close()
+            assert owner.wait(PATIENCE_S) == -signal.SIGKILL
+            assert select.select([server], [], [], PATIENCE_S)[0]
+        finally:
+            os.close(server)
+            os.killpg(owner.pid, signal.SIGKILL)

@@ -1,0 +1,42 @@
+"""A worker's death is reported behind all that it had sent, in whatever order the loop hears of the two."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from asyncloader.workers.ipc import wire
+from asyncloader.workers.ipc.channel import Channel, channel_pair
+from asyncloader.workers.pool import WorkerPool
+
+
+@pytest.mark.parametrize("held_open", [False, True])
+def test_the_last_answers_come_before_the_death(held_open: bool) -> None:
+    """More than one read brings; and also where a child of the worker keeps its end of the channel open."""
+    ours, theirs = channel_pair()
+    process: Any = SimpleNamespace(channel=Channel(ours), worker_id=0, death=Mock(), release=Mock())
+    heard: list[bytes | str] = []
+    pool: Any = WorkerPool.__new__(WorkerPool)
+    vars(pool).update(
+        _inboxes=[SimpleNamespace(frame=lambda kind, body, *_: heard.append(bytes(body)))],
+        _on_exited=lambda *_: heard.append("death"),
+        _listener=None,
+        _watchdog=None,
+        _loop=None,
+        _owner=os.getpid(),
+        epoch=0,
+    )
+    sent = [bytes([number]) * 50_000 for number in range(3)]
+    for answer in sent:
+        theirs.sendall(wire.pack(wire.ALL_DROPPED, answer))
+    if not held_open:
+        theirs.close()
+    pool._on_death(process)
+    assert heard == [*sent, "death"]
+    process.release.assert_called_once_with()
+    theirs.close()
+    ours.close()
