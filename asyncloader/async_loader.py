@@ -22,8 +22,14 @@ from asyncloader.epoch.thread_workers import has_thread_workers, refusal
 from asyncloader.epoch_config import EpochConfig
 from asyncloader.errors import LoaderClosed
 from asyncloader.explain import explain
-from asyncloader.options import OPTION_NAMES, OUR_OPTION_NAMES, LoaderOptions, LoaderSpec, own_constructor
-from asyncloader.overridable import OverridableProperty
+from asyncloader.options import (
+    OPTION_NAMES,
+    OUR_OPTION_NAMES,
+    LoaderOptions,
+    LoaderSpec,
+    OverridableProperty,
+    own_constructor,
+)
 from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress

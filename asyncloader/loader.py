@@ -23,8 +23,7 @@ from asyncloader.epoch.thread_workers import ThreadIterator, has_thread_workers,
 from asyncloader.errors import LoaderClosed, StateError
 from asyncloader.explain import explain
 from asyncloader.never_iterated import warn_if_replaced
-from asyncloader.options import LoaderSpec, async_index_source
-from asyncloader.overridable import OverridableProperty
+from asyncloader.options import LoaderSpec, OverridableProperty, async_index_source
 from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.statistics import Statistics

@@ -45,6 +45,7 @@ __all__ = [
     "LoaderSpec",
     "OnError",
     "OurOptions",
+    "OverridableProperty",
     "Resume",
     "async_index_source",
     "default_sampler",
@@ -57,6 +58,7 @@ OnError: TypeAlias = Literal["raise", "skip"] | Callable[[Any, Exception], Any]
 BadSamples: TypeAlias = Literal["short", "refill"]
 Resume: TypeAlias = Literal["exact", "replay"]
 
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -376,7 +378,20 @@ class _AsyncStream(IterableDataset[Any]):
 own_constructor(LoaderSpec, "DataLoader")
 
 
-# Functions, not attributes: a user's subclass of the loader may have attributes of any name.
+class OverridableProperty(Generic[T]):
+    """A read-only property that an instance may override by assigning to its name. Subclasses of torch's loader use any
+    names for their attributes, so ours must not be in their way; our own code never reads a loader through these.
+    """
+
+    def __init__(self, read: Callable[[Any], T]) -> None:
+        self._read = read
+        self.__doc__ = read.__doc__
+
+    def __get__(self, instance: object, owner: type | None = None) -> T:
+        return self if instance is None else self._read(instance)  # type: ignore[return-value]
+
+
+# A user's subclass of the loader may have attributes of any name. So what follows are functions, not attributes.
 
 
 def is_iterable(spec: LoaderSpec[Any]) -> bool:
