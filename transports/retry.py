@@ -86,7 +86,7 @@ class RetryPolicy:
         budget_s: seconds without progress after which an operation gives up, 0 or more; one attempt counts for at most
             half of them. 0 never retries.
             Default 120: a rolling restart of a store or of a node's network takes tens of seconds, and users report
-                that budgets below 30 s end their runs; much more would hide a wrong address for too long.
+            that budgets below 30 s end their runs; much more would hide a wrong address for too long.
         first_delay_s: upper bound of the first wait, above 0. Default 0.2: a few round trips.
         cap_s: upper bound of any wait, at least `first_delay_s`. Default 10: how long the end of an outage may go
             unnoticed.
