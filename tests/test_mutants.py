@@ -11,13 +11,14 @@ import pytest
 from tests.mutants import BUGS, Bug, ListError, check, read, run
 
 MODULE = "def double(n: int) -> int:\n    return n + n\n\n\ndef triple(n: int) -> int:\n    return 3 * n\n"
+CONFTEST = "def pytest_addoption(parser):\n    parser.addoption('--all', action='store_true')\n"
 TEST = "from room.code import double\n\ndef test_double():\n    assert double(2) == 4 and double(3) == 6\n"
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A checkout of one module and its test, with a link."""
-    for name, text in (("room/code.py", MODULE), ("tests/test_code.py", TEST), ("conftest.py", ""), ("junk", "")):
+    for name, text in (("room/code.py", MODULE), ("tests/test_code.py", TEST), ("conftest.py", CONFTEST), ("junk", "")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "link").symlink_to("room")
