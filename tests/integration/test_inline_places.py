@@ -97,7 +97,7 @@ def test_slow_batches_are_made_in_the_thread(make: Any) -> None:
 
 @pytest.mark.parametrize("kind", LOOPS)
 def test_batches_that_wait_are_made_in_the_thread(kind: str) -> None:
-    """A wait for the loop itself would never end on it. Long enough to be one on uvloop, whose clock has milliseconds."""
+    """A wait for the loop itself would never end on it. Three milliseconds: uvloop's clock counts whole ones."""
 
     async def run() -> list[int]:
         loop = asyncio.get_running_loop()
