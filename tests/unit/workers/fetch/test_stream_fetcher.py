@@ -130,6 +130,8 @@ async def test_an_async_streams_samples_are_numbered() -> None:
     """The same numbers as those of a blocking stream."""
     stream = seeded(numbers_async(2, 2), 2, asynchronous=True)
     assert [await stream.fetch_async(None) for _ in range(2)] == [(i, at_sample(i, 4)) for i in (2, 3)]
+    with pytest.raises(StopAsyncIteration):
+        await stream.fetch_async(None)
     assert stream.samples == 4
 
 
