@@ -22,6 +22,7 @@ import torch
 from asyncloader import AsyncDataLoader, DataLoader
 from tests import script_server
 from tests.integration.comparing import assert_same
+from tests.torch_versions import torch_is
 
 __all__ = [
     "BOTH",
@@ -240,7 +241,12 @@ class Deaths:
 def environment() -> dict[str, str]:
     """The environment of a script: finds the package, and turns warnings into errors."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
+    warnings = "error"
+    if not torch_is("2.7"):  # its compiler leaves a TemporaryDirectory to the interpreter's exit
+        warnings += ",ignore:Implicitly cleaning up:ResourceWarning"
+    # Debian's torch brings UCX, which writes a page of its own when a process crashes.
+    ucx = {"UCX_ERROR_SIGNALS": ""}
+    return {**os.environ, **ucx, "PYTHONPATH": path, "PYTHONWARNINGS": warnings, "OMP_NUM_THREADS": "1"}
 
 
 def script_file(folder: Path, source: str) -> Path:
