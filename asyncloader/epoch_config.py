@@ -10,13 +10,13 @@ have attributes of their names.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import torch
 
 from asyncloader.delivery.transfer import DeviceLike
-from asyncloader.options import BadSamples, LoaderSpec, OnError, is_iterable
+from asyncloader.options import OUR_OPTION_NAMES, BadSamples, LoaderSpec, OnError, is_iterable
 from asyncloader.samplers.async_sampler import AsyncIndexSource
 from asyncloader.samplers.distributed import OnUneven, Topology, plain_sampler, topology
 from asyncloader.workers.fetch.assignment_client import assigns_shards
@@ -30,7 +30,10 @@ _SEEDED_RESTARTS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EpochConfig:
-    """The options of one epoch, resolved. Made by `of`; holds no reference to the loader."""
+    """The options of one epoch, resolved. Made by `of`; holds no reference to the loader.
+
+    A field of an option's name that `of` does not resolve is the option as given.
+    """
 
     dataset: Any
     iterable: bool
@@ -103,54 +106,33 @@ class EpochConfig:
         iterable, assigned, seeded = is_iterable(loader), assigns_shards(dataset), ours.seed is not None
         exact = ours.resume == "exact" and not loader._asyncloader_replays
         every = ours.snapshot_every_n_steps or 0
-        return cls(
-            dataset=dataset,
-            iterable=iterable,
-            assigns_shards=assigned,
-            concurrent=is_concurrent(dataset, ours.fetch_threads),
-            auto_collation=bool(loader._auto_collation),
-            batch_size=loader.batch_size,
-            drop_last=loader.drop_last,
-            collate_fn=loader.collate_fn,
-            batch_sampler=loader.batch_sampler,
-            sampler=plain_sampler(loader),
-            index_sampler=index_sampler,
-            source=index_sampler if isinstance(index_sampler, AsyncIndexSource) else None,
-            generator=loader.generator,
-            num_workers=loader.num_workers,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
-            in_order=loader.in_order,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            awaits_workers=loader._asyncloader_awaits_workers,
-            seed=ours.seed,
-            topology=topology(loader),
-            on_uneven=ours.on_uneven,
-            run_ahead=ours.run_ahead if seeded and loader.in_order and not iterable else 0,
-            exact=exact,
+        resolved: dict[str, Any] = {
+            "dataset": dataset,
+            "iterable": iterable,
+            "assigns_shards": assigned,
+            "concurrent": is_concurrent(dataset, ours.fetch_threads),
+            "auto_collation": bool(loader._auto_collation),
+            "sampler": plain_sampler(loader),
+            "index_sampler": index_sampler,
+            "source": index_sampler if isinstance(index_sampler, AsyncIndexSource) else None,
+            "awaits_workers": loader._asyncloader_awaits_workers,
+            "topology": topology(loader),
+            "run_ahead": ours.run_ahead if seeded and loader.in_order and not iterable else 0,
+            "exact": exact,
             # A worker stream is assigned the same shards again, so replaying it gives the same samples.
-            replays=not exact or assigned,
-            snapshot_every=every,
+            "replays": not exact or assigned,
+            "snapshot_every": every,
             # After a resume unordered shards are assigned in another order: a replayed stream has other batches.
-            dataset_snapshot_every=1 if assigned and not loader.in_order else every,
-            concurrency=ours.concurrency,
-            fetch_threads=ours.fetch_threads,
-            decode=_decode(dataset if assigned else None, ours.decode),
-            decode_threads=ours.decode_threads,
-            ring_bytes=ours.ring_bytes,
-            worker_timeout=ours.worker_timeout,
-            worker_memory_limit=ours.worker_memory_limit,
-            max_restarts=max_restarts(ours.max_worker_restarts, seeded=seeded),
-            on_error=ours.on_error,
-            bad_samples=ours.bad_samples,
-            max_bad_samples=ours.max_bad_samples,
-            device=ours.device,
-            prefetch_device=ours.prefetch_device,
-            device_transform=ours.device_transform,
-            static_buffers=ours.static_buffers,
-        )
+            "dataset_snapshot_every": 1 if assigned and not loader.in_order else every,
+            "decode": _decode(dataset if assigned else None, ours.decode),
+            "max_restarts": max_restarts(ours.max_worker_restarts, seeded=seeded),
+        }
+        as_given = {
+            field.name: getattr(ours if field.name in OUR_OPTION_NAMES else loader, field.name)
+            for field in fields(cls)
+            if field.name not in resolved
+        }
+        return cls(**as_given, **resolved)
 
     @property
     def seeded(self) -> bool:

@@ -207,12 +207,12 @@ NOTHING: Final = _Mark("NOTHING")
 class WorkerFailure:
     """A task's outcome if user code raised: `error` is an exception, or torch's wrapper of one."""
 
-    __slots__ = ("bad", "busy", "error")
+    __slots__ = ("busy", "error", "records")
 
-    def __init__(self, error: Any, busy: float, bad: bytes) -> None:
+    def __init__(self, error: Any, busy: float, records: bytes) -> None:
         self.error = error
         self.busy = busy
-        self.bad = bad
+        self.records = records
 
 
 class AllDropped(NamedTuple):
@@ -220,7 +220,7 @@ class AllDropped(NamedTuple):
 
     busy: float
     cursor: bytes
-    bad: bytes
+    records: bytes
 
 
 class Notice(NamedTuple):

@@ -199,7 +199,7 @@ class LoaderOptions(Generic[T_co]):
         self._asyncloader_construct(arguments)
 
     def _asyncloader_construct(self, arguments: dict[str, Any]) -> None:
-        """Make the loader of all arguments, by name."""
+        """Make the loader of all arguments, by name. Every loader has its own."""
         raise NotImplementedError
 
 

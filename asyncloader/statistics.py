@@ -83,7 +83,7 @@ class Statistics:
         """Record the time to an iterator's first batch; the newest iterator's value is kept."""
         self.first_batch_s = perf_counter() - begun
 
-    def bad(self, records: Sequence[BadSample]) -> None:
+    def add_bad_samples(self, records: Sequence[BadSample]) -> None:
         """Record samples that raised.
 
         Raises:

@@ -29,7 +29,7 @@ class Answer(NamedTuple):
     ring: Ring | None
     fd: int | None
     cursor: bytes = b""
-    bad: bytes = b""
+    records: bytes = b""
     """Pickled records of samples that were dropped or replaced."""
 
     def discard(self) -> None:
@@ -52,7 +52,7 @@ class Listener(ABC):
         """The worker made a batch."""
 
     @abstractmethod
-    def on_error(self, worker: int, seq: int, busy: float, error: Any, bad: bytes) -> None:
+    def on_error(self, worker: int, seq: int, busy: float, error: Any, records: bytes) -> None:
         """A task raised; `error` is an exception, or torch's wrapper of one."""
 
     @abstractmethod
@@ -60,7 +60,7 @@ class Listener(ABC):
         """The worker's copy of an iterable dataset is exhausted; `cursor` is its final state."""
 
     @abstractmethod
-    def on_empty_batch(self, worker: int, seq: int, busy: float, cursor: bytes, bad: bytes) -> None:
+    def on_empty_batch(self, worker: int, seq: int, busy: float, cursor: bytes, records: bytes) -> None:
         """A task was carried out, but all of its samples were dropped; `cursor` is the state after it."""
 
     @abstractmethod

@@ -53,7 +53,7 @@ class OnDevice(NamedTuple):
     ready: Ready
     result: wire.Result
     cursor: bytes
-    bad: bytes
+    records: bytes
 
 
 class DeviceStage(Stage):
@@ -101,7 +101,7 @@ class DeviceStage(Stage):
         if ready.copied is not None:
             self._releaser.hold(ready.copied, batch if source is None else source)
             self._releaser.wait(_IN_FLIGHT)
-        return OnDevice(ready, answer.result, answer.cursor, answer.bad)
+        return OnDevice(ready, answer.result, answer.cursor, answer.records)
 
     def take(self, outcome: OnDevice) -> Any:
         """The batch for the consumer. In the consumer's thread."""

@@ -204,7 +204,7 @@ class Pinned(NamedTuple):
     batch: Any
     result: wire.Result
     cursor: bytes
-    bad: bytes
+    records: bytes
 
 
 def torch_pin(device: str | None) -> Callable[[Any], Any]:
@@ -228,7 +228,7 @@ class PinStage(Stage):
 
     def prepare(self, answer: Answer) -> Pinned:
         """A pinned copy of the batch."""
-        return Pinned(self._pin(self._opener.open(answer)), answer.result, answer.cursor, answer.bad)
+        return Pinned(self._pin(self._opener.open(answer)), answer.result, answer.cursor, answer.records)
 
 
 def use_current_device() -> Callable[[], None]:

@@ -104,11 +104,11 @@ class AsyncInlineIterator:
             warn_over_length(self._torch_iter)
         return batch
 
-    def _fetch_here(self, bad: list[BadSample]) -> tuple[Any, Any]:
+    def _fetch_here(self, records: list[BadSample]) -> tuple[Any, Any]:
         epoch = self._epoch
         try:
             index = epoch.next_index()
-            return index, self._place.fetch_here(epoch.reader.fetch, index, bad)
+            return index, self._place.fetch_here(epoch.reader.fetch, index, records)
         except asyncio.CancelledError as error:  # not a cancellation of this task, which is not waiting
             raise self_cancelled("the dataset's or sampler's") from error
 

@@ -326,8 +326,8 @@ class Consumer:
             self._without_answer(delivery, item, outcome, waited if first else None)
             return
         if first:
-            if outcome.bad:
-                self._statistics.bad(pickle.loads(outcome.bad))
+            if outcome.records:
+                self._statistics.add_bad_samples(pickle.loads(outcome.records))
             if self._first:
                 self._first = False
                 self._statistics.first_batch(self._begun)
@@ -345,13 +345,13 @@ class Consumer:
             self._progress.failed(item.seq)
             if waited is not None:
                 self._statistics.batch(0, 0, 0, waited, outcome.busy, self._workers)
-                if outcome.bad:
-                    self._statistics.bad(pickle.loads(outcome.bad))
+                if outcome.records:
+                    self._statistics.add_bad_samples(pickle.loads(outcome.records))
             # Moved: raised, it refers to frames that refer to the outcome.
             delivery.error, outcome.error = outcome.error, None
             return
         if isinstance(outcome, AllDropped):
-            batch, records = None, pickle.loads(outcome.bad)
+            batch, records = None, pickle.loads(outcome.records)
         else:
             assert isinstance(outcome, Poisoned)
             try:
@@ -365,7 +365,7 @@ class Consumer:
         else:
             self._progress.delivered(item.seq, item.worker, outcome.cursor if isinstance(outcome, AllDropped) else b"")
         if waited is not None:
-            self._statistics.bad(records)
+            self._statistics.add_bad_samples(records)
         if failed:
             delivery.error = without_batch(self._config.even_ranks)
             return

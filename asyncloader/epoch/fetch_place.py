@@ -88,16 +88,16 @@ class FetchPlace:
         # Modes that torch keeps by thread, such as a default device, would give other batches than in the thread.
         return self._here and not _function_modes() and not _autocasts()
 
-    def fetch_here(self, fetch: _Fetch, index: Any, bad: Any) -> Any:
-        """Return ``fetch(index, bad)``, called in this thread, which is the loop's."""
+    def fetch_here(self, fetch: _Fetch, index: Any, records: Any) -> Any:
+        """Return ``fetch(index, records)``, called in this thread, which is the loop's."""
         self._moved = True
         loop, begin = _running_loop(), perf_counter()
         try:
             _run_as(None)
             if torch.is_grad_enabled():
-                return self._call(fetch, index, bad)
+                return self._call(fetch, index, records)
             with torch.inference_mode(mode=False), torch.enable_grad():
-                return self._call(fetch, index, bad)
+                return self._call(fetch, index, records)
         finally:
             _run_as(loop)
             passed = perf_counter() - begin
@@ -117,18 +117,18 @@ class FetchPlace:
         work = thread_time() - self._work_then - (begin - self.turn)  # at least this much was the batch's own
         return work < HOLD_SECONDS and _waits() == self._waits_then
 
-    def fetch_in_thread(self, fetch: _Fetch, index: Any, bad: Any) -> Awaitable[Any]:
+    def fetch_in_thread(self, fetch: _Fetch, index: Any, records: Any) -> Awaitable[Any]:
         """As `fetch_here`, in the thread. The end of a stream is StopAsyncIteration."""
-        return self.in_thread(partial(self._fetch, fetch, index), bad)
+        return self.in_thread(partial(self._fetch, fetch, index), records)
 
     def in_thread(self, function: Callable[[Any], Any], argument: Any) -> Awaitable[Any]:
         """Call a function in the thread."""
         return asyncio.get_running_loop().run_in_executor(self._executor, function, argument)
 
-    def _fetch(self, fetch: _Fetch, index: Any, bad: Any) -> Any:
+    def _fetch(self, fetch: _Fetch, index: Any, records: Any) -> Any:
         waits, begin = _waits(), thread_time()
         try:
-            return self._call(fetch, index, bad)
+            return self._call(fetch, index, records)
         except StopIteration:
             raise StopAsyncIteration from None  # a future cannot carry StopIteration
         finally:
@@ -140,9 +140,9 @@ class FetchPlace:
             self._due = self._due - 1 if cheap else self._all_due
             self._here = self._movable and self._due <= 0
 
-    def _call(self, fetch: _Fetch, index: Any, bad: Any) -> Any:
+    def _call(self, fetch: _Fetch, index: Any, records: Any) -> Any:
         try:
-            return self._context.run(fetch, index, bad)
+            return self._context.run(fetch, index, records)
         except StopIteration:
             raise
         except StopAsyncIteration as error:  # not how a blocking dataset ends

@@ -182,9 +182,9 @@ class InlineEpoch:
         Raises:
             StopIteration: the epoch has ended.
         """
-        bad: list[BadSample] = []
+        records: list[BadSample] = []
         try:
-            index, batch = fetch(bad)
+            index, batch = fetch(records)
             if self.agreement is not None and not self.agreement.batch():
                 raise StopIteration
             cursor = self.reader.cursor()
@@ -193,7 +193,7 @@ class InlineEpoch:
             elif self.pin is not None:
                 batch = self.pin(batch)
         except NoSamples:
-            return self.dropped(self.reader.cursor(), bad)
+            return self.dropped(self.reader.cursor(), records)
         except StopIteration:
             if self.agreement is not None:
                 self.agreement.end()
@@ -202,18 +202,18 @@ class InlineEpoch:
         except BaseException:
             if self.agreement is not None:
                 self.agreement.fail()
-            self.failed(bad)
+            self.failed(records)
             raise
-        return self.delivered(index, batch, cursor, bad, perf_counter() - begin)
+        return self.delivered(index, batch, cursor, records, perf_counter() - begin)
 
-    def delivered(self, index: Any, batch: Any, cursor: bytes, bad: list[BadSample], waited: float) -> Any:
+    def delivered(self, index: Any, batch: Any, cursor: bytes, records: list[BadSample], waited: float) -> Any:
         """Record that the consumer gets this batch, and return it.
 
         Raises:
             TooManyBadSamples: the consumer gets this error instead.
         """
-        if bad:
-            self._record(bad)
+        if records:
+            self._record(records)
         self.progress.delivered(self._tasks, 0, cursor)
         self._tasks += 1
         nbytes = _batch_nbytes(batch)
@@ -223,11 +223,11 @@ class InlineEpoch:
         if not self._delivered:
             self._delivered = True
             self._statistics.first_batch(self._begun)
-        self._statistics.batch(_count_samples(self._config, index, bad), nbytes, 0, waited, waited, 1)
+        self._statistics.batch(_count_samples(self._config, index, records), nbytes, 0, waited, waited, 1)
         self._statistics.count_here()
         return batch
 
-    def dropped(self, cursor: bytes, bad: list[BadSample]) -> Any:
+    def dropped(self, cursor: bytes, records: list[BadSample]) -> Any:
         """Record that all samples of a batch were dropped, and return `NO_BATCH`.
 
         Raises:
@@ -236,14 +236,14 @@ class InlineEpoch:
         """
         ranks = self._config.even_ranks
         if ranks > 1:
-            self.failed(bad)
+            self.failed(records)
             raise without_batch(ranks) from None
         self.progress.delivered(self._tasks, 0, cursor)
         self._tasks += 1
-        self._record(bad)
+        self._record(records)
         return NO_BATCH
 
-    def failed(self, bad: list[BadSample]) -> None:
+    def failed(self, records: list[BadSample]) -> None:
         """Record that the consumer gets an error instead of the batch.
 
         Raises:
@@ -251,16 +251,16 @@ class InlineEpoch:
         """
         self.progress.failed(self._tasks)
         self._tasks += 1
-        self._record(bad)
+        self._record(records)
 
     def finish(self) -> None:
         """Record that the consumer sees the end of the epoch."""
         self.progress.ends[0] = self.reader.last_cursor()
         self.progress.finish()
 
-    def _record(self, bad: list[BadSample]) -> None:
+    def _record(self, records: list[BadSample]) -> None:
         try:
-            self._statistics.bad(bad)
+            self._statistics.add_bad_samples(records)
         except TooManyBadSamples:
             self.over = True
             if self.agreement is not None:
@@ -314,12 +314,12 @@ def _make_reader(torch_iter: _BaseDataLoaderIter, progress: Progress) -> Reader:
     return reader
 
 
-def _count_samples(config: EpochConfig, index: Any, bad: Sequence[BadSample]) -> int:
+def _count_samples(config: EpochConfig, index: Any, records: Sequence[BadSample]) -> int:
     """Number of samples in a batch of this index (an iterable dataset's last batch may have fewer)."""
     if config.seed is not None and not config.iterable:
         index = index[1]  # seeded mode: (position, index)
     count = len(index) if config.auto_collation and hasattr(index, "__len__") else 1
-    return count - dropped_count(bad) if bad else count
+    return count - dropped_count(records) if records else count
 
 
 def _batch_nbytes(batch: Any) -> int:

@@ -29,11 +29,11 @@ __all__ = ["BatchPrefetcher"]
 class _Entry:
     """One batch. `index` is set before `samples` is done."""
 
-    __slots__ = ("bad", "index", "samples")
+    __slots__ = ("index", "records", "samples")
 
     def __init__(self) -> None:
         self.index: Any = None
-        self.bad: list[BadSample] = []
+        self.records: list[BadSample] = []
         self.samples: asyncio.Future[Any] | None = None
 
 
@@ -86,7 +86,7 @@ class BatchPrefetcher:
 
     async def _fetch(self, entry: _Entry) -> Any:
         await self._context.open()
-        return await self._reader.samples(entry.index, entry.bad)
+        return await self._reader.samples(entry.index, entry.records)
 
     async def _fetch_next(self, entry: _Entry, next_index: Callable[[], Awaitable[Any]]) -> Any:
         if self._index_lock is None:
@@ -95,8 +95,8 @@ class BatchPrefetcher:
             entry.index = await next_index()
         return await self._fetch(entry)
 
-    async def take(self, bad: list[BadSample]) -> tuple[Any, Any]:
-        """The next batch, with its index. The records of its bad samples are added to `bad`, also if this raises.
+    async def take(self, records: list[BadSample]) -> tuple[Any, Any]:
+        """The next batch, with its index. Adds to `records` those of its bad samples, also if this raises.
 
         Raises:
             StopAsyncIteration: nothing was started.
@@ -110,7 +110,7 @@ class BatchPrefetcher:
             samples = await entry.samples
             return entry.index, self._reader.collated(entry.index, samples)
         finally:
-            bad += entry.bad
+            records += entry.records
             if self._entries and self._entries[0] is entry:
                 self._entries.popleft()
             entry.samples = None

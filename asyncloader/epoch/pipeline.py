@@ -206,18 +206,18 @@ class Pipeline(Listener):
         self._handle(Completed(worker, answer.result.seq, answer))
         self._made_batch(worker)
 
-    def on_error(self, worker: int, seq: int, busy: float, error: Any, bad: bytes) -> None:
+    def on_error(self, worker: int, seq: int, busy: float, error: Any, records: bytes) -> None:
         """See `Listener`."""
         if self._resume_points is not None:
             self._resume_points.failed(worker)
-        self._handle(Completed(worker, seq, WorkerFailure(error, busy, bad)))
+        self._handle(Completed(worker, seq, WorkerFailure(error, busy, records)))
         self._made_batch(worker)
 
-    def on_empty_batch(self, worker: int, seq: int, busy: float, cursor: bytes, bad: bytes) -> None:
+    def on_empty_batch(self, worker: int, seq: int, busy: float, cursor: bytes, records: bytes) -> None:
         """See `Listener`."""
         if self._resume_points is not None:
             self._resume_points.answered(worker, cursor)
-        self._handle(Completed(worker, seq, AllDropped(busy, cursor, bad)))
+        self._handle(Completed(worker, seq, AllDropped(busy, cursor, records)))
         self._made_batch(worker)
 
     def on_exhausted(self, worker: int, seq: int, cursor: bytes) -> None:

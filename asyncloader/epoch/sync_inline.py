@@ -92,17 +92,17 @@ class SyncInlineIterator(CountedNext):
                 return batch
         raise StopIteration
 
-    def _fetch_here(self, bad: list[BadSample]) -> tuple[Any, Any]:
+    def _fetch_here(self, records: list[BadSample]) -> tuple[Any, Any]:
         index = self._epoch.next_index()
-        return index, self._epoch.reader.fetch(index, bad)
+        return index, self._epoch.reader.fetch(index, records)
 
-    def _fetch_on_bridge(self, bad: list[BadSample]) -> tuple[Any, Any]:
+    def _fetch_on_bridge(self, records: list[BadSample]) -> tuple[Any, Any]:
         if self._bridge is None:
             raise StopIteration
         epoch = self._epoch
         ahead = [] if epoch.prefetcher is None else epoch.indices_ahead(epoch.prefetcher)
         try:
-            return self._bridge.run(_fetch(epoch, ahead, bad))
+            return self._bridge.run(_fetch(epoch, ahead, records))
         except StopAsyncIteration:
             self._release()
             raise StopIteration from None
@@ -144,18 +144,18 @@ class SyncInlineIterator(CountedNext):
             self._close_soon()
 
 
-async def _fetch(epoch: InlineEpoch, ahead: list[Any], bad: list[BadSample]) -> tuple[Any, Any]:
+async def _fetch(epoch: InlineEpoch, ahead: list[Any], records: list[BadSample]) -> tuple[Any, Any]:
     """The next batch with its index, of an async dataset or from an async sampler."""
     if epoch.prefetcher is not None:
         epoch.start_ahead(epoch.prefetcher, ahead)
     with UnexpectedCancellation("the dataset's or sampler's"):
         if epoch.prefetcher is not None:
-            return await epoch.prefetcher.take(bad)
+            return await epoch.prefetcher.take(records)
         index = await epoch.next_index_async()
         if epoch.reader.asynchronous:
             await epoch.context.open()
-            return index, await epoch.reader.fetch_async(index, bad)
-        return index, epoch.reader.fetch(index, bad)
+            return index, await epoch.reader.fetch_async(index, records)
+        return index, epoch.reader.fetch(index, records)
 
 
 async def _close_reader_and_warn(prefetcher: BatchPrefetcher | None, reader: Reader, context: DatasetContext) -> None:

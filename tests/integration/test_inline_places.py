@@ -130,7 +130,7 @@ def test_a_dataset_that_is_slow_now_and_then_goes_back() -> None:
 
     def now_and_then(index: int) -> int:
         if index % 20 == 19:
-            time.sleep(30 * HOLD_SECONDS)
+            time.sleep(30 * HOLD_SECONDS)  # what is tested: a sample that takes long
         return index
 
     dataset = Calls(now_and_then, 200)
@@ -369,7 +369,7 @@ class Drawn(Dataset[Any]):
         try:
             self.threads.add(threading.current_thread())
             if self.seconds[index]:
-                time.sleep(self.seconds[index])
+                time.sleep(self.seconds[index])  # slow samples, as drawn
             if self.faults[index]:
                 raise ValueError(f"sample {index}")
             return torch.rand(2) + index

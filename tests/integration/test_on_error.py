@@ -168,7 +168,7 @@ def test_function_may_raise(workers: int) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", WORKERS)
-def test_rotten_dataset_is_stopped(kind: str, workers: int) -> None:
+def test_a_dataset_of_bad_samples_is_stopped(kind: str, workers: int) -> None:
     """Beyond `max_bad_samples` the epoch ends with an error; iteration does not go on behind it."""
     options: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "on_error": "skip", "max_bad_samples": 3}
     dataset = Rotten(20, {0, 2, 4, 6, 8})

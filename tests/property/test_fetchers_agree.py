@@ -14,7 +14,7 @@ from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import BadSample, ErrorPolicy, NoSamples
 from asyncloader.workers.fetch.seeding import sample_rng
 from tests.drawn import scaled
-from tests.unit.workers.fetch.rotten import SEEDED, fetch, places, reader
+from tests.unit.workers.fetch.raising import SEEDED, fetch, places, reader
 
 LENGTH = 60
 

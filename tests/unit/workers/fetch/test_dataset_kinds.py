@@ -20,7 +20,7 @@ class Plain(Dataset[int]):
         return 100
 
 
-class Whole(Plain):
+class Getitems(Plain):
     def __getitems__(self, indices: list[int]) -> list[int]:
         return [index * 10 for index in indices]
 
@@ -79,7 +79,7 @@ def test_which_datasets_are_async(dataset: Any, asynchronous: bool) -> None:
 
 def test_views_of_torch_only_pass_indices_on() -> None:
     """A dataset's own `__getitems__` is found through torch's views; a view alone does not count."""
-    plain, whole = Plain(), Whole()
+    plain, whole = Plain(), Getitems()
     assert fetches_batches(whole)
     assert fetches_batches(Subset(Subset(whole, [0, 1]), [0]))
     assert fetches_batches(StackDataset(plain, whole))

@@ -17,31 +17,22 @@ from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample import SampleMaker
 from asyncloader.workers.fetch.sample_errors import BadSample
-from asyncloader.workers.fetch.seeding import global_generators_kept
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.fetch.stream_fetcher import StreamFetcher
-from tests.unit.workers.fetch.rotten import (
+from tests.unit.workers.fetch.raising import (
     MODES,
     SEEDED,
     SKIP,
+    AsyncGetitems,
     AsyncMap,
     AsyncStream,
-    AsyncWhole,
+    Getitems,
     Map,
     Stream,
-    Whole,
     at,
     fetch,
     reader,
 )
-
-
-@pytest.fixture(autouse=True)
-def generators_kept() -> Any:
-    """These tests seed the process's generators: restore them afterwards."""
-    with global_generators_kept():
-        yield
-
 
 # --------------------------------------------------------------------------------- torch's rules, to the letter
 
@@ -127,7 +118,7 @@ async def test_an_error_names_its_sample(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", [Whole, AsyncWhole])
+@pytest.mark.parametrize("kind", [Getitems, AsyncGetitems])
 async def test_an_error_of_a_whole_batch_names_the_batch(kind: Any, mode: str) -> None:
     """With `__getitems__` it is unknown which sample raised."""
     found = await note_of(reader(kind(5), seeded=MODES[mode]), at(mode, 0, [4, 5]))

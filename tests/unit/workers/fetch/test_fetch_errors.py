@@ -10,22 +10,22 @@ import torch
 from torch.utils.data import Subset
 
 from asyncloader.workers.fetch.sample_errors import BadSample, ErrorPolicy, NoSamples, substitute_index
-from asyncloader.workers.fetch.seeding import global_generators_kept, sample_rng
+from asyncloader.workers.fetch.seeding import sample_rng
 from asyncloader.workers.fetch.setup import EpochStart
-from tests.unit.workers.fetch.rotten import (
+from tests.unit.workers.fetch.raising import (
     LENGTH,
     MODES,
     REFILL,
     SEEDED,
     SKIP,
+    AsyncGetitems,
     AsyncMap,
-    AsyncOnlyWhole,
+    AsyncOnlyGetitems,
     AsyncStream,
-    AsyncWhole,
+    Getitems,
     Map,
-    OnlyWhole,
+    OnlyGetitems,
     Stream,
-    Whole,
     at,
     fetch,
     indices,
@@ -34,15 +34,8 @@ from tests.unit.workers.fetch.rotten import (
 )
 
 
-@pytest.fixture(autouse=True)
-def generators_kept() -> Any:
-    """These tests seed the process's generators: restore them afterwards."""
-    with global_generators_kept():
-        yield
-
-
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", [Map, AsyncMap, Whole, AsyncWhole])
+@pytest.mark.parametrize("kind", [Map, AsyncMap, Getitems, AsyncGetitems])
 async def test_a_batch_comes_without_its_bad_samples(kind: Any, mode: str) -> None:
     """In order, with a record each in the batch's order; the others have the numbers that they have anyway."""
     batch = [0, 9, 4, 3, 7]
@@ -54,13 +47,13 @@ async def test_a_batch_comes_without_its_bad_samples(kind: Any, mode: str) -> No
     assert [record.worker for record in bad] == [2, 2]
     assert [record.error for record in bad] == ["ValueError: bad 9", "ValueError: bad 3"]
     if seeded:
-        single = kind if kind in (Map, AsyncMap) else (AsyncMap if kind is AsyncWhole else Map)
+        single = kind if kind in (Map, AsyncMap) else (AsyncMap if kind is AsyncGetitems else Map)
         whole = await fetch(reader(single(), seeded=SEEDED), (20, batch))
         assert found == [whole[0], whole[2], whole[4]]
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", [Map, AsyncMap, Whole, AsyncWhole])
+@pytest.mark.parametrize("kind", [Map, AsyncMap, Getitems, AsyncGetitems])
 async def test_a_good_batch_is_the_same_with_a_policy(kind: Any, mode: str) -> None:
     """Nothing is recorded, and every number is that of a loader without a policy."""
     bad: list[BadSample] = []
@@ -93,7 +86,7 @@ async def test_a_batch_without_any_sample_left_is_none(kind: Any, mode: str) -> 
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", [OnlyWhole, AsyncOnlyWhole])
+@pytest.mark.parametrize("kind", [OnlyGetitems, AsyncOnlyGetitems])
 async def test_without_getitem_the_whole_batch_is_bad(kind: Any, mode: str) -> None:
     """The error of `Dataset.__getitem__` is not taken for the samples' own."""
     bad: list[BadSample] = []
@@ -186,32 +179,32 @@ async def test_a_cancelled_fetch_is_not_skipped() -> None:
 # -------------------------------------------------------------------------------------- substitutes and functions
 
 
-@pytest.mark.parametrize("kind", [Map, AsyncMap, Whole, AsyncWhole])
+@pytest.mark.parametrize("kind", [Map, AsyncMap, Getitems, AsyncGetitems])
 async def test_lost_samples_are_refilled(kind: Any) -> None:
     """By the index that (seed, epoch, position) gives, under the numbers of the position, however batches are cut."""
-    rotten = [index for index in range(LENGTH) if index % 4 == 1]
+    raising = [index for index in range(LENGTH) if index % 4 == 1]
     batch = [0, 1, 2, 5]
     bad: list[BadSample] = []
-    one = reader(kind(*rotten), REFILL, seeded=SEEDED)
+    one = reader(kind(*raising), REFILL, seeded=SEEDED)
     found = await fetch(one, (30, batch), bad)
     assert len(found) == 4
     for position, index in ((31, 1), (33, 5)):
         tried = [substitute_index(3, 0, position, attempt, LENGTH) for attempt in range(16)]
-        good = next(at for at in tried if at not in rotten)
+        good = next(at for at in tried if at not in raising)
         records = [record for record in bad if record.position == position]
         assert [record.index for record in records] == [index, *tried[: tried.index(good)]]
         assert [record.substitute for record in records] == [good] + [None] * (len(records) - 1)
         single = AsyncMap() if one.asynchronous else Map()
         (fresh,) = await fetch(reader(single, seeded=SEEDED), (position, [good]))
         assert found[position - 30][:2] == fresh[:2]
-    halves = [await fetch(reader(kind(*rotten), REFILL, seeded=SEEDED), (30 + i, batch[i : i + 2])) for i in (0, 2)]
+    halves = [await fetch(reader(kind(*raising), REFILL, seeded=SEEDED), (30 + i, batch[i : i + 2])) for i in (0, 2)]
     assert [sample[:2] for half in halves for sample in half] == [sample[:2] for sample in found]
-    (third,) = await fetch(reader(kind(*rotten), REFILL, seeded=SEEDED, start=EpochStart(epoch=1)), (31, [1]))
+    (third,) = await fetch(reader(kind(*raising), REFILL, seeded=SEEDED, start=EpochStart(epoch=1)), (31, [1]))
     assert third[1] != found[1][1]
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", [Map, AsyncMap, Whole, AsyncWhole])
+@pytest.mark.parametrize("kind", [Map, AsyncMap, Getitems, AsyncGetitems])
 async def test_a_function_replaces(kind: Any, mode: str) -> None:
     """`on_error` draws random numbers of the sample's position."""
 
@@ -241,7 +234,7 @@ async def test_an_async_function_is_awaited() -> None:
             reader(dataset, ErrorPolicy(ask))
 
 
-@pytest.mark.parametrize("kind", [Map, AsyncMap, Whole, AsyncWhole, Stream, AsyncStream])
+@pytest.mark.parametrize("kind", [Map, AsyncMap, Getitems, AsyncGetitems, Stream, AsyncStream])
 async def test_what_a_function_raises_fails_the_batch(kind: Any) -> None:
     """From the sample's exception, with a note on the sample; what was replaced before it is on record."""
 

@@ -65,6 +65,13 @@ class Failing(Async):
         raise AssertionError
 
 
+class FailsAt3(Async):
+    async def __getitem__(self, index: int) -> int:
+        if index == 3:
+            raise KeyError(index)
+        return await super().__getitem__(index)
+
+
 def fetcher(dataset: Any, *, auto: bool = True, concurrency: int = 256) -> AsyncMapFetcher:
     return AsyncMapFetcher(SampleMaker(dataset, asynchronous=True), auto, lambda data: data, concurrency)
 
@@ -116,14 +123,7 @@ async def test_first_error_cancels_the_others_and_is_raised_alone() -> None:
 
 async def test_cancelled_samples_are_told() -> None:
     """The samples that were under way when another failed see a cancellation and can clean up."""
-
-    class Mixed(Async):
-        async def __getitem__(self, index: int) -> int:
-            if index == 3:
-                raise KeyError(index)
-            return await super().__getitem__(index)
-
-    dataset = Mixed()
+    dataset = FailsAt3()
     with pytest.raises(KeyError):
         await fetcher(dataset).fetch_async([1, 2, 3])
     assert sorted(dataset.cancelled) == [1, 2]
@@ -160,14 +160,7 @@ async def test_cancelling_a_fetch_cancels_its_samples() -> None:
 
 async def test_concurrency_is_free_again_after_an_error() -> None:
     """A failed batch takes no permission with it."""
-
-    class Sometimes(Async):
-        async def __getitem__(self, index: int) -> int:
-            if index == 3:
-                raise KeyError(index)
-            return await super().__getitem__(index)
-
-    f = fetcher(Sometimes(), concurrency=1)
+    f = fetcher(FailsAt3(), concurrency=1)
     for _ in range(3):
         with pytest.raises(KeyError):
             await f.fetch_async([3, 1])

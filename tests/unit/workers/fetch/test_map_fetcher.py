@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from torch.utils.data import StackDataset, Subset
 
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.sample import SampleMaker
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy, SampleErrorHandler
-from asyncloader.workers.fetch.seeding import EpochSeeding, SampleSeeder, global_generators_kept, sample_rng
-
-
-@pytest.fixture(autouse=True)
-def generators_kept() -> Any:
-    """These tests seed the process's generators: restore them afterwards."""
-    with global_generators_kept():
-        yield
-
-
-def drawn() -> tuple[float, ...]:
-    """One number of each generator there is."""
-    rng = sample_rng()
-    own = rng.random.random(), float(rng.numpy.random()), float(torch.rand((), generator=rng.torch))
-    return random.random(), float(np.random.random()), float(torch.rand(())), *own
-
-
-def at_sample(position: int, *words: int) -> tuple[float, ...]:
-    SampleSeeder(1, 0, *words).sample(position)
-    return drawn()
+from asyncloader.workers.fetch.seeding import EpochSeeding, SampleSeeder
+from tests.unit.workers.fetch.drawing import at_sample, drawn
 
 
 def at_batch(position: int) -> tuple[float, ...]:
@@ -55,7 +34,7 @@ class Drawing:
         return index, drawn()
 
 
-class Whole(Drawing):
+class Getitems(Drawing):
     """Makes its batches at once."""
 
     def __getitems__(self, indices: list[Any]) -> Any:
@@ -95,8 +74,8 @@ def test_an_empty_batch_is_one() -> None:
 
 def test_batches_made_at_once_are_seeded_at_once() -> None:
     """`__getitems__` has the batch's numbers; without automatic batching it is not used, as in torch."""
-    assert fetcher(Whole()).fetch((6, [1, 2])) == [(1, None), (2, None), at_batch(6)]
-    assert fetcher(Whole(), auto=False).fetch((6, 1)) == (1, at_sample(6))
+    assert fetcher(Getitems()).fetch((6, [1, 2])) == [(1, None), (2, None), at_batch(6)]
+    assert fetcher(Getitems(), auto=False).fetch((6, 1)) == (1, at_sample(6))
 
 
 def test_the_users_collation_has_numbers_of_its_own() -> None:
@@ -112,7 +91,7 @@ def test_the_users_collation_has_numbers_of_its_own() -> None:
 
 def test_a_batchs_two_makers_do_not_draw_the_same() -> None:
     """What `__getitems__` drew is not drawn again by the collation."""
-    both = fetcher(Whole(), collate=lambda data: (data[-1], drawn())).fetch((6, [1]))
+    both = fetcher(Getitems(), collate=lambda data: (data[-1], drawn())).fetch((6, [1]))
     assert both[0] != both[1]
 
 

@@ -7,7 +7,6 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset
@@ -15,23 +14,10 @@ from torch.utils.data import IterableDataset
 from asyncloader.errors import StateError
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.reader import Reader
-from asyncloader.workers.fetch.seeding import global_generators_kept, sample_rng
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
+from tests.unit.workers.fetch.drawing import drawn
 
 LENGTH = 11
-
-
-@pytest.fixture(autouse=True)
-def generators_kept() -> Any:
-    """These tests seed the process's generators: restore them afterwards."""
-    with global_generators_kept():
-        yield
-
-
-def drawn() -> tuple[float, ...]:
-    rng = sample_rng()
-    own = rng.random.random(), float(rng.numpy.random()), float(torch.rand((), generator=rng.torch))
-    return random.random(), float(np.random.random()), float(torch.rand(())), *own
 
 
 class Map:
@@ -94,14 +80,14 @@ class StatefulStream(Stream):
         self.at = state["at"]
 
 
-class Places:
+class StreamIterator:
     """An iterator with a state of its own."""
 
     def __init__(self, owner: TwoStates) -> None:
         self.owner = owner
         self.at = 0
 
-    def __iter__(self) -> Places:
+    def __iter__(self) -> StreamIterator:
         return self
 
     def __next__(self) -> Any:
@@ -123,7 +109,7 @@ class TwoStates(Stream):
 
     def __iter__(self) -> Iterator[Any]:
         self.calls.append("iter")
-        return Places(self)
+        return StreamIterator(self)
 
     def state_dict(self) -> Any:
         return {"length": self.length}

@@ -15,18 +15,11 @@ from torch.utils.data import Subset
 from asyncloader.errors import StateError
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.reader import Reader
-from asyncloader.workers.fetch.seeding import SampleSeeder, global_generators_kept, sample_rng
+from asyncloader.workers.fetch.seeding import SampleSeeder, sample_rng
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
 
 LENGTH = 11
 SEEDED = SeededSetup(seed=3, replicas=1, first_stream=0, seed_collate=False)
-
-
-@pytest.fixture(autouse=True)
-def generators_kept() -> Any:
-    """These tests seed the process's generators: restore them afterwards."""
-    with global_generators_kept():
-        yield
 
 
 def drawn() -> float:
@@ -46,7 +39,7 @@ class Map:
         return index, first, drawn()
 
 
-class Whole(Map):
+class Getitems(Map):
     async def __getitems__(self, indices: list[int]) -> Any:
         await asyncio.sleep(0)
         return [(index, drawn()) for index in indices]
@@ -71,12 +64,12 @@ class Stream:
             yield number, drawn()
 
 
-class Places:
+class StreamIterator:
     """An asynchronous iterator with a state."""
 
     at = 0
 
-    def __aiter__(self) -> Places:
+    def __aiter__(self) -> StreamIterator:
         return self
 
     async def __anext__(self) -> Any:
@@ -94,8 +87,8 @@ class Places:
 
 
 class StatefulStream:
-    def __aiter__(self) -> Places:
-        return Places()
+    def __aiter__(self) -> StreamIterator:
+        return StreamIterator()
 
 
 class Broken(Stream):
@@ -169,7 +162,7 @@ async def test_replicas_stand_apart() -> None:
 
 async def test_batches_made_at_once_are_seeded_at_once() -> None:
     """`__getitems__` has numbers of its batch; batches that are made at the same time do not mix."""
-    one = reader(Whole())
+    one = reader(Getitems())
     found = await asyncio.gather(*(one.fetch_async((position, [1, 2])) for position in (0, 5)))
     assert found == [await one.fetch_async((position, [1, 2])) for position in (0, 5)]
     assert found[0] != found[1]

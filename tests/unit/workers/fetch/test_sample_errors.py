@@ -262,7 +262,7 @@ def test_places_are_counted_and_not_records() -> None:
 
 
 def test_after_16_substitutes_the_sample_is_skipped() -> None:
-    """A dataset that is rotten all over does not keep the worker."""
+    """A dataset all of whose samples raise does not keep the worker."""
     made: list[int] = []
     bad: list[BadSample] = []
     assert run_blocking(handler(REFILL).handle(7, 40, raised(ValueError("bad")), bad, make(set(), made))) is DROPPED

@@ -32,13 +32,6 @@ seeds = st.integers(0, (1 << 64) - 1)
 positions = st.integers(-1, 1 << 62)
 
 
-@pytest.fixture(autouse=True)
-def generators_kept() -> Any:
-    """These tests seed the process's generators: restore them afterwards."""
-    with global_generators_kept():
-        yield
-
-
 def globals_drawn() -> tuple[float, float, float]:
     return random.random(), float(np.random.random()), float(torch.rand(()))
 

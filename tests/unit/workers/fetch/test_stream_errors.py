@@ -11,9 +11,9 @@ import pytest
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import BadSample, ErrorPolicy, NoSamples
-from asyncloader.workers.fetch.seeding import global_generators_kept, sample_rng
+from asyncloader.workers.fetch.seeding import sample_rng
 from asyncloader.workers.fetch.setup import EpochStart
-from tests.unit.workers.fetch.rotten import (
+from tests.unit.workers.fetch.raising import (
     MODES,
     SEEDED,
     SKIP,
@@ -29,29 +29,22 @@ from tests.unit.workers.fetch.rotten import (
 )
 
 
-@pytest.fixture(autouse=True)
-def generators_kept() -> Any:
-    """These tests seed the process's generators: restore them afterwards."""
-    with global_generators_kept():
-        yield
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("kind", [Stream, AsyncStream])
 async def test_a_stream_goes_on_past_bad_samples(kind: Any, drop_last: bool, mode: str) -> None:
     """A bad sample counts towards its batch's size, so all other samples and their random numbers are unchanged."""
     options: dict[str, Any] = {"seeded": MODES[mode], "drop_last": drop_last}
-    rotten = {1, 4, 5, 6, 7, 10}
+    raising = {1, 4, 5, 6, 7, 10}
     bad: list[BadSample] = []
-    found = await rest(reader(kind(15, *rotten), SKIP, **options), bad)
+    found = await rest(reader(kind(15, *raising), SKIP, **options), bad)
     assert [batch and indices(batch) for batch in found] == [[0, 2, 3], None, [8, 9, 11], [12, 13, 14]][
         : 3 if drop_last else 4
     ]
-    assert places(bad) == [(None, number, "skipped") for number in sorted(rotten)]
+    assert places(bad) == [(None, number, "skipped") for number in sorted(raising)]
     if mode == "seeded":
         whole = await rest(reader(kind(15), **options))
-        assert found == [[s for s in batch if s[0] not in rotten] or None for batch in whole]
+        assert found == [[s for s in batch if s[0] not in raising] or None for batch in whole]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -119,10 +112,10 @@ async def test_a_stream_that_only_raises_is_given_up(kind: Any) -> None:
 @pytest.mark.parametrize("kind", [Stream, AsyncStream])
 async def test_a_stream_with_bad_samples_goes_on_at_any_batch(kind: Any, every: int, policy: ErrorPolicy) -> None:
     """From each cursor, and what was made since, another copy gives the rest: samples, numbers and records."""
-    rotten = (0, 5, 8, 9, 10, 11, 14, 18)
+    raising = (0, 5, 8, 9, 10, 11, 14, 18)
 
     def made(start: EpochStart) -> Reader:
-        return reader(kind(19, *rotten), policy, seeded=SEEDED, snapshot_every=every, start=start)
+        return reader(kind(19, *raising), policy, seeded=SEEDED, snapshot_every=every, start=start)
 
     async def step(one: Reader) -> tuple[Any, list[BadSample]]:
         bad: list[BadSample] = []

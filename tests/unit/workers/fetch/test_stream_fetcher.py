@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from torch.utils.data import IterableDataset
 
 from asyncloader.workers.fetch.sample import SampleMaker
-from asyncloader.workers.fetch.seeding import EpochSeeding, SampleSeeder, global_generators_kept, sample_rng
+from asyncloader.workers.fetch.seeding import EpochSeeding, SampleSeeder
 from asyncloader.workers.fetch.stream_fetcher import StreamFetcher
-
-
-@pytest.fixture(autouse=True)
-def generators_kept() -> Any:
-    """These tests seed the process's generators: restore them afterwards."""
-    with global_generators_kept():
-        yield
+from tests.unit.workers.fetch.drawing import at_sample, drawn
 
 
 class AsyncStream(IterableDataset[int]):
@@ -80,18 +71,6 @@ async def test_error_of_a_stream_is_raised() -> None:
 
 
 # --------------------------------------------------------------------------------------------------- seeded mode
-
-
-def drawn() -> tuple[float, ...]:
-    """One number of each generator there is."""
-    rng = sample_rng()
-    own = rng.random.random(), float(rng.numpy.random()), float(torch.rand((), generator=rng.torch))
-    return random.random(), float(np.random.random()), float(torch.rand(())), *own
-
-
-def at_sample(position: int, *words: int) -> tuple[float, ...]:
-    SampleSeeder(1, 0, *words).sample(position)
-    return drawn()
 
 
 def numbers(start: int, count: int) -> Iterator[Any]:

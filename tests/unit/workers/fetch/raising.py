@@ -48,36 +48,36 @@ class AsyncMap(Map):
         return self.sample(index)
 
 
-class Whole(Map):
+class Getitems(Map):
     def __getitems__(self, indices: list[int]) -> Any:
         return [self.sample(index) for index in indices]
 
 
-class OnlyWhole(Dataset[Any]):
+class OnlyGetitems(Dataset[Any]):
     """Has no `__getitem__` but that of `Dataset`."""
 
     def __getitems__(self, indices: list[int]) -> Any:
         raise OSError("no batch")
 
 
-class AsyncWhole(AsyncMap):
+class AsyncGetitems(AsyncMap):
     async def __getitems__(self, indices: list[int]) -> Any:
         await asyncio.sleep(0)
         return [self.sample(index) for index in indices]
 
 
-class AsyncOnlyWhole(Dataset[Any]):
+class AsyncOnlyGetitems(Dataset[Any]):
     async def __getitems__(self, indices: list[int]) -> Any:
         raise OSError("no batch")
 
 
-class Places:
+class StreamIterator:
     """A stream's iterator that goes on after an exception, and has a state."""
 
     def __init__(self, length: int, bad: set[int]) -> None:
         self.length, self.bad, self.at = length, bad, 0
 
-    def __iter__(self) -> Places:
+    def __iter__(self) -> StreamIterator:
         return self
 
     def __next__(self) -> Any:
@@ -101,11 +101,11 @@ class Stream(IterableDataset[Any]):
         self.length, self.bad = length, set(bad)
 
     def __iter__(self) -> Iterator[Any]:
-        return Places(self.length, self.bad)
+        return StreamIterator(self.length, self.bad)
 
 
-class AsyncPlaces(Places):
-    def __aiter__(self) -> AsyncPlaces:
+class AsyncStreamIterator(StreamIterator):
+    def __aiter__(self) -> AsyncStreamIterator:
         return self
 
     async def __anext__(self) -> Any:
@@ -118,7 +118,7 @@ class AsyncPlaces(Places):
 
 class AsyncStream(Stream):
     def __aiter__(self) -> AsyncIterator[Any]:
-        return AsyncPlaces(self.length, self.bad)
+        return AsyncStreamIterator(self.length, self.bad)
 
 
 class BrokenGenerator(IterableDataset[Any]):

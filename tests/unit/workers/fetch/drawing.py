@@ -1,0 +1,25 @@
+"""What the random generators give, for tests that compare it."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+from asyncloader.workers.fetch.seeding import SampleSeeder, sample_rng
+
+__all__ = ["at_sample", "drawn"]
+
+
+def drawn() -> tuple[float, ...]:
+    """One number of each generator there is."""
+    rng = sample_rng()
+    own = rng.random.random(), float(rng.numpy.random()), float(torch.rand((), generator=rng.torch))
+    return random.random(), float(np.random.random()), float(torch.rand(())), *own
+
+
+def at_sample(position: int, *words: int) -> tuple[float, ...]:
+    """The same, first thing in the sample at a position."""
+    SampleSeeder(1, 0, *words).sample(position)
+    return drawn()
