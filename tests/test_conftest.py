@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -101,11 +103,10 @@ FAILING = """
 """
 
 
-def run_pytest(folder: Path, source: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run `source` as a test file under the suite's own conftest, in a fresh interpreter."""
-    lines = source.strip("\n").splitlines()
-    margin = len(lines[0]) - len(lines[0].lstrip())
-    (folder / "test_inner.py").write_text("\n".join(line[margin:] for line in lines) + "\n")
+def run_pytest(folder: Path, sources: Mapping[str, str], *options: str) -> subprocess.CompletedProcess[str]:
+    """Run test files, given by name, under the suite's own conftest, in a fresh interpreter."""
+    for name, source in sources.items():
+        (folder / f"test_{name}.py").write_text(textwrap.dedent(source))
     conftest = (HERE / "conftest.py").read_text()
     assert "GRACE_S = 20.0" in conftest
     (folder / "conftest.py").write_text(conftest.replace("GRACE_S = 20.0", "GRACE_S = 0.2"))
@@ -121,23 +122,33 @@ def run_pytest(folder: Path, source: str, *options: str) -> subprocess.Completed
     )
 
 
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """For each of the files above what pytest says of it."""
+    files = {"failing": FAILING} | {kind.replace(" ", "_"): source for kind, (source, _) in LEAKS.items()}
+    ran = run_pytest(tmp_path_factory.mktemp("leaks"), files, "-vv")
+    assert ran.returncode == pytest.ExitCode.TESTS_FAILED, ran.stdout + ran.stderr
+    said = dict.fromkeys(files, "")
+    for part in re.split(r"^(?=_{3,} |FAILED |ERROR |PASSED |=)", ran.stdout, flags=re.MULTILINE):
+        for name in files:
+            if f"test_{name}.py" in part:
+                said[name] += part
+    return said
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the check reads /proc")
 @pytest.mark.parametrize("kind", LEAKS)
-def test_leak_fails_the_test_that_left_it(kind: str, tmp_path: Path) -> None:
+def test_leak_fails_the_test_that_left_it(kind: str, reports: dict[str, str]) -> None:
     """A leaked thing of each kind turns a passing test into an error, and the report says what it is."""
-    source, words = LEAKS[kind]
-    ran = run_pytest(tmp_path, source)
-    assert ran.returncode == pytest.ExitCode.TESTS_FAILED, ran.stdout + ran.stderr
-    assert words in ran.stdout, ran.stdout
+    said = reports[kind.replace(" ", "_")]
+    assert "ERROR test_" in said, said
+    assert LEAKS[kind][1] in said, said
 
 
-@pytest.mark.parametrize(("option", "number"), [("--all", 2), ("--combinations", 2), ("-q", 1)])
-def test_clean_tests_pass_on_both_loops(option: str, number: int, tmp_path: Path) -> None:
-    """A test that cleans up passes, and each async test runs once a loop; on one of them without `--all`."""
-    ran = run_pytest(tmp_path, CLEAN, option)
-    assert ran.returncode == pytest.ExitCode.OK, ran.stdout + ran.stderr
-    loops = {line.split()[-1] for line in ran.stdout.splitlines() if "loop:" in line}
-    assert len(loops) == (1 if sys.platform == "win32" else number), ran.stdout
+def test_what_a_failed_test_left_is_collected(reports: dict[str, str]) -> None:
+    """One test later it is gone: no later test finds its threads and descriptors."""
+    said = reports["failing"]
+    assert [len(re.findall(rf"^{ending} ", said, re.MULTILINE)) for ending in ("FAILED", "PASSED")] == [1, 2], said
 
 
 CHOSEN = """
@@ -167,18 +178,20 @@ CHOSEN = """
 
 
 @pytest.mark.parametrize(
-    ("option", "number"), [("-q", 2 + 0 + 1 + 2 + 1 + 3), ("--all", 8 + 6), ("--combinations", 8 + 12)]
+    ("option", "chosen", "loops"),
+    [("-q", 2 + 0 + 1 + 2 + 1 + 3, 1), ("--all", 8 + 6, 2), ("--combinations", 8 + 12, 2)],
 )
-def test_how_much_is_chosen(option: str, number: int, tmp_path: Path) -> None:
-    """Each value, each pair of values or every combination; what costs much with `--all` only."""
-    ran = run_pytest(tmp_path, CHOSEN, option, "-W", "ignore::pytest.PytestUnknownMarkWarning")
-    assert f"{number} passed" in ran.stdout, ran.stdout + ran.stderr
+def test_how_much_is_chosen(option: str, chosen: int, loops: int, tmp_path: Path) -> None:
+    """Each value, each pair of values or every combination; what costs much, and both loops, with `--all` only.
 
-
-def test_what_a_failed_test_left_is_collected(tmp_path: Path) -> None:
-    """One test later it is gone: no later test finds its threads and descriptors."""
-    ran = run_pytest(tmp_path, FAILING)
-    assert "1 failed, 2 passed" in ran.stdout, ran.stdout + ran.stderr
+    Tests that clean up pass.
+    """
+    files = {"chosen": CHOSEN, "clean": CLEAN}
+    ran = run_pytest(tmp_path, files, option, "-W", "ignore::pytest.PytestUnknownMarkWarning")
+    assert ran.returncode == pytest.ExitCode.OK, ran.stdout + ran.stderr
+    assert f"{chosen + 1 + loops} passed" in ran.stdout, ran.stdout
+    found = {line.split()[-1] for line in ran.stdout.splitlines() if "loop:" in line}
+    assert len(found) == (1 if sys.platform == "win32" else loops), ran.stdout
 
 
 WITHOUT = """
