@@ -14,10 +14,8 @@ import inspect
 import os
 import traceback
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple
 
-from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.seeding import derive
 
 __all__ = [
@@ -29,15 +27,12 @@ __all__ = [
     "ErrorPolicy",
     "NoSamples",
     "SampleErrorHandler",
-    "StreamErrors",
     "dropped_count",
     "substitute_index",
 ]
 
 ATTEMPTS = 16
 """Number of substitutes that are tried for one sample."""
-MAX_CONSECUTIVE = 1000
-"""Number of consecutive failures after which a stream is given up."""
 ERROR_CHARACTERS = 1000
 TRACEBACK_CHARACTERS = 16_000
 
@@ -203,60 +198,6 @@ class SampleErrorHandler:
     ) -> BadSample:
         text, trace = _texts(error)
         return BadSample(index, position, self.worker, os.getpid(), text, trace, action, substitute)
-
-
-class StreamErrors:
-    """Tracks the errors of a stream: gives up one that only raises, and detects an end caused by an error.
-
-    A generator is finished once it has raised. So if an exception came out of a generator and the stream ends right
-    after it, the rest of the stream is missing: the exception is raised then. Iterators of other kinds can go on after
-    an exception, and may also end after one.
-    """
-
-    def __init__(self) -> None:
-        self._consecutive = 0
-        self._next = -1  # number of the sample after the last failure
-        self._generator_error: Exception | None = None
-
-    def failed(self, error: Exception, number: int) -> bool:
-        """Record that sample `number` raised. Returns True if the stream is to be given up: raise the error then."""
-        self._consecutive = self._consecutive + 1 if number == self._next else 1
-        self._next = number + 1
-        self._generator_error = error if _left_a_generator(error) else None
-        if self._consecutive < MAX_CONSECUTIVE:
-            return False
-        add_note(
-            error,
-            f"The stream has raised {self._consecutive} times in a row, and on_error gives it up. If its iterator "
-            "cannot go on after an exception, it should raise StopIteration.",
-        )
-        self._consecutive = 0
-        return True
-
-    def ended(self, number: int) -> Exception | None:
-        """The stream ended where sample `number` was expected. Returns the error to raise if an error ended it."""
-        dead, self._generator_error = self._generator_error, None
-        if dead is None or number != self._next:
-            return None
-        add_note(
-            dead,
-            "The stream was over after this exception: a generator cannot go on after one, so on_error finds nothing "
-            "more to read. Catch it inside the generator, or write an iterator class whose __next__ can go on.",
-        )
-        return dead
-
-
-def _left_a_generator(error: Exception) -> bool:
-    """Whether the exception passed through the frame of a generator, which is finished thereby."""
-    step: TracebackType | None = error.__traceback__
-    while step is not None:
-        code = step.tb_frame.f_code
-        generator = code.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR)
-        # A generator that implements `__await__`, or a generator-based coroutine, is not the stream.
-        if generator and not code.co_flags & inspect.CO_ITERABLE_COROUTINE and code.co_name != "__await__":
-            return True
-        step = step.tb_next
-    return False
 
 
 def _texts(error: Exception) -> tuple[str, str]:

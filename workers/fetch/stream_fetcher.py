@@ -27,7 +27,8 @@ from typing import Any, NamedTuple, Protocol
 from asyncloader.workers.fetch.decoding import Decoder
 from asyncloader.workers.fetch.error_notes import add_note, describe_stream_collation, describe_stream_sample
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blocking
-from asyncloader.workers.fetch.sample_errors import DROPPED, BadSample, NoSamples, StreamErrors
+from asyncloader.workers.fetch.sample_errors import DROPPED, BadSample, NoSamples
+from asyncloader.workers.fetch.stream_errors import StreamErrors
 
 __all__ = ["StreamFetcher", "WorkerStreamFetcher", "WorkerStreamLike"]
 

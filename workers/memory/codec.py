@@ -46,6 +46,7 @@ from asyncloader.workers.memory.leaves import (
     reduce_typed_storage,
 )
 from asyncloader.workers.memory.ring import Anchor
+from asyncloader.workers.memory.shared_storage import SharedStorages
 
 Memory: TypeAlias = Anchor | np.ndarray[Any, np.dtype[np.uint8]]
 """The memory that leaves are built on: a slot's anchor, or a private copy of it."""
@@ -80,7 +81,7 @@ class Encoder:
     def __init__(self) -> None:
         self._announced: dict[int, tuple[Leaf, pickle.PickleBuffer]] = {}
         self._leaves: list[Leaf] = []
-        self._shared: dict[int, _SharedStorage] = {}
+        self._storages = SharedStorages()
         self._dispatch: dict[type, Any] = {
             torch.Tensor: self._reduce_tensor,
             torch.UntypedStorage: self._reduce_storage,
@@ -96,7 +97,7 @@ class Encoder:
     def discard(self) -> None:
         """Forget the leaves announced so far, when the object will not be encoded."""
         self._announced.clear()
-        self._shared.clear()
+        self._storages.clear()
         self._leaves = []
 
     def encode(self, value: Any) -> Encoded:
@@ -119,7 +120,7 @@ class Encoder:
         offset = 0
         specs: list[tuple[int, LeafSpec]] = []
         writes: list[tuple[Callable[[mmap.mmap, int], None], int]] = []
-        for shared in self._shared.values():
+        for shared in self._storages:
             shared.offset = offset
             writes.append((shared.write, offset))
             offset = align(offset + shared.nbytes)
@@ -157,7 +158,7 @@ class Encoder:
             return reduce_quantized(tensor)
         if not _is_plain(tensor):
             return tensor.__reduce_ex__(5)
-        shared = self._share(tensor.untyped_storage())
+        shared = self._storages.of(tensor.untyped_storage())
         shared.include_tensor(tensor)
         code, stride, shape = DTYPE_CODE[tensor.dtype], tensor.stride(), tuple(tensor.shape)
         start = int(tensor.storage_offset()) * tensor.element_size()
@@ -170,61 +171,9 @@ class Encoder:
     def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
         if storage.device.type != "cpu":
             return storage.__reduce_ex__(5)
-        shared = self._share(storage)
+        shared = self._storages.of(storage)
         shared.include(0, int(storage.nbytes()))
         return _leaf, (self.placeholder(Leaf(0, lambda _: Storage(shared.offset, shared.nbytes), None)),)
-
-    def _share(self, storage: torch.UntypedStorage) -> _SharedStorage:
-        key: int = storage._cdata
-        shared = self._shared.get(key)
-        if shared is None:
-            self._shared[key] = shared = _SharedStorage(storage)
-        return shared
-
-
-class _SharedStorage:
-    """A storage that tensors of a batch view: the range that they cover is copied once."""
-
-    __slots__ = ("count", "first", "last", "offset", "storage")
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.storage = storage
-        self.first = int(storage.nbytes())
-        self.last = 0
-        self.count = 0
-        self.offset = 0
-
-    @property
-    def nbytes(self) -> int:
-        return max(0, self.last - self.first)
-
-    def include(self, first: int, last: int) -> None:
-        """Extend the range by the bytes of one more object."""
-        self.count += 1
-        self.first = min(self.first, first // 16 * 16)  # aligned to the widest element
-        self.last = max(self.last, last)
-
-    def include_tensor(self, tensor: torch.Tensor) -> None:
-        if tensor.numel() == 0:
-            return
-        item = tensor.element_size()
-        first = int(tensor.storage_offset()) * item
-        reach = sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        self.include(first, first + (reach + 1) * item)
-
-    def spec(
-        self, start: int, code: int, shape: tuple[int, ...], stride: tuple[int, ...], tensor: torch.Tensor
-    ) -> LeafSpec:
-        if tensor.numel() == 0:
-            return Strided(-1, 0, code, shape, stride, 0)
-        if self.count == 1 and tensor.is_contiguous():
-            return Dense(self.offset + start - self.first, tensor.numel(), code, shape)
-        return Strided(self.offset, self.nbytes, code, shape, stride, (start - self.first) // tensor.element_size())
-
-    def write(self, memory: mmap.mmap, offset: int) -> None:
-        if self.nbytes:
-            source = torch.empty(0, dtype=torch.uint8).set_(self.storage, self.first, (self.nbytes,), (1,))
-            torch.frombuffer(memory, dtype=torch.uint8, count=self.nbytes, offset=offset).copy_(source)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

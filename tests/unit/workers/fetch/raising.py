@@ -187,6 +187,14 @@ async def rest(one: Reader, bad: list[BadSample] | None = None) -> list[Any]:
         one.cursor()
 
 
+def raised(error: Exception) -> Exception:
+    """The exception with a traceback, as one that a dataset raised."""
+    try:
+        raise error
+    except Exception as caught:
+        return caught
+
+
 def indices(batch: Any) -> list[int]:
     """Of a batch's samples."""
     return [sample[0] for sample in batch]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import BadSample, ErrorPolicy, NoSamples
 from asyncloader.workers.fetch.seeding import sample_rng
 from asyncloader.workers.fetch.setup import EpochStart
+from asyncloader.workers.fetch.stream_errors import MAX_CONSECUTIVE, StreamErrors
 from tests.unit.workers.fetch.raising import (
     MODES,
     SEEDED,
@@ -24,6 +26,7 @@ from tests.unit.workers.fetch.raising import (
     fetch,
     indices,
     places,
+    raised,
     reader,
     rest,
 )
@@ -147,3 +150,70 @@ async def test_a_stream_with_bad_samples_goes_on_at_any_batch(kind: Any, every: 
         assert rest_of == whole[count:]
         with pytest.raises(StopAsyncIteration):
             await fetch(again)
+
+
+# ---------------------------------------------------------------------------------------------- StreamErrors alone
+
+
+def broken_generator() -> Iterator[Any]:
+    yield 0
+    raise ValueError("in a generator")
+
+
+async def broken_async_generator() -> AsyncIterator[Any]:
+    yield 0
+    raise ValueError("in a generator")
+
+
+def test_the_end_after_a_generators_exception_is_none() -> None:
+    """The exception comes again, with a note that says why and what to do; also from beneath a `map`."""
+    for stream in (broken_generator(), map(str, broken_generator())):
+        next(stream)
+        one = StreamErrors()
+        with pytest.raises(ValueError, match="in a generator") as caught:
+            next(stream)
+        assert not one.failed(caught.value, 1)
+        assert one.ended(2) is caught.value
+        assert "a generator cannot go on" in caught.value.__notes__[0]
+        assert one.ended(2) is None  # raised once
+
+
+async def test_the_end_after_an_async_generators_exception_is_none() -> None:
+    """The same."""
+    stream = broken_async_generator()
+    await anext(stream)
+    one = StreamErrors()
+    with pytest.raises(ValueError, match="in a generator") as caught:
+        await anext(stream)
+    one.failed(caught.value, 1)
+    assert one.ended(2) is caught.value
+
+
+def test_an_iterator_may_end_after_an_exception() -> None:
+    """An iterator other than a generator could have gone on; a stream that went on is not missing anything."""
+    one = StreamErrors()
+    one.failed(raised(ValueError("bad")), 1)
+    assert one.ended(2) is None
+    stream = broken_generator()
+    next(stream)
+    with pytest.raises(ValueError, match="in a generator") as caught:
+        next(stream)
+    one.failed(caught.value, 1)
+    assert one.ended(3) is None  # a sample came in between
+
+
+def test_a_stream_that_makes_no_progress_is_given_up() -> None:
+    """After 1000 failures one after the other; each success begins the count anew."""
+    one = StreamErrors()
+    place = 0
+    for _ in range(2):
+        for _ in range(MAX_CONSECUTIVE - 1):
+            assert not one.failed(raised(ValueError("bad")), place)
+            place += 1
+        place += 1  # a sample
+    for _ in range(MAX_CONSECUTIVE - 1):
+        assert not one.failed(raised(ValueError("bad")), place)
+        place += 1
+    error = raised(ValueError("last"))
+    assert one.failed(error, place)
+    assert "1000 times in a row" in error.__notes__[0]
