@@ -10,6 +10,8 @@ import textwrap
 import tomllib
 from collections.abc import Iterable
 
+import pytest
+
 from docs.house import FLOOR, FOLDERS, MODULES, PICTURE, ROOT, draw, imports, parsed, room
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -79,6 +81,7 @@ def test_every_room_has_a_floor() -> None:
     assert PURE - MODULES.keys() == set()
 
 
+@pytest.mark.thorough
 def test_modules_import_only_what_is_below_them() -> None:
     """From plain types up to the loaders and the bridges to frameworks."""
     too_high = [
@@ -173,6 +176,7 @@ def test_files_are_short() -> None:
     assert not {path: length for path, length in lengths.items() if length > 500}
 
 
+@pytest.mark.thorough
 def test_tests_state_the_fact_tested() -> None:
     """Every test has a docstring; read alone, they say what the package promises."""
     silent = [
@@ -186,6 +190,7 @@ def test_tests_state_the_fact_tested() -> None:
     assert not silent
 
 
+@pytest.mark.thorough
 def test_packages_are_listed() -> None:
     """The build lists its packages one by one, so a new sub-folder would be left out."""
     tops = (ROOT / name for name in ("asyncloader", *LINKS))
@@ -198,6 +203,7 @@ def test_packages_are_listed() -> None:
     assert nested == set(FOLDERS.values())
 
 
+@pytest.mark.thorough
 def test_no_bare_import_of_the_checkout_folders() -> None:
     """A bare `import workers` in the checkout makes second copies of modules, whose classes equal none."""
     for path in [*MODULES.values(), *TESTS, *(ROOT / "docs").rglob("*.py")]:
@@ -220,6 +226,7 @@ def in_fresh_interpreter(program: str) -> None:
     assert done.stdout + done.stderr == ""
 
 
+@pytest.mark.thorough
 def test_import_has_no_side_effects() -> None:
     """Importing starts no thread or process, opens no descriptor, and changes no state of the program."""
     in_fresh_interpreter(

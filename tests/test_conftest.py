@@ -136,6 +136,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return said
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the check reads /proc")
 @pytest.mark.parametrize("kind", LEAKS)
 def test_leak_fails_the_test_that_left_it(kind: str, reports: dict[str, str]) -> None:
@@ -177,6 +178,7 @@ CHOSEN = """
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("option", "chosen", "loops"),
     [("-q", 2 + 0 + 1 + 2 + 1 + 3, 1), ("--all", 8 + 6, 2), ("--combinations", 8 + 12, 2)],
@@ -203,6 +205,7 @@ sys.exit(pytest.main(["-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"]))
 """
 
 
+@pytest.mark.thorough
 def test_the_gpu_tests_need_no_more_than_torch_numpy_and_pytest() -> None:
     """A machine with a card need not have the rest: they begin there, and without a card are skipped."""
     ran = subprocess.run(

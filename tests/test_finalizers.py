@@ -223,6 +223,7 @@ def reached(root: Function) -> list[Function]:
     return list(seen)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("root", finalizers(), ids=lambda root: f"{root.module}:{root.name}")
 def test_a_finalizer_waits_for_nothing(root: Function) -> None:
     """Neither it nor what it calls joins a thread, takes a lock, or waits for what another thread must do."""

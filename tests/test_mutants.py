@@ -31,6 +31,7 @@ def bug(old: str, new: str, name: str = "a bug", file: str = "room/code.py") -> 
     return Bug(name, file, old, new, ("tests/test_code.py",))
 
 
+@pytest.mark.thorough
 def test_a_bug_is_killed_or_survives(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each is planted alone, in a copy; a survivor is tried against the whole suite when that is asked for."""
     bugs = [bug("n + n", "n * n", "square"), bug("3 * n", "2 * n", "not tested"), bug("n + n", "n - n", "nothing")]
@@ -65,6 +66,7 @@ def test_an_entry_that_does_not_fit_is_told(tree: Path, wrong: Bug, said: str) -
         check([bug("n + n", "n * n", "fine"), wrong], tree)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("spoil", [lambda text: text.replace("== 4", "== 5"), lambda text: text + "import gone\n"])
 def test_tests_that_fail_anyway_prove_nothing(tree: Path, spoil: Callable[[str], str]) -> None:
     """The tests must pass without a bug."""

@@ -65,6 +65,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(copy_tree(base / "tree"), base / "out", "wheel")
 
 
+@pytest.mark.thorough
 def test_wheel_holds_every_file_of_the_tree_and_nothing_else(wheel: Path) -> None:
     """A new file or sub-folder that the explicit package list misses would show here."""
     assert wheel_files(wheel) == package_files()
@@ -92,6 +93,7 @@ def test_wheel_says_what_it_needs(wheel: Path) -> None:
     assert next(line for line in required if line.startswith("uvloop")).endswith('sys_platform != "win32"')
 
 
+@pytest.mark.thorough
 def test_checkout_without_links_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     """Where links are off, git writes small text files instead: the build must not depend on the links."""
     tree = copy_tree(tmp_path / "tree")
@@ -102,6 +104,7 @@ def test_checkout_without_links_builds_the_same_wheel(wheel: Path, tmp_path: Pat
     assert wheel_files(build(tree, tmp_path / "out", "wheel")) == wheel_files(wheel)
 
 
+@pytest.mark.thorough
 def test_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     """What is published as source holds all that the wheel is made of."""
     sdist = build(copy_tree(tmp_path / "tree"), tmp_path / "sdist", "sdist")

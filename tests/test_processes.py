@@ -12,6 +12,7 @@ import pytest
 from tests import processes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lists", [True, False], ids=["the kernel's lists", "by parent"])
 def test_children_while_threads_end(lists: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that another, ended thread began is found every time, and nothing is that is not a child."""

@@ -70,6 +70,7 @@ def told(
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_as_in_a_fresh_interpreter(name: str, tmp_path: Path) -> None:
     """The same output, errors and exit code."""
@@ -133,6 +134,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.thorough
 def test_a_server_ends_with_the_process_that_started_it() -> None:
     """Also with one that is killed, and whose forked child lives."""
     command = [sys.executable, "-c", OWNER]

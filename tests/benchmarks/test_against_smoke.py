@@ -110,6 +110,7 @@ def test_a_package_of_another_tree_is_refused(tmp_path: Path) -> None:
             check_tree(found, tree)
 
 
+@pytest.mark.thorough
 def test_another_tree_is_what_the_child_imports(tmp_path: Path) -> None:
     """The package of the named tree runs, whatever is in it: here one that says so."""
     (tmp_path / "asyncloader").mkdir()

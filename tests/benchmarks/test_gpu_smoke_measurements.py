@@ -101,6 +101,7 @@ def same_sum(batch: list[torch.Tensor]) -> None:
     batch[0][0, 0, 0, :8] = torch.roll(batch[0][0, 0, 0, :8], 4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("spoil", [other_image, one_bit, order_of_labels, repeated, same_sum])
 def test_wrong_images_are_found(images: ReadyImages, spoil: Callable[[list[torch.Tensor]], None]) -> None:
     """Another image, another bit, another place, a batch that comes twice; two words that change places when whole."""
@@ -169,6 +170,7 @@ def test_soak_counts_what_differs(card: Card) -> None:
 # ------------------------------------------------------------------------------------------------ measurements
 
 
+@pytest.mark.thorough
 def test_window(card: Card, images: ReadyImages) -> None:
     """It begins after the warm-up, ends where every worker gave as many, and gives a rate; all batches are checked."""
     check = ImageCheck(images.pool, BATCH)
@@ -327,6 +329,7 @@ def test_measurement_in_its_process(job: GpuJob) -> None:
 ZEROS = {gpu_plan.WRONG, *(gpu_plan.staged_metric(dtype, count) for dtype in gpu_plan.DTYPES for count in (1, 2))}
 
 
+@pytest.mark.thorough
 def test_failure_has_the_reason() -> None:
     """A measurement that fails in its process is an error with the reason in it, not a number."""
     with pytest.raises(JobFailed, match="no attribute 'nonsense'") as raised:

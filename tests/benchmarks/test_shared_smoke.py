@@ -14,6 +14,7 @@ from .harness import JobFailed
 STRINGS = 8000
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loader", quickly(shared.LOADERS, shared.OURS_SHARED))
 def test_configuration_is_measured_and_verified(loader: str) -> None:
     """A configuration runs in a process of its own to the end, and gives every number of its row."""
@@ -46,6 +47,7 @@ def test_wrong_contents_end_the_measurement(monkeypatch: pytest.MonkeyPatch) -> 
         shared.run(shared.OURS_SHARED, "fork", STRINGS)
 
 
+@pytest.mark.thorough
 def test_failure_has_the_reason() -> None:
     """What the process of a configuration said is in the error."""
     with pytest.raises(JobFailed, match=r"exit code 1[\s\S]*nonsense"):

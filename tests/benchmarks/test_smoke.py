@@ -61,6 +61,7 @@ def collect(loader: str, name: str, workers: int) -> list[Any]:
     return kept
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", list(WORKLOADS))
 @pytest.mark.parametrize("loader", [*OURS, ASYNC_PLAIN])

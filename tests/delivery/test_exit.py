@@ -62,6 +62,7 @@ ENDS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("end", quickly(ENDS, "sync", "async"))
 def test_a_program_that_closes_nothing(end: str, tmp_path: Path) -> None:
     """It ends, with its own exit code and without a word, whatever is ready or under way."""

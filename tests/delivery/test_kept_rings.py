@@ -120,6 +120,7 @@ def test_other_options() -> None:
         assert [lock.undone for lock in machine.locks] == [1, 1, 0, 0]
 
 
+@pytest.mark.thorough
 def test_a_number_of_descriptors_that_stays() -> None:
     """However many epochs there are."""
     with installed(), DataLoader[Any](Numbers(20), num_workers=2, device="cpu") as loader:

@@ -28,6 +28,7 @@ def first(samples: list[Any]) -> Any:
     return samples[0]
 
 
+@pytest.mark.thorough
 @SOME_KIND
 @WITH_WORKERS
 def test_every_batch_comes_as_without_a_device(kind: str, workers: int) -> None:

@@ -124,6 +124,7 @@ def test_a_lock_that_is_refused(kind: str) -> None:
 # -------------------------------------------------------------------------------------------- early ends
 
 
+@pytest.mark.thorough
 @SOME_KIND
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("in_order", [False, True])

@@ -17,6 +17,7 @@ import pytest
 
 from tests import script_server
 from tests.integration.running import environment
+from tests.pairwise import quickly
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -67,7 +68,15 @@ def page_id(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if program(p.read_text()).strip()], ids=page_id)
+RUN = [page for page in PAGES if program(page.read_text()).strip()]
+SLOW = [
+    page
+    for page in RUN
+    if page.stem in {"train-from-a-bucket", "use-with-frameworks", "resume-a-run", "survive-failures", "feed-a-gpu"}
+]
+
+
+@pytest.mark.parametrize("page", quickly(RUN, *({*RUN} - {*SLOW})), ids=page_id)
 def test_blocks_of_the_page_run(page: Path, tmp_path: Path) -> None:
     """The page's program ends without an error or a warning."""
     text = program(page.read_text())

@@ -216,6 +216,7 @@ def seed_worker(worker: int) -> None:
     random.seed(seed)
 
 
+@pytest.mark.thorough
 def test_recipe_for_reproducible_workers() -> None:
     """`worker_init_fn=seed_worker` and a seeded generator: the same numbers in each run, and torch's."""
     runs = []

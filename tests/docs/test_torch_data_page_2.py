@@ -102,6 +102,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.thorough
 @WORKERS
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_random_samplers(name: str, workers: int) -> None:

@@ -182,6 +182,7 @@ class Sticks(Opens):
         await asyncio.Event().wait()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_leaving_holds_nothing_up_for_long(kind: str, workers: int, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ def test_views_of_an_async_dataset(kind: str, workers: int) -> None:
         assert_same(got, collect("torch", other, batch_size=2))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "options", [{"batch_size": 4}, {"batch_size": 4, "drop_last": True}, {"batch_size": None}], ids=str

@@ -121,6 +121,7 @@ CONTAINERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_whatever_pickles_arrives(kind: str, name: str) -> None:
@@ -165,6 +166,7 @@ def test_first_sample_decides_the_dtype(kind: str) -> None:
     assert_like_torch(kind, dataset, num_workers=1, batch_size=3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_numbers_of_mixed_types(kind: str) -> None:
     """Lists of bools, ints, floats, and ints beyond 64 bits come out as torch makes them, error included."""

@@ -96,6 +96,7 @@ async def read_all(folder: Path) -> CachedTransport:
     return transport
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_processes_that_fill_and_evict_together(tmp_path: Path, seed: int) -> None:
     """Processes that read, stream, change and leave objects at once get the right bytes; the limit holds."""
@@ -207,6 +208,7 @@ FULL_DISK = """
 """
 
 
+@pytest.mark.thorough
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
     """Every byte is returned, cached objects stay, nothing incomplete is left, and each directory warns once."""
     ended = run_script(tmp_path, FULL_DISK)

@@ -52,6 +52,7 @@ async def cancelled_often(batches: Any, kept: list[Any]) -> int:
         kept.append(batch)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("name", SOURCES)
 def test_cancelled_at_every_await(kind: str, name: str) -> None:
@@ -88,6 +89,7 @@ def test_cancelled_during_large_copies(kind: str) -> None:
     assert [int(batch[0, -1]) for batch in got] == list(range(40))
 
 
+@pytest.mark.thorough
 async def test_cancelled_start_goes_on() -> None:
     """The first call is cancelled while the workers start (spawned, in a thread); the second gets the first batch."""
     async with AsyncDataLoader[Any](Numbers(4), num_workers=1, multiprocessing_context="spawn") as loader:

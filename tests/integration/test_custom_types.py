@@ -109,6 +109,7 @@ def differences(kind: str, expected: list[Any], **options: Any) -> list[str]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_collated_by_default(kind: str, workers: int) -> None:
@@ -224,6 +225,7 @@ class Flagged(Dataset[Any]):
         return int(self.flag), self.flag.is_shared(), int(self.plain)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("make", "method"), [(torch.utils.data.DataLoader, "fork"), (DataLoader, "fork"), (DataLoader, "spawn")]
 )
@@ -272,6 +274,7 @@ class WithPrimitives(Dataset[Any]):
         return float(self.model.weight.detach()[0, 0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_synchronization_objects_travel(method: str) -> None:
     """A dataset may hold multiprocessing's locks, values and queues, and a shared model, forked or pickled."""

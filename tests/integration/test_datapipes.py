@@ -69,6 +69,7 @@ def both(kind: str, pipe: Callable[[], Any], **options: Any) -> tuple[Run, Run]:
     return run_loader(kind, pipe(), **options), run_loader("torch", pipe(), **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", quickly(PIPES, "two shuffles", "zipped", "shuffled and sharded"))
 def test_same_elements_in_the_same_order(name: str) -> None:
     """Two epochs of each pipe, with each number of workers: torch's batches, and torch's generators afterwards."""
@@ -82,6 +83,7 @@ def test_same_elements_in_the_same_order(name: str) -> None:
             assert got.after == expected.after
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shuffle", [None, True, False])
@@ -136,6 +138,7 @@ def test_dataset_is_the_serialization_wrapper(make: Any) -> None:
         assert len(ours.dataset) == len(ours) == len(theirs) == 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize(("workers", "shuffle"), [(0, True), (1, False), (3, True)])
 def test_map_pipes(kind: str, workers: int, shuffle: bool) -> None:
@@ -148,6 +151,7 @@ def test_map_pipes(kind: str, workers: int, shuffle: bool) -> None:
     assert_same(got.epochs, expected.epochs)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_share_a_seed_each_epoch(kind: str, persistent: bool) -> None:

@@ -177,6 +177,7 @@ def augment(sample: int) -> torch.Tensor:
     return torch.tensor([float(sample), rng.random.random(), float(torch.rand((), generator=rng.torch))])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("name", MAPS)
 def test_seeded_decoding_draws_its_samples_numbers(kind: str, name: str) -> None:

@@ -56,6 +56,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("hold", [False, True], ids=["drop", "hold"])
 def test_descriptors_after_many_batches(name: str, hold: bool) -> None:
@@ -85,6 +86,7 @@ def test_descriptors_after_many_batches(name: str, hold: bool) -> None:
     assert grown <= (4 + 16 if "ring_bytes" in options else 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
 def test_descriptors_of_the_async_loader(kind: str) -> None:
     """The asynchronous loader: the same count after batch 10 and batch 10,000, also when all batches are kept."""

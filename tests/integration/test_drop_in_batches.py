@@ -74,6 +74,7 @@ def test_point_16_shared_tensors_stay_shared(make: Any, method: str) -> None:
 # ------------------------------------------------------------------------------------------- 17
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("ring_bytes", [None, 4096 * 8])
 def test_point_17_batches_belong_to_their_holder(kind: str, ring_bytes: int | None) -> None:

@@ -106,6 +106,7 @@ def test_point_11_several_iterators_live_side_by_side() -> None:
     assert_same(got[2] + list(three), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 2])
 def test_point_11_one_batch_and_no_more(workers: int) -> None:
     """`next(iter(loader))`, and `break` after one batch, leave nothing running (sanity checks, sample batches)."""
@@ -118,6 +119,7 @@ def test_point_11_one_batch_and_no_more(workers: int) -> None:
         await_end()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 2])
 def test_point_11_composer_contract(workers: int) -> None:
     """No `_iterator` when handed in; one abandoned iterator for each epoch that a resumed run has behind it."""

@@ -47,6 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_same_batches_as_torch(kind: str, name: str) -> None:
@@ -54,6 +55,7 @@ def test_same_batches_as_torch(kind: str, name: str) -> None:
     assert_like_torch(kind, Augmented(21), num_workers=2, **OPTIONS[name])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_same_batches_for_every_number_of_workers(kind: str, workers: int) -> None:
@@ -84,6 +86,7 @@ def test_prefetch_factor_changes_no_batch(kind: str, prefetch_factor: int) -> No
     assert_like_torch(kind, Augmented(40), num_workers=2, prefetch_factor=prefetch_factor, batch_size=3, shuffle=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.spawns
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
@@ -124,6 +127,7 @@ def test_getitems_gets_the_whole_batch(kind: str, workers: int) -> None:
         assert float(run.epochs[0][0][0, 2]) % 4 == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_torchs_own_datasets(kind: str) -> None:
     """TensorDataset, StackDataset, ConcatDataset and Subset work as they are."""
@@ -142,6 +146,7 @@ def test_indices_may_be_tensors(kind: str) -> None:
     assert_same(collect(kind, torch.arange(8).reshape(4, 2), sampler=order, batch_size=2, num_workers=2), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_any_object_with_getitem_and_len(kind: str) -> None:
     """A list, an array and a tensor are datasets."""

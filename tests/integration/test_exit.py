@@ -72,6 +72,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("source", quickly(SOURCES, "plain dataset", "async dataset", "async stream", "device stage"))
 def test_iterators_are_alive_at_the_end(source: str, workers: int, tmp_path: Path) -> None:
@@ -123,6 +124,7 @@ with lock:
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "end", quickly(ODD_ENDS, "a loop that stands still", "dropped by who holds what the loop waits for")
 )

@@ -324,6 +324,7 @@ def test_workers_with_a_stuck_thread_end(kind: str) -> None:
             run_async(run())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_worker_with_a_stuck_thread_is_replaced(kind: str, tmp_path: Path) -> None:
     """After `worker_timeout` its tasks are done again, each alone; the batches are those of an undisturbed run."""

@@ -53,6 +53,7 @@ async def patiently_async(batches: Any) -> int:
             return int(await anext(batches))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["torch", *BOTH])
 def test_timeout(kind: str) -> None:
     """A batch that does not come raises torch's RuntimeError; asked again, it comes."""

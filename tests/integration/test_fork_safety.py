@@ -80,6 +80,7 @@ def test_a_child_that_fails_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delattr(os, "pidfd_open", raising=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_child_at_every_step(kind: str) -> None:
     """A child that ends at once, after every batch, while some batches are held: the epoch is complete."""

@@ -33,6 +33,7 @@ def _reads(held: list[Any], numbers: list[int]) -> None:
     assert [int(batch[0, 0]) for batch in DataLoader[Any](Numbers(4), num_workers=1)] == [0, 100, 200, 300]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("method", quickly(METHODS, "fork", "spawn"))
 def test_multiprocessing_children(kind: str, method: str) -> None:
@@ -82,6 +83,7 @@ def test_another_loaders_workers_are_forked_in_the_loop(kind: str, other: str) -
 # ------------------------------------------------------------------------------------------- threads
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_forks_in_another_thread(kind: str) -> None:
     """A thread forks again and again while the loop runs; each child drops what it has, wherever the other threads were
@@ -217,6 +219,7 @@ EXITS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", EXITS)
 def test_a_child_that_exits_with_its_hooks(name: str, tmp_path: Path) -> None:
     """The child runs its exit hooks and ends with its own code; the parent's epoch is complete; there is no output."""

@@ -68,6 +68,7 @@ async def test_requests_are_bounded(store: HttpStore) -> None:
     assert len({asked.peer for asked in store.asked}) <= 3
 
 
+@pytest.mark.thorough
 async def test_waiting_for_a_slot_uses_no_budget_up(store: HttpStore) -> None:
     """Time in the queue does not count towards a read's retry budget."""
 

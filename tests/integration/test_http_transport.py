@@ -131,6 +131,7 @@ async def test_nobody_listens() -> None:
 # ----------------------------------------------------------------------------------------------- broken downloads
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", [broken(1 << 20), broken(1 << 20, stall=True), broken(-1), broken(-1, stall=True)])
 async def test_a_broken_read_gives_the_object(store: HttpStore, fault: Fault) -> None:
     """Resets and stalls, before the answer and in its middle: the bytes are right in the end."""
@@ -142,6 +143,7 @@ async def test_a_broken_read_gives_the_object(store: HttpStore, fault: Fault) ->
         assert transport.retries.total >= 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stall", [False, True])
 async def test_a_broken_stream_goes_on_where_it_broke(store: HttpStore, stall: bool) -> None:
     """The rest is asked for by Range and If-Range from the first byte on that was not given; none comes twice."""
@@ -162,6 +164,7 @@ async def test_a_broken_stream_goes_on_where_it_broke(store: HttpStore, stall: b
     assert second.headers["If-Range"] == store.objects["a"].etag
 
 
+@pytest.mark.thorough
 async def test_a_broken_range_is_resumed_within_itself(store: HttpStore) -> None:
     """A resumed request ends where the range ends."""
     store.put("a", CONTENT)
@@ -173,6 +176,7 @@ async def test_a_broken_range_is_resumed_within_itself(store: HttpStore) -> None
     assert second == f"bytes={1000 + (1 << 19)}-{999 + (1 << 20)}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "call",
     [
@@ -337,6 +341,7 @@ async def test_an_encoded_body(store: HttpStore) -> None:
     assert {asked.headers["Accept-Encoding"] for asked in store.asked} == {"identity"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("header", ["Repr-Digest", "x-goog-hash", "Content-MD5"])
 async def test_a_declared_digest_is_checked(store: HttpStore, header: str) -> None:
     """Bytes with a wrong digest are fetched again, and are an error if they stay wrong."""

@@ -421,6 +421,7 @@ async def _found(seed: int, options: dict[str, Any]) -> tuple[list[Outcome], set
             found.append((outcome, loader.state_dict()))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", LOOPS)
 def test_drawn_epochs_are_those_of_a_for_loop(kind: str) -> None:
     """Samples that are fast, slow or faulty, and calls that are cancelled, as they are drawn: the same batches, errors

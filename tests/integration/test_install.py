@@ -134,6 +134,7 @@ def test_a_library_that_wraps_torchs_constructor_inside() -> None:
     assert calls == [Torchs, DataLoader]
 
 
+@pytest.mark.thorough
 def test_nothing_is_imported_for_it(tmp_path: Path) -> None:
     """Frameworks that the program does not use are not imported."""
     program = """

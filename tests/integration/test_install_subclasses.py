@@ -112,6 +112,7 @@ class Repeated:
 BEFORE = shapes()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("when", ["before", "inside"])
 @pytest.mark.parametrize("shape", BEFORE)
 def test_subclasses_of_torchs(shape: str, when: str) -> None:

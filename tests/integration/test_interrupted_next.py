@@ -159,6 +159,7 @@ def _next(batches: Iterator[Any], held: deque[Any]) -> int:
     return int(held[-1][0, -1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_ctrl_c_at_every_place(case: str) -> None:
     """At each one in turn, in another batch's delivery. Nothing stays leased, and the state is that of an epoch without
@@ -198,6 +199,7 @@ def test_ctrl_c_at_every_place(case: str) -> None:
         assert ring.idle
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["views", "copied out", "segments of their own", "copied out of their segments"])
 def test_an_epoch_left_after_ctrl_c_at_every_place(case: str) -> None:
     """Nobody takes the batch that was under way: its slot is free again, and its descriptor closed."""

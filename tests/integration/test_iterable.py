@@ -28,6 +28,7 @@ UNEVEN: dict[str, list[int]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", UNEVEN)
 def test_uneven_streams(kind: str, name: str) -> None:
@@ -54,6 +55,7 @@ def test_options_for_streams(kind: str, options: dict[str, Any]) -> None:
     assert_like_torch(kind, UnevenStream([10, 7]), **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_streams_begin_anew_each_epoch(kind: str, persistent: bool) -> None:
@@ -86,6 +88,7 @@ class Sharded(IterableDataset[Any]):
             yield i, info.id, info.num_workers, info.seed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "method"), [("sync", "fork"), ("sync", "spawn"), ("asyncio", "fork")])
 def test_worker_info(kind: str, method: str) -> None:
     """`get_worker_info` tells a worker its number, how many there are, its seed and its own copy of the dataset."""

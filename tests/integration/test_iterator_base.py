@@ -112,6 +112,7 @@ def resuming(kind: type[Any], workers: int, shape: str, skip: int, **options: An
     return loader
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_library_that_patches_the_base_skips_as_with_torch(shape: str, workers: int, skipping: list[Any]) -> None:
@@ -251,6 +252,7 @@ def test_what_the_base_holds_is_read(shape: str, treatments: dict[int, Any]) -> 
     compare(shape, 0, treatments)
 
 
+@pytest.mark.thorough
 @settings(QUICK, max_examples=scaled(12))
 @given(shape=st.sampled_from([*SHAPES]), treatments=TREATMENTS)
 def test_what_the_base_holds_is_read_with_workers(shape: str, treatments: dict[int, Any]) -> None:

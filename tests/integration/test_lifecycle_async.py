@@ -187,6 +187,7 @@ def test_nested_loops() -> None:
     assert run_async(run()) == [(a * 100.0, b * 100.0) for a in range(4) for b in range(4)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", LOOPS)
 @pytest.mark.parametrize(
     "options", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str

@@ -22,6 +22,7 @@ def check(found: tuple[list[torch.Tensor], Exception], most: int) -> None:
     assert "broken" in str(error) or not isinstance(error, WorkerDied), "the lie itself must be told of"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("how", [how for how in LIES if how != "the template of before"])
 def test_a_lie_is_an_error_for_the_consumer(kind: str, how: str) -> None:
@@ -42,6 +43,7 @@ def test_same_template_as_none() -> None:
     check(until_error("sync", Liar("the template of before", when=0), num_workers=1), 0)
 
 
+@pytest.mark.thorough
 def test_same_template_as_before() -> None:
     """What the lies are compared with: a result by hand that is honest is taken; the next one is waited for in vain."""
     batches, error = until_error("sync", Liar("the template of before", when=1), num_workers=1, timeout=1)

@@ -36,6 +36,7 @@ def test_hoarding(kind: str, in_order: bool) -> None:
     assert got == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_batches_that_are_held_never_change(kind: str) -> None:
     """A consumer that keeps some batches and drops others, in random order, finds each as it came."""

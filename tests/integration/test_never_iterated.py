@@ -264,6 +264,7 @@ builtins.dies_last = sys.dies_last = DataLoader(torch.arange(4))
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("end", quickly(["", "sys.exit(0)", "gc.disable()"], ""))
 def test_at_exit_of_a_script(end: str, tmp_path: Path) -> None:
     """A script that ends with an unused loader ends in silence, also if that dies after most modules."""

@@ -136,6 +136,7 @@ def test_exit_with_a_live_iterator(name: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
 
 
+@pytest.mark.thorough
 def test_exit_while_a_daemon_thread_iterates(tmp_path: Path) -> None:
     """The exit is not held up, and the workers go; a thread that asks for one batch more may be told `LoaderClosed`.
 
@@ -155,6 +156,7 @@ def test_exit_while_a_daemon_thread_iterates(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["sync", "async"])
 def test_exception_in_the_body(name: str, tmp_path: Path) -> None:
     """An exception out of the loop's body: its traceback once, exit code 1, nothing else."""
@@ -205,6 +207,7 @@ INTERRUPTED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", quickly(INTERRUPTED, "sync", "async"))
 def test_ctrl_c(name: str, tmp_path: Path) -> None:
     """SIGINT to the whole foreground group, as a terminal sends it: one traceback, and all processes end."""

@@ -247,6 +247,7 @@ async def test_large_objects_are_refused_by_their_head(store: BucketStore) -> No
         assert other.value.size == len(CONTENT)
 
 
+@pytest.mark.thorough
 async def test_nobody_listens() -> None:
     """A refused connection is retried until the budget is used up; then the error names the address."""
     with socket.socket() as unused:

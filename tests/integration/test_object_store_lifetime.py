@@ -51,6 +51,7 @@ def opened(moto: Moto) -> ObjectStoreTransport:
 # ----------------------------------------------------------------------------------- bounds, cancelling, closing
 
 
+@pytest.mark.thorough
 async def test_requests_are_bounded(store: BucketStore) -> None:
     """A hundred reads wait for three slots, and all are served."""
     store.latency_s = 0.001
@@ -265,6 +266,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.thorough
 async def test_a_program_may_end_behind_its_last_request(store: BucketStore) -> None:
     """obstore's threads still hold Python objects then; one in three such programs aborted on its way down."""
     store.put(A, CONTENT[:100_000])
@@ -277,6 +279,7 @@ def _read_in_child(transport: Transport) -> None:
     assert asyncio.run(transport.read("a")) == b"data"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_children_that_inherit_nothing_read(moto: Moto, method: str) -> None:
     """What the error advises works: such a child gets the transport by pickle and reads."""

@@ -225,6 +225,7 @@ def test_generator_that_raised_is_no_end(workers: int) -> None:
         list(DataLoader[Any](BrokenGenerator(), batch_size=None, num_workers=min(1, workers), on_error="skip"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", WORKERS)
 def test_state_counts_what_was_left_out(workers: int) -> None:
     """A run that is resumed after bad batches gives what the undisturbed one would have given."""

@@ -139,6 +139,7 @@ def test_a_sample_that_kills_without_a_trace_is_named_at_last(dataset: Any, tmp_
         list(batches)
 
 
+@pytest.mark.thorough
 def test_our_own_kill_counts(tmp_path: Path) -> None:
     """A task over which workers hang is in quarantine when `worker_timeout` has ended three of them."""
     dataset = Faulty(6, poison(tmp_path, {3: "hang"}))
@@ -188,6 +189,7 @@ finally:
 """
 
 
+@pytest.mark.thorough
 def test_a_task_that_takes_all_memory_is_quarantined(tmp_path: Path) -> None:
     """Its SIGKILL is the kernel's, and the control group's account says so."""
     done = run_script(tmp_path, OUT_OF_MEMORY)

@@ -62,6 +62,7 @@ def test_uneven_shards_end_together(two: RankGroup, kind: str, workers: int) -> 
         assert [batches for batches, _ in epochs] == [alone[:steps]] * 3
 
 
+@pytest.mark.thorough
 def test_three_ranks_train_while_their_loaders_run_ahead(three: RankGroup) -> None:
     """The loader's reductions never meet the trainer's, which go on in the default group meanwhile."""
     ranks = three("stream", [90, 61, 80], epochs=2, num_workers=2, train=True, prefetch_factor=4)
@@ -162,6 +163,7 @@ def test_a_newer_iterator_takes_the_place_of_the_last(two: RankGroup, kind: str,
         assert says.startswith((mine, "RanksDisagree: another rank left the epoch")), says
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "workers"), quickly([("sync", 2), ("asyncio", 0)], ("sync", 2)))
 def test_a_rank_that_is_killed(tmp_path: Path, kind: str, workers: int) -> None:
     """SIGKILL for one rank of three: the two others raise at once, though the one between them may live on."""
@@ -174,6 +176,7 @@ def test_a_rank_that_is_killed(tmp_path: Path, kind: str, workers: int) -> None:
         group.kill()
 
 
+@pytest.mark.thorough
 def test_a_process_may_end_though_the_others_go_on(tmp_path: Path) -> None:
     """A rank that left while another one keeps its iterator, and asks for nothing: it ends, with nobody to hear it."""
     with RankGroup(2, tmp_path) as group:
@@ -270,6 +273,7 @@ def test_a_distributed_sampler_is_not_dealt_again(two: RankGroup, seed: int | No
         assert [[[row[0] for row in batch] for batch in epoch] for epoch in found] == indices
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_with_other_ranks(two: RankGroup, three: RankGroup) -> None:
     """Two ranks, then three, then one, with one global batch of 12: rank 0's state serves them all, and the joined
     batches are those of a run that was never interrupted.

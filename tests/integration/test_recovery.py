@@ -52,6 +52,7 @@ def collect(kind: str, dataset: Any, **options: Any) -> list[Any]:
     return epochs_of(kind, dataset, 1, **options)[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["SIGKILL", "SIGTERM", "SIGSEGV", "SIGABRT", "exit", "exit 0"])
 def test_seeded_run_with_deaths_is_that_without(kind: str, way: str, tmp_path: Path) -> None:
@@ -63,6 +64,7 @@ def test_seeded_run_with_deaths_is_that_without(kind: str, way: str, tmp_path: P
     assert len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("way", ["stop", "hang", "hang in C"])
 def test_hanging_worker_is_replaced(kind: str, way: str, tmp_path: Path) -> None:
@@ -73,6 +75,7 @@ def test_hanging_worker_is_replaced(kind: str, way: str, tmp_path: Path) -> None
     assert_same(got, expected)
 
 
+@pytest.mark.thorough
 def test_tasks_of_a_stream_wait_for_one_another() -> None:
     """An asynchronous stream is read by one task after the other: waiting tasks do not time out."""
     options: dict[str, Any] = {"batch_size": 1, "num_workers": 1, "prefetch_factor": 10, "max_worker_restarts": 0}
@@ -258,6 +261,7 @@ def results(dataset: Any, **options: Any) -> list[Any]:
             found.append(str(error).splitlines()[-1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("struck", range(12))
 @pytest.mark.parametrize("dataset", [RaisingStream, StatefulRaisingStream])
@@ -274,6 +278,7 @@ def test_errors_of_a_stream_come_once(dataset: type[RaisingStream], struck: int,
 # ------------------------------------------------------------------------------------------------- memory
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("seed", [None, 4])
 def test_worker_that_grows_is_replaced_between_tasks(kind: str, seed: int | None) -> None:
@@ -307,6 +312,7 @@ class Accompanied(Growing):
         return super().__getitem__(index)
 
 
+@pytest.mark.thorough
 def test_worker_that_grew_and_cannot_end() -> None:
     """A worker that leaves, and whose threads do not let it, is ended; its successor goes on where it was."""
     with DataLoader[Any](Accompanied(5), num_workers=1, worker_memory_limit=7 << 19) as loader:
@@ -330,6 +336,7 @@ def test_close_while_a_worker_is_being_replaced(method: str, tmp_path: Path) -> 
     loader.close()
 
 
+@pytest.mark.thorough
 def test_dropped_async_iterator_while_a_worker_is_being_replaced(tmp_path: Path) -> None:
     """The same for an iterator that is dropped."""
 

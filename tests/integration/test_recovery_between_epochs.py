@@ -32,6 +32,7 @@ def epochs(kind: str, **options: Any) -> tuple[list[list[Any]], set[int]]:
     return found, {int(pid) for epoch in found for batch in epoch for pid in batch.pop("pid")}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("megabytes", [1, 3, 4, 7])
 def test_workers_that_grow_go_on_with_their_random_numbers(kind: str, megabytes: int) -> None:
@@ -75,6 +76,7 @@ class Slow(Dataset[Any]):
         return os.getpid()
 
 
+@pytest.mark.thorough
 def test_what_an_abandoned_epoch_left_to_do_is_no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker in torch mode does the tasks of an abandoned epoch first. It is not killed for what all of them take,
     which may be longer than a start-up has.

@@ -44,6 +44,7 @@ def whole(batches: list[list[int]], size: int, count: int = len(ALL)) -> None:
 # ------------------------------------------------------------------------------------------- what comes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 1, 2, 4])
 @pytest.mark.parametrize("kind", BOTH)
 def test_every_sample_comes_once_in_full_batches(kind: str, workers: int, tars: str) -> None:
@@ -102,6 +103,7 @@ def test_epochs_are_shuffled_anew(kind: str, workers: int, tars: str) -> None:
         assert [batch.tolist() for batch in run.epoch()] == epochs[2]
 
 
+@pytest.mark.thorough
 def test_torch_mode_draws_from_the_global_generator(tars: str) -> None:
     """Without a seed the order is drawn as torch's base seed is: `torch.manual_seed` reproduces it."""
     persistent = {"batch_size": 4, "num_workers": 2, "persistent_workers": True}

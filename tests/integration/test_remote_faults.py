@@ -79,6 +79,7 @@ def test_workers_that_grow_are_replaced(tmp_path: Path) -> None:
         assert run.loader.stats()["data/worker_retirements"] > 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_workers_that_hang_are_replaced(kind: str, tmp_path: Path) -> None:
     """After `worker_timeout`: one alone, both at their first samples, and one that waits for no assignment any more."""
@@ -94,6 +95,7 @@ def test_workers_that_hang_are_replaced(kind: str, tmp_path: Path) -> None:
         assert len(list(struck.iterdir())) == len(places)
 
 
+@pytest.mark.thorough
 def test_a_consumer_that_takes_its_time_kills_nobody(tmp_path: Path) -> None:
     """A worker that waits for an assignment, and so for another's batch and the consumer, does not time out."""
     # Of four shards the first worker reads the short ones, and is then told that it is over when the other one has made

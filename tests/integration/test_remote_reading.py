@@ -157,6 +157,7 @@ async def test_an_mds_data_set(store: HttpStore, stores: Stores) -> None:
     assert read == list(range(70))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("url", ["a.tar", "a.tar.gz", "a.jsonl", "a.tfrecord", "a.mds", "a.parquet"])
 async def test_broken_connections_lose_and_double_nothing(store: HttpStore, stores: Stores, url: str) -> None:
     """Broken downloads are resumed; requests to failing servers are retried."""

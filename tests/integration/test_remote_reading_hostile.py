@@ -122,6 +122,7 @@ async def test_a_bomb_in_one_line(serve: Serve, ending: str) -> None:
     assert peak < 40 * MB
 
 
+@pytest.mark.thorough
 async def test_a_bomb_of_many_small_samples(serve: Serve) -> None:
     """Each one is allowed, so all are given, some at a time: memory does not grow with what is inside."""
     inside = tar(range(2000), size=20_000)

@@ -19,6 +19,7 @@ from tests.integration.seeded_runs import Stepwise
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_states_in_the_middle(kind: str, workers: int, tars: str) -> None:
@@ -53,6 +54,7 @@ def test_torch_mode_resumes(tars: str) -> None:
     assert resumed("sync", dataset, 2, batch_size=4, num_workers=2) == batches
 
 
+@pytest.mark.thorough
 def test_out_of_order_resumes(tars: str) -> None:
     """With ``in_order=False`` each sample still comes once, for any `snapshot_every_n_steps`."""
     for every in (1, 4, 0):

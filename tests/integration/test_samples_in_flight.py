@@ -108,6 +108,7 @@ def test_the_slowest_sample_stops_no_other_batch(kind: str, workers: int) -> Non
     assert torch.cat(got).tolist() == list(range(20))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("options", [{}, {"seed": 5}], ids=["torch", "seeded"])
@@ -229,6 +230,7 @@ class Large(Dataset[Any]):
         return torch.full((1 << 20,), index, dtype=torch.int32)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 1])
 def test_large_batches_lower_the_credits(workers: int) -> None:
     """Batches of 16 MB: as many in hand as 256 MB hold; `stats` and `explain` say how many."""
@@ -241,6 +243,7 @@ def test_large_batches_lower_the_credits(workers: int) -> None:
         assert f"51 batches in hand ({seen[-1]:.0f} now" in loader.explain()
 
 
+@pytest.mark.thorough
 def test_ring_bytes_bounds_the_credits() -> None:
     """The ring stays within it, with fewer batches in hand; never fewer than `prefetch_factor`."""
     with DataLoader[Any](Large(), batch_size=2, num_workers=1, ring_bytes=100 << 20, concurrency=90) as loader:

@@ -67,6 +67,7 @@ def test_an_epoch_whose_last_batch_was_delivered_is_complete(
         assert_same(run.epoch(), epochs[3])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("where", ["loader", "sampler"])
 def test_set_epoch(kind: str, where: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:

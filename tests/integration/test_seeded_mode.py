@@ -34,6 +34,7 @@ SEEDED: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 7}
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [0, 1, 2, 5])
 def test_the_same_bytes_for_every_number_of_workers(kind: str, workers: int) -> None:
@@ -79,6 +80,7 @@ VIEWS: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", VIEWS)
 def test_views(name: str) -> None:
     """torch's views of datasets give the same bytes for every number of workers and either loader."""

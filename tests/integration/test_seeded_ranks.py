@@ -23,6 +23,7 @@ def ranks_of(kind: str, dataset: Any, world: int, epochs: int = 1, **options: An
     return [epochs_of(kind, dataset, epochs, rank=r, world_size=world, **options) for r in range(world)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "workers", "make"),
     [("sync", 0, AllDraws), ("sync", 2, AwaitedDraws), ("asyncio", 2, AllDraws), ("asyncio", 0, AwaitedDraws)],

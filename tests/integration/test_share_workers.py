@@ -82,6 +82,7 @@ def epoch(loader: str, dataset: Dataset[Any], method: str, **options: Any) -> li
     return [sample for batch in run_loader(loader, dataset, **options).epochs[0] for sample in batch]
 
 
+@pytest.mark.thorough
 @pytest.mark.spawns
 @pytest.mark.parametrize(
     ("loader", "method"),
@@ -198,6 +199,7 @@ class Writes(Dataset[Any]):
         return int(self.inside["t"][3]), int(self.tensor[3]), refused
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", quickly(METHODS, "fork", "forkserver"))
 def test_writing_is_private(method: str) -> None:
     """A worker's writes to a tensor are seen by that worker alone; an array refuses."""
@@ -261,6 +263,7 @@ def rank(connection: Any, dataset: Everything, method: str) -> None:
     connection.send([(sample["word"], sample["same segments"]) for sample in samples])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS[1:])
 def test_passed_on_by_a_spawned_process(method: str) -> None:
     """A spawned process that spawns others passes the same segments on."""

@@ -75,6 +75,7 @@ for use in (lambda: list(DataLoader(Large(), num_workers=1, ring_bytes=RING)), l
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("size", "ring"), [(1000, "500 << 20"), ("60 << 20", "None")], ids=["a ring too large", "batches that grow it"]
 )
@@ -178,6 +179,7 @@ def _in_mount_namespace(command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mount namespaces are Linux's")
 def test_eight_megabytes_of_shared_memory(tmp_path: Path) -> None:
     """With a /dev/shm of 8 MB batches of 4 MB arrive, also when the user's collate function calls default_collate."""
@@ -210,6 +212,7 @@ print("done")
 """
 
 
+@pytest.mark.thorough
 def test_few_descriptors(tmp_path: Path) -> None:
     """Hoarding 2000 batches works with 128 descriptors, where torch's default strategy needs one for each tensor."""
     done = run_script(tmp_path, FEW_DESCRIPTORS)
@@ -220,6 +223,7 @@ def strings(samples: list[Any]) -> Any:
     return ["a different string " + str(i) for i in range(60_000)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_large_pickle_warns_once(kind: str) -> None:
     """Megabytes of Python objects in a batch arrive, and are warned about once an iterator, with the size."""

@@ -60,6 +60,7 @@ def difference(got: dict[str, Any], expected: dict[str, Any]) -> str:
     return "" if ends[0] == ends[1] else f"{got['err']} in place of {expected['err']}"
 
 
+@pytest.mark.thorough
 def test_every_provocation(ends: dict[str, dict[str, Any]]) -> None:
     """Each ends, with torch's exit code and output; its workers end with it; only an uncaught exception is printed."""
     ours, theirs = ends["asyncloader"], ends["torch.utils.data"]

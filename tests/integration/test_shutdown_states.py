@@ -235,6 +235,7 @@ def arrived(folder: Path, count: int) -> list[int]:
 # ------------------------------------------------------------------------------------------- who waits, who closes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("persistent", [False, True])
 def test_close_while_another_thread_waits(persistent: bool) -> None:
     """A thread in `next` gets `LoaderClosed`, and does not wait for ever."""
@@ -250,6 +251,7 @@ def test_close_while_another_thread_waits(persistent: bool) -> None:
         errors.clear()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
 def test_aclose_while_another_task_waits(kind: str) -> None:
     """Tasks in `anext` get `LoaderClosed`, all of them."""
@@ -269,6 +271,7 @@ def test_aclose_while_another_task_waits(kind: str) -> None:
         run_async(run(told), kind)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_close_twice_and_by_several_threads_at_once(kind: str) -> None:
     """Each returns when the workers are gone, whoever came first."""

@@ -49,6 +49,7 @@ def resumed(kind: str, state: dict[str, Any], count: int, **options: Any) -> lis
 # ------------------------------------------------------------------------------------------- the position
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("taken", range(STEPS + 1))
 def test_any_position(kind: str, taken: int, options: dict[str, Any], epochs: list[list[Any]]) -> None:
@@ -227,6 +228,7 @@ def test_a_state_is_used_once(kind: str, options: dict[str, Any], epochs: list[l
         assert_same(run.rest(), epochs[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_back_to_an_earlier_state(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
     """The loader that saved a state can go back to it, across epochs, as often as one likes."""

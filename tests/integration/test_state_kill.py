@@ -63,6 +63,7 @@ def steps(script: Script, count: int) -> tuple[list[Any], str]:
     return batches, json.dumps(state)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("first", "second", "before", "after"),
     [(SYNC, ASYNC, "num_workers=2", "num_workers=1"), (ASYNC, SYNC, "num_workers=1", "num_workers=0")],

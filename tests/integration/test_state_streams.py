@@ -23,6 +23,7 @@ STATEFUL = [IteratorStream, DatasetStream, OwnIterator, AwaitedStream]
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "workers"), [("sync", 0), ("sync", 3), ("asyncio", 0), ("asyncio", 2)])
 @pytest.mark.parametrize("make", STATEFUL)
 @pytest.mark.parametrize("mode", [{}, {"seed": 5}], ids=["torch", "seeded"])
@@ -62,6 +63,7 @@ def test_a_cursor_costs_no_data(workers: int) -> None:
     assert dataset.made.value == N - 16
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("every", [0, 3])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_rare_cursors(every: int, workers: int) -> None:

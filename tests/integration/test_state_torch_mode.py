@@ -58,6 +58,7 @@ ORDERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize(("before", "after"), [(0, 0), (2, 0), (0, 1)])
 @pytest.mark.parametrize("name", ORDERS)
@@ -148,6 +149,7 @@ def test_a_map_dataset_with_a_state(kind: str, workers: int) -> None:
 # ------------------------------------------------------------------------------------------- stateful samplers
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("mode", [{}, {"seed": 4}], ids=["torch", "seeded"])

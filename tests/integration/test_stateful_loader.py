@@ -97,12 +97,14 @@ def test_each_moment(case: str) -> None:
     _check(case, "0", MOMENTS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", quickly(FEW, "map dataset", "stream"))
 def test_each_moment_with_workers(case: str) -> None:
     """The same with workers that live for an epoch."""
     _check(case, "2", ("new", "iter", "within", "last", "end"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", FEW)
 def test_each_moment_with_persistent_workers(case: str) -> None:
     """The same with workers that live as long as the loader."""

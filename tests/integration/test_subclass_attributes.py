@@ -82,6 +82,7 @@ class AsyncAfter(AsyncDataLoader[Any]):
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "plain"),
     [
@@ -193,6 +194,7 @@ for each in NAMES:
     setattr(AsMembers, each, _named(each))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [AnyNames, AsMembers])
 @WORKERS
 def test_every_other_name_is_the_subclasss_too(kind: Any, workers: int) -> None:

@@ -45,6 +45,7 @@ def report_of(kind: str, dataset: Any, **options: Any) -> tuple[str, list[int]]:
     return run_async(load())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("way", ["hang", "hang in C"])
 def test_report_shows_where_the_worker_is(kind: str, way: str, tmp_path: Path) -> None:
@@ -61,6 +62,7 @@ def test_report_shows_where_the_worker_is(kind: str, way: str, tmp_path: Path) -
     assert "pytest" not in report  # a forked worker's calls of before it was one
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_report_on_a_stopped_worker(kind: str, tmp_path: Path) -> None:
     """One that is stopped cannot answer; the report says that it is."""
@@ -82,6 +84,7 @@ def never_started(worker: int) -> None:
     threading.Event().wait()
 
 
+@pytest.mark.thorough
 def test_report_on_start_up_code() -> None:
     """A worker that hangs in `worker_init_fn` is at its start-up code."""
     report, _ = report_of("sync", SlowStart(), num_workers=1, timeout=1.5, worker_init_fn=never_started)
@@ -125,6 +128,7 @@ class AsyncStuck(IterableDataset[Any]):
         await asyncio.get_running_loop().create_future()
 
 
+@pytest.mark.thorough
 def test_report_on_an_async_worker() -> None:
     """A worker that awaits shows its event loop, and that it is asleep."""
     report, _ = report_of("asyncio", AsyncStuck(), num_workers=1, timeout=1.5)
@@ -132,6 +136,7 @@ def test_report_on_an_async_worker() -> None:
     assert "worker.py" in report
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [0, 1])
 async def test_report_while_a_worker_dies(number: int) -> None:
     """A worker dies and is replaced while all are asked for stacks: no report shows another process's state."""

@@ -189,6 +189,7 @@ class Gathering(AsyncDataLoader[Any]):
         return iter(run_async(gather()))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ours", [DataLoader, Gathering])
 @pytest.mark.parametrize("persistent", [False, True], ids=["new workers", "persistent"])
 @pytest.mark.parametrize("name", SET_LATER)
@@ -292,6 +293,7 @@ def test_going_on_after_a_timeout() -> None:
         shut_down(batches)
 
 
+@pytest.mark.thorough
 @needs_torch("2.13", "says at `iter()` that pin_memory_device is ignored, and that nothing can be pinned")
 @pytest.mark.usefixtures("no_accelerator")
 @pytest.mark.parametrize("workers", [0, 1])
@@ -318,6 +320,7 @@ def test_warnings_about_pinning(workers: int) -> None:
             assert [text.split(" ")[0] for _, text in expected[1]] == ["pin_memory_device", "'pin_memory'"] * pin
 
 
+@pytest.mark.thorough
 def test_worker_number_warning_comes_again_with_the_workers() -> None:
     """In the constructor, and whenever workers start: at each `iter()`, or once with persistent workers."""
     many = len(os.sched_getaffinity(0)) + 1

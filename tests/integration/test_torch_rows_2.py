@@ -148,6 +148,7 @@ class Informed(Dataset[Any]):
         return type(info).__qualname__, values, refused, hasattr(info, "__dict__"), type(info.dataset) is Informed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "method"), [("sync", "fork"), ("asyncio", "fork"), ("sync", "spawn")])
 def test_worker_info_is_torchs(kind: str, method: str) -> None:
     """All fields with torch's values, of torch's type, which refuses assignments."""
@@ -233,6 +234,7 @@ class Fetchers(Dataset[Any]):
         return index, info.id
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("persistent", [False, True])
 def test_round_robin_begins_with_worker_0(persistent: bool) -> None:
     """Batch `i` comes from worker ``i % num_workers`` in each epoch, also after one that was left in the middle."""
@@ -281,6 +283,7 @@ def test_out_of_order_tasks_go_to_who_has_room(factor: int) -> None:
         assert_same(got, run(torch.utils.data.DataLoader))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize(
     ("lengths", "drop_last"), [([7, 3, 2], True), ([3, 0, 6], True), ([2, 2, 2], True), ([1, 10, 3], False)], ids=str

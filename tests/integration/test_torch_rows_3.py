@@ -213,6 +213,7 @@ class Hiccup:
         return [position]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_sampler_that_raises_and_goes_on(workers: int) -> None:
     """The error comes from the call that advances the sampler, unchanged; the calls after it give what torch's give."""

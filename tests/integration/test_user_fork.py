@@ -45,6 +45,7 @@ def test_child_reads_held_batches_unchanged() -> None:
         os.close(fd)
 
 
+@pytest.mark.thorough
 def test_many_forks_do_not_starve_the_ring() -> None:
     """Forks while batches are held retire slots; the loader goes on with views, in a new ring at last."""
     loader = DataLoader[Any](Sized([5000] * N), num_workers=1)
@@ -199,6 +200,7 @@ SCRIPTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_fork_in_a_script(name: str, tmp_path: Path) -> None:
     """Whatever the child does and however it ends, the parent's workers go on and nobody hangs."""

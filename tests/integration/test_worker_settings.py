@@ -38,6 +38,7 @@ class Facts(Dataset[Any]):
         }
 
 
+@pytest.mark.thorough
 @pytest.mark.spawns
 @pytest.mark.parametrize(("kind", "method"), [("sync", "fork"), ("sync", "spawn"), ("asyncio", "fork")])
 def test_worker_is_set_up_as_torchs(kind: str, method: str) -> None:

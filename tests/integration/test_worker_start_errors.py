@@ -37,6 +37,7 @@ class Once(IterableDataset[Any]):
         return iter(ROWS)
 
 
+@pytest.mark.thorough
 @METHODS
 def test_a_stateful_loader_raises_it_from_iter(method: str) -> None:
     """No batch comes before it, and a loader that is set right can be iterated."""
@@ -50,6 +51,7 @@ def test_a_stateful_loader_raises_it_from_iter(method: str) -> None:
     loader.close()
 
 
+@pytest.mark.thorough
 @METHODS
 def test_a_plain_loader_raises_it_with_that_workers_first_batch(method: str) -> None:
     """As torch does."""

@@ -139,6 +139,7 @@ def check(case: Case) -> None:
         assert got == whole, "interrupted"
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(max(600, 3 * EXAMPLES))
 @settings(max_examples=max(6, EXAMPLES // 4), **SETTINGS)
 @given(cases())

@@ -204,6 +204,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", quickly(DIFFERENCES, "another order", "no generator"))
 def test_the_comparison_bites(name: str) -> None:
     """Of two configurations that differ in anything that counts, the outcomes differ."""

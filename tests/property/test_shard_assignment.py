@@ -113,6 +113,7 @@ LOST_BESIDE = Case(shards=((1, 1),), sized=False, chunk=1, broken=frozenset({0})
 STOPS = st.lists(st.integers(0, 8), max_size=4).map(tuple)
 
 
+@pytest.mark.thorough
 @settings(max_examples=EXAMPLES, **SETTINGS)
 @example(GIVEN_BACK, 0, 0, (2,))
 @given(cases(), st.integers(0, 1 << 32), st.integers(0, 4), STOPS)
@@ -133,6 +134,7 @@ def test_many_epochs_are_those_of_workers_in_lockstep(
     check(case, seed, deaths, stops)
 
 
+@pytest.mark.thorough
 @settings(max_examples=EXAMPLES, **SETTINGS)
 @example(LOST_BESIDE, 0, 0, ())
 @given(cases(), st.integers(0, 1 << 32), st.integers(0, 4), STOPS)
@@ -145,6 +147,7 @@ def test_out_of_order_every_sample_comes_once(case: Case, seed: int, deaths: int
     assert sum(len(batch) < size for batch in batches) <= 1
 
 
+@pytest.mark.thorough
 @settings(max_examples=EXAMPLES // 3, **SETTINGS)
 @given(cases(), st.integers(0, 1 << 32), st.integers(0, 3))
 def test_a_sample_that_raises_costs_its_batch_and_no_other_sample(case: Case, seed: int, deaths: int) -> None:

@@ -23,7 +23,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("first", quickly(range(0, 100, CHUNK), 0, 30))
+@pytest.mark.parametrize("first", quickly(range(0, 100, CHUNK), 30))
 def test_seeds(first: int) -> None:
     """Whatever strikes: every batch once, in its place and to the bit, no hang, and nothing left behind."""
     done = run("--first", str(first), "--seeds", str(CHUNK))

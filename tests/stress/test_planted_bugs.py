@@ -38,6 +38,7 @@ def run(hunt: Hunt, *arguments: str) -> subprocess.CompletedProcess[str]:
     return script_server.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("bug", quickly(PLANTS, "slots not reclaimed"))
 def test_it_is_found(bug: str) -> None:

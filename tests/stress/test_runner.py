@@ -47,6 +47,7 @@ for prepare in (hang, crash, leave_a_child):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_cases_that_misbehave() -> None:
     """A case that hangs is ended, with its stacks in the log; one that crashes, or leaves a process, is told."""

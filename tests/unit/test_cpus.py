@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from tests.integration.running import ROOT
@@ -39,6 +40,7 @@ print(found)
 """
 
 
+@pytest.mark.thorough
 def test_a_stage_computes_on_one_core_and_nobody_else_does() -> None:
     """Not threads that are made later, nor the caller's, which has computed nothing yet."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -55,6 +55,7 @@ def test_batches_are_those_of_stock_accelerate(num_workers: int, shuffle: bool) 
     assert batches_given(ours.base_dataloader) == 10
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -73,6 +74,7 @@ def test_arguments_survive(arguments: dict[str, Any]) -> None:
     assert_same(epochs(ours), epochs(stock))
 
 
+@pytest.mark.thorough
 def test_seedable_sampler() -> None:
     """With `use_seedable_sampler` the order depends on the epoch's number alone, as with a stock loader."""
     config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=5)
@@ -215,6 +217,7 @@ def test_gather_in_one_process() -> None:
     assert torch.cat(gathered).tolist() == list(range(21))
 
 
+@pytest.mark.thorough
 def test_gather_in_two_processes(tmp_path: Path) -> None:
     """Two ranks share the dataset out; `gather_for_metrics` drops the rows that fill the last batch up."""
     done = run_script(

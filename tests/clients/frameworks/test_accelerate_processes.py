@@ -165,6 +165,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.thorough
 def test_two_processes_save_and_resume(tmp_path: Path) -> None:
     """Two processes save one state, and resume from it: rows, their order and the next epoch are those of a whole run.
 

@@ -74,6 +74,7 @@ def resumed(loader: Any, folder: Path, epochs: int, **config: Any) -> tuple[list
 # ------------------------------------------------------------------------------------- stop anywhere, resume exactly
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", ["seeded", "generator", "stateful"])
 def test_resumed_runs_are_the_uninterrupted_one(kind: str, num_workers: int, tmp_path: Path) -> None:
@@ -128,6 +129,7 @@ def test_state_of_a_loader_without_accelerate(tmp_path: Path) -> None:
     assert_same(list(plain), expected[2:])
 
 
+@pytest.mark.thorough
 def test_seedable_sampler(tmp_path: Path) -> None:
     """Accelerate's own seedable order, a function of the epoch's number, is found again with that number."""
     config: dict[str, Any] = {"use_seedable_sampler": True, "data_seed": 5}

@@ -23,6 +23,7 @@ pytestmark = [
 # -------------------------------------------------------------------------------------------- fit
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}],
@@ -88,6 +89,7 @@ def test_persistent_workers_last_over_the_epochs() -> None:
     assert all(pids == seen[0] for pids in seen)
 
 
+@pytest.mark.thorough
 def test_fit_that_stops_within_an_epoch() -> None:
     """`limit_train_batches` and `max_steps` abandon iterators; the batches are torch's, and no worker stays."""
     arguments: dict[str, Any] = {"batch_size": 4, "shuffle": True, "num_workers": 2}
@@ -153,6 +155,7 @@ def test_accumulated_gradients() -> None:
     assert_same(got.line.state_dict(), expected.line.state_dict())
 
 
+@pytest.mark.thorough
 def test_several_loaders() -> None:
     """A dictionary of loaders gives a dictionary of batches; each loader's batches are torch's."""
 
@@ -228,6 +231,7 @@ def test_dataset_changed_between_epochs() -> None:
 # -------------------------------------------------------------------------------------------- checkpoints
 
 
+@pytest.mark.thorough
 def test_resume_after_an_epoch(tmp_path: Path) -> None:
     """From a checkpoint saved at an epoch's end, training goes on as it does with torch's loader."""
     runs = []

@@ -27,6 +27,7 @@ pytestmark = [
 # -------------------------------------------------------------------------------------------- other stages
 
 
+@pytest.mark.thorough
 def test_fit_with_validation() -> None:
     """Validation between epochs, and the sanity check that abandons an iterator first, see torch's batches."""
     arguments: dict[str, Any] = {"batch_size": 8, "num_workers": 2}
@@ -219,6 +220,7 @@ def test_fabric_iterates_our_loader() -> None:
 # -------------------------------------------------------------------------------------------- several processes
 
 
+@pytest.mark.thorough
 def test_two_processes_share_the_dataset_out(tmp_path: Path) -> None:
     """On two devices Lightning makes the loader anew with a `DistributedSampler`: ours, with its own options."""
     done = run_script(

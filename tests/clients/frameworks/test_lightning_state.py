@@ -116,6 +116,7 @@ def whole_and_resumed(make: Any, saver: Saver, **options: Any) -> tuple[list[Any
 # ------------------------------------------------------------------------------------------- loaders with a length
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("make", [seeded, generated, stateful])
 def test_checkpoints_within_an_epoch_and_on_its_last_batch(make: Any, num_workers: int, tmp_path: Path) -> None:
@@ -139,6 +140,7 @@ def test_persistent_workers(tmp_path: Path) -> None:
         assert_same(batches, whole[step:], f"from step {step}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("make", [seeded, stateful])
 def test_limited_epochs(make: Any, num_workers: int, tmp_path: Path) -> None:
@@ -157,6 +159,7 @@ class SaveAfterEpoch(Saver):
         self.save_if_due(trainer)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_checkpoints_at_an_epochs_end(num_workers: int, tmp_path: Path) -> None:
     """Lightning loads no loader's state then: in seeded mode the epoch's number, which it does set, is enough."""
@@ -166,6 +169,7 @@ def test_checkpoints_at_an_epochs_end(num_workers: int, tmp_path: Path) -> None:
         assert_same(batches, whole[step:], f"from step {step}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_checkpoints_at_an_epochs_end_with_max_steps(num_workers: int, tmp_path: Path) -> None:
     """With `max_steps` it does load the state, and enters the old epoch again: nothing is left of it, nothing drawn.
@@ -185,6 +189,7 @@ class SaveAfterValidation(Saver):
         self.save_if_due(trainer)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [seeded, stream])
 def test_checkpoints_of_a_validation_within_an_epoch(make: Any, tmp_path: Path) -> None:
     """From a checkpoint saved when a validation within an epoch ends, the rest of that epoch comes."""
@@ -208,6 +213,7 @@ def test_model_checkpoint(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------- loaders without a length
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("own", [{}, {"seed": 4}], ids=["torch", "seeded"])
 def test_streams(own: dict[str, Any], num_workers: int, tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ def test_errors_inside_come_first() -> None:
     assert offset == 9
 
 
+@pytest.mark.thorough
 def test_a_bomb_is_read_in_steps() -> None:
     """A gigabyte in a megabyte of gzip: `feed` gives at most one step's samples, and holds no more than that."""
     packer = zlib.compressobj(9, wbits=31)
@@ -142,6 +143,7 @@ def test_a_bomb_of_empty_members() -> None:
     assert reader.end()[0].sample["a"] == 1
 
 
+@pytest.mark.thorough
 def test_end_while_pending_is_a_mistake_of_the_caller() -> None:
     """It would silently lose samples, so it raises."""
     reader = make()
@@ -257,6 +259,7 @@ def modules(library: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("package", ["compression.zstd", "pyzstd", "zstandard"])
 def test_zstd_frames(libzstd: Any, package: str) -> None:
     """Frames written by the C library are read through each package's interface, in any chunks and bounded steps."""

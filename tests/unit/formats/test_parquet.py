@@ -225,6 +225,7 @@ def test_a_page_that_is_too_large_is_not_fetched(monkeypatch: pytest.MonkeyPatch
     assert len(rows_of(data, max_sample_bytes=200_000)) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [b"\xfe\xff\xff\xff\x0f\x15\x02", b"\x02\x15\xfe\xff\xff\xff\x0f"])
 def test_page_headers_that_claim_2_gib(sizes: bytes) -> None:
     """Decompressed, or in the file."""
@@ -346,6 +347,7 @@ def child() -> Iterator[Child]:
     one.close()
 
 
+@pytest.mark.thorough
 def test_an_encrypted_column(child: Child) -> None:
     """Its metadata is encrypted, too: pyarrow's Python would end the process over it, so its C++ is asked first."""
     data = encrypted(plaintext_footer=True)
@@ -353,6 +355,7 @@ def test_an_encrypted_column(child: Child) -> None:
     assert [found.sample["a"] for found in rows_of(data, columns=["a"])] == [1, 2]
 
 
+@pytest.mark.thorough
 @given(data=st.sampled_from(MANY).flatmap(corrupted))
 @settings(deadline=None, max_examples=scaled(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damaged_files_are_rows_or_shard_errors(child: Child, data: bytes) -> None:
@@ -362,6 +365,7 @@ def test_damaged_files_are_rows_or_shard_errors(child: Child, data: bytes) -> No
     assert answer.startswith(("rows", "ShardError", "died"))
 
 
+@pytest.mark.thorough
 @given(good=st.sampled_from(MANY), data=st.data())
 @settings(deadline=None, max_examples=scaled(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damaged_footers_are_rows_or_shard_errors(child: Child, good: bytes, data: st.DataObject) -> None:

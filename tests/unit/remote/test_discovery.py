@@ -25,6 +25,7 @@ def test_one_or_several_patterns_and_paths() -> None:
     assert expand_urls(["a.tar", "{b,a}.tar"]) == ["a.tar", "b.tar", "a.tar"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("urls", "error", "match"),
     [

@@ -40,6 +40,7 @@ class Small(MemoryTransport):
                 left = None if left is None else left - len(chunk)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("url", MAKERS)
 async def test_every_format_is_read_whole_and_from_everywhere(url: str) -> None:
     """After each sample there is an offset from which a range returns exactly what follows."""

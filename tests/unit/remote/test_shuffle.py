@@ -90,6 +90,7 @@ def test_a_block_fills_while_another_is_given_out() -> None:
     assert max(reads) <= 8
 
 
+@pytest.mark.thorough
 def test_orders_are_uniform() -> None:
     """All orders of a block are as likely as one another, and so differ from block to block."""
     counts: Counter[tuple[int, ...]] = Counter()

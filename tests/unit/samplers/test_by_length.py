@@ -124,6 +124,7 @@ def test_samples_of_a_batch_are_alike_and_batches_are_not(make: Callable[..., An
         assert np.mean([lengths[batch].std() for batch in batches]) > 0.5 * lengths.std()
 
 
+@pytest.mark.thorough
 @BOTH
 def test_samples_of_every_length_are_dropped_now_and_then(make: Callable[..., AnySampler]) -> None:
     """Of what `drop_last` leaves out over many epochs, each quarter of the lengths has its part.

@@ -27,6 +27,7 @@ def assert_bijection(n: int, seed: int, epoch: int = 0) -> None:
     assert np.array_equal(permutation.inverse(elements), positions)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("step", quickly([1, 13], 13))
 def test_every_small_size(step: int) -> None:
     """Each element comes once, and `inverse` finds its position, for every size up to 4,096."""
@@ -38,6 +39,7 @@ def near_powers(first: int, last: int) -> list[int]:
     return [2**power + delta for power in range(first, last + 1) for delta in range(-2, 3)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("n", near_powers(12, 20))
 def test_sizes_near_powers_of_two(n: int) -> None:
     """Where the rectangle changes its shape, and the number of rounds changes."""
@@ -136,6 +138,7 @@ def orders() -> dict[str, list[npt.NDArray[np.int64]]]:
 SOURCES = pytest.mark.parametrize("source", ["seeds", "epochs", "torch"])
 
 
+@pytest.mark.thorough
 @SOURCES
 def test_position_tells_nothing(source: str, orders: dict[str, list[npt.NDArray[np.int64]]]) -> None:
     """Position and element are uncorrelated: the correlations have mean 0 and variance 1/(n-1)."""
@@ -167,6 +170,7 @@ def test_neighbouring_keys_have_nothing_in_common(source: str, orders: dict[str,
     assert abs(np.mean([(a == b).sum() for a, b in pairs]) - 1) < 5 / math.sqrt(KEYS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("n", [2, 3, 4, 5])
 def test_all_orders_of_few_elements_are_equally_frequent(n: int) -> None:
     """Chi-squared over the n! orders, of 6,000 keys."""
@@ -178,6 +182,7 @@ def test_all_orders_of_few_elements_are_equally_frequent(n: int) -> None:
     assert squared < kinds - 1 + 5 * math.sqrt(2 * (kinds - 1))
 
 
+@pytest.mark.thorough
 def test_each_element_comes_everywhere() -> None:
     """Chi-squared over the 49 pairs of position and element, for a size that is far from a rectangle's."""
     table = np.zeros((7, 7))

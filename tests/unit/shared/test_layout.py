@@ -33,6 +33,7 @@ def exact(value: Any) -> str:
     return repr(value)
 
 
+@pytest.mark.thorough
 @given(st.one_of(st.lists(STRUCTURES), st.dictionaries(KEYS, STRUCTURES)), st.integers(1, 6))
 def test_structure_comes_back(value: Any, large: int) -> None:
     """Any nesting of lists, tuples and dicts is read as it was written, types and order of keys included."""

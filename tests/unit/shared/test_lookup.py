@@ -58,6 +58,7 @@ def test_equal_keys_hash_alike(one: Any, other: Any) -> None:
     assert dict_of({one: 1}, large=1).find(other) == (0 if one == other else -1)
 
 
+@pytest.mark.thorough
 def test_hash_is_the_same_in_every_process() -> None:
     """Another process, whose hash of str is another, computes the same hashes."""
     keys = ["a", "é", b"a", 1, -7, 2.5, None, ("a", (1, None)), 1 << 80, math.inf]

@@ -146,6 +146,7 @@ def run_limited(program: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.thorough
 @linux
 def test_shortage_is_an_error_and_leaves_nothing() -> None:
     """Without room for the next part: an error with sizes and purpose, no signal, and no descriptor afterwards."""
@@ -170,6 +171,7 @@ def test_shortage_is_an_error_and_leaves_nothing() -> None:
     )
 
 
+@pytest.mark.thorough
 @linux
 def test_no_address_space_is_an_error() -> None:
     """A segment that cannot be mapped is an error with its size, and is not left behind."""
@@ -208,6 +210,7 @@ def test_control_groups_limit_is_checked_first(monkeypatch: pytest.MonkeyPatch, 
     writer.close()
 
 
+@pytest.mark.thorough
 @linux
 def test_peak_of_building() -> None:
     """Beside the data and the segment nothing of the data's size is needed: not for text, rows, arrays or bytes."""

@@ -222,6 +222,7 @@ def plain_types(value: Any) -> bool:
     )
 
 
+@pytest.mark.thorough
 def test_plain_copies_are_plain_all_through() -> None:
     """`todict()` and `tolist()` have no shared list or dict in them; tuples are tuples again."""
     shared: Any = share(everything())

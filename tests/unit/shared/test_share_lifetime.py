@@ -16,6 +16,7 @@ from asyncloader.shared.share import share
 LARGE = list(range(2000))
 
 
+@pytest.mark.thorough
 def test_reading_from_many_threads() -> None:
     """Threads that read everything at once all read the same."""
     shared: Any = share({"words": [f"é{i}" for i in range(2000)], "ids": {f"{i}": [i] for i in range(2000)}})

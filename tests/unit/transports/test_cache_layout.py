@@ -133,6 +133,7 @@ def test_victims_are_the_oldest_and_enough(files: list[Stored], excess: int) -> 
         assert any(freed - file.charged < excess for file in victims if file.used == newest)
 
 
+@pytest.mark.thorough
 def test_choosing_holds_few_files() -> None:
     """Of a hundred thousand files only the chosen ones are held in memory, in whatever order they come."""
     stored = [Stored(used, str(used), 4096) for used in range(100_000)]

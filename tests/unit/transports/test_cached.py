@@ -209,6 +209,7 @@ async def test_a_stream_left_early_leaves_nothing(tmp_path: Path, taken: int) ->
         assert await drain(transport.stream("a", chunk_size=1000)) == CHUNKS
 
 
+@pytest.mark.thorough
 async def test_a_cancelled_stream_leaves_nothing(tmp_path: Path) -> None:
     """A task that is cancelled anywhere in its stream leaves no incomplete file."""
     store = MemoryTransport({"a": bytes(3 << 20)})

@@ -81,6 +81,7 @@ def child_uses_everything(number: int, payload: Payload) -> None:
         raise AssertionError(fd)
 
 
+@pytest.mark.thorough
 def test_what_may_only_be_inherited_is_shared_with_every_child() -> None:
     """Locks, queues, events and tensors in shared memory are the same objects in all children, of one pickling."""
     context = torch.multiprocessing.get_context("spawn")
@@ -159,6 +160,7 @@ def test_unpicklable_setup_leaves_nothing_behind() -> None:
     assert payload.load().dataset == [1]
 
 
+@pytest.mark.thorough
 def test_descriptor_travels_as_an_argument() -> None:
     """An `InheritedFd` arrives in a spawned child as a descriptor of the same file."""
     context = multiprocessing.get_context("spawn")

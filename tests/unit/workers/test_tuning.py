@@ -16,27 +16,32 @@ def told(code: str, **environment: str) -> str:
     return run.stdout.strip()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("concurrent", [False, True])
 def test_what_was_there_is_frozen(concurrent: bool) -> None:
     """The collector does not look at what was there before the first task."""
     assert int(told(f"tune(concurrent={concurrent}); print(gc.get_freeze_count())")) > 1000
 
 
+@pytest.mark.thorough
 def test_one_task_at_a_time_is_collected_as_ever() -> None:
     """A worker of a blocking dataset keeps Python's thresholds."""
     assert told("before = gc.get_threshold(); tune(concurrent=False); print(gc.get_threshold() == before)") == "True"
 
 
+@pytest.mark.thorough
 def test_many_in_flight_are_collected_less_often() -> None:
     """A worker with hundreds of samples in hand looks for garbage less often, and does look."""
     assert told("tune(concurrent=True); print(gc.get_threshold(), gc.isenabled())") == "(50000, 20, 50) True"
 
 
+@pytest.mark.thorough
 def test_thresholds_of_the_user_stand() -> None:
     """Thresholds that the user has set are kept."""
     assert told("gc.set_threshold(5000, 5, 5); tune(concurrent=True); print(gc.get_threshold())") == "(5000, 5, 5)"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("environment", [{}, {"MALLOC_ARENA_MAX": "2"}], ids=["ours", "the user's"])
 def test_memory_still_works(environment: dict[str, str]) -> None:
     """Large blocks can be had and given back under the settings, ours or the user's own."""

@@ -112,6 +112,7 @@ def test_a_samples_numbers_are_its_own(seed: int, epoch: int, position: int) -> 
     assert len(set(drawn)) == len(drawn)
 
 
+@pytest.mark.thorough
 def test_neighbours_are_independent() -> None:
     """Over ten thousand positions the first numbers of each generator are uniform and not correlated."""
     count = 10_000
@@ -139,6 +140,7 @@ def test_derived_numbers_differ() -> None:
     assert 1 << 60 < max(numbers) < 1 << 64
 
 
+@pytest.mark.thorough
 def test_the_same_in_another_process() -> None:
     """Nothing depends on the process, such as its hash seed."""
     program = (

@@ -93,6 +93,7 @@ async def test_a_generator_that_raised_is_no_streams_end(kind: Any, batch_size: 
         await fetch(one)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [Stream, AsyncStream])
 async def test_a_stream_that_only_raises_is_given_up(kind: Any) -> None:
     """After 1000 failures one after the other, over all batches."""
