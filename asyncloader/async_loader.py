@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import weakref
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 
@@ -22,12 +22,14 @@ from asyncloader.epoch.thread_workers import has_thread_workers, refusal
 from asyncloader.epoch_config import EpochConfig
 from asyncloader.errors import LoaderClosed
 from asyncloader.explain import explain
+from asyncloader.loader_repr import as_html, as_text
 from asyncloader.options import (
     OPTION_NAMES,
     OUR_OPTION_NAMES,
     LoaderOptions,
     LoaderSpec,
     OverridableProperty,
+    fixed_option,
     own_constructor,
 )
 from asyncloader.samplers.async_sampler import feedback_target
@@ -113,7 +115,7 @@ class AsyncDataLoader(LoaderOptions[T_co]):
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _SETTABLE:
             if name in _SPEC_NAMES and type(self) is AsyncDataLoader:  # a subclass may have attributes of any name
-                raise ValueError(f"{name} is fixed when a loader is made; clone({name}=...) makes another one")
+                raise ValueError(fixed_option(name))
             super().__setattr__(name, value)
             return
         try:
@@ -270,9 +272,22 @@ class AsyncDataLoader(LoaderOptions[T_co]):
         pool = newest.pool if isinstance(newest, AsyncLoaderIterator) else None
         return explain(type(self).__name__, self._spec, self._statistics, pool or self._idle_pool)
 
+    def __iter__(self) -> NoReturn:
+        """Raises TypeError: batches are awaited."""
+        raise TypeError(
+            "AsyncDataLoader is read with 'async for'; for a plain 'for' make an asyncloader.DataLoader, which takes "
+            "the same arguments"
+        )
+
     def __repr__(self) -> str:
-        spec = self._spec
-        return f"<AsyncDataLoader batch_size={spec.batch_size} num_workers={spec.num_workers}>"
+        return as_text(type(self).__name__, self._spec, self._place)
+
+    def _repr_html_(self) -> str:
+        return as_html(type(self).__name__, self._spec, self._place)
+
+    @property
+    def _place(self) -> str:
+        return "closed" if self._closed else self._keeper.place
 
 
 own_constructor(AsyncDataLoader, "AsyncDataLoader")

@@ -9,7 +9,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -22,11 +22,13 @@ from asyncloader.epoch.sync_iterator import WorkerIterator
 from asyncloader.epoch.thread_workers import ThreadIterator, has_thread_workers, refusal
 from asyncloader.errors import LoaderClosed, StateError
 from asyncloader.explain import explain
+from asyncloader.loader_repr import as_html, as_text
 from asyncloader.never_iterated import warn_if_replaced
-from asyncloader.options import LoaderSpec, OverridableProperty, async_index_source
+from asyncloader.options import OUR_OPTION_NAMES, LoaderSpec, OverridableProperty, async_index_source, fixed_option
 from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.statistics import Statistics
+from asyncloader.tracebacks import hide_our_frames
 from asyncloader.workers.fetch.sample_errors import BadSample
 
 __all__ = ["DataLoader"]
@@ -56,7 +58,11 @@ class DataLoader(LoaderSpec[T_co]):
     def __iter__(self) -> Any:
         if isinstance(self._iterator, WorkerIterator) and not self._iterator.owned:
             self._iterator = None  # it has the persistent workers of the parent process
-        return super().__iter__()
+        try:
+            return super().__iter__()
+        except Exception as error:
+            hide_our_frames(error)
+            raise
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         state = self._asyncloader_state
@@ -191,8 +197,38 @@ class DataLoader(LoaderSpec[T_co]):
         state["_iterator"] = None  # a copy has no iterator
         return state
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in OUR_OPTION_NAMES and self._asyncloader_fixed:
+            raise ValueError(fixed_option(name))
+        super().__setattr__(name, value)
+
+    @property
+    def _asyncloader_fixed(self) -> bool:
+        """Whether our options can no longer be set: not while it is made, and not in a subclass or inside `install`,
+        where an attribute of an option's name may be the user's or a library's own.
+        """
+        known = vars(self)
+        return type(self) is DataLoader and "_asyncloader_maker" in known and "_asyncloader_installed" not in known
+
+    def __aiter__(self) -> NoReturn:
+        """Raises TypeError: a plain ``for`` would block the event loop in `async for`."""
+        raise TypeError(
+            "DataLoader is read with a plain 'for', which blocks; for 'async for' make an "
+            "asyncloader.AsyncDataLoader, which takes the same arguments"
+        )
+
     def __repr__(self) -> str:
-        return f"<DataLoader batch_size={self.batch_size} num_workers={self.num_workers}>"
+        return as_text(type(self).__name__, self, self._asyncloader_place)
+
+    def _repr_html_(self) -> str:
+        return as_html(type(self).__name__, self, self._asyncloader_place)
+
+    @property
+    def _asyncloader_place(self) -> str:
+        state: _FacadeState | None = self.__dict__.get("_asyncloader_state")  # not made for this: it means "was used"
+        if state is None:
+            return "not iterated yet"
+        return "closed" if state.closed else state.keeper.place
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         if (

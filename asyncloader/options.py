@@ -49,6 +49,7 @@ __all__ = [
     "Resume",
     "async_index_source",
     "default_sampler",
+    "fixed_option",
     "given_options",
     "is_iterable",
     "own_constructor",
@@ -403,6 +404,11 @@ def given_options(spec: LoaderSpec[Any]) -> list[str]:
     """Those of our options that differ from the defaults, as ``name=value``."""
     given = vars(spec._asyncloader_options)
     return [f"{name}={value!r}" for name, value in given.items() if value != DEFAULTS[name]]
+
+
+def fixed_option(name: str) -> str:
+    """The error's text where one of our options is set after construction."""
+    return f"{name} is fixed when a loader is made; clone({name}=...) makes another one"
 
 
 def async_index_source(spec: LoaderSpec[Any]) -> AsyncIndexSource | None:

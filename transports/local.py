@@ -308,7 +308,7 @@ class RootedFiles:
                 status = os.fstat(descriptor)
                 self._refuse_outside(descriptor, path)
                 if not stat.S_ISREG(status.st_mode):
-                    raise ObjectNotFound(f"{path!r} is not a regular file in {self.directory!r}", path=path)
+                    raise ObjectNotFound(f"{os.path.join(self.directory, path)!r} is not a regular file", path=path)
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -393,22 +393,21 @@ def _below(true: str, root: str) -> bool:
 @contextmanager
 def os_errors(path: str, root: str) -> Generator[None, None, None]:
     """Translate the system's errors about `path` below `root` into `TransportError`s."""
+    where = repr(os.path.join(root, path))
     try:
         yield
     except TransportError:
         raise
     except (FileNotFoundError, NotADirectoryError) as error:
-        what = (
-            f"{path!r} does not exist in {root!r}" if os.path.isdir(root) else f"the root {root!r} is not a directory"
-        )
+        what = f"{where} does not exist" if os.path.isdir(root) else f"the root {root!r} is not a directory"
         raise ObjectNotFound(what, path=path) from error
     except PermissionError as error:
-        raise AccessDenied(f"no permission to read {path!r} in {root!r}", path=path) from error
+        raise AccessDenied(f"no permission to read {where}", path=path) from error
     except OSError as error:
         if error.errno in {errno.ENAMETOOLONG, errno.ELOOP}:
-            raise InvalidPath(f"{path!r} in {root!r}: {error.strerror}", path=path) from error
+            raise InvalidPath(f"{where}: {error.strerror}", path=path) from error
         if error.errno == errno.ENXIO:
-            raise ObjectNotFound(f"{path!r} is not a regular file in {root!r}", path=path) from error
-        failed = ReadFailed(f"reading {path!r} in {root!r} failed: {error.strerror}", path=path)
+            raise ObjectNotFound(f"{where} is not a regular file", path=path) from error
+        failed = ReadFailed(f"reading {where} failed: {error.strerror}", path=path)
         failed.errno = error.errno
         raise failed from error

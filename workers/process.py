@@ -25,6 +25,7 @@ from asyncloader.workers.bootstrap import Bootstrap, gc_paused
 from asyncloader.workers.fetch.setup import Links, WorkerSetup
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel, channel_pair
+from asyncloader.workers.main_guard import leave_if_importing_main, unguarded_main
 from asyncloader.workers.memory_use import MemoryKills
 from asyncloader.workers.setup_payload import InheritedFd, Payload
 from asyncloader.workers.stacks import crash_trace, stack_pipe
@@ -88,6 +89,7 @@ class WorkerProcess:
             None if own_pidfd is None else InheritedFd(own_pidfd),
         )
         try:
+            leave_if_importing_main(context.get_start_method())
             self.process = context.Process(
                 target=Bootstrap(), args=(worker_id, links, setup), name=f"asyncloader-worker-{worker_id}", daemon=True
             )
@@ -105,6 +107,7 @@ class WorkerProcess:
         self.pid: int = self.process.pid
         self._memory_kills = MemoryKills.of(self.pid)
         self._direct = context.get_start_method() != "forkserver"
+        self._imports_main = context.get_start_method() != "fork"
         if self._direct and hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):
                 self._pidfd = os.pidfd_open(self.pid)
@@ -142,7 +145,8 @@ class WorkerProcess:
         elif not reason and self.process.exitcode in (-signal.SIGKILL, -signal.SIGTERM):
             reason = self._memory_kills.describe()
             self.outside = not reason
-        return WorkerDied(self.worker_id, self.pid, self.process.exitcode, reason, trace=trace)
+        advice = unguarded_main() if self._imports_main and not self.ready and self.process.exitcode == 1 else ""
+        return WorkerDied(self.worker_id, self.pid, self.process.exitcode, reason, advice, trace)
 
     def suspected(self) -> int:
         """The next task has killed a worker before: capture its standard error. Returns a descriptor for the worker."""

@@ -33,6 +33,7 @@ from torch.utils.data.graph_settings import apply_random_seed
 from asyncloader.counters import COUNTERS
 from asyncloader.errors import LoaderError
 from asyncloader.events import bare_index
+from asyncloader.tracebacks import hide_our_frames
 from asyncloader.workers.fetch.assignment_client import WorkerAssignments
 from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation
 from asyncloader.workers.fetch.dataset_state import is_stateful
@@ -413,6 +414,7 @@ def pickle_error(error: Exception, worker_id: int) -> bytes:
     """Pickle an error as the main process raises it: a `LoaderError` as it is, others in torch's wrapper."""
     where = f"in DataLoader worker process {worker_id}"
     notes = [] if isinstance(error, LoaderError) else take_notes(error)
+    hide_our_frames(error)
     wrapper: Any = ExceptionWrapper(exc_info=(type(error), error, error.__traceback__), where=where)
     if isinstance(error, LoaderError):
         error.add_note(f"Raised {where}.\nOriginal {wrapper.exc_msg}")

@@ -30,6 +30,7 @@ from asyncloader.options import LoaderSpec
 from asyncloader.ranks.agreement import Agreement, in_daemon
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.statistics import Statistics
+from asyncloader.tracebacks import hide_our_frames
 from asyncloader.workers.fetch.context import UnexpectedCancellation, self_cancelled
 from asyncloader.workers.fetch.sample_errors import BadSample, NoSamples
 
@@ -57,7 +58,7 @@ class AsyncInlineIterator:
         self._owner = os.getpid()
         self._lock = asyncio.Lock()  # several tasks may share this iterator; each gets batches of its own
         self._pending: asyncio.Future[tuple[Any, Any, bytes]] | None = None
-        self._bad: list[BadSample] = []  # of the pending batch
+        self._records: list[BadSample] = []  # of the pending batch
         self._agreeing = False  # while waiting for the other ranks
         self._ended: str | None = None  # why there are no more batches, as in async_iterator.py
 
@@ -94,10 +95,13 @@ class AsyncInlineIterator:
         except StopIteration:  # of `step`
             self._end("")
             raise StopAsyncIteration from None
-        except TooManyBadSamples:
-            if self._epoch.over:
+        except StopAsyncIteration:
+            raise
+        except Exception as error:
+            if isinstance(error, TooManyBadSamples) and self._epoch.over:
                 self._end("")
                 self._close_soon()
+            hide_our_frames(error)
             raise
         self._torch_iter._num_yielded += 1
         if self._torch_iter._IterableDataset_len_called is not None:
@@ -122,7 +126,7 @@ class AsyncInlineIterator:
         if pending is None:
             if epoch.prefetcher is not None:
                 epoch.start_ahead(epoch.prefetcher, epoch.indices_ahead(epoch.prefetcher))
-            self._bad = []
+            self._records = []
             pending = self._pending = asyncio.ensure_future(self._next())
         # Shielded: if the caller is cancelled, the batch stays pending and the next call returns it.
         try:
@@ -140,13 +144,13 @@ class AsyncInlineIterator:
             raise
         except BaseException:
             self._pending = None
-            epoch.failed(self._bad)
+            epoch.failed(self._records)
             raise
         finally:
             del pending  # its error refers to this frame, which must not refer back to the error
         if batch is NO_BATCH:
-            return epoch.dropped(cursor, self._bad)
-        return epoch.delivered(index, batch, cursor, self._bad, perf_counter() - begin)
+            return epoch.dropped(cursor, self._records)
+        return epoch.delivered(index, batch, cursor, self._records, perf_counter() - begin)
 
     async def _next(self) -> tuple[Any, Any, bytes]:
         """A batch, its index, and the dataset's cursor after it."""
@@ -184,12 +188,12 @@ class AsyncInlineIterator:
     async def _fetched(self) -> tuple[Any, Any]:
         epoch = self._epoch
         if epoch.prefetcher is not None:
-            return await epoch.prefetcher.take(self._bad)
+            return await epoch.prefetcher.take(self._records)
         index = await epoch.next_index_async()
         if not epoch.reader.asynchronous:
-            return index, await self._place.fetch_in_thread(epoch.reader.fetch, index, self._bad)
+            return index, await self._place.fetch_in_thread(epoch.reader.fetch, index, self._records)
         await epoch.context.open()
-        return index, await epoch.reader.fetch_async(index, self._bad)
+        return index, await epoch.reader.fetch_async(index, self._records)
 
     async def _agreed(self, agreement: Agreement) -> bool:
         self._agreeing = True

@@ -50,6 +50,7 @@ from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManyBadSamples
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.state.progress import Progress
 from asyncloader.statistics import BadSampleLog, Statistics
+from asyncloader.tracebacks import hide_our_frames
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.memory.kept_rings import KeptRings
 from asyncloader.workers.pool import WorkerPool
@@ -236,10 +237,14 @@ class AsyncLoaderIterator:
                     self._copying = (item, loop.run_in_executor(None, self._consumer.open, item.outcome))
                 else:
                     await self._wait()
-        except TooManyBadSamples as error:
-            self._ended = str(error)  # for the next call, if this one is cancelled now
-            await self.aclose()
-            self._ended = ""
+        except StopAsyncIteration:
+            raise
+        except Exception as error:
+            if isinstance(error, TooManyBadSamples):
+                self._ended = str(error)  # for the next call, if this one is cancelled now
+                await self.aclose()
+                self._ended = ""
+            hide_our_frames(error)
             raise
 
     def _deliver(self, item: Deliver, waited: float, opened: Callable[[], Any] | None) -> Any:

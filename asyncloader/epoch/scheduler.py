@@ -305,6 +305,8 @@ class Scheduler:
             task = self._unanswered_tasks[poisoned[0]]
             why = recovery.advice(worker) if not recovery.may_replace(worker) else "A stream cannot go on behind it."
             return self._fail(quarantined(Poisoned(task, recovery.deaths(task.seq)), f"The epoch ends with it. {why}"))
+        if event.error.advice:  # a replacement would fare no better
+            return self._fail(event.error)
         if not recovery.may_replace(worker):
             return self._fail(event.error.with_advice(self._was_at() + recovery.advice(worker)))
         if needed and event.obstacle:

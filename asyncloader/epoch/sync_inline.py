@@ -33,6 +33,7 @@ from asyncloader.errors import LoaderClosed
 from asyncloader.options import LoaderSpec
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.statistics import Statistics
+from asyncloader.tracebacks import hide_our_frames
 from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import BadSample
@@ -48,11 +49,17 @@ class CountedNext(TorchIterator):
     """torch's `__next__`, but the profiler range (10 microseconds) is only entered while a profiler is active."""
 
     def __next__(self) -> Any:
-        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-            with torch.autograd.profiler.record_function(self._profile_name):
-                data: Any = self._next_data()
-        else:
-            data = self._next_data()
+        try:
+            if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+                with torch.autograd.profiler.record_function(self._profile_name):
+                    data: Any = self._next_data()
+            else:
+                data = self._next_data()
+        except StopIteration:
+            raise
+        except Exception as error:
+            hide_our_frames(error)
+            raise
         self._num_yielded += 1
         if self._IterableDataset_len_called is not None:
             warn_over_length(self)

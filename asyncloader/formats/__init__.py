@@ -93,8 +93,11 @@ def shard_format(url: str) -> ShardFormat:
     for ending, form in EXTENSIONS.items():
         if name.endswith(ending):
             return ShardFormat(form, compression)
-    known = ", ".join((*EXTENSIONS, ".tgz"))
-    raise ValueError(f"no shard format has the extension of {url!r} ({known}; with .gz or .zst): say format=")
+    known = ", ".join((*EXTENSIONS, ".tgz", ".parquet"))
+    raise ValueError(
+        f"the extension of {url!r} says no format. Known are {known}, all but the last also with .gz or .zst. If it is "
+        'one of them all the same, give format=, such as format="tar"; rename it or convert it otherwise'
+    )
 
 
 def open_reader(

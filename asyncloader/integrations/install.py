@@ -109,6 +109,7 @@ def _making(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def make(self: Any, /, *args: Any, **kwargs: Any) -> None:
         if _hooks.blocks and not issubclass(type(self), LoaderSpec) and _become_ours(self):
+            self.__dict__["_asyncloader_installed"] = True
             DataLoader.__init__(self, *args, **kwargs)  # calls this function again, for our class
         else:
             original(self, *args, **kwargs)

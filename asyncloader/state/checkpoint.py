@@ -69,6 +69,13 @@ class StateKeeper:
         self._clock_of(EpochConfig.of(spec)).set(epoch)
 
     @property
+    def place(self) -> str:
+        """Where the newest iterator stands, in words."""
+        if self._newest is None:
+            return "not iterated yet"
+        return f"epoch {self._newest.epoch}, {self._newest.place}"
+
+    @property
     def padding(self) -> int:
         """Samples at the end of the newest batch that only keep the ranks even."""
         return 0 if self._newest is None else self._newest.padding

@@ -134,6 +134,13 @@ class Progress:
         return self._finished
 
     @property
+    def place(self) -> str:
+        """What was delivered, in words; after out-of-order batches, up to the first that is missing."""
+        if self._finished:
+            return "finished"
+        return f"{self._step}{'' if self._total is None else f' of {self._total}'} batches delivered"
+
+    @property
     def iterates_itself(self) -> bool:
         """Whether the dataset is its own iterator, as far as its states show."""
         return any(Cursor(*pickle.loads(data)).itself for data in self._cursors if data)

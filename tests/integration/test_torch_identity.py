@@ -20,24 +20,23 @@ from tests.integration.running import collect, run_async
 
 
 def test_the_facade_is_a_torch_dataloader() -> None:
-    """`isinstance` and `issubclass` hold, it is iterable, and it has no asynchronous face."""
+    """`isinstance` and `issubclass` hold, and it is iterable; who would await it is told of the other loader."""
     loader = DataLoader[Any](Numbers(3))
     assert isinstance(loader, torch.utils.data.DataLoader)
     assert isinstance(loader, Iterable)
-    assert not isinstance(loader, AsyncIterable)
-    assert not hasattr(loader, "__aiter__")
+    with pytest.raises(TypeError, match=r"for 'async for' make an asyncloader\.AsyncDataLoader"):
+        aiter(loader)
     assert type(loader).__name__ == "DataLoader"
 
 
 def test_the_async_loader_is_none() -> None:
-    """It is only asynchronously iterable, so that a framework never takes it for a blocking one."""
+    """It is only asynchronously iterable; who would iterate it otherwise is told of the other loader."""
     loader: Any = AsyncDataLoader[Any](Numbers(3))
     assert not isinstance(loader, torch.utils.data.DataLoader)
     assert isinstance(loader, AsyncIterable)
-    assert isinstance(aiter(loader), AsyncIterator)
-    assert not hasattr(loader, "__iter__")
     untyped: Any = loader
-    with pytest.raises(TypeError):
+    assert isinstance(aiter(loader), AsyncIterator)
+    with pytest.raises(TypeError, match=r"for a plain 'for' make an asyncloader\.DataLoader"):
         iter(untyped)
 
 

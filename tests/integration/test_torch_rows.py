@@ -182,7 +182,7 @@ def set_later(make: Any, options: dict[str, Any], changes: dict[str, Any]) -> An
 class Gathering(AsyncDataLoader[Any]):
     """An async loader for a plain `for`: each epoch in an event loop of its own."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         async def gather() -> list[Any]:
             return [batch async for batch in self]
 

@@ -17,9 +17,9 @@ __all__ = [
     "describe_batch",
     "describe_collation",
     "describe_sample",
-    "describe_stream_collation",
-    "describe_stream_sample",
     "index_text",
+    "note_stream_collation",
+    "note_stream_sample",
     "take_notes",
 ]
 
@@ -64,9 +64,13 @@ def describe_sample(index: Any, item: int | None = None, position: int | None = 
     return text if position is None else f"{text}, position {position}"
 
 
-def describe_stream_sample(number: int, worker: int) -> str:
-    """Return the note on a stream's sample; `number` counts from 0 in the worker's stream."""
-    return f"while reading sample number {number} of worker {worker}'s stream"
+def note_stream_sample(error: BaseException, number: int, worker: int | None) -> None:
+    """Note on an error which sample of a stream raised it; `number` counts from 0 in the worker's stream.
+
+    Not without workers (None), where there is one stream; nor on asyncloader's own errors, which name their shard.
+    """
+    if worker is not None and not type(error).__module__.startswith("asyncloader."):
+        add_note(error, f"while reading sample number {number} of worker {worker}'s stream")
 
 
 def describe_batch(index: Any) -> str:
@@ -79,9 +83,10 @@ def describe_collation(index: Any, *, batched: bool) -> str:
     return f"while collating {'the batch of indices' if batched else 'sample index'} {index_text(index)}"
 
 
-def describe_stream_collation(first: int, end: int, worker: int) -> str:
-    """Return the note on the collation of a stream's samples with the numbers `first` to ``end - 1``."""
-    return f"while collating samples number {first} to {end - 1} of worker {worker}'s stream"
+def note_stream_collation(error: BaseException, first: int, end: int, worker: int | None) -> None:
+    """Note on an error of collation which samples of a stream were collated: those from `first` to ``end - 1``."""
+    whose = "the stream" if worker is None else f"worker {worker}'s stream"
+    add_note(error, f"while collating samples number {first} to {end - 1} of {whose}")
 
 
 def index_text(index: Any) -> str:

@@ -190,7 +190,12 @@ class Reader:
             stream = aiter(self.dataset) if self.asynchronous else iter(self.dataset)
         stream = self._bookmark.restore_iterator(stream, cursor)
         maker = SampleMaker(
-            None, seeding, self._decoder, handler, worker=self._worker_id, asynchronous=self.asynchronous
+            None,
+            seeding,
+            self._decoder,
+            handler,
+            worker=self._worker_id if self._in_worker else None,
+            asynchronous=self.asynchronous,
         )
         fetcher = kind(stream, maker, setup.auto_collation, self._collate, setup.drop_last, read)
         fetcher.ended = cursor is not None and cursor.ended

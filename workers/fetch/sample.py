@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from asyncloader.workers.fetch.dataset_kinds import fetches_samples
 from asyncloader.workers.fetch.decoding import Decoder
-from asyncloader.workers.fetch.error_notes import add_note, describe_sample, describe_stream_sample
+from asyncloader.workers.fetch.error_notes import add_note, describe_sample, note_stream_sample
 from asyncloader.workers.fetch.sample_errors import BadSample, SampleErrorHandler
 from asyncloader.workers.fetch.seeding import EpochSeeding
 
@@ -65,7 +65,7 @@ class SampleMaker:
         seeding: of the epoch; None in torch mode.
         decoder: runs the user's `decode`; None: samples are collated as they are read.
         handler: handles samples that raise; None: they fail their batch.
-        worker: number of the worker, for the text of a stream's errors.
+        worker: number of the worker, for the text of a stream's errors; None if there are none.
         asynchronous: whether samples are awaited.
     """
 
@@ -76,7 +76,7 @@ class SampleMaker:
         decoder: Decoder | None = None,
         handler: SampleErrorHandler | None = None,
         *,
-        worker: int = 0,
+        worker: int | None = None,
         asynchronous: bool = False,
     ) -> None:
         self.dataset = dataset
@@ -170,6 +170,6 @@ class SampleMaker:
     def note(self, error: BaseException, request: SampleRequest) -> None:
         """Note on an error which sample raised it."""
         if self.dataset is None:
-            add_note(error, describe_stream_sample(request.position or 0, self.worker))
+            note_stream_sample(error, request.position or 0, self.worker)
         else:
             add_note(error, describe_sample(request.index, request.item, request.position))

@@ -25,7 +25,7 @@ from contextvars import Context, copy_context
 from typing import Any, NamedTuple, Protocol
 
 from asyncloader.workers.fetch.decoding import Decoder
-from asyncloader.workers.fetch.error_notes import add_note, describe_stream_collation, describe_stream_sample
+from asyncloader.workers.fetch.error_notes import note_stream_collation, note_stream_sample
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blocking
 from asyncloader.workers.fetch.sample_errors import DROPPED, BadSample, NoSamples
 from asyncloader.workers.fetch.stream_errors import StreamErrors
@@ -94,7 +94,7 @@ class StreamFetcher:
         try:
             return self.collate_fn(data)
         except Exception as error:
-            add_note(error, describe_stream_collation(first, self.samples, self._maker.worker))
+            note_stream_collation(error, first, self.samples, self._maker.worker)
             raise
 
     async def fetch_async(self, index: Sequence[Any] | None, records: list[BadSample] | None = None) -> Any:
@@ -119,7 +119,7 @@ class StreamFetcher:
                     return self.collate_fn(data)
                 return seeding.collated(self.collate_fn, self.samples, data)  # by the next sample's number
             except Exception as error:
-                add_note(error, describe_stream_collation(first, self.samples, self._maker.worker))
+                note_stream_collation(error, first, self.samples, self._maker.worker)
                 raise
 
     def _torch_samples(self, index: Any) -> Any:
@@ -133,7 +133,7 @@ class StreamFetcher:
             self.ended = self._auto_collation  # else the iterator is asked again
         except Exception as error:
             self.samples += len(data)
-            add_note(error, describe_stream_sample(self.samples, self._maker.worker))
+            note_stream_sample(error, self.samples, self._maker.worker)
             raise
         self.samples += len(data)
         if not data or (self._drop_last and len(data) < len(index)):

@@ -332,7 +332,7 @@ def test_unknown_extensions(url: str) -> None:
     if url == "a.tar/":
         assert shard_format(url) == ("tar", None)
         return
-    with pytest.raises(ValueError, match="say format=") as caught:
+    with pytest.raises(ValueError, match="give format=") as caught:
         shard_format(url)
     assert url in str(caught.value)
 

@@ -29,7 +29,7 @@ def test_formats_by_extension_and_by_name() -> None:
     assert named_format("parquet") == PARQUET
     assert named_format(TAR) == TAR
     assert named_format(None) is None
-    with pytest.raises(ValueError, match=r"no shard format has the extension of 'shard\.csv'"):
+    with pytest.raises(ValueError, match=r"the extension of 'shard\.csv' says no format"):
         named_format("csv")
 
 

@@ -131,17 +131,17 @@ def test_what_is_no_regular_file_is_not_found(root: RootedFiles) -> None:
         finally:
             os.close(here)
         for path in ["a", "fifo", "socket"]:
-            with pytest.raises(ObjectNotFound, match=f"'{path}' is not a regular file"):
+            with pytest.raises(ObjectNotFound, match=f"{path}' is not a regular file"):
                 root.open(path)
     assert walk(root) == ["a/b.txt"]
-    with pytest.raises(ObjectNotFound, match="'null' is not a regular file"):
+    with pytest.raises(ObjectNotFound, match="null' is not a regular file"):
         RootedFiles("/dev").open("null")
 
 
 def test_missing(root: RootedFiles, tmp_path: Path) -> None:
     """A missing file, a file taken for a directory, and a missing root are told apart."""
     for path in ["c", "a/c", "c/d", "a/b.txt/c"]:
-        with pytest.raises(ObjectNotFound, match=f"'{path}' does not exist in "):
+        with pytest.raises(ObjectNotFound, match=f"/{path}' does not exist"):
             root.open(path)
     gone = RootedFiles(str(tmp_path / "gone"))
     with pytest.raises(ObjectNotFound, match=r"the root '.*/gone' is not a directory"):
@@ -209,13 +209,12 @@ def test_listing_passes_over_dangling_links_and_cycles(root: RootedFiles) -> Non
     ],
 )
 def test_errors_of_the_system(number: int, kind: type[Exception], tmp_path: Path) -> None:
-    """Each number means one of our errors, which names path and root, and keeps number and cause."""
+    """Each number means one of our errors, which names the whole path, and keeps number and cause."""
     original = OSError(number, os.strerror(number))
     with pytest.raises(kind) as caught, os_errors("a/b", str(tmp_path)):
         raise original
     assert caught.value.__cause__ is original
-    assert "'a/b'" in str(caught.value)
-    assert str(tmp_path) in str(caught.value)
+    assert f"'{tmp_path}/a/b'" in str(caught.value)
     if isinstance(caught.value, ReadFailed):
         assert caught.value.errno == number
         assert os.strerror(number) in str(caught.value)
@@ -234,5 +233,5 @@ def nobody(root: RootedFiles) -> Iterator[None]:
 
 def test_unreadable_file(root: RootedFiles, nobody: None) -> None:
     """A file that we may not read says so."""
-    with pytest.raises(AccessDenied, match=r"no permission to read 'a/b\.txt'"):
+    with pytest.raises(AccessDenied, match=r"no permission to read '/.*/a/b\.txt'"):
         root.open("a/b.txt")
