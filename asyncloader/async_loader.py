@@ -21,8 +21,7 @@ from asyncloader.epoch.plan import TorchIterator, check_workers
 from asyncloader.epoch.thread_workers import has_thread_workers, refusal
 from asyncloader.epoch_config import EpochConfig
 from asyncloader.errors import LoaderClosed
-from asyncloader.explain import explain
-from asyncloader.loader_repr import as_html, as_text
+from asyncloader.explain import as_html, as_text, explain
 from asyncloader.options import (
     OPTION_NAMES,
     OUR_OPTION_NAMES,

@@ -1,12 +1,14 @@
-"""Writes the text of ``loader.explain()``: the effective configuration, and what bounds the run.
+"""Describes a loader: in a line for `repr`, in a table for notebooks, and in ``explain()`` with what bounds the run.
 
-Data path: beside the consumer. Pure, except that it counts the CPUs.
+Data path: beside the consumer. Pure, except that `explain` counts the CPUs.
 """
 
 from __future__ import annotations
 
+import html
 from typing import Any
 
+from torch.utils.data import BatchSampler
 from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader.cpus import usable_cpus
@@ -14,16 +16,44 @@ from asyncloader.delivery.transfer import current_transfer
 from asyncloader.epoch.credits import most_credits
 from asyncloader.epoch.plan import start_method
 from asyncloader.epoch_config import EpochConfig
-from asyncloader.options import LoaderSpec, given_options
+from asyncloader.options import LoaderSpec, given_options, is_iterable
+from asyncloader.samplers.distributed import plain_sampler
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.decoding import Chain
 from asyncloader.workers.pool import WorkerPool
 
-__all__ = ["explain", "verdict"]
+__all__ = ["as_html", "as_text", "explain", "verdict"]
 
 _HEALTHY_WAIT = 0.05  # the share of time at which torch's own profiler plugin begins to call a run input-bound
 _BUSY = 0.8
+
+
+def as_text(name: str, spec: LoaderSpec[Any], place: str) -> str:
+    """One line: `name` of the class, the options that matter most, and the loader's `place` in its epochs.
+
+    Nothing of the user's is called: neither the dataset's `repr` nor its length.
+    """
+    parts = _parts(spec)
+    options = ", ".join(f"{key}={value}" for key, value in parts.items() if key != "dataset")
+    return f"<{name} of {parts['dataset']}: {options}; {place}>"
+
+
+def as_html(name: str, spec: LoaderSpec[Any], place: str) -> str:
+    """The same as a table."""
+    cells = {**_parts(spec), "stands": place}
+    rows = "".join(f"<tr><th>{html.escape(key)}</th><td>{html.escape(value)}</td></tr>" for key, value in cells.items())
+    return f"<table><caption>{html.escape(name)}</caption>{rows}</table>"
+
+
+def _parts(spec: LoaderSpec[Any]) -> dict[str, str]:
+    parts = {"dataset": type(spec.dataset).__name__, "batch_size": str(spec.batch_size)}
+    if type(spec.batch_sampler) not in (BatchSampler, type(None)):
+        parts["batch_sampler"] = type(spec.batch_sampler).__name__
+    elif not is_iterable(spec):
+        parts["sampler"] = type(plain_sampler(spec)).__name__
+    seed = spec._asyncloader_options.seed
+    return {**parts, "num_workers": str(spec.num_workers), "seed": str(seed)}
 
 
 def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: WorkerPool | None) -> str:

@@ -21,15 +21,14 @@ from asyncloader.epoch.sync_inline import SyncInlineIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
 from asyncloader.epoch.thread_workers import ThreadIterator, has_thread_workers, refusal
 from asyncloader.errors import LoaderClosed, StateError
-from asyncloader.explain import explain
-from asyncloader.loader_repr import as_html, as_text
+from asyncloader.explain import as_html, as_text, explain
 from asyncloader.never_iterated import warn_if_replaced
 from asyncloader.options import OUR_OPTION_NAMES, LoaderSpec, OverridableProperty, async_index_source, fixed_option
 from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.statistics import Statistics
-from asyncloader.tracebacks import hide_our_frames
 from asyncloader.workers.fetch.sample_errors import BadSample
+from asyncloader.workers.tracebacks import hide_our_frames
 
 __all__ = ["DataLoader"]
 

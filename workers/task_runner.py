@@ -33,7 +33,6 @@ from torch.utils.data.graph_settings import apply_random_seed
 from asyncloader.counters import COUNTERS
 from asyncloader.errors import LoaderError
 from asyncloader.events import bare_index
-from asyncloader.tracebacks import hide_our_frames
 from asyncloader.workers.fetch.assignment_client import WorkerAssignments
 from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation
 from asyncloader.workers.fetch.dataset_state import is_stateful
@@ -50,6 +49,7 @@ from asyncloader.workers.memory.ring import WorkerRing
 from asyncloader.workers.memory_use import PrivateMemory
 from asyncloader.workers.setup_payload import Payload
 from asyncloader.workers.stderr_capture import captured_stderr
+from asyncloader.workers.tracebacks import hide_our_frames
 
 __all__ = [
     "TaskRunner",

@@ -30,9 +30,9 @@ from asyncloader.options import LoaderSpec
 from asyncloader.ranks.agreement import Agreement, in_daemon
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.statistics import Statistics
-from asyncloader.tracebacks import hide_our_frames
 from asyncloader.workers.fetch.context import UnexpectedCancellation, self_cancelled
 from asyncloader.workers.fetch.sample_errors import BadSample, NoSamples
+from asyncloader.workers.tracebacks import hide_our_frames
 
 __all__ = ["AsyncInlineIterator"]
 

@@ -50,10 +50,10 @@ from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManyBadSamples
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.state.progress import Progress
 from asyncloader.statistics import BadSampleLog, Statistics
-from asyncloader.tracebacks import hide_our_frames
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.memory.kept_rings import KeptRings
 from asyncloader.workers.pool import WorkerPool
+from asyncloader.workers.tracebacks import hide_our_frames
 
 __all__ = ["AsyncLoaderIterator", "PoolCache"]
 

@@ -33,11 +33,11 @@ from asyncloader.errors import LoaderClosed
 from asyncloader.options import LoaderSpec
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.statistics import Statistics
-from asyncloader.tracebacks import hide_our_frames
 from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import BadSample
 from asyncloader.workers.pool import install_exit_hook
+from asyncloader.workers.tracebacks import hide_our_frames
 
 __all__ = ["CountedNext", "SyncInlineIterator", "close_at_exit"]
 

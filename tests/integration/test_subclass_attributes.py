@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.utils.data
 
-from asyncloader import AsyncDataLoader, DataLoader, StatefulDataLoader
+from asyncloader import AsyncDataLoader, DataLoader, StatefulDataLoader, install
 from asyncloader.options import OUR_OPTION_NAMES
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import Numbers
@@ -273,13 +273,25 @@ async def _all(loader: AsyncDataLoader[Any]) -> list[Any]:
         return [batch async for batch in loader]
 
 
-def test_options_are_fixed() -> None:
-    """The asynchronous loader says so; the other keeps what it is told, as torch's does, and goes by what it was
-    given.
-    """
+@pytest.mark.parametrize("kind", [DataLoader, AsyncDataLoader])
+def test_options_are_fixed(kind: Any) -> None:
+    """Setting one says how to get another loader; a subclass's attribute of that name is its own."""
     with pytest.raises(ValueError, match=r"seed is fixed when a loader is made; clone\(seed=\.\.\.\)"):
-        AsyncDataLoader[Any](Numbers(6)).seed = 3
-    loader: Any = DataLoader[Any](Numbers(6), batch_size=2)
+        kind(Numbers(6)).seed = 3
+
+    class Own(kind):  # type: ignore[misc]
+        pass
+
+    loader = Own(Numbers(6), batch_size=2)
+    loader.device = "meta"
+    assert loader.device == "meta"
+
+
+def test_inside_install_a_library_may_set_any_attribute() -> None:
+    """It knows nothing of our options; the loader goes by what it was given."""
+    with install():
+        loader: Any = torch.utils.data.DataLoader(Numbers(6), batch_size=2)
+    assert type(loader) is DataLoader
     loader.device = "meta"
     assert loader.device == "meta"
     assert_same(list(loader), collect("torch", Numbers(6), batch_size=2))

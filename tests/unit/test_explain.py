@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader import DataLoader
+from asyncloader import AsyncDataLoader, DataLoader
 from asyncloader.explain import verdict
 from asyncloader.statistics import Statistics
 from tests.integration.datasets import Numbers
@@ -87,3 +87,40 @@ def test_verdict_is_one_sentence() -> None:
 def test_faults_are_explained(options: dict[str, Any], words: str) -> None:
     """What becomes of workers that die and samples that raise is in the text."""
     assert words in DataLoader[Any](Numbers(4), num_workers=1, **options).explain()
+
+
+class Silent(Numbers):
+    """Must not be asked for anything by a `repr`."""
+
+    def __len__(self) -> int:
+        raise AssertionError
+
+    __repr__ = __len__  # type: ignore[assignment]
+
+
+def test_the_repr_shows_dataset_order_and_place() -> None:
+    """Before, within and after an epoch, and of a loader that is closed; nothing is asked of the dataset for it."""
+    loader = DataLoader[Any](Numbers(6), batch_size=3, seed=5)
+    head = "<DataLoader of Numbers: batch_size=3, sampler=SeededSampler, num_workers=0, seed=5; "
+    assert repr(loader) == f"{head}not iterated yet>"
+    batches = iter(loader)
+    next(batches)
+    assert repr(loader) == f"{head}epoch 0, 1 of 2 batches delivered>"
+    list(batches)
+    assert repr(loader) == f"{head}epoch 0, finished>"
+    loader.close()
+    assert repr(loader) == f"{head}closed>"
+    silent = AsyncDataLoader[Any](Silent(3), batch_sampler=[[0, 1]])
+    assert repr(silent).startswith("<AsyncDataLoader of Silent: batch_size=None, batch_sampler=list, num_workers=0")
+
+
+def test_the_table_for_notebooks_is_escaped() -> None:
+    """It has the same words."""
+
+    class Odd(Numbers):
+        pass
+
+    Odd.__name__ = "<b>"
+    table = AsyncDataLoader[Any](Odd(3), batch_size=2)._repr_html_()
+    assert "<td>&lt;b&gt;</td>" in table
+    assert "<tr><th>batch_size</th><td>2</td></tr>" in table

@@ -16,7 +16,7 @@ import torch.utils.data
 
 __all__ = ["hide_our_frames"]
 
-_OURS = str(Path(__file__).parent) + "/"
+_OURS = str(Path(__file__).parents[1]) + "/"
 _BETWEEN = (
     _OURS,
     *(str(Path(package.__file__ or "").parent) + "/" for package in (torch.utils.data, asyncio, concurrent.futures)),

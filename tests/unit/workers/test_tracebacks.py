@@ -1,0 +1,71 @@
+"""What a traceback shows of the loader: nothing, unless the fault may be its own."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from asyncloader.errors import ShardError
+from asyncloader.workers import tracebacks
+from asyncloader.workers.tracebacks import hide_our_frames
+
+OURS = tracebacks.__file__  # code that is compiled under this name passes for the loader's
+
+
+def of_the_loader(source: str) -> Callable[..., Any]:
+    """A function `call` of the loader's."""
+    names: dict[str, Any] = {"ShardError": ShardError}
+    exec(compile(source, OURS, "exec"), names)
+    function: Callable[..., Any] = names["call"]
+    return function
+
+
+def files_after(function: Callable[..., Any], *arguments: Any) -> list[str]:
+    """The files of the frames below this one, when it has failed and its frames were hidden."""
+    with pytest.raises(Exception) as caught:
+        function(*arguments)
+    caught.value.__traceback__ = caught.tb.tb_next  # type: ignore[union-attr]
+    hide_our_frames(caught.value)
+    return [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+
+
+def users() -> None:
+    raise KeyError("the user's")
+
+
+def test_frames_between_the_users_are_hidden() -> None:
+    """Ours and those of torch's fetcher, above the user's function."""
+    call = of_the_loader("def call(function):\n    function()")
+    assert files_after(call, users) == [__file__]
+    assert files_after(lambda: call(lambda: call(users))) == [__file__, __file__, __file__]
+    assert files_after(lambda: next(iter(DataLoader([1], collate_fn=lambda _: users())))) == [__file__] * 3
+
+
+def test_our_own_errors_show_where_they_were_raised() -> None:
+    """One frame of ours, the innermost."""
+    call = of_the_loader("def call(error):\n    raise error\n")
+    outer = of_the_loader("def call(inner, error):\n    inner(error)\n")
+    assert files_after(outer, call, ShardError("the shard is damaged")) == [OURS]
+
+
+def test_what_may_be_a_fault_of_the_loader_is_shown_whole() -> None:
+    """An error of another type, raised by our code."""
+    call = of_the_loader("def call(inner):\n    inner()\n")
+    assert files_after(call, of_the_loader("def call():\n    {}['missing']\n")) == [OURS, OURS]
+
+
+def test_causes_are_shortened_too() -> None:
+    """Those of a chain, which may be a ring."""
+    call = of_the_loader("def call(function):\n    function()")
+    try:
+        call(users)
+    except KeyError as error:
+        first = error
+    second = ShardError("about the first")
+    second.__cause__, first.__context__ = first, second
+    hide_our_frames(second)
+    assert [frame.filename for frame in traceback.extract_tb(first.__traceback__)] == [__file__, __file__]
