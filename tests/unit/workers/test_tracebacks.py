@@ -42,7 +42,8 @@ def test_frames_between_the_users_are_hidden() -> None:
     call = of_the_loader("def call(function):\n    function()")
     assert files_after(call, users) == [__file__]
     assert files_after(lambda: call(lambda: call(users))) == [__file__, __file__, __file__]
-    assert files_after(lambda: next(iter(DataLoader([1], collate_fn=lambda _: users())))) == [__file__] * 3
+    data: Any = [1]
+    assert files_after(lambda: next(iter(DataLoader[Any](data, collate_fn=lambda _: users())))) == [__file__] * 3
 
 
 def test_our_own_errors_show_where_they_were_raised() -> None:
@@ -61,11 +62,9 @@ def test_what_may_be_a_fault_of_the_loader_is_shown_whole() -> None:
 def test_causes_are_shortened_too() -> None:
     """Those of a chain, which may be a ring."""
     call = of_the_loader("def call(function):\n    function()")
-    try:
+    with pytest.raises(KeyError) as caught:
         call(users)
-    except KeyError as error:
-        first = error
-    second = ShardError("about the first")
+    first, second = caught.value, ShardError("about the first")
     second.__cause__, first.__context__ = first, second
     hide_our_frames(second)
     assert [frame.filename for frame in traceback.extract_tb(first.__traceback__)] == [__file__, __file__]
