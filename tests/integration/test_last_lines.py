@@ -114,5 +114,6 @@ def test_the_last_line_says_what_to_do(name: str, tmp_path: Path) -> None:
     lines = ran.stderr.rstrip().split("\n")
     expected = mistake.last.replace("{file}", str(script)).replace("{folder}", str(tmp_path))
     assert re.sub(r"\b\d+\b", "N", lines[-1]) == re.sub(r"\b\d+\b", "N", expected)
-    assert len(lines) <= mistake.lines, ran.stderr
+    carets = sum(not line.strip(" ~^") for line in lines)  # their number depends on Python's version
+    assert len(lines) - carets <= mistake.lines, ran.stderr
     assert "never awaited" not in ran.stderr

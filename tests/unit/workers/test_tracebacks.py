@@ -28,7 +28,7 @@ def files_after(function: Callable[..., Any], *arguments: Any) -> list[str]:
     """The files of the frames below this one, when it has failed and its frames were hidden."""
     with pytest.raises(Exception) as caught:
         function(*arguments)
-    caught.value.__traceback__ = caught.tb.tb_next  # type: ignore[union-attr]
+    caught.value.__traceback__ = caught.tb.tb_next
     hide_our_frames(caught.value)
     return [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
 
