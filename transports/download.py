@@ -13,10 +13,12 @@ a read whose bytes were not returned yet starts again, and a stream fails. An ob
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from math import isfinite
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from asyncloader.transports.base import ObjectInfo, Transport, gather_all
@@ -27,6 +29,10 @@ from asyncloader.transports.retry import Attempts, RetryCounts, RetryPolicy
 if TYPE_CHECKING:
     from asyncloader.transports.client_owner import ClientOwner, Scope
     from asyncloader.transports.retry import RequestFailed, RetryCounts
+
+_log = logging.getLogger("asyncloader")
+_SILENT_S = 5.0  # without progress, after which the log says so
+_FOLLOWS_S = 1.0  # after a failure, within which the next operation is taken to be for the same purpose
 
 __all__ = [
     "CHANGED",
@@ -39,6 +45,20 @@ __all__ = [
 ]
 
 _C = TypeVar("_C")
+
+
+@dataclass(slots=True)
+class _Contact:
+    """Whether a root answers this process, whichever of its clients asks."""
+
+    answered: bool = False
+    began: float = 0.0  # when the first operation began that was not answered
+    tried: float = -inf  # when an attempt last failed
+    failures: int = 0  # since `began`
+    silent: bool = False  # the log has said that it does not answer
+
+
+_contacts: dict[str, _Contact] = {}
 
 
 class RetryingClient(ABC, Generic[_C]):
@@ -58,19 +78,66 @@ class RetryingClient(ABC, Generic[_C]):
     def where(self, path: str | None) -> str:
         """Return the URL of an object, or the nearest one known, for texts: without secrets. None: of the root."""
 
+    @property
+    def _contact(self) -> _Contact:
+        return _contacts.setdefault(self.where(None), _Contact())
+
+    @property
+    def reached(self) -> bool:
+        """Whether the store has answered this process, with whatever it was."""
+        return self._contact.answered
+
+    def answered(self) -> None:
+        """Note that the store has answered."""
+        contact = self._contact
+        contact.answered = True
+        if contact.silent:
+            contact.silent = False
+            _log.warning("%s answers again", self.where(None))
+
+    def patience(self, seconds: float) -> float:
+        """Return how long to wait for an answer: so many seconds, but less as long as there was none at all."""
+        return seconds if self.reached else min(seconds, max(0.1, self._policy.budget_s / 2))
+
+    @property
+    def _policy(self) -> RetryPolicy:
+        return self._retry if self.reached else self._retry.at_first_contact
+
     def attempts(self, began: float, *, share: float = 0.5) -> Attempts:
-        """Start to track an operation that has failed once; `share` as in `Attempts`."""
-        return Attempts(self._retry, began, share=share)
+        """Start to track an operation that has failed once; `share` as in `Attempts`.
+
+        Until the store has answered, operations that follow one another share the time for that.
+        """
+        contact = self._contact
+        if began - contact.tried > _FOLLOWS_S:
+            contact.began, contact.failures = began, 0
+        return Attempts(self._policy, began if contact.answered else contact.began, attempt=began, share=share)
 
     def judge(self, path: str | None, failed: RequestFailed, attempts: Attempts, now: float) -> float:
         """Return the seconds to wait before the next attempt, and count it; raise if there is none."""
         if not failed.retryable:
             raise failed.final or self.failure(path, failed) from failed.cause
+        contact, policy = self._contact, self._policy
+        contact.tried, contact.failures = now, contact.failures + 1
+        attempts.follow(policy)
         verdict = attempts.failed(now, failed.retry_after)
         if verdict.delay is None:
             self.counts.give_up()
-            times = "once" if attempts.failures == 1 else f"{attempts.failures} times"
-            raise self.failure(path, failed, f"tried {times}: {verdict.reason}") from failed.cause
+            number, reason = attempts.failures, verdict.reason
+            if not contact.answered and policy.budget_s:
+                number = contact.failures
+                reason = (
+                    f"no answer at all within {policy.budget_s:g} s. Is the address right? "
+                    "RetryPolicy(first_contact_s=) is how long to try"
+                )
+            times = "once" if number == 1 else f"{number} times"
+            raise self.failure(path, failed, f"tried {times}: {reason}") from failed.cause
+        if not contact.silent and attempts.waited(now) > _SILENT_S:
+            contact.silent = True
+            _log.warning(
+                "%s has not answered for %.0f s (%s); it is tried for %g s, then the read fails",
+                *(self.where(None), attempts.waited(now), failed.text, policy.budget_s),
+            )
         self.counts.retry(failed.kind, verdict.delay)
         return verdict.delay
 

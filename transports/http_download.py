@@ -144,7 +144,7 @@ class HttpDownload(Download[HttpClient, Version]):
     async def _request(self, scope: Scope, measure: str = "") -> aiohttp.ClientResponse:
         """Take a slot and request the remaining bytes; or, with `measure` as the method, the object's size."""
         await self._take_slot()
-        scope.limit(self._client.first_byte_s)
+        scope.limit(self._client.patience(self._client.first_byte_s))
         headers: dict[str, str] = {}
         if measure:
             if measure == "GET":

@@ -163,8 +163,9 @@ class StoreClient(RetryingClient[OpenStore]):
         from obstore import get_async
 
         store = self.owner.use().objects
-        scope.limit(self._head_s)
+        scope.limit(self.patience(self._head_s))
         result = await get_async(store, path, options=options)
+        self.answered()
         scope.limit(None)
         return result
 
@@ -173,8 +174,9 @@ class StoreClient(RetryingClient[OpenStore]):
         from obstore import head_async
 
         store = self.owner.use().objects
-        scope.limit(self._head_s)
+        scope.limit(self.patience(self._head_s))
         meta = await head_async(store, path)
+        self.answered()
         scope.limit(None)
         return meta
 
@@ -213,7 +215,10 @@ class StoreClient(RetryingClient[OpenStore]):
 
     def classify_error(self, error: BaseException, path: str | None) -> RequestFailed | None:
         """As the function `classify_error`, with the root and the policy's statuses."""
-        return classify_error(error, path, self.location.url, self._retry.statuses)
+        failed = classify_error(error, path, self.location.url, self._retry.statuses)
+        if failed is not None and failed.kind.startswith("status"):
+            self.answered()
+        return failed
 
     async def _until_done(self, path: str | None, step: Callable[[Scope], Awaitable[_R]]) -> _R:
         loop = asyncio.get_running_loop()
@@ -228,7 +233,7 @@ class StoreClient(RetryingClient[OpenStore]):
                 if failed is None:
                     raise
                 # For a listing, obstore has retried the page until the budget was used up.
-                attempts = attempts or self.attempts(began, share=1.0 if path is None else 0.5)
+                attempts = attempts or self.attempts(began, share=1.0 if path is None and self.reached else 0.5)
                 delay = self.judge(path, failed, attempts, loop.time())
             await self.owner.sleep(delay)
 
@@ -241,10 +246,12 @@ class StoreClient(RetryingClient[OpenStore]):
         opened = self.owner.use()
         sizes: dict[str, int] = {}
         async with self.owner.slots:
-            # obstore retries each page until the budget is used up.
+            # obstore retries each page until the budget is used up; not before the store has answered.
             limit = 2 * (self._retry.budget_s + self._retry.cap_s) + self._head_s
-            scope.limit(limit)
-            async for page in list_objects(opened.listings, directory or None, chunk_size=_PAGE):
+            store = opened.listings if self.reached else opened.objects
+            scope.limit(self.patience(limit))
+            async for page in list_objects(store, directory or None, chunk_size=_PAGE):
+                self.answered()
                 scope.limit(limit)
                 sizes.update({each["path"]: each["size"] for each in page if each["path"].startswith(prefix)})
         return sizes

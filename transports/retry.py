@@ -35,7 +35,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC
 from math import isfinite
 from typing import NamedTuple, Self
@@ -87,6 +87,9 @@ class RetryPolicy:
             half of them. 0 never retries.
             Default 120: a rolling restart of a store or of a node's network takes tens of seconds, and users report
             that budgets below 30 s end their runs; much more would hide a wrong address for too long.
+        first_contact_s: seconds for all attempts together until the store has answered for the first time in this
+            process, 0 or more; at most `budget_s`. Default 15: what has never answered is rather a wrong address than
+            an outage, and nobody should wait minutes to learn of it.
         first_delay_s: upper bound of the first wait, above 0. Default 0.2: a few round trips.
         cap_s: upper bound of any wait, at least `first_delay_s`. Default 10: how long the end of an outage may go
             unnoticed.
@@ -100,10 +103,13 @@ class RetryPolicy:
     first_delay_s: float = 0.2
     cap_s: float = 10.0
     statuses: frozenset[int] = RETRYABLE_STATUSES
+    first_contact_s: float = 15.0
 
     def __post_init__(self) -> None:
-        if not (isfinite(self.budget_s) and self.budget_s >= 0):
-            raise ValueError(f"budget_s must be 0 or more seconds, got {self.budget_s}; 0 never retries")
+        for name in ("budget_s", "first_contact_s"):
+            value: float = getattr(self, name)
+            if not (isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be 0 or more seconds, got {value}; 0 never retries")
         if not (isfinite(self.first_delay_s) and self.first_delay_s > 0):
             raise ValueError(f"first_delay_s must be above 0 seconds, got {self.first_delay_s}")
         if not (isfinite(self.cap_s) and self.cap_s >= self.first_delay_s):
@@ -112,6 +118,11 @@ class RetryPolicy:
         for status in self.statuses:
             if not 400 <= status <= 599:
                 raise ValueError(f"statuses must be HTTP errors, 400 to 599; got {status}")
+
+    @property
+    def at_first_contact(self) -> RetryPolicy:
+        """The same policy for a store that has not answered yet."""
+        return replace(self, budget_s=min(self.budget_s, self.first_contact_s))
 
     def delay(self, failures: int, jitter: float) -> float:
         """Return the wait after the `failures`-th failure in a row (from 1); `jitter` is uniform in 0..1."""
@@ -136,11 +147,12 @@ class Attempts:
     Args:
         policy: the rules.
         began: when the operation began, in seconds of the caller's clock. Any monotonic clock.
+        attempt: when the attempt in progress began; None: with the operation.
         jitter: returns numbers uniform in 0..1. Default: a generator of this module's own.
         share: the part of the budget that one attempt uses up at most. 1 for attempts that retry internally.
     """
 
-    __slots__ = ("_attempt", "_in_a_row", "_jitter", "_most", "_policy", "_since", "failures")
+    __slots__ = ("_attempt", "_in_a_row", "_jitter", "_policy", "_share", "_since", "failures")
 
     def __init__(
         self,
@@ -148,15 +160,24 @@ class Attempts:
         began: float,
         jitter: Callable[[], float] = _OWN_RANDOM.random,
         *,
+        attempt: float | None = None,
         share: float = 0.5,
     ) -> None:
         self._policy = policy
         self._since = began
-        self._attempt = began  # planned start of the attempt in progress
-        self._most = share * policy.budget_s
+        self._attempt = began if attempt is None else attempt  # planned start of the attempt in progress
+        self._share = share
         self._jitter = jitter
         self._in_a_row = 0
         self.failures = 0
+
+    def follow(self, policy: RetryPolicy) -> None:
+        """Go on under another policy."""
+        self._policy = policy
+
+    def waited(self, now: float) -> float:
+        """Return the seconds without progress so far."""
+        return now - self._since
 
     def progressed(self, now: float) -> None:
         """Note progress: the budget and the back-off start again.
@@ -185,7 +206,7 @@ class Attempts:
         self.failures += 1
         self._in_a_row += 1
         budget = self._policy.budget_s
-        self._since += max(0.0, now - self._attempt - self._most)
+        self._since += max(0.0, now - self._attempt - self._share * budget)
         verdict = self._judge(budget, self._since + budget - now, retry_after)
         self._attempt = now + (verdict.delay or 0.0)
         return verdict

@@ -1,0 +1,98 @@
+"""A store that has never answered: little time for all that is tried, one line in the log, and an error that helps."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+import pytest
+
+from asyncloader import DataLoader, RemoteIterableDataset
+from asyncloader.transports import HttpTransport, ReadFailed, RetryPolicy, download
+
+pytestmark = pytest.mark.network
+
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nhi"
+
+
+def free_port() -> int:
+    """A port where nothing listens."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(ANSWER)
+    await writer.drain()
+    writer.close()
+
+
+class Told(logging.Handler):
+    """The log's lines; `event` is set with each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.event = asyncio.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+        self.event.set()
+
+
+async def test_a_wrong_address_is_told_soon() -> None:
+    """The error has host, cause, tries and option; a second read adds one attempt to the first one's, and no time."""
+    url = f"http://127.0.0.1:{free_port()}"
+    retry = RetryPolicy(first_contact_s=0.3, first_delay_s=0.01, cap_s=0.02)
+    async with HttpTransport(url, retry=retry) as transport:
+        with pytest.raises(ReadFailed) as caught:
+            await transport.read("a")
+        first = str(caught.value)
+        with pytest.raises(ReadFailed) as caught:
+            await transport.info("b")
+    cause = f"{url}/{{}}: no connection to {url.removeprefix('http://')}: Connect call failed"
+    end = (
+        " times: no answer at all within 0.3 s. Is the address right? RetryPolicy(first_contact_s=) is how long to try"
+    )
+    assert cause.format("a") in first
+    assert first.endswith(end)
+    assert cause.format("b") in str(caught.value)
+    tries = [int(text.removesuffix(end).rpartition(" ")[2]) for text in (first, str(caught.value))]
+    assert tries[0] > 2
+    assert tries[1] == tries[0] + 1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_tells_it_too(workers: int) -> None:
+    """Looking for sizes and reading share the time."""
+    url = f"http://127.0.0.1:{free_port()}/x.tar"
+    retry = RetryPolicy(first_contact_s=0.3, first_delay_s=0.01, cap_s=0.02)
+    dataset = RemoteIterableDataset(url, storage_options={"retry": retry})
+    with pytest.raises(ReadFailed, match=r"no answer at all within 0\.3 s"):
+        next(iter(DataLoader(dataset, num_workers=workers)))
+
+
+async def test_a_store_that_comes_back_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line when it has not answered for some seconds, one when it does, and none in a healthy run."""
+    monkeypatch.setattr(download, "_SILENT_S", -1.0)
+    told, port = Told(), free_port()
+    root = f"http://127.0.0.1:{port}"
+    log = logging.getLogger("asyncloader")
+    log.addHandler(told)
+    try:
+        retry = RetryPolicy(first_delay_s=0.01, cap_s=0.02)
+        async with HttpTransport(root, retry=retry) as transport:
+            reading = asyncio.ensure_future(transport.read("a"))
+            await told.event.wait()
+            async with await asyncio.start_server(answer, "127.0.0.1", port):
+                assert await reading == b"hi"
+                assert await transport.read("a") == b"hi"
+    finally:
+        log.removeHandler(told)
+    assert len(told.lines) == 2
+    assert told.lines[0].startswith(f"WARNING {root} has not answered for ")
+    assert told.lines[0].endswith("; it is tried for 15 s, then the read fails")
+    assert told.lines[1] == f"WARNING {root} answers again"
