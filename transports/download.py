@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("asyncloader")
 _SILENT_S = 5.0  # without progress, after which the log says so
+_LAST_S = 0.1  # how long an answer is waited for when the time is up
 _FOLLOWS_S = 1.0  # after a failure, within which the next operation is taken to be for the same purpose
 
 __all__ = [
@@ -53,9 +54,15 @@ class _Contact:
 
     answered: bool = False
     began: float = 0.0  # when the first operation began that was not answered
-    tried: float = -inf  # when an attempt last failed
+    tried: float = -inf  # when the attempt after the last failure was, or will be, made
     failures: int = 0  # since `began`
     silent: bool = False  # the log has said that it does not answer
+
+    def begin(self, now: float) -> float:
+        """Return when the trying began that something at this time belongs to; it may begin now."""
+        if now - self.tried > _FOLLOWS_S:
+            self.began, self.tried, self.failures = now, now, 0
+        return self.began
 
 
 _contacts: dict[str, _Contact] = {}
@@ -97,7 +104,11 @@ class RetryingClient(ABC, Generic[_C]):
 
     def patience(self, seconds: float) -> float:
         """Return how long to wait for an answer: so many seconds, but less as long as there was none at all."""
-        return seconds if self.reached else min(seconds, max(0.1, self._policy.budget_s / 2))
+        contact = self._contact
+        if contact.answered:
+            return seconds
+        now = asyncio.get_running_loop().time()
+        return min(seconds, max(_LAST_S, contact.begin(now) + self._policy.budget_s - now))
 
     @property
     def _policy(self) -> RetryPolicy:
@@ -109,18 +120,18 @@ class RetryingClient(ABC, Generic[_C]):
         Until the store has answered, operations that follow one another share the time for that.
         """
         contact = self._contact
-        if began - contact.tried > _FOLLOWS_S:
-            contact.began, contact.failures = began, 0
-        return Attempts(self._policy, began if contact.answered else contact.began, attempt=began, share=share)
+        since = began if contact.answered else contact.begin(began)
+        return Attempts(self._policy, since, attempt=began, share=share)
 
     def judge(self, path: str | None, failed: RequestFailed, attempts: Attempts, now: float) -> float:
         """Return the seconds to wait before the next attempt, and count it; raise if there is none."""
         if not failed.retryable:
             raise failed.final or self.failure(path, failed) from failed.cause
         contact, policy = self._contact, self._policy
-        contact.tried, contact.failures = now, contact.failures + 1
+        contact.failures += 1
         attempts.follow(policy)
         verdict = attempts.failed(now, failed.retry_after)
+        contact.tried = now + (verdict.delay or 0.0)
         if verdict.delay is None:
             self.counts.give_up()
             number, reason = attempts.failures, verdict.reason

@@ -76,11 +76,13 @@ async def test_waiting_for_a_slot_uses_no_budget_up(store: HttpStore) -> None:
         await asyncio.sleep(2.0)
 
     store.put("b", b"other")
+    store.put("c", b"c")
     store.faults["a"].append(slow)
     store.faults["b"].append(status(503))
     async with opened(store, RetryPolicy(budget_s=1.5, first_delay_s=0.001), requests=1) as transport:
+        assert (await transport.info("c")).size == 1  # the first answer has a budget of its own
         first = asyncio.create_task(transport.read("a"))
-        await store.seen(1)
+        await store.seen(2)
         assert await transport.read("b") == b"other"
         assert await first == b"data"
 
