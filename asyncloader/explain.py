@@ -41,7 +41,7 @@ def as_text(name: str, spec: LoaderSpec[Any], place: str) -> str:
 
 def as_html(name: str, spec: LoaderSpec[Any], place: str) -> str:
     """The same as a table."""
-    cells = {**_parts(spec), "stands": place}
+    cells = {**_parts(spec), "position": place}
     rows = "".join(f"<tr><th>{html.escape(key)}</th><td>{html.escape(value)}</td></tr>" for key, value in cells.items())
     return f"<table><caption>{html.escape(name)}</caption>{rows}</table>"
 

@@ -17,7 +17,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("asyncloader")
 _SILENT_S = 5.0  # without progress, after which the log says so
-_LAST_S = 0.1  # how long an answer is waited for when the time is up
+_LAST_S = 1.0  # how long an answer is waited for when the time is up
 _FOLLOWS_S = 1.0  # after a failure, within which the next operation is taken to be for the same purpose
 
 __all__ = [
@@ -50,7 +50,7 @@ _C = TypeVar("_C")
 
 @dataclass(slots=True)
 class _Contact:
-    """Whether a root answers this process, whichever of its clients asks."""
+    """Whether a server answers this process, whichever client asks."""
 
     answered: bool = False
     began: float = 0.0  # when the first operation began that was not answered
@@ -86,8 +86,13 @@ class RetryingClient(ABC, Generic[_C]):
         """Return the URL of an object, or the nearest one known, for texts: without secrets. None: of the root."""
 
     @property
+    def server(self) -> str:
+        """Return what the client's requests go to: clients of the same one share what is known of it."""
+        return self.where(None)
+
+    @cached_property
     def _contact(self) -> _Contact:
-        return _contacts.setdefault(self.where(None), _Contact())
+        return _contacts.setdefault(self.server, _Contact())
 
     @property
     def reached(self) -> bool:
@@ -104,11 +109,11 @@ class RetryingClient(ABC, Generic[_C]):
 
     def patience(self, seconds: float) -> float:
         """Return how long to wait for an answer: so many seconds, but less as long as there was none at all."""
-        contact = self._contact
-        if contact.answered:
+        contact, first = self._contact, self._retry.first_contact_s
+        if contact.answered or not first:
             return seconds
         now = asyncio.get_running_loop().time()
-        return min(seconds, max(_LAST_S, contact.begin(now) + self._policy.budget_s - now))
+        return min(seconds, max(_LAST_S, contact.begin(now) + first - now))
 
     @property
     def _policy(self) -> RetryPolicy:

@@ -155,6 +155,7 @@ class StoreClient(RetryingClient[OpenStore]):
 
         super().__init__(StoreOwner(f"the transport of {location.url}", requests, open_one), retry)
         self.location = location
+        self._endpoint = settings.endpoint or settings.config.get("endpoint")
         # obstore enforces both limits itself. This one ends the wait in case its threads do not exist.
         self._head_s = settings.connect_s + 2 * settings.stalled_s
 
@@ -206,6 +207,11 @@ class StoreClient(RetryingClient[OpenStore]):
             if is_folder
         }
         return [name for name in names if name not in folders] if folders else names
+
+    @property
+    def server(self) -> str:
+        """Return the root's URL and the endpoint. As `RetryingClient.server`."""
+        return f"{self.location.url} at {self._endpoint}" if self._endpoint else self.location.url
 
     def where(self, path: str | None) -> str:  # noqa: ARG002 - the root says enough: texts name the path, too
         """Return the root's URL, for objects as well. As `RetryingClient.where`."""
