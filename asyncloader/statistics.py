@@ -8,12 +8,16 @@ Updated by the consumer's thread alone; read from any thread.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 
 from asyncloader.counters import COUNTERS, KEYS
 from asyncloader.errors import TooManyBadSamples
+from asyncloader.workers.fetch.error_notes import index_text
 from asyncloader.workers.fetch.sample_errors import BadSample
+
+_log = logging.getLogger("asyncloader")
 
 __all__ = [
     "BadSampleLog",
@@ -89,6 +93,7 @@ class Statistics:
         Raises:
             TooManyBadSamples: the newest iterator's limit is exceeded.
         """
+        _tell(self.bad_samples, records)
         self.bad_samples += len(records)
         self.refilled += sum(record.action == "refilled" for record in records)
         self.log.add(records)
@@ -173,3 +178,15 @@ class BadSampleLog:
         if self._limit is not None and len(self.samples) > self._limit:
             last = self.samples[-1]
             raise TooManyBadSamples(self._limit, f"index {last.index!r}, {last.error}")
+
+
+def _tell(before: int, records: Sequence[BadSample]) -> None:
+    """Log the first sample that raised, then only how many there are: at 10, 100 and so on."""
+    after = before + len(records)
+    if not before and records:
+        first = records[0]
+        where = f"index {index_text(first.index)}" if first.position is None else f"position {first.position}"
+        _log.warning("the sample at %s raised and was %s (on_error): %s", where, first.action, first.error)
+    reached = 10 ** (len(str(after)) - 1)
+    if after >= 10 and before < reached:
+        _log.warning("%d samples have raised; loader.errors has the newest iterator's", reached)

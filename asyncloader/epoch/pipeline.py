@@ -12,6 +12,7 @@ passes on the sampler's next index (a plain sampler is advanced in the consumer'
 from __future__ import annotations
 
 import asyncio
+import logging
 import textwrap
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 from asyncloader.epoch.respawn import Request, WorkerRespawner
 from asyncloader.epoch.resume_points import ResumePoints
 from asyncloader.epoch.scheduler import Scheduler
-from asyncloader.errors import WorkerDied, shortened
+from asyncloader.errors import WorkerDied, ending, shortened
 from asyncloader.events import (
     ENDED,
     NOTHING,
@@ -53,6 +54,8 @@ from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.listener import Answer, Listener
 from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.process import WorkerProcess
+
+_log = logging.getLogger("asyncloader")
 
 __all__ = ["Pipeline", "WorkerBegun", "report"]
 
@@ -115,6 +118,7 @@ class Pipeline(Listener):
         self._assigner = assigner
         self._resume_points: ResumePoints | None = None  # None: not started
         self._starts: Sequence[EpochStart] = ()
+        self._deaths: dict[int, WorkerDied] = {}  # of workers that may be replaced
         self._handovers: dict[int, bytes | None] = {}  # RNG states of workers that retired; None: the worker was killed
         self._unbegun: set[int] = set()  # workers that have not begun the epoch yet
         self._begun = asyncio.Event()
@@ -249,6 +253,7 @@ class Pipeline(Listener):
     def on_death(self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None, outside: bool) -> None:
         """See `Listener`."""
         self._handovers[worker] = retired
+        self._deaths[worker] = death
         self._begun.set()
         if self._assigner is not None:
             self._assigner.died(worker)
@@ -271,6 +276,12 @@ class Pipeline(Listener):
                 "seed= they do not."
             )
         self.notices.append(Notice(retired, warning))
+        death = self._deaths.pop(worker)
+        why = "its memory had grown beyond worker_memory_limit" if retired else ending(death.exitcode)
+        _log.log(
+            logging.INFO if retired else logging.WARNING,
+            *("worker %d (pid %d) is replaced: %s", worker, death.pid, f"{why}. {death.reason}".removesuffix(". ")),
+        )
         self._respawner.request(Request(worker, start, rng_state, self._pool.epoch))
 
     def _on_made(self, made: WorkerProcess | Exception) -> None:

@@ -1,0 +1,78 @@
+"""What the loader writes to the log `asyncloader`: little, and nothing in a healthy run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+from typing import Any
+
+import pytest
+from torch.utils.data import Dataset, get_worker_info
+
+from asyncloader import DataLoader
+from tests.integration.datasets import Numbers
+from tests.integration.running import KINDS, collect
+
+
+class Odd(Dataset[int]):
+    """Samples from a number on raise."""
+
+    def __init__(self, length: int, first: int) -> None:
+        self.length, self.first = length, first
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        if index >= self.first:
+            raise ValueError(f"no {index}")
+        return index
+
+
+class Killed(Numbers):
+    """Its worker is killed at a sample, once."""
+
+    def __init__(self, length: int, path: Any) -> None:
+        super().__init__(length)
+        self.path = path
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5 and get_worker_info() is not None and not self.path.exists():
+            self.path.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [f"{each.levelname} {each.getMessage()}" for each in caplog.records if each.name == "asyncloader"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_nothing_in_a_healthy_run(kind: str, workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Not even for debugging."""
+    with caplog.at_level(logging.DEBUG):
+        assert len(collect(kind, Numbers(20), batch_size=5, num_workers=workers, seed=1)) == 4
+    assert lines(caplog) == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bad_samples(workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The first with its error, then the number, at each power of ten; over epochs, too."""
+    loader = DataLoader(Odd(70, 3), batch_size=7, num_workers=workers, on_error="skip")
+    list(loader)
+    first = "WARNING the sample at index 3 raised and was skipped (on_error): ValueError: no 3"
+    tens = "WARNING {} samples have raised; loader.errors has the newest iterator's"
+    assert lines(caplog) == [first, tens.format(10)]
+    list(loader)
+    assert lines(caplog) == [first, tens.format(10), tens.format(100)]
+
+
+def test_a_worker_that_is_replaced(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Which one, and why."""
+    with DataLoader[Any](Killed(20, tmp_path / "killed"), batch_size=4, num_workers=1, seed=1) as loader:
+        assert len(list(loader)) == 5
+    (line,) = lines(caplog)
+    assert re.fullmatch(r"WARNING worker 0 \(pid \d+\) is replaced: killed by signal: Killed(\. .+)?", line)
