@@ -279,7 +279,10 @@ class AsyncDataLoader(LoaderOptions[T_co]):
         )
 
     def __repr__(self) -> str:
-        return as_text(type(self).__name__, self._spec, self._place)
+        try:
+            return as_text(type(self).__name__, self._spec, self._place)
+        except AttributeError:  # its constructor has not ended: a debugger or a traceback shows it
+            return object.__repr__(self)
 
     def _repr_html_(self) -> str:
         return as_html(type(self).__name__, self._spec, self._place)

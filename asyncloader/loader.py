@@ -217,7 +217,10 @@ class DataLoader(LoaderSpec[T_co]):
         )
 
     def __repr__(self) -> str:
-        return as_text(type(self).__name__, self, self._asyncloader_place)
+        try:
+            return as_text(type(self).__name__, self, self._asyncloader_place)
+        except AttributeError:  # its constructor has not ended: a debugger or a traceback shows it
+            return object.__repr__(self)
 
     def _repr_html_(self) -> str:
         return as_html(type(self).__name__, self, self._asyncloader_place)

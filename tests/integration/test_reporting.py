@@ -111,12 +111,6 @@ def test_explain(kind: str) -> None:
     assert "no workers" in LOADERS[kind](Numbers(5)).explain()
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_repr_is_short(kind: str) -> None:
-    """One line that names the class, the batch size and the workers."""
-    assert repr(LOADERS[kind](Numbers(5), batch_size=3)) == f"<{LOADERS[kind].__name__} batch_size=3 num_workers=0>"
-
-
 async def test_repr_of_an_iterator() -> None:
     """An iterator's repr tells its state."""
     async with AsyncDataLoader[Any](Numbers(3), num_workers=1) as loader:

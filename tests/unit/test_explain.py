@@ -114,6 +114,12 @@ def test_the_repr_shows_dataset_order_and_place() -> None:
     assert repr(silent).startswith("<AsyncDataLoader of Silent: batch_size=None, batch_sampler=list, num_workers=0")
 
 
+@pytest.mark.parametrize("loader", [DataLoader, AsyncDataLoader])
+def test_a_loader_that_is_not_constructed_has_a_repr(loader: type[Any]) -> None:
+    """A debugger shows it while the constructor runs."""
+    assert f"{loader.__name__} object at" in repr(loader.__new__(loader))
+
+
 def test_the_table_for_notebooks_is_escaped() -> None:
     """It has the same words."""
 
