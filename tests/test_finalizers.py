@@ -231,6 +231,7 @@ def test_a_finalizer_waits_for_nothing(root: Function) -> None:
     assert found <= BOUNDED.keys()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("root", functions()["__del__"], ids=lambda root: f"{root.module}:{root.name}")
 def test_nothing_of_ours_runs_while_the_interpreter_is_finalizing(root: Function) -> None:
     """By then modules may be cleared, and threads are gone: who calls code of the package asks first."""

@@ -77,6 +77,7 @@ def test_content_equals_torch(loader: str, name: str, workers: int) -> None:
     assert str(checksum) == reference_checksum(name, BATCHES)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", list(WORKLOADS))
 def test_consumers_tell_batches_apart(name: str) -> None:
     """A batch missing, repeated or in another's place is found by every consumer of the timed epochs."""

@@ -79,6 +79,7 @@ def test_a_ring_that_has_grown() -> None:
         assert len(machine.locks) == 2
 
 
+@pytest.mark.thorough
 def test_a_worker_that_had_to_be_killed() -> None:
     """Its ring is never written again, by nobody: a process that it forked may still be at it."""
     with installed() as machine, DataLoader[Any](Numbers(20), batch_size=4, num_workers=2, device="cpu") as loader:

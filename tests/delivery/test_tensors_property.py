@@ -6,6 +6,7 @@ from collections import OrderedDict, UserDict, deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,6 +78,7 @@ def shape_of(value: Any) -> Any:
     return repr(value)
 
 
+@pytest.mark.thorough
 @given(BATCHES)
 def test_moving_keeps_the_shape_and_leaves_the_original(batch: Any) -> None:
     """The same structure, every tensor on the device, none of the original's touched; nothing copied in vain."""

@@ -244,6 +244,7 @@ READ_ONLY = """
 """
 
 
+@pytest.mark.thorough
 def test_a_directory_that_cannot_be_written_to(tmp_path: Path) -> None:
     """Reads go on, with one warning in the process, and the directory stays as it is."""
     tmp_path.chmod(0o755)

@@ -91,6 +91,7 @@ def test_made_here_and_used_there() -> None:
     assert_same(got, EXPECTED)
 
 
+@pytest.mark.thorough
 def test_several_facades_at_once() -> None:
     """Loaders in several threads do not disturb each other."""
     together = threading.Barrier(3)

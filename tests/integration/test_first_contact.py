@@ -64,6 +64,7 @@ async def test_a_wrong_address_is_told_soon() -> None:
     assert tries[1] == tries[0] + 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_tells_it_too(workers: int) -> None:
     """Looking for sizes and reading share the time."""

@@ -53,6 +53,7 @@ def test_programs(kind: str, how: str) -> None:
     assert epoch(kind, at(AT, run)) == expected(40)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_programs_and_other_start_methods(method: str) -> None:
     """The same with workers that were not forked."""

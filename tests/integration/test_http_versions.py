@@ -243,6 +243,7 @@ async def test_a_read_that_is_resumed_knows_its_version(store: HttpStore) -> Non
         assert (data, info.etag) == (CONTENT, store.objects["a"].etag)
 
 
+@pytest.mark.thorough
 async def test_a_size_that_the_server_does_not_state(store: HttpStore, tmp_path: Path) -> None:
     """`size` raises. Objects are still read, also through a cache."""
 

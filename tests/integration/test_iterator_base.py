@@ -260,6 +260,7 @@ def test_what_the_base_holds_is_read_with_workers(shape: str, treatments: dict[i
     compare(shape, 2, treatments)
 
 
+@pytest.mark.thorough
 @settings(QUICK, max_examples=scaled(12))
 @given(shape=st.sampled_from([*SHAPES]), workers=st.sampled_from([0, 2]), at=st.integers(0, 9), skip=st.integers(1, 9))
 def test_a_state_counts_what_was_skipped(shape: str, workers: int, at: int, skip: int) -> None:

@@ -103,6 +103,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_last_line_says_what_to_do(name: str, tmp_path: Path) -> None:
     """Word for word, but for numbers of processes; and there is little to read before it."""

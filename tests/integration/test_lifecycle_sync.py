@@ -26,6 +26,7 @@ def our_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("asyncloader")]
 
 
+@pytest.mark.thorough
 def test_break_frees_the_workers() -> None:
     """Leaving the loop with `break` ends the processes and the private loop's thread by themselves, while the loader
     lives on. What comes next waits for that: the next iterator, before it forks, and `close()`.

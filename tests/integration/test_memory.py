@@ -25,6 +25,7 @@ def growing(n: int) -> list[int]:
     return sizes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("in_order", [True, False])
 def test_hoarding(kind: str, in_order: bool) -> None:

@@ -126,6 +126,7 @@ def script(body: str) -> str:
     return HEAD + "\n".join(line[margin:] for line in lines) + "\n"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", quickly(LIVE, "sync", "async, loop closed", "async, exits inside the loop", "everything at once")
 )
@@ -284,6 +285,7 @@ def test_kill_9_with_an_async_dataset(tmp_path: Path) -> None:
             deaths.wait()
 
 
+@pytest.mark.thorough
 def test_sigterm_of_the_main_process(tmp_path: Path) -> None:
     """SIGTERM ends the main process by its default action; the workers follow."""
     body = """

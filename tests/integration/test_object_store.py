@@ -120,6 +120,7 @@ async def test_a_store_that_stalls_is_asked_again(store: BucketStore, after: int
         assert transport.retries.total == 1
 
 
+@pytest.mark.thorough
 async def test_a_slow_consumer_is_no_stall(store: BucketStore) -> None:
     """A stream whose consumer pauses for longer than `stalled_s` continues, without a retry."""
     async with store.transport(stalled_s=0.2) as transport, aclosing(transport.stream("a", chunk_size=1000)) as chunks:

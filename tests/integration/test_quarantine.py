@@ -21,6 +21,7 @@ def poison(folder: Path, places: dict[int, str]) -> Faults:
     return Faults(folder, places, times=1000)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [1, 2])
 def test_error_has_the_facts(workers: int, tmp_path: Path) -> None:
     """Indices, signal, pids, and the last lines of standard error, of Python and of libraries; the epoch goes on."""
@@ -78,6 +79,7 @@ def test_innocent_companions_of_an_async_task(kind: str, tmp_path: Path) -> None
     assert [bad.index for bad in errors] == [8, 9]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_skip_leaves_out_the_batch(kind: str, tmp_path: Path) -> None:
     """With ``on_error="skip"`` all samples of the batch are dropped, and each index is recorded with the reason."""
@@ -94,6 +96,7 @@ def substitute(index: int, error: Exception) -> Any:
     return {"index": -index}
 
 
+@pytest.mark.thorough
 def test_function_makes_substitutes(tmp_path: Path) -> None:
     """A function is asked for each sample of the batch, in the thread that iterates."""
     dataset = AsyncFaulty(8, poison(tmp_path, {5: "exit"}))
@@ -118,6 +121,7 @@ def test_stream_ends_where_it_cannot_pass(tmp_path: Path) -> None:
         run("sync", dataset, num_workers=1, seed=1, resume="replay", on_error="skip")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("dataset", [Faulty, AsyncFaulty])
 def test_kills_from_outside_convict_nobody(kind: str, dataset: Any, tmp_path: Path) -> None:

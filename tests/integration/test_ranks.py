@@ -50,6 +50,7 @@ def steps_and_ends(ranks: list[list[Any]]) -> list[list[tuple[int, str]]]:
 # ------------------------------------------------------------------------------------- streams: the end together
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_uneven_shards_end_together(two: RankGroup, kind: str, workers: int) -> None:
@@ -69,6 +70,7 @@ def test_three_ranks_train_while_their_loaders_run_ahead(three: RankGroup) -> No
     assert steps_and_ends(ranks) == [[(31, "end")] * 2] * 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_uneven_shards_are_an_error_on_request(three: RankGroup, kind: str, workers: int) -> None:
@@ -80,6 +82,7 @@ def test_uneven_shards_are_an_error_on_request(three: RankGroup, kind: str, work
     assert steps_and_ends(ranks) == [[(4, "end")]] * 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_known_lengths_are_agreed_on_once(two: RankGroup, kind: str, workers: int) -> None:
@@ -109,6 +112,7 @@ def test_a_length_that_raises_is_none(two: RankGroup) -> None:
 # ------------------------------------------------------------------------------- streams: one rank fails or leaves
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_failing_dataset_ends_the_epoch_of_all(three: RankGroup, kind: str, workers: int) -> None:
@@ -142,6 +146,7 @@ def test_a_rank_that_leaves_is_missed(two: RankGroup, kind: str, workers: int, s
     assert rest[1][0] == (steps, "left")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_all_ranks_may_leave(three: RankGroup, kind: str, workers: int) -> None:
@@ -264,6 +269,7 @@ def test_ranks_get_equal_numbers_of_batches(three: RankGroup, rule: str) -> None
         assert length == len(sizes)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [9, None])
 def test_a_distributed_sampler_is_not_dealt_again(two: RankGroup, seed: int | None) -> None:
     """torch's `DistributedSampler`, which asks torch.distributed itself: torch's indices, in seeded and torch mode."""

@@ -147,6 +147,7 @@ def test_out_of_order(kind: str, tmp_path: Path) -> None:
     assert sorted(int(batch["index"]) for batch in got) == list(range(40))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_persistent_workers(kind: str, tmp_path: Path) -> None:
     """A replacement made in a later epoch is of that epoch, and serves the ones after it."""

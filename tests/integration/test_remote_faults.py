@@ -43,6 +43,7 @@ COUNT = sum(SIZES)
 # ------------------------------------------------------------------------------------------- workers
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ending", ["tar", "jsonl"])
 @pytest.mark.parametrize("kind", BOTH)
 def test_deaths_change_nothing(kind: str, ending: str, tmp_path: Path) -> None:
@@ -56,6 +57,7 @@ def test_deaths_change_nothing(kind: str, ending: str, tmp_path: Path) -> None:
     assert len(list((tmp_path / "struck").iterdir())) == 3
 
 
+@pytest.mark.thorough
 def test_deaths_in_torch_mode_and_out_of_order(tmp_path: Path) -> None:
     """Every sample still comes once."""
     url = make_shards(tmp_path, SIZES)
@@ -212,6 +214,7 @@ def test_missing_shards(workers: int, tmp_path: Path) -> None:
         run.epoch()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ending", ["jsonl", "parquet", "mds"])
 def test_shards_whose_sizes_are_unknown(ending: str, workers: int, tmp_path: Path) -> None:

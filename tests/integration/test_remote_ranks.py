@@ -55,6 +55,7 @@ def test_ranks_share_shards(two: RankGroup, kind: str, workers: int, seed: int |
         assert epochs[0] != epochs[1]
 
 
+@pytest.mark.thorough
 def test_shards_that_are_cut_evenly(two: RankGroup, tmp_path: Path) -> None:
     """One file of JSON lines, or one MDS shard, is cut for both; a known length is not taken for each rank's."""
     for ending in ("jsonl", "mds", "parquet"):

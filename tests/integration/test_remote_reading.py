@@ -53,6 +53,7 @@ async def stores() -> AsyncIterator[Stores]:
     await stores.aclose()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("url", MAKERS)
 async def test_every_format_over_http(store: HttpStore, stores: Stores, url: str) -> None:
     """All samples, and the same ones from the middle on."""
@@ -64,6 +65,7 @@ async def test_every_format_over_http(store: HttpStore, stores: Stores, url: str
     assert [number_of(sample) for sample, _ in rest] == list(range(124, 300))
 
 
+@pytest.mark.thorough
 async def test_many_ranges_at_the_same_time(store: HttpStore, stores: Stores) -> None:
     """One connection pool, many shards and ranges in flight, each sample once."""
     wanted: set[int] = set()
@@ -190,6 +192,7 @@ async def test_a_parquet_file_that_is_replaced_meanwhile(store: HttpStore, store
         await drain(batches, got)
 
 
+@pytest.mark.thorough
 async def test_leaving_early_ends_the_requests(store: HttpStore, stores: Stores) -> None:
     """The rest of the shard is not downloaded, and nothing continues in the background."""
     store.put("a.tar", tar(range(5000), size=4000))

@@ -35,6 +35,7 @@ async def stores(moto: Moto) -> AsyncIterator[Stores]:
     await sockets_closed(before)
 
 
+@pytest.mark.thorough
 async def test_a_prefix_of_every_format(moto: Moto, stores: Stores) -> None:
     """Listed ascending, and read; keys are taken as they are."""
     urls = [url for url in MAKERS if not url.endswith(".mds")]

@@ -140,6 +140,7 @@ def _state_after(kind: str, dataset: Any, stop: int, options: dict[str, Any]) ->
     return run_async(run(), kind)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_generators_draws_are_those_of_one_epoch_after_another(kind: str, workers: int) -> None:

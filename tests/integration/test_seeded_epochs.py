@@ -43,6 +43,7 @@ def test_completed_epochs_advance_it(kind: str, options: dict[str, Any], epochs:
     assert not same(epochs[0], epochs[1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_abandoned_epochs_do_not(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
     """An epoch left in its middle, or never begun, comes again from its beginning."""
@@ -55,6 +56,7 @@ def test_abandoned_epochs_do_not(kind: str, options: dict[str, Any], epochs: lis
         assert_same(run.epoch(), epochs[2])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_an_epoch_whose_last_batch_was_delivered_is_complete(
     kind: str, options: dict[str, Any], epochs: list[list[Any]]
@@ -114,6 +116,7 @@ class Told(Rows):
         return torch.tensor([index, self.epoch, get_worker_info() is not None])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_datasets_are_told(kind: str, options: dict[str, Any]) -> None:
     """A dataset with `set_epoch` is told each epoch, wherever its copy is: also in persistent workers."""
@@ -160,6 +163,7 @@ def test_large_epochs(kind: str) -> None:
     assert not same(one, two)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("before", ["an epoch", "a state", "the state of an end"])
 def test_a_state_between_epochs_is_of_the_epoch_that_was_set(

@@ -176,6 +176,7 @@ def test_without_automatic_batching_ranks_take_turns() -> None:
 # ------------------------------------------------------------------------------------------- samplers that shard
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_distributed_sampler_is_not_sharded_again(workers: int) -> None:
     """torch's `DistributedSampler` gives each rank its part already: seeded mode leaves it whole, advances its epoch,

@@ -77,6 +77,7 @@ def test_before_the_first_iterator(kind: str, options: dict[str, Any], epochs: l
     assert_same(resumed(kind, state, 2, **options), epochs[2:4])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_after_the_end(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
     """Once the consumer was told of the end, the state means the next epoch."""
@@ -257,6 +258,7 @@ def test_an_empty_state(kind: str, options: dict[str, Any], epochs: list[list[An
         assert_same(run.epoch(), epochs[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_another_epoch_set_after_loading(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
     """A position belongs to its epoch: setting the same one keeps it, another one begins at its beginning."""
@@ -284,6 +286,7 @@ def test_the_length_stays_the_whole_epochs(make: Any) -> None:
 # ------------------------------------------------------------------------------------------- errors in between
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_is_past_once_the_next_batch_came(kind: str, workers: int) -> None:

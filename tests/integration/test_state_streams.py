@@ -81,6 +81,7 @@ def test_rare_cursors(every: int, workers: int) -> None:
             assert_same(run.epoch(), expected[taken:], f"after {taken}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("mode", [{}, {"seed": 5}], ids=["torch", "seeded"])
@@ -185,6 +186,7 @@ def test_a_dataset_that_is_told_the_epoch(kind: str, mode: dict[str, Any], worke
         assert rows(run.epoch()) == list(range(300, 310))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 @pytest.mark.parametrize("mode", [{}, {"seed": 5}], ids=["torch", "seeded"])

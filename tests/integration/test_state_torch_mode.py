@@ -130,6 +130,7 @@ def test_the_process_generator_is_where_the_user_wants_it() -> None:
     assert after[1] in (after[0], float(torch.rand(())))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_map_dataset_with_a_state(kind: str, workers: int) -> None:

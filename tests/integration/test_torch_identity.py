@@ -200,6 +200,7 @@ def test_iterators_refuse_pickling(workers: int) -> None:
     run_async(run())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_distributed_sampler(make: Any, persistent: bool) -> None:

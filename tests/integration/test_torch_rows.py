@@ -257,6 +257,7 @@ class Blocked(Dataset[Any]):
         return index
 
 
+@pytest.mark.thorough
 def test_timeout_set_later() -> None:
     """A timeout set between epochs bounds the waits of the next one, in torch's words."""
     for make, kind in ((torch.utils.data.DataLoader, RuntimeError), (DataLoader, LoaderTimeout)):
@@ -275,6 +276,7 @@ def test_timeout_set_later() -> None:
     assert issubclass(LoaderTimeout, RuntimeError)
 
 
+@pytest.mark.thorough
 def test_going_on_after_a_timeout() -> None:
     """After a timeout the same batch is waited for again; nothing is lost or doubled, as in torch."""
     for make in (torch.utils.data.DataLoader, DataLoader):

@@ -46,6 +46,7 @@ LENGTHS: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.thorough
 def test_lengths() -> None:
     """`len` of loader and iterator: torch's number, or torch's error."""
     for dataset, given in LENGTHS:
@@ -166,6 +167,7 @@ def test_worker_info_is_torchs(kind: str, method: str) -> None:
         assert [error for error, _ in refused] == [RuntimeError] * 4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("persistent", [False, True])

@@ -142,6 +142,7 @@ def check(case: Case) -> None:
     assert resumed(case, StatefulDataLoader, ours[1]) == ours[2]
 
 
+@pytest.mark.thorough
 @given(case=cases())
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @example(Case("itself"))

@@ -118,6 +118,7 @@ def test_a_bomb_is_read_in_steps() -> None:
     assert peak < 16 * STEP
 
 
+@pytest.mark.thorough
 def test_a_bomb_of_one_line() -> None:
     """A sample that grows over `max_sample_bytes` ends it, after no more than that was decompressed."""
     bomb = gzip.compress(b" " * 100_000_000)
@@ -152,6 +153,7 @@ def test_end_while_pending_is_a_mistake_of_the_caller() -> None:
         reader.end()
 
 
+@pytest.mark.thorough
 def test_bytes_fed_while_pending_are_kept_in_order() -> None:
     """The contract asks for the other order, but nothing is lost."""
     text = b'{"a": 12345678}\n' * (STEP // 8)

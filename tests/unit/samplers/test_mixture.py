@@ -85,6 +85,7 @@ def furthest(sampler: MixtureSampler, indices: list[int]) -> Fraction:
 # ------------------------------------------------------------------------------------------------ whatever the end
 
 
+@pytest.mark.thorough
 @settings(deadline=None)
 @given(mixtures())
 def test_the_rest_of_an_epoch_from_any_position(sampler: MixtureSampler) -> None:

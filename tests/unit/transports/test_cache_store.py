@@ -350,6 +350,7 @@ def test_a_cache_that_lost_its_marker(folder: Path) -> None:
     assert held(store, "u") == held(store, "v") == DATA
 
 
+@pytest.mark.thorough
 def test_a_cache_that_is_deleted_while_others_fill_it(folder: Path) -> None:
     """Writers during the deletion cache nothing, without an error, and the cache works again in the end."""
     done = threading.Event()
