@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Self, TypeVar
 import torch
 
 from asyncloader.clone import constructor_arguments
+from asyncloader.counters import recording
 from asyncloader.delivery.transfer import DeviceTransfer, kept_rings_of, transfer_of
 from asyncloader.epoch.async_inline import AsyncInlineIterator
 from asyncloader.epoch.async_iterator import AsyncLoaderIterator
@@ -22,6 +23,7 @@ from asyncloader.epoch.thread_workers import has_thread_workers, refusal
 from asyncloader.epoch_config import EpochConfig
 from asyncloader.errors import LoaderClosed
 from asyncloader.explain import as_html, as_text, explain
+from asyncloader.metrics import Metric, metrics
 from asyncloader.options import (
     OPTION_NAMES,
     OUR_OPTION_NAMES,
@@ -142,7 +144,7 @@ class AsyncDataLoader(LoaderOptions[T_co]):
             raise ValueError(refusal(spec, "`async for` cannot read"))
         if spec.num_workers:
             spec.check_worker_number_rationality()
-        with self._keeper.making_iterator():
+        with self._keeper.making_iterator(), recording(self._statistics.recorder):
             if spec.num_workers:
                 iterator = AsyncLoaderIterator(self._statistics, _LoaderPoolCache(self))
             else:
@@ -259,11 +261,15 @@ class AsyncDataLoader(LoaderOptions[T_co]):
         """A loader with the options of any torch loader, `changes` applied as in `clone`."""
         return cls(**constructor_arguments(loader, changes))
 
-    def stats(self) -> dict[str, float]:
-        """Counters over all iterators so far, as a flat dictionary of floats. O(1)."""
+    def stats(self, prefix: str = "", *, interval: bool = False) -> dict[str, float]:
+        """See `DataLoader.stats`."""
         newest = self._newest_iterator()
         depth = 0 if newest is None else newest.queue_depth
-        return self._statistics.snapshot(depth) | self._keeper.tally.snapshot()
+        return self._statistics.snapshot(depth, self._keeper.tally.snapshot(), prefix=prefix, interval=interval)
+
+    def metrics(self) -> list[Metric]:
+        """See `DataLoader.metrics`."""
+        return metrics(self.stats(), self._statistics.blocks())
 
     def explain(self) -> str:
         """The effective configuration, and one sentence on what bounds the run and what to change."""

@@ -1,16 +1,38 @@
-"""Counts what this process's transports did besides reading, such as retries and cache hits. Pure.
+"""Counts and times what one process does for a loader, in memory that other processes may read meanwhile. Pure.
 
-Data path: transport -> [counters] -> worker's answer -> statistics. With each answer a worker reports what was added
-since its last report: `Counters.changes`.
+Data path: transports, fetchers, stages -> [counters] -> statistics.
+
+A `Recorder` is a block of doubles: sums (`KEYS`), and a sum and a histogram of seconds for each stage that a batch
+passes (`STAGES`). A worker's block is shared memory, so its numbers are seen while it is busy or stuck, and outlive it.
+Each stage is timed by one thread of one process; sums to which two threads add at the same time may lose an addition.
+
+A histogram has four buckets per octave, from 1 us to half an hour: quantiles are exact to a tenth. Blocks of several
+processes are merged by adding them up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from contextvars import ContextVar
+from math import frexp
+from typing import Any, Literal, NamedTuple
 
-__all__ = ["COUNTERS", "KEYS", "Counters"]
+__all__ = [
+    "BLOCK_BYTES",
+    "KEYS",
+    "STAGES",
+    "Recorder",
+    "Stage",
+    "StageTimes",
+    "count",
+    "record_process",
+    "recording",
+    "stage_times",
+]
 
 KEYS: tuple[str, ...] = (
+    "requests",
+    "bytes",
     "retries",
     "resumed",
     "given_up",
@@ -20,28 +42,135 @@ KEYS: tuple[str, ...] = (
     "cache_bytes",
     "cache_evictions",
 )
-"""The counters' names, in the order of `stats()`, where they have the prefix ``store/``."""
+"""The sums of transports, in the order of `stats()`, where they have the prefix ``store/``."""
+
+Stage = Literal[
+    "sampler",
+    "queue",
+    "fetch",
+    "decode",
+    "collate",
+    "write",
+    "transfer",
+    "order",
+    "pin",
+    "h2d",
+    "wait",
+    "consumer",
+    "start_process",
+    "start_import",
+    "start_dataset",
+    "first_read",
+]
+STAGES: tuple[Stage, ...] = Stage.__args__  # type: ignore[attr-defined]
+"""The stages in the order in which a batch passes them; at the end those of a worker's start."""
+
+_BUCKETS = 124
+_LAST = _BUCKETS - 1
+_BASE: dict[str, int] = {stage: len(KEYS) + number * (1 + _BUCKETS) for number, stage in enumerate(STAGES)}
+_INDEX = {key: number for number, key in enumerate(KEYS)}
+_DOUBLES = len(KEYS) + len(STAGES) * (1 + _BUCKETS)
+
+BLOCK_BYTES = 8 * _DOUBLES
+"""Size of a recorder's block."""
 
 
-class Counters:
-    """Sums by name, which only grow. If two threads add to a sum at the same time, one addition may be lost."""
+class Recorder:
+    """The counts and times of one process.
 
-    def __init__(self) -> None:
-        self.sums: dict[str, float] = dict.fromkeys(KEYS, 0.0)
+    Args:
+        memory: a writable buffer of `BLOCK_BYTES` zeros; None: private memory.
+    """
 
-    def add(self, name: str, number: float = 1) -> None:
+    __slots__ = ("block",)
+
+    def __init__(self, memory: Any = None) -> None:
+        self.block = memoryview(bytearray(BLOCK_BYTES) if memory is None else memory)[:BLOCK_BYTES].cast("d")
+
+    def keep(self) -> None:
+        """Go on with a private copy of the block, so that its memory may go."""
+        self.block = memoryview(bytearray(self.block)).cast("d")
+
+    def add(self, key: str, number: float = 1) -> None:
         """Add `number` to a sum."""
-        self.sums[name] += number
+        self.block[_INDEX[key]] += number
 
-    def changes(self, reported: dict[str, float]) -> Mapping[str, float]:
-        """What was added since `reported`, which is updated to the current sums."""
-        if reported == self.sums:
-            return {}
-        now = self.sums.copy()
-        added = {name: now[name] - reported.get(name, 0.0) for name in KEYS if now[name] != reported.get(name, 0.0)}
-        reported.update(now)
-        return added
+    def time(self, stage: Stage, seconds: float) -> None:
+        """Record that a batch spent so long in a stage."""
+        mantissa, exponent = frexp(seconds * 1e6)
+        bucket = 4 * exponent + int(8.0 * mantissa) - 8
+        if bucket < 0:
+            bucket = 0
+        elif bucket > _LAST:
+            bucket = _LAST
+        base, block = _BASE[stage], self.block
+        block[base] += seconds
+        block[base + 1 + bucket] += 1.0
 
 
-COUNTERS = Counters()
-"""The counters of this process. A forked child continues from its parent's sums, so reports are differences."""
+class StageTimes(NamedTuple):
+    """How long batches spent in one stage: how many there were, and seconds. Quantiles are exact to a tenth."""
+
+    number: int
+    total: float
+    p50: float
+    p95: float
+    p99: float
+
+
+def stage_times(block: Sequence[float], stage: Stage) -> StageTimes:
+    """Evaluate a stage's part of a block, or of a sum or difference of blocks."""
+    base = _BASE[stage]
+    buckets = block[base + 1 : base + 1 + _BUCKETS]
+    count = sum(buckets)
+    p50, p95, p99 = (_quantile(buckets, share * count) for share in (0.5, 0.95, 0.99))
+    return StageTimes(round(count), block[base], p50, p95, p99)
+
+
+def _quantile(buckets: Sequence[float], rank: float) -> float:
+    """The seconds below which `rank` of the entries lie, taken to be spread evenly within each bucket."""
+    if not rank:
+        return 0.0
+    below = 0.0
+    for bucket, number in enumerate(buckets):
+        if number and below + number >= rank:
+            low, high = _edge(bucket), _edge(bucket + 1)
+            return low + (high - low) * (rank - below) / number
+        below += number
+    return _edge(_BUCKETS)
+
+
+def _edge(bucket: int) -> float:
+    """The least seconds in a bucket; all below a microsecond are in the first."""
+    octave, quarter = divmod(bucket, 4)
+    return (1 + quarter / 4) * 2.0**octave * 1e-6 if bucket else 0.0
+
+
+_process = Recorder()
+_current: ContextVar[Recorder | None] = ContextVar("asyncloader_recorder", default=None)
+
+
+def count(key: str, number: float = 1) -> None:
+    """Add to a sum of the loader that this code runs for; outside of any, of the process."""
+    (_current.get() or _process).add(key, number)
+
+
+class recording:  # noqa: N801 - used as a function; a generator would take three times as long
+    """Context whose code, and the tasks that it starts, count for this recorder's loader."""
+
+    __slots__ = ("_recorder", "_token")
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __enter__(self) -> None:
+        self._token = _current.set(self._recorder)
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._token)
+
+
+def record_process(recorder: Recorder) -> None:
+    """Have all code of this process count for this recorder: a worker serves one loader."""
+    _process.block = recorder.block
+    _current.set(None)  # a forked worker inherits its parent's

@@ -70,9 +70,9 @@ def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: Work
         lines.append(f"device: {_device(spec, config, statistics)}")
     if given := given_options(spec):
         lines.append(f"options: {', '.join(given)}")
-    if statistics.copy_outs:
+    if statistics.ring_copies:
         lines.append(
-            f"copies: {statistics.copy_outs} of {statistics.batches} batches were copied out of their ring, because "
+            f"copies: {statistics.ring_copies} of {statistics.batches} batches were copied out of their ring, because "
             "the consumer held more batches than the ring can spare"
         )
     lines.append(verdict(statistics, config.num_workers, usable_cpus(), asynchronous=config.concurrent))
@@ -94,7 +94,8 @@ def _concurrency(config: EpochConfig, statistics: Statistics) -> list[str]:
     lines = []
     if config.concurrent and not config.iterable:
         most = most_credits(config)
-        room = "" if statistics.credits in (0, most) else f" ({statistics.credits} now, as large as they are)"
+        depth = statistics.prefetch_depth
+        room = "" if depth in (0, most) else f" ({depth} now, as large as they are)"
         how = f"by {config.fetch_threads} threads" if config.fetch_threads else f"{config.concurrency} at a time"
         where = "each worker's" if config.num_workers else "the"
         lines.append(f"samples: fetched {how}, over {where} {most} batches in hand{room}")
@@ -176,14 +177,14 @@ def _device(spec: LoaderSpec[Any], config: EpochConfig, statistics: Statistics) 
     transfer = current_transfer(spec)
     if transfer is not None and transfer.accelerator.lock is None:
         return f"{device}, {ahead}, by way of page-locked copies: {transfer.accelerator.unlocked_because}"
-    if not statistics.locked_bytes:
+    if not statistics.page_locked_bytes:
         if statistics.staged > 1:
             return f"{device}, {ahead}, by way of page-locked copies: batches do not fit into rings of this ring_bytes"
         return f"{device}, {ahead}, copied from rings that are page-locked when the first batch comes"
     staged = f"; {statistics.staged} batches were copied to page-locked memory first" if statistics.staged else ""
     return (
-        f"{device}, {ahead}, copied from rings of {statistics.locked_bytes:,} bytes, page-locked in "
-        f"{statistics.lock_s:.2f} s{staged}"
+        f"{device}, {ahead}, copied from rings of {statistics.page_locked_bytes:,} bytes, page-locked in "
+        f"{statistics.page_lock_s:.2f} s{staged}"
     )
 
 
@@ -209,7 +210,7 @@ def verdict(statistics: Statistics, num_workers: int, cpus: int, *, asynchronous
             f"{head} and workers were {busy:.0%} busy on all {cpus} CPUs; make __getitem__ cheaper "
             "(decode less, cache, or fetch with async methods if it waits for I/O)."
         )
-    if statistics.copy_outs * 2 > statistics.batches:
+    if statistics.ring_copies * 2 > statistics.batches:
         return f"{head} while batches were copied out of the rings; hold fewer batches at a time."
     if asynchronous:
         return (

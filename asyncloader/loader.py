@@ -16,12 +16,14 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.bridge import Bridge
 from asyncloader.clone import constructor_arguments
+from asyncloader.counters import recording
 from asyncloader.delivery.transfer import kept_rings_of
 from asyncloader.epoch.sync_inline import SyncInlineIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
 from asyncloader.epoch.thread_workers import ThreadIterator, has_thread_workers, refusal
 from asyncloader.errors import LoaderClosed, StateError
 from asyncloader.explain import as_html, as_text, explain
+from asyncloader.metrics import Metric, metrics
 from asyncloader.never_iterated import warn_if_replaced
 from asyncloader.options import OUR_OPTION_NAMES, LoaderSpec, OverridableProperty, async_index_source, fixed_option
 from asyncloader.samplers.async_sampler import feedback_target
@@ -74,7 +76,7 @@ class DataLoader(LoaderSpec[T_co]):
             iterator = ThreadIterator(self)
         else:
             kind = WorkerIterator if self.num_workers else SyncInlineIterator
-            with state.keeper.making_iterator():
+            with state.keeper.making_iterator(), recording(state.statistics.recorder):
                 iterator = kind(self, state.statistics, state.bridge, state.keeper)
             state.newest = weakref.ref(iterator)
         state.iterators.add(iterator)
@@ -177,11 +179,21 @@ class DataLoader(LoaderSpec[T_co]):
         """A loader of this class with the options of any torch loader, `changes` applied as in `clone`."""
         return cls(**constructor_arguments(loader, changes))
 
-    def stats(self) -> dict[str, float]:
-        """Counters over all iterators so far, as a flat dictionary of floats. O(1)."""
-        newest = self._asyncloader_state.iterator()
+    def stats(self, prefix: str = "", *, interval: bool = False) -> dict[str, float]:
+        """What the loader did, over all iterators so far, as a new flat dictionary of floats. O(1), from any thread.
+
+        Args:
+            prefix: put before every key, as ``"train/"``.
+            interval: count only what came after the last call with ``interval=True``.
+        """
         state = self._asyncloader_state
-        return state.statistics.snapshot(0 if newest is None else newest.queue_depth) | state.keeper.tally.snapshot()
+        newest = state.iterator()
+        depth = 0 if newest is None else newest.queue_depth
+        return state.statistics.snapshot(depth, state.keeper.tally.snapshot(), prefix=prefix, interval=interval)
+
+    def metrics(self) -> list[Metric]:
+        """`stats()` with types, units, help and labels, for an exporter; times of stages apart for each worker."""
+        return metrics(self.stats(), self._asyncloader_state.statistics.blocks())
 
     def explain(self) -> str:
         """The effective configuration, and one sentence on what bounds the run and what to change."""

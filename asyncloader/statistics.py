@@ -3,16 +3,21 @@
 Data path: beside the consumer. Always on; a few additions per batch.
 
 Time is counted while an iterator is in use: from its start to its last batch or its end, without pauses between epochs.
-Updated by the consumer's thread alone; read from any thread.
+Totals are updated by the consumer's thread alone, the times of stages each by the one thread that the stage runs in;
+all of it is read from any thread, also while nothing is delivered.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
+from typing import Any, NamedTuple
 
-from asyncloader.counters import COUNTERS, KEYS
+import numpy as np
+
+from asyncloader.counters import BLOCK_BYTES, KEYS, STAGES, Recorder, stage_times
 from asyncloader.errors import TooManyBadSamples
 from asyncloader.workers.fetch.error_notes import index_text
 from asyncloader.workers.fetch.sample_errors import BadSample
@@ -29,27 +34,33 @@ class Statistics:
     """Counters of one loader over all of its iterators."""
 
     __slots__ = (
+        "_before",
+        "_lock",
         "_mark",
-        "_reported",
+        "_starting",
+        "_workers",
         "bad_samples",
         "batches",
         "busy_s",
         "bytes",
-        "copy_outs",
-        "credits",
         "elapsed_s",
         "first_batch_s",
-        "lock_s",
-        "locked_bytes",
         "log",
+        "oversize",
+        "page_lock_s",
+        "page_locked_bytes",
         "pickled",
+        "prefetch_depth",
+        "recorder",
         "refilled",
         "restarts",
         "retirements",
+        "ring_copies",
         "samples",
         "staged",
-        "store",
+        "startup_s",
         "wait_s",
+        "waiting_since",
         "worker_s",
     )
 
@@ -60,32 +71,59 @@ class Statistics:
         self.pickled = 0
         self.wait_s = 0.0
         self.elapsed_s = 0.0
+        self.startup_s = 0.0  # seconds to the first batch, of iterators that started workers
         self.busy_s = 0.0  # seconds that workers spent on tasks
         self.worker_s = 0.0  # seconds that workers existed while an iterator was in use
-        self.copy_outs = 0
-        self.credits = 0  # outstanding batches per worker, in the newest iterator
-        self.locked_bytes = 0  # of rings that were page-locked
-        self.lock_s = 0.0
+        self.oversize = 0  # batches in a segment of their own, because they were larger than a slot
+        self.ring_copies = 0  # batches copied out of their ring, because the consumer held many others
+        self.prefetch_depth = 0  # outstanding batches per worker, in the newest iterator
+        self.page_locked_bytes = 0  # of rings that were page-locked
+        self.page_lock_s = 0.0
         self.staged = 0  # batches for a device that were copied to page-locked memory first
         self.restarts = 0  # workers that died and were replaced
         self.retirements = 0  # workers that were replaced because their memory had grown
         self.bad_samples = 0
         self.refilled = 0
-        self.store: dict[str, float] = dict.fromkeys(KEYS, 0.0)  # the workers' transport counters
         self.log = BadSampleLog(None)  # of the newest iterator
         self.first_batch_s = 0.0
+        self.waiting_since: float | None = None  # the consumer waits for a batch since then
+        self.recorder = Recorder()
+        """What the main process does for this loader."""
+        self._workers: dict[int, _Worker] = {}
+        self._lock = threading.Lock()  # for `_workers`: replacements are made in a thread of their own
+        self._starting = False  # workers were started for the newest iterator, which has no batch yet
+        self._before = _Totals({}, np.zeros(BLOCK_BYTES // 8))
         self._mark = 0.0
-        self._reported: dict[str, float] = {}
+
+    # ---------------------------------------------------------------------------------------------- counting
+
+    def add_worker(self, worker: int, recorder: Recorder) -> None:
+        """Read what a new process counts; what those before it with this number have counted is kept. Any thread."""
+        with self._lock:
+            known = self._workers.get(worker)
+            earlier = np.zeros(BLOCK_BYTES // 8) if known is None else known.total()
+            self._workers[worker] = _Worker(recorder, earlier)
 
     def begin(self) -> float:
-        """Begin to measure an iterator. Returns the time, for `first_batch`."""
-        self._reported = COUNTERS.sums.copy()
+        """Begin to measure an iterator. Returns the time, for `begins` and `first_batch`."""
+        self._starting = False
         self._mark = perf_counter()
         return self._mark
+
+    def begins(self, begun: float) -> None:
+        """The consumer waited for `iter()`, which started workers, since `begun`."""
+        self.wait_s += perf_counter() - begun
+
+    def workers_start(self) -> None:
+        """Workers are started for the iterator that began last."""
+        self._starting = True
 
     def first_batch(self, begun: float) -> None:
         """Record the time to an iterator's first batch; the newest iterator's value is kept."""
         self.first_batch_s = perf_counter() - begun
+        if self._starting:
+            self._starting = False
+            self.startup_s += self.first_batch_s
 
     def add_bad_samples(self, records: Sequence[BadSample]) -> None:
         """Record samples that raised.
@@ -98,18 +136,20 @@ class Statistics:
         self.refilled += sum(record.action == "refilled" for record in records)
         self.log.add(records)
 
-    def count(self, counts: Mapping[str, float]) -> None:
-        """Add a worker's transport counters."""
-        for name in self.store.keys() & counts.keys():
-            self.store[name] += counts[name]
+    def batch(
+        self, samples: int, nbytes: int, pickled: int, waited: float, busy: float, workers: int, sampler: float = 0.0
+    ) -> None:
+        """Count a delivered batch.
 
-    def count_here(self) -> None:
-        """Without workers: add this process's transport counters since the last call, or since `begin`."""
-        if counts := COUNTERS.changes(self._reported):
-            self.count(counts)
-
-    def batch(self, samples: int, nbytes: int, pickled: int, waited: float, busy: float, workers: int) -> None:
-        """Count a delivered batch. The consumer waited `waited` seconds for it, and a worker spent `busy` on it."""
+        Args:
+            samples: in the batch.
+            nbytes: of its tensors.
+            pickled: bytes that were unpickled for it.
+            waited: seconds that the consumer waited for it.
+            busy: seconds that a worker spent on it.
+            workers: how many there are.
+            sampler: seconds that the sampler took meanwhile, in the consumer's thread.
+        """
         now = perf_counter()
         passed = now - self._mark
         self._mark = now
@@ -121,40 +161,121 @@ class Statistics:
         self.elapsed_s += passed
         self.busy_s += busy
         self.worker_s += passed * workers
+        time = self.recorder.time
+        time("wait", waited)
+        time("consumer", passed - waited - sampler)
 
-    def snapshot(self, queue_depth: int) -> dict[str, float]:
-        """A new flat dictionary of floats.
+    # ----------------------------------------------------------------------------------------------- reading
 
-        ``data/wait_frac`` is the fraction of the iterators' time that the consumer waited; ``data/worker_busy_frac``
-        the fraction of the workers' time in which they had work; rates are per second of the iterators' time.
-        ``data/credits`` is how many batches of the current size one worker (without workers: this process) may have
-        outstanding. ``device/staged`` counts batches that could not be copied to the device straight from a
-        page-locked ring.
-        """
-        elapsed = self.elapsed_s or float("inf")
-        return {
-            "data/batches": float(self.batches),
-            "data/samples": float(self.samples),
-            "data/bytes": float(self.bytes),
-            "data/wait_s": self.wait_s,
-            "data/wait_frac": min(1.0, self.wait_s / elapsed),
-            "data/batches_per_sec": self.batches / elapsed,
-            "data/samples_per_sec": self.samples / elapsed,
-            "data/bytes_per_sec": self.bytes / elapsed,
-            "data/queue_depth": float(queue_depth),
-            "data/copy_outs": float(self.copy_outs),
-            "data/time_to_first_batch_s": self.first_batch_s,
-            "data/worker_busy_frac": min(1.0, self.busy_s / self.worker_s) if self.worker_s else 0.0,
-            "data/credits": float(self.credits),
-            "data/worker_restarts": float(self.restarts),
-            "data/worker_retirements": float(self.retirements),
-            "data/bad_samples": float(self.bad_samples),
-            "data/refilled": float(self.refilled),
-            "device/locked_bytes": float(self.locked_bytes),
-            "device/lock_s": self.lock_s,
-            "device/staged": float(self.staged),
-            **{f"store/{name}": count for name, count in self.store.items()},
+    def blocks(self) -> dict[int, Sequence[float]]:
+        """What each worker has counted, by its number; -1: the main process."""
+        with self._lock:
+            workers = {worker: each.total().tolist() for worker, each in sorted(self._workers.items())}
+        return {-1: self.recorder.block.tolist(), **workers}
+
+    def _totals(self, left_out: Mapping[str, float]) -> _Totals:
+        with self._lock:
+            block = np.array(self.recorder.block)
+            for each in self._workers.values():
+                block += each.total()
+        now, since = perf_counter(), self.waiting_since
+        waiting = 0.0 if since is None else max(0.0, now - since)
+        elapsed = 0.0 if since is None else max(0.0, now - self._mark)
+        sums = {
+            "batches": self.batches,
+            "samples": self.samples,
+            "bytes": self.bytes,
+            "wait_s": self.wait_s + waiting,
+            "elapsed_s": self.elapsed_s + elapsed,
+            "startup_s": self.startup_s,
+            "busy_s": self.busy_s,
+            "worker_s": self.worker_s,
+            "oversize": self.oversize,
+            "ring_copies": self.ring_copies,
+            "restarts": self.restarts,
+            "retirements": self.retirements,
+            "bad_samples": self.bad_samples,
+            "refilled": self.refilled,
+            "page_lock_s": self.page_lock_s,
+            "staged": self.staged,
+            **left_out,
         }
+        return _Totals(sums, block)
+
+    def snapshot(
+        self, queue_depth: int, left_out: Mapping[str, float] | None = None, *, prefix: str = "", interval: bool = False
+    ) -> dict[str, float]:
+        """A new flat dictionary of floats: `metrics.FIGURES` says what they are.
+
+        Args:
+            queue_depth: batches that are ready now.
+            left_out: what the ranks' shares dropped and repeated so far.
+            prefix: of every key.
+            interval: count from the last call with `interval`, not from the beginning.
+        """
+        totals = self._totals(left_out or {})
+        if interval:
+            before, self._before = self._before, totals
+            totals = totals.since(before)
+        sums, block = totals.sums, totals.block.tolist()
+        elapsed = sums["elapsed_s"] or float("inf")
+        values: dict[str, float] = {
+            "data/batches": sums["batches"],
+            "data/samples": sums["samples"],
+            "data/bytes": sums["bytes"],
+            "data/wait_s": sums["wait_s"],
+            "data/wait_frac": min(1.0, sums["wait_s"] / elapsed),
+            "data/batches_per_sec": sums["batches"] / elapsed,
+            "data/samples_per_sec": sums["samples"] / elapsed,
+            "data/bytes_per_sec": sums["bytes"] / elapsed,
+            "data/queue_depth": queue_depth,
+            "data/prefetch_depth": self.prefetch_depth,
+            "data/time_to_first_batch_s": self.first_batch_s,
+            "data/startup_s": sums["startup_s"],
+            "data/worker_busy_frac": min(1.0, sums["busy_s"] / sums["worker_s"]) if sums["worker_s"] else 0.0,
+            "data/oversize_batches": sums["oversize"],
+            "data/ring_copies": sums["ring_copies"],
+            "data/worker_restarts": sums["restarts"],
+            "data/worker_retirements": sums["retirements"],
+            "data/bad_samples": sums["bad_samples"],
+            "data/refilled_samples": sums["refilled"],
+            "device/page_locked_bytes": self.page_locked_bytes,
+            "device/page_lock_s": sums["page_lock_s"],
+            "device/staged_batches": sums["staged"],
+            **{f"data/{name}": sums[name] for name in left_out or ()},
+            **dict(zip((f"store/{key}" for key in KEYS), block, strict=False)),
+        }
+        for stage in STAGES:
+            times = stage_times(block, stage)
+            if times.number:
+                values |= zip((f"stage/{stage}/{name}" for name in _STAGE_FIGURES), times, strict=True)
+        return {prefix + key: float(value) for key, value in values.items()}
+
+
+_STAGE_FIGURES = ("count", "sum_s", "p50_s", "p95_s", "p99_s")
+
+
+class _Totals(NamedTuple):
+    """All that only grows: sums by name, and the sum of all blocks."""
+
+    sums: Mapping[str, float]
+    block: np.ndarray[Any, np.dtype[np.float64]]
+
+    def since(self, before: _Totals) -> _Totals:
+        sums = {name: number - before.sums.get(name, 0.0) for name, number in self.sums.items()}
+        return _Totals(sums, self.block - before.block)
+
+
+class _Worker(NamedTuple):
+    """What a worker's process counts, and what the processes before it had counted."""
+
+    recorder: Recorder
+    earlier: np.ndarray[Any, np.dtype[np.float64]]
+
+    def total(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        total: np.ndarray[Any, np.dtype[np.float64]] = np.array(self.recorder.block)
+        total += self.earlier
+        return total
 
 
 class BadSampleLog:

@@ -28,7 +28,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
-from asyncloader.counters import COUNTERS
+from asyncloader.counters import count
 from asyncloader.transports.cache_layout import (
     Stored,
     charge,
@@ -77,22 +77,22 @@ class CacheCounts:
     def hit(self) -> None:
         """Count a read served from the cache."""
         self.hits += 1
-        COUNTERS.add("cache_hits")
+        count("cache_hits")
 
     def save(self, nbytes: int) -> None:
         """Count bytes served from the cache."""
         self.bytes_saved += nbytes
-        COUNTERS.add("cache_bytes", nbytes)
+        count("cache_bytes", nbytes)
 
     def miss(self) -> None:
         """Count a read that goes to the store."""
         self.misses += 1
-        COUNTERS.add("cache_misses")
+        count("cache_misses")
 
     def evict(self) -> None:
         """Count a deleted file."""
         self.evictions += 1
-        COUNTERS.add("cache_evictions")
+        count("cache_evictions")
 
     def snapshot(self) -> dict[str, int]:
         """Return a copy as plain types: ``hits``, ``misses``, ``bytes_saved``, ``evictions``."""

@@ -21,6 +21,7 @@ from functools import cached_property, partial
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
+from asyncloader.counters import count
 from asyncloader.transports.base import ObjectInfo, Transport, gather_all
 from asyncloader.transports.checks import check_chunk_size, check_path, check_size, check_start
 from asyncloader.transports.errors import RangeOutOfBounds, ReadFailed
@@ -317,6 +318,11 @@ class Download(ABC, Generic[_K, _V]):
                 self._client.counts.resume()
             await self._client.owner.sleep(delay)
 
+    def _received(self, nbytes: int) -> None:
+        """Note that the next bytes of the object are here."""
+        self._position += nbytes
+        count("bytes", nbytes)
+
     async def _read_all(self, scope: Scope) -> None:
         while not self._done and (data := await self._next(scope, 0)):
             self._parts.append(data)
@@ -334,6 +340,7 @@ class Download(ABC, Generic[_K, _V]):
         else:
             await slots.acquire()  # does not wait
         self._slots = slots
+        count("requests")
 
     def _out_of_bounds(self, size: int | None) -> RangeOutOfBounds:
         has = "it ends before" if size is None else f"it has {size:,} bytes"

@@ -123,7 +123,7 @@ class HttpDownload(Download[HttpClient, Version]):
             data = data[skipped:]
         if self._end is not None and self._position + len(data) > self._end:
             data = data[: self._end - self._position]
-        self._position += len(data)
+        self._received(len(data))
         if self._length is None:
             check_size(self._path, self._position, self._max_bytes)
         if self._digest is not None:

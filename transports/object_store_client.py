@@ -29,6 +29,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from asyncloader.counters import count
 from asyncloader.transports.base import gather_all
 from asyncloader.transports.checks import check_path
 from asyncloader.transports.client_owner import ClientOwner, Scope
@@ -186,6 +187,7 @@ class StoreClient(RetryingClient[OpenStore]):
 
         async def step(scope: Scope) -> ObjectMeta:
             async with self.owner.slots:
+                count("requests")
                 return await self.head(scope, path)
 
         return await self._until_done(path, step)
@@ -257,6 +259,7 @@ class StoreClient(RetryingClient[OpenStore]):
             store = opened.listings if self.reached else opened.objects
             scope.limit(self.patience(limit))
             async for page in list_objects(store, directory or None, chunk_size=_PAGE):
+                count("requests")
                 self.answered()
                 scope.limit(limit)
                 sizes.update({each["path"]: each["size"] for each in page if each["path"].startswith(prefix)})

@@ -91,7 +91,7 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
         data = (await result.bytes_async()).to_bytes()
         if self._position + len(data) != self._end:
             raise RequestFailed.short(self._position + len(data), self._end)
-        self._position = self._end
+        self._received(len(data))
         self._parts.append(data)
         self._finish()
 
@@ -113,7 +113,7 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
                 raise RequestFailed.short(self._position, self._end or 0) from None
         if most and len(data) > most:
             data, self._spare = data[:most], data[most:]
-        self._position += len(data)
+        self._received(len(data))
         if self._position == self._end:
             self._finish()
         return data

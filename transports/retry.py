@@ -40,7 +40,7 @@ from datetime import UTC
 from math import isfinite
 from typing import NamedTuple, Self
 
-from asyncloader.counters import COUNTERS
+from asyncloader.counters import count
 from asyncloader.transports.errors import TransportError
 
 __all__ = [
@@ -245,18 +245,18 @@ class RetryCounts:
         """Count a retry after `delay` seconds."""
         self.kinds[kind] += 1
         self.waited_s += delay
-        COUNTERS.add("retries")
-        COUNTERS.add("retry_wait_s", delay)
+        count("retries")
+        count("retry_wait_s", delay)
 
     def resume(self) -> None:
         """Count a download that continues."""
         self.resumed += 1
-        COUNTERS.add("resumed")
+        count("resumed")
 
     def give_up(self) -> None:
         """Count an operation that failed in the end."""
         self.given_up += 1
-        COUNTERS.add("given_up")
+        count("given_up")
 
     @property
     def total(self) -> int:

@@ -21,35 +21,56 @@ import gc
 import os
 import threading
 from collections.abc import Generator
+from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 __all__ = ["Bootstrap", "gc_paused"]
 
 
 class Bootstrap:
-    """The target of a worker's `Process`: called in the new process."""
+    """The target of a worker's `Process`: called in the new process.
 
-    def __init__(self, gc_stopped: bool = False) -> None:
+    Args:
+        started: when the main process began to start this one. All times are those of `perf_counter`, which is the same
+            clock in all processes of a machine.
+        entered: when this process began; None: with the call, as it was forked.
+        gc_stopped: whether the collector was paused then.
+    """
+
+    def __init__(self, started: float, entered: float | None = None, gc_stopped: bool = False) -> None:
+        self._started = started
+        self._entered = entered
         self._gc_stopped = gc_stopped
 
     def __call__(self, *arguments: Any) -> None:
         """Resume the collector if it was paused, and run `worker_main`."""
+        entered = perf_counter() if self._entered is None else self._entered
         from asyncloader.workers.worker import worker_main
 
         if self._gc_stopped:
             gc.freeze()
             gc.enable()
-        worker_main(*arguments)
+        worker_main(self._started, entered, *arguments)
 
     def __reduce__(self) -> Any:
-        return _unpickled, ()
+        return _unpickled, (self._started,)
 
 
-def _unpickled() -> Bootstrap:
+def _unpickled(started: float) -> Bootstrap:
     """Pause the collector in a spawned process, unless it is off already (fork server, or the user's own setting)."""
     gc_stopped = gc.isenabled()
     gc.disable()
-    return Bootstrap(gc_stopped)
+    return Bootstrap(started, max(started, perf_counter() - _age()), gc_stopped)
+
+
+def _age() -> float:
+    """Seconds since this process was created, to a hundredth; 0 where the system does not tell."""
+    try:
+        born = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return float(Path("/proc/uptime").read_text().split()[0]) - born
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from time import perf_counter
 
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer, Listener
@@ -74,9 +75,6 @@ class Inbox:
                 if watchdog is not None:
                     watchdog.asked(self._worker)
                 listener.on_ask(self._worker, number, batch, pickle.loads(left))
-        elif kind == wire.COUNTS:
-            if listener is not None:
-                listener.on_counts(pickle.loads(body))
         elif kind == wire.BAD_SAMPLES:
             self._records = wire.unpack_answer(body)[3]
         elif kind in _ANSWERS:
@@ -104,7 +102,7 @@ class Inbox:
                 os.close(fd)
             raise
         records = self._answered(result.epoch == epoch, result.seq, watchdog)
-        answer = Answer(result, template, ring, fd, cursor, records)
+        answer = Answer(result, template, ring, fd, cursor, records, perf_counter())
         if result.epoch == epoch and listener is not None:
             listener.on_answer(self._worker, answer)
         else:

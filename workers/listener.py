@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from asyncloader.errors import WorkerDied
@@ -31,6 +30,8 @@ class Answer(NamedTuple):
     cursor: bytes = b""
     records: bytes = b""
     """Pickled records of samples that were dropped or replaced."""
+    arrived: float = 0.0
+    """When it was received, by `perf_counter`."""
 
     def discard(self) -> None:
         """Free the memory of a batch that is not wanted."""
@@ -62,10 +63,6 @@ class Listener(ABC):
     @abstractmethod
     def on_empty_batch(self, worker: int, seq: int, busy: float, cursor: bytes, records: bytes) -> None:
         """A task was carried out, but all of its samples were dropped; `cursor` is the state after it."""
-
-    @abstractmethod
-    def on_counts(self, counts: Mapping[str, float]) -> None:
-        """Counts of a worker's transports, to be added up."""
 
     @abstractmethod
     def on_ask(self, worker: int, number: int, batch: int, left: Any) -> None:

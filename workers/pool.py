@@ -24,9 +24,11 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter
 from typing import Any, Protocol
 
 from asyncloader.errors import LoaderClosed, WorkerDied
+from asyncloader.statistics import Statistics
 from asyncloader.workers import shutdown
 from asyncloader.workers.fetch.dataset_kinds import is_concurrent
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
@@ -65,6 +67,7 @@ class WorkerPool:
         worker_timeout: seconds that a worker may spend on one task; None: no limit.
         least_credits: outstanding tasks per worker, however large batches are; default: `credits`.
         kept: cache that page-locked rings are taken from and returned to; None: every pool makes its own.
+        statistics: get what the workers count; None: nobody does.
 
     Raises:
         RingMemoryError: rings of this size can never fit.
@@ -81,6 +84,7 @@ class WorkerPool:
         worker_timeout: float | None = None,
         least_credits: int | None = None,
         kept: KeptRings | None = None,
+        statistics: Statistics | None = None,
     ) -> None:
         self.start_method: str = context.get_start_method()
         self.concurrent = is_concurrent(setup.dataset, setup.fetch_threads)
@@ -99,6 +103,9 @@ class WorkerPool:
         self._vacant: set[int] = set()  # ids of workers that died and have no replacement yet
         self.processes: list[WorkerProcess] = []
         self._kept = kept
+        self._statistics = statistics
+        if statistics is not None:
+            statistics.workers_start()
         self._ring_options = ring_options = RingOptions(
             credits, ring_bytes, run_ahead, setup.num_workers, least_credits
         )
@@ -143,6 +150,8 @@ class WorkerPool:
             for worker in workers:
                 process = WorkerProcess(self._context, worker, shared, self._lifeline.fd, pidfd)
                 made.append(process)
+                if self._statistics is not None:
+                    self._statistics.add_worker(worker, process.recorder)
                 with self._making:  # `stop` ends what is in `_spare` by then; a later process is ended here
                     self._spare.add(process)
                     if self._stopped:
@@ -281,7 +290,7 @@ class WorkerPool:
         number, slot = manager.assign(epoch, seq)
         if self._watchdog is not None:
             self._watchdog.assigned(worker, seq)
-        self._send(process, wire.pack_task(epoch, seq, slot, number, pickle.dumps(index, 5)))
+        self._send(process, wire.pack_task(epoch, seq, slot, number, perf_counter(), pickle.dumps(index, 5)))
 
     def send_assignment(self, worker: int, epoch: int, number: int, answer: Any) -> None:
         """Answer the worker's request for assignment `number`."""

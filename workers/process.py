@@ -17,15 +17,17 @@ import select
 import signal
 import socket
 from collections.abc import Sequence
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any
 
+from asyncloader.counters import BLOCK_BYTES, Recorder
 from asyncloader.errors import WorkerDied
 from asyncloader.workers.bootstrap import Bootstrap, gc_paused
 from asyncloader.workers.fetch.setup import Links, WorkerSetup
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel, channel_pair
 from asyncloader.workers.main_guard import leave_if_importing_main, unguarded_main
+from asyncloader.workers.memory import segment
 from asyncloader.workers.memory_use import MemoryKills
 from asyncloader.workers.setup_payload import InheritedFd, Payload
 from asyncloader.workers.stacks import crash_trace, stack_pipe
@@ -72,13 +74,16 @@ class WorkerProcess:
         """It was asked to end."""
         self.process: Any = None  # the fork hook of another thread may read it before there is one
         self._pidfd: int | None = None
-        self.stacks, theirs_stacks = stack_pipe()
-        try:
+        with contextlib.ExitStack() as undo:  # if no descriptors are left
+            records = segment.create(BLOCK_BYTES)
+            undo.callback(os.close, records)
+            self.recorder = Recorder(segment.map_segment(records, BLOCK_BYTES))
+            """What the worker counts; readable at any time."""
+            self.stacks, theirs_stacks = stack_pipe()
+            undo.callback(self.stacks.close)
+            undo.callback(os.close, theirs_stacks)
             ours, theirs = channel_pair()
-        except BaseException:  # no descriptors left
-            self.stacks.close()
-            os.close(theirs_stacks)
-            raise
+            undo.pop_all()
         self.channel = Channel(ours)
         _install_fork_hook()
         _processes.add(self)
@@ -87,11 +92,15 @@ class WorkerProcess:
             InheritedFd(lifeline),
             InheritedFd(theirs_stacks),
             None if own_pidfd is None else InheritedFd(own_pidfd),
+            InheritedFd(records),
         )
         try:
             leave_if_importing_main(context.get_start_method())
             self.process = context.Process(
-                target=Bootstrap(), args=(worker_id, links, setup), name=f"asyncloader-worker-{worker_id}", daemon=True
+                target=Bootstrap(perf_counter()),
+                args=(worker_id, links, setup),
+                name=f"asyncloader-worker-{worker_id}",
+                daemon=True,
             )
             with gc_paused() if context.get_start_method() == "fork" else contextlib.nullcontext():
                 self.process.start()
@@ -104,6 +113,7 @@ class WorkerProcess:
         finally:
             theirs.close()
             os.close(theirs_stacks)
+            os.close(records)
         self.pid: int = self.process.pid
         self._memory_kills = MemoryKills.of(self.pid)
         self._direct = context.get_start_method() != "forkserver"
@@ -202,6 +212,7 @@ class WorkerProcess:
         # would close whatever file has got the number since.
         self.channel.close()
         self.stacks.close()
+        self.recorder.keep()
         self.cleared()
         fd, self._pidfd = self._pidfd, None
         if fd is not None:
@@ -212,6 +223,7 @@ class WorkerProcess:
         """In a forked child: close the copies of this side's descriptors, so that they do not stay open there."""
         self.channel.close()
         self.stacks.close()
+        self.recorder.keep()
         with contextlib.suppress(OSError):
             self.cleared()
         fd, self._pidfd = self._pidfd, None

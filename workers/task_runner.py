@@ -30,7 +30,7 @@ from torch.utils.data import IterDataPipe
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data.graph_settings import apply_random_seed
 
-from asyncloader.counters import COUNTERS
+from asyncloader.counters import Recorder
 from asyncloader.errors import LoaderError
 from asyncloader.events import bare_index
 from asyncloader.workers.fetch.assignment_client import WorkerAssignments
@@ -65,20 +65,32 @@ _CHECKED_BYTES = 64 << 20
 class TaskRunner:
     """Carries out tasks and answers them.
 
+    Args:
+        worker_id: its number.
+        channel: to the main process.
+        setup: the common set-up.
+        recorder: gets what the worker counts and times.
+        entered: when the process began.
+
     An error at start-up (a dataset that does not unpickle, `worker_init_fn`, `__aenter__`, `__iter__`) is kept and
     answers every task of the epoch; torch answers the first one so. With persistent workers the next epoch tries
     `__aenter__` and `__iter__` again.
     """
 
-    def __init__(self, worker_id: int, channel: Channel, setup: WorkerSetup | Payload) -> None:
+    def __init__(
+        self, worker_id: int, channel: Channel, setup: WorkerSetup | Payload, recorder: Recorder, entered: float
+    ) -> None:
         self.worker_id = worker_id
+        self._time = recorder.time
+        self._starting = self._fresh = True  # no epoch has begun, no batch was made
+        self._ready = perf_counter()
+        self._time("start_import", self._ready - entered)
         self.channel = channel
         self.stopped = False
         self.asynchronous = False
         self._ring: WorkerRing | None = None
         self._ring_number = -1
         self._assignments = WorkerAssignments(self.channel_send)
-        self._counted = COUNTERS.sums.copy()  # a forked worker inherits its parent's counts
         self._encoder = Encoder()
         self._last_template = b""
         self._samples = 0
@@ -135,6 +147,9 @@ class TaskRunner:
 
     def _send_started(self) -> None:
         """Report that start-up is over: with its error, or with the dataset's cursor."""
+        if self._starting:
+            self._starting = False
+            self._time("start_dataset", perf_counter() - self._ready)
         cursor = b""
         if self._start_error is None and self._reader is not None and not self.asynchronous:
             cursor = self._reader.first_cursor()
@@ -152,6 +167,7 @@ class TaskRunner:
             worker_id=self.worker_id,
             in_worker=True,
             assignments=self._assignments,
+            time=self._time,
         )
         install_worker_info(self.worker_id, setup.num_workers, seed, dataset)
         self.asynchronous = reader.asynchronous
@@ -257,7 +273,7 @@ class TaskRunner:
         if self._ended:
             return
         self._worked = True
-        epoch, seq, slot, ring, index = wire.unpack_task(body)
+        epoch, seq, slot, ring, sent, index = wire.unpack_task(body)
         begin = perf_counter()
         records: list[BadSample] = []
         try:
@@ -269,7 +285,9 @@ class TaskRunner:
                     encoded = reader.fetch(pickle.loads(index), records)
             if records:
                 self._send_bad_samples(epoch, seq, records)
+            fetched = perf_counter()
             written = self._write_batch(encoded, slot, self._ring if ring == self._ring_number else None, index)
+            self._record(sent, begin, fetched)
             self._answer(epoch, seq, written, encoded, reader.cursor(), perf_counter() - begin)
         except Exception as error:
             self._answer_error(epoch, seq, lambda: perf_counter() - begin, error, records)
@@ -279,7 +297,8 @@ class TaskRunner:
         if self._ended:
             return
         self._worked = True
-        epoch, seq, slot, ring_number, index = wire.unpack_task(body)
+        epoch, seq, slot, ring_number, sent, index = wire.unpack_task(body)
+        begin = perf_counter()
         ring = self._ring if ring_number == self._ring_number else None
         records: list[BadSample] = []
         try:
@@ -292,7 +311,9 @@ class TaskRunner:
             if epoch == self._epoch:
                 if records:
                     self._send_bad_samples(epoch, seq, records)
+                fetched = perf_counter()
                 written = self._write_batch(encoded, slot, ring, index)
+                self._record(sent, begin, fetched)
                 # Nothing was awaited since the fetch, so no other task has advanced the dataset meanwhile.
                 self._answer(epoch, seq, written, encoded, reader.cursor(), self._cpu_time())
         except Exception as error:
@@ -336,10 +357,11 @@ class TaskRunner:
     def _answer(
         self, epoch: int, seq: int, written: tuple[int, list[int]], encoded: Encoded, cursor: bytes, busy: float
     ) -> None:
-        self._send_counts()
         slot, fds = written
         same = encoded.template == self._last_template
-        result = wire.Result(epoch, seq, slot, encoded.nbytes, encoded.pickled, self._samples, busy, same, len(cursor))
+        result = wire.Result(
+            *(epoch, seq, slot, encoded.nbytes, encoded.pickled, self._samples, busy, same, len(cursor), perf_counter())
+        )
         try:
             self.channel_send(wire.pack_result(result, encoded.template, cursor), fds)
         finally:
@@ -347,9 +369,13 @@ class TaskRunner:
                 os.close(fd)
         self._last_template = encoded.template
 
-    def _send_counts(self) -> None:
-        if counts := COUNTERS.changes(self._counted):
-            self.channel_send(wire.pack(wire.COUNTS, pickle.dumps(dict(counts), 5)))
+    def _record(self, sent: float, begin: float, fetched: float) -> None:
+        """Record the stages of a task that was received at `begin` and had its batch at `fetched`."""
+        if self._fresh:  # it waited for the worker's start
+            self._fresh = False
+        else:
+            self._time("queue", begin - sent)
+        self._time("write", perf_counter() - fetched)
 
     def _send_bad_samples(self, epoch: int, seq: int, records: list[BadSample]) -> None:
         """Send the records of a task's bad samples. The task's answer must follow."""
@@ -362,7 +388,6 @@ class TaskRunner:
     def _answer_error(
         self, epoch: int, seq: int, busy: Callable[[], float], error: Exception, records: list[BadSample]
     ) -> None:
-        self._send_counts()
         if records:
             self._send_bad_samples(epoch, seq, records)
         if isinstance(error, NoSamples):

@@ -31,10 +31,12 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from asyncloader.counters import BLOCK_BYTES, Recorder, record_process
 from asyncloader.workers import stacks
 from asyncloader.workers.fetch.setup import Links, WorkerSetup
 from asyncloader.workers.ipc import lifeline, wire
 from asyncloader.workers.ipc.channel import Channel
+from asyncloader.workers.memory import segment
 from asyncloader.workers.setup_payload import InheritedFd, Payload
 from asyncloader.workers.task_runner import TaskRunner
 
@@ -44,10 +46,12 @@ __all__ = [
 ]
 
 
-def worker_main(worker_id: int, links: Links, setup: WorkerSetup | Payload) -> None:
+def worker_main(started: float, entered: float, worker_id: int, links: Links, setup: WorkerSetup | Payload) -> None:
     """Entry point of a worker process.
 
     Args:
+        started: when the main process began to start it.
+        entered: when it began.
         worker_id: 0 to ``num_workers - 1``.
         links: the descriptors shared with the main process.
         setup: the common set-up, pickled unless the process was forked.
@@ -56,9 +60,13 @@ def worker_main(worker_id: int, links: Links, setup: WorkerSetup | Payload) -> N
     lifeline.hold(links.lifeline.fd)
     _end_with_parent(links.parent)
     stacks.install(links.stacks.fd)
+    recorder = Recorder(segment.map_segment(links.records.fd, BLOCK_BYTES))
+    os.close(links.records.fd)
+    record_process(recorder)
+    recorder.time("start_process", entered - started)
     channel = Channel(socket.socket(fileno=links.control.fd))
     try:
-        runner = TaskRunner(worker_id, channel, setup)
+        runner = TaskRunner(worker_id, channel, setup, recorder, entered)
         tune(concurrent=runner.asynchronous)
         if runner.asynchronous:
             _serve_async(runner)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from asyncloader.counters import Recorder
 from asyncloader.delivery.accelerator import Accelerator, DoneEvent
 from asyncloader.delivery.cuda import LockingUnsupported
 from asyncloader.delivery.numa import prefer_node, stay_near
@@ -80,7 +81,7 @@ class DeviceStage(Stage):
         self._transfer = transfer
         self._locker = RingLocker(transfer.accelerator, statistics)
         self._statistics = statistics
-        self._releaser = Releaser()
+        self._releaser = Releaser(statistics.recorder)
 
     def prepare(self, answer: Answer) -> OnDevice:
         """Start the copy."""
@@ -96,11 +97,14 @@ class DeviceStage(Stage):
         if not locked and answer.result.nbytes:
             self._statistics.staged += 1
         slot = torch.frombuffer(source, dtype=torch.uint8) if locked else None
+        began = perf_counter()
         ready = self._transfer.start(batch, locked=locked, slot=slot)
         del slot  # it keeps the source alive
         if ready.copied is not None:
-            self._releaser.hold(ready.copied, batch if source is None else source)
+            self._releaser.hold(ready.copied, batch if source is None else source, began)
             self._releaser.wait(_IN_FLIGHT)
+        else:
+            self._statistics.recorder.time("h2d", perf_counter() - began)
         return OnDevice(ready, answer.result, answer.cursor, answer.records)
 
     def take(self, outcome: OnDevice) -> Any:
@@ -122,27 +126,33 @@ class DeviceStage(Stage):
         return (*super().threads(), self._releaser.thread)
 
 
-_Held: TypeAlias = "queue.SimpleQueue[tuple[DoneEvent, Any] | None]"
+_Held: TypeAlias = "queue.SimpleQueue[tuple[DoneEvent, Any, float] | None]"
 _Done: TypeAlias = "queue.SimpleQueue[Exception | None]"
 
 
 class Releaser:
-    """Releases sources in the order of their copies. Used by one thread. Also ends if it is dropped without `stop`."""
+    """Releases sources in the order of their copies. Used by one thread. Also ends if it is dropped without `stop`.
 
-    def __init__(self) -> None:
+    Args:
+        recorder: gets how long copies took, from their start; a copy may wait for those before it.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
         held: _Held = queue.SimpleQueue()
         self._held = held
         self._done: _Done = queue.SimpleQueue()  # one message per finished copy: None, or its error
         self._count = 0
         weakref.finalize(self, held.put, None).atexit = False
         # A daemon, as is the stage's thread.
-        self.thread = threading.Thread(target=_serve, args=(held, self._done), name="asyncloader-release", daemon=True)
+        self.thread = threading.Thread(
+            target=_serve, args=(held, self._done, recorder), name="asyncloader-release", daemon=True
+        )
         self.thread.start()
 
-    def hold(self, event: DoneEvent, source: Any) -> None:
-        """Keep `source` until the event has completed."""
+    def hold(self, event: DoneEvent, source: Any, began: float) -> None:
+        """Keep `source` until the event of the copy that began then has completed."""
         self._count += 1
-        self._held.put((event, source))
+        self._held.put((event, source, began))
 
     def wait(self, most: int) -> None:
         """Wait until at most `most` sources are held.
@@ -171,12 +181,13 @@ class Releaser:
         self.thread.join()
 
 
-def _serve(held: _Held, done: _Done) -> None:
+def _serve(held: _Held, done: _Done, recorder: Recorder) -> None:
     while (item := held.get()) is not None:
-        event, source = item
+        event, source, began = item
         failure: Exception | None = None
         try:
             event.synchronize()
+            recorder.time("h2d", perf_counter() - began)
         except Exception as error:
             failure = error.with_traceback(None)
         # Deleted before the message: whoever receives it must find the slot free.
@@ -215,8 +226,8 @@ class RingLocker:
             except LockingUnsupported as error:
                 self._do_without(str(error))
                 return False
-            self._statistics.locked_bytes += ring.nbytes
-            self._statistics.lock_s += perf_counter() - began
+            self._statistics.page_locked_bytes += ring.nbytes
+            self._statistics.page_lock_s += perf_counter() - began
         return True
 
     def _do_without(self, reason: str) -> None:

@@ -85,13 +85,13 @@ class Opener:
             anchor = ring.lend(result.slot, result.nbytes)  # for a copy only until it is made
             if may_lend:
                 return template.build(anchor), anchor
-            self._statistics.copy_outs += 1
+            self._statistics.ring_copies += 1
             return copy_out(template, anchor, result.nbytes), None
         if fd is None:
             return template.build(None), None
         anchor = oneoff_anchor(fd, result.nbytes)
         if not self._room_for_oneoff():
-            self._statistics.copy_outs += 1
+            self._statistics.ring_copies += 1
             return copy_out(template, anchor, result.nbytes), None
         self._oneoffs.append(weakref.ref(anchor))
         return template.build(anchor), None

@@ -23,11 +23,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from time import perf_counter
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory as torch_pin_memory
 
+from asyncloader.counters import Recorder
 from asyncloader.cpus import use_one_core
 from asyncloader.delivery.opener import Opener
 from asyncloader.events import Action, Deliver, Fail
@@ -218,17 +220,24 @@ class PinStage(Stage):
     Args:
         opener: opens the answers; used by this stage's thread alone.
         pin: gives the pinned copy of a batch.
+        recorder: gets how long that takes.
         forward: see `Stage`.
     """
 
-    def __init__(self, opener: Opener, pin: Callable[[Any], Any], forward: Callable[[Action], None]) -> None:
+    def __init__(
+        self, opener: Opener, pin: Callable[[Any], Any], recorder: Recorder, forward: Callable[[Action], None]
+    ) -> None:
         super().__init__("asyncloader-pin", forward, initializer=use_current_device())
         self._opener = opener
         self._pin = pin
+        self._recorder = recorder
 
     def prepare(self, answer: Answer) -> Pinned:
         """A pinned copy of the batch."""
-        return Pinned(self._pin(self._opener.open(answer)), answer.result, answer.cursor, answer.records)
+        batch, began = self._opener.open(answer), perf_counter()
+        pinned = self._pin(batch)
+        self._recorder.time("pin", perf_counter() - began)
+        return Pinned(pinned, answer.result, answer.cursor, answer.records)
 
 
 def use_current_device() -> Callable[[], None]:

@@ -14,12 +14,12 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 
+from asyncloader.counters import recording
 from asyncloader.delivery.stage import use_current_device
 from asyncloader.epoch.consumer import NO_BATCH
 from asyncloader.epoch.fetch_place import HOLD_SECONDS, FetchPlace
@@ -48,9 +48,11 @@ class AsyncInlineIterator:
         self._epoch = epoch = InlineEpoch(spec, statistics, keeper, self._torch_iter, progress, alone=False)
         # The dataset's code, and pinning, must see this thread's current device. If nothing uses a device, none is
         # touched.
-        uses_device = epoch.pin is not None or torch.cuda.is_initialized()
-        waits = epoch.reader.asynchronous or any(
-            part is not None for part in (epoch.source, epoch.agreement, epoch.transfer, epoch.pin)
+        uses_device = epoch.pins or torch.cuda.is_initialized()
+        waits = (
+            epoch.reader.asynchronous
+            or epoch.pins
+            or any(part is not None for part in (epoch.source, epoch.agreement, epoch.transfer))
         )
         self._place = FetchPlace(
             use_current_device() if uses_device else None, movable=not waits, iterable=progress.config.iterable
@@ -81,14 +83,16 @@ class AsyncInlineIterator:
                 if self._place.here and self._pending is None and not self._lock.locked():
                     begin = perf_counter()
                     if begin - self._place.turn < HOLD_SECONDS:
-                        batch = self._epoch.step(self._fetch_here, begin)
+                        with recording(self._epoch.statistics.recorder):
+                            batch = self._epoch.step(self._fetch_here, begin)
                     else:
                         await asyncio.sleep(0)  # nothing was taken yet, so nothing is lost if this is cancelled
                         self._place.turned()
                         continue
                 else:
                     async with self._lock:
-                        batch = await self._one()
+                        with recording(self._epoch.statistics.recorder):
+                            batch = await self._one()
                     self._place.turned()
                 if batch is not NO_BATCH:
                     break
@@ -121,6 +125,7 @@ class AsyncInlineIterator:
             raise StopAsyncIteration if not self._ended else LoaderClosed(self._ended)
         begin = perf_counter()
         epoch = self._epoch
+        epoch.statistics.waiting_since = begin
         epoch.refresh()
         pending = self._pending
         if pending is None:
@@ -147,6 +152,7 @@ class AsyncInlineIterator:
             epoch.failed(self._records)
             raise
         finally:
+            epoch.statistics.waiting_since = None
             del pending  # its error refers to this frame, which must not refer back to the error
         if batch is NO_BATCH:
             return epoch.dropped(cursor, self._records)
@@ -180,9 +186,9 @@ class AsyncInlineIterator:
         if epoch.agreement is not None and not await self._agreed(epoch.agreement):
             raise StopAsyncIteration
         if epoch.transfer is not None:
-            batch = await self._place.in_thread(partial(epoch.transfer.start, locked=False), batch)
-        elif epoch.pin is not None:
-            batch = await self._place.in_thread(epoch.pin, batch)
+            batch = await self._place.in_thread(epoch.start_transfer, batch)
+        elif epoch.pins:
+            batch = await self._place.in_thread(epoch.pinned, batch)
         return batch, index, cursor
 
     async def _fetched(self) -> tuple[Any, Any]:

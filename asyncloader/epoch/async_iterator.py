@@ -30,6 +30,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
+from asyncloader.counters import recording
 from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.epoch.consumer import NO_BATCH, Consumer, discard
 from asyncloader.epoch.pipeline import Pipeline
@@ -117,6 +118,7 @@ class AsyncLoaderIterator:
 
     def _begin(self) -> None:
         """Draw the epoch's random numbers and take the sampler's first indices. No worker starts yet."""
+        begun = self._statistics.begin()
         self._progress, self._torch_iter, self._config = self._pool_cache.begin_epoch()
         self._starts: Sequence[EpochStart]
         self._base_seed, self._starts = self._progress.starts(
@@ -137,6 +139,7 @@ class AsyncLoaderIterator:
             self._progress,
             quarantine(self._config, self._torch_iter),
             transfer,
+            begun=begun,
         )
 
     def __aiter__(self) -> AsyncLoaderIterator:
@@ -165,7 +168,8 @@ class AsyncLoaderIterator:
             self._thread = threading.get_ident()
             if self._progress.outdated:
                 self._begin()
-            self._starting = self._loop.create_task(self._start())
+            with recording(self._statistics.recorder):
+                self._starting = self._loop.create_task(self._start())
         # Shielded: a cancelled caller leaves the start to the next one, and to `aclose`.
         await asyncio.shield(self._starting)
 
@@ -191,7 +195,7 @@ class AsyncLoaderIterator:
         self._pipeline.start(self._consumer.offers, self._starts)
 
     def _pool_maker(self) -> Callable[[], WorkerPool]:
-        return partial(make_pool, self._config, self._setup, self._kept_rings)
+        return partial(make_pool, self._config, self._setup, self._kept_rings, self._statistics)
 
     def _setup_for(self, request: Request) -> WorkerSetup:
         return request.setup(self._setup)
@@ -236,7 +240,11 @@ class AsyncLoaderIterator:
                     loop = asyncio.get_running_loop()
                     self._copying = (item, loop.run_in_executor(None, self._consumer.open, item.outcome))
                 else:
-                    await self._wait()
+                    self._statistics.waiting_since = begin
+                    try:
+                        await self._wait()
+                    finally:
+                        self._statistics.waiting_since = None
         except StopAsyncIteration:
             raise
         except Exception as error:

@@ -13,7 +13,8 @@ import pickle
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from time import perf_counter
 from typing import Any, Final
 
 from asyncloader.delivery.device_stage import DeviceStage, OnDevice
@@ -75,6 +76,7 @@ class Consumer:
         progress: tracks the iterator's position.
         quarantine: resolves tasks that kill their workers.
         transfer: copies batches to the device where they are delivered; None for the CPU.
+        begun: when the iterator began, from `Statistics.begin`.
     """
 
     def __init__(
@@ -85,15 +87,18 @@ class Consumer:
         progress: Progress,
         quarantine: Quarantine,
         transfer: DeviceTransfer | None = None,
+        *,
+        begun: float,
     ) -> None:
         self._statistics = statistics
         self._config = config
         self._quarantine = quarantine
-        self._notices: deque[Notice | WorkerBegun | Mapping[str, float]] = deque()
+        self._notices: deque[Notice | WorkerBegun] = deque()
         self._progress = progress
         self._tasks = 0  # indices taken from a plain sampler
         self._taken = 0  # deliveries
-        self._begun = statistics.begin()
+        self._sampler_s = 0.0  # seconds of the sampler since the last delivery was counted
+        self._begun = begun
         # A weak reference: in the sync loader `torch_iter` is the iterator itself, which must die when it is dropped.
         self._workers = config.num_workers
         self._source = config.source
@@ -132,10 +137,13 @@ class Consumer:
         """The sampler's next index, while `left` are outstanding. The same again until `_tasks` is incremented."""
         torch_iter = self._torch_iter()
         assert torch_iter is not None
+        began = perf_counter()
         try:
             step, offer = torch_iter.pull(self._tasks)
         except StopIteration:
             return NOTHING if left else ENDED  # as torch, ask again after the next batch
+        self._sampler_s = perf_counter() - began
+        self._statistics.recorder.time("sampler", self._sampler_s)
         self._progress.pulled(self._tasks, step)
         return offer
 
@@ -156,7 +164,9 @@ class Consumer:
             self._stage = DeviceStage(self._opener, self._transfer, self._statistics, put_from_thread, ahead)
             sink = self._stage.put
         elif self._pins:
-            self._stage = PinStage(self._opener, torch_pin(self._pin_device), put_from_thread)
+            self._stage = PinStage(
+                self._opener, torch_pin(self._pin_device), self._statistics.recorder, put_from_thread
+            )
             sink = self._stage.put
         indices = None if self._source is None else self._source.reading(self._progress)
         pipeline = Pipeline(
@@ -170,6 +180,7 @@ class Consumer:
             replays=self._config.replays,
             assigner=None if self._progress.assignment is None else self._progress.assignment.assigner,
             adapts=self._adapts,
+            statistics=self._statistics,
         )
         self._notices = pipeline.notices
         return pipeline
@@ -332,8 +343,11 @@ class Consumer:
                 self._first = False
                 self._statistics.first_batch(self._begun)
             result = outcome.result
-            self._statistics.credits = self._scheduler.credits
-            self._statistics.batch(result.samples, result.nbytes, result.pickled, waited, result.busy, self._workers)
+            self._statistics.prefetch_depth = self._scheduler.credits
+            sampler_s, self._sampler_s = self._sampler_s, 0.0
+            self._statistics.batch(
+                *(result.samples, result.nbytes, result.pickled, waited, result.busy, self._workers, sampler_s)
+            )
         self._progress.delivered(item.seq, item.worker, outcome.cursor)
         delivery.reached = _DONE
 
@@ -385,9 +399,6 @@ class Consumer:
             notice = self._notices.popleft()
             if isinstance(notice, WorkerBegun):
                 self._progress.begun(notice.worker, notice.cursor)
-                continue
-            if not isinstance(notice, Notice):
-                self._statistics.count(notice)
                 continue
             if notice.retired:
                 self._statistics.retirements += 1

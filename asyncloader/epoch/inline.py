@@ -21,8 +21,9 @@ from torch.utils.data import IterDataPipe, MapDataPipe, default_collate
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
+from asyncloader.counters import Recorder
 from asyncloader.delivery.stage import torch_pin
-from asyncloader.delivery.transfer import transfer_of
+from asyncloader.delivery.transfer import Ready, transfer_of
 from asyncloader.epoch.consumer import NO_BATCH
 from asyncloader.epoch.credits import most_credits
 from asyncloader.epoch.inline_prefetch import BatchPrefetcher
@@ -70,14 +71,16 @@ class InlineEpoch:
         if progress.config.timeout:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._loader = loader
-        self._statistics = statistics
+        self.statistics = statistics
+        self._recorder = statistics.recorder
         self._keeper = keeper
         self._torch_iter = weakref.ref(torch_iter)
         self._alone = alone
         self._indices: AsyncIterator[Any] | None = None
         self._begin(progress, torch_iter)
         self.transfer = transfer_of(loader)
-        self.pin = torch_pin(torch_iter._pin_memory_device) if torch_iter._pin_memory else None
+        self.pins = torch_iter._pin_memory
+        self._pin = torch_pin(torch_iter._pin_memory_device) if self.pins else None
         self._delivered = False
         self._begun = statistics.begin()
         statistics.log = BadSampleLog(self._config.max_bad_samples)
@@ -92,7 +95,7 @@ class InlineEpoch:
         self._tasks = 0
         self._given = 0  # indices that were passed to the prefetcher
         self._fresh = True
-        self.reader = _make_reader(torch_iter, progress)
+        self.reader = _make_reader(torch_iter, progress, self._recorder)
         if self._alone and not self.reader.asynchronous:
             progress.live = weakref.WeakMethod(self.reader.live_cursor)
         self.context = self.reader.context()
@@ -120,9 +123,15 @@ class InlineEpoch:
     def next_index(self) -> Any:
         """Advance a plain sampler. StopIteration at its end."""
         torch_iter = self._base()
+        if torch_iter.order is None:  # an iterable dataset's index only says how many samples
+            return torch_iter.pull()[1]
+        return self._pull(torch_iter, self._tasks)
+
+    def _pull(self, torch_iter: TorchIterator, task: int) -> Any:
+        began = perf_counter()
         step, index = torch_iter.pull()
-        if torch_iter.order is not None:  # an iterable dataset's index only says how many samples
-            self.progress.pulled(self._tasks, step)
+        self._recorder.time("sampler", perf_counter() - began)
+        self.progress.pulled(task, step)
         return index
 
     async def next_index_async(self) -> Any:
@@ -134,7 +143,10 @@ class InlineEpoch:
                 raise StopAsyncIteration from None
         if self._indices is None:
             self._indices = self.source.reading(self.progress)
-        return await anext(self._indices)
+        began = perf_counter()
+        index = await anext(self._indices)
+        self._recorder.time("sampler", perf_counter() - began)
+        return index
 
     def indices_ahead(self, prefetcher: BatchPrefetcher) -> list[Any]:
         """Advance a plain sampler by as many batches as the prefetcher has room for, for `start_ahead`. In the
@@ -145,14 +157,12 @@ class InlineEpoch:
         while torch_iter.order is not None and len(ahead) < prefetcher.room:
             task, self._given = self._given, self._given + 1
             try:
-                step, index = torch_iter.pull()
+                ahead.append(self._pull(torch_iter, task))
             except StopIteration:
                 break
             except Exception as error:  # raised after the batches that were started before
                 ahead.append(_SamplerFailure(error))
                 break
-            self.progress.pulled(task, step)
-            ahead.append(index)
         return ahead
 
     def start_ahead(self, prefetcher: BatchPrefetcher, ahead: list[Any]) -> None:
@@ -183,15 +193,17 @@ class InlineEpoch:
             StopIteration: the epoch has ended.
         """
         records: list[BadSample] = []
+        statistics = self.statistics
+        statistics.waiting_since = begin
         try:
             index, batch = fetch(records)
             if self.agreement is not None and not self.agreement.batch():
                 raise StopIteration
             cursor = self.reader.cursor()
             if self.transfer is not None:
-                batch = self.transfer.take(self.transfer.start(batch, locked=False))
-            elif self.pin is not None:
-                batch = self.pin(batch)
+                batch = self.transfer.take(self.start_transfer(batch))
+            elif self.pins:
+                batch = self.pinned(batch)
         except NoSamples:
             return self.dropped(self.reader.cursor(), records)
         except StopIteration:
@@ -204,7 +216,25 @@ class InlineEpoch:
                 self.agreement.fail()
             self.failed(records)
             raise
+        finally:
+            statistics.waiting_since = None
         return self.delivered(index, batch, cursor, records, perf_counter() - begin)
+
+    def start_transfer(self, batch: Any) -> Ready:
+        """Start to copy a batch to the device. Any thread."""
+        assert self.transfer is not None
+        began = perf_counter()
+        ready = self.transfer.start(batch, locked=False)
+        self._recorder.time("h2d", perf_counter() - began)
+        return ready
+
+    def pinned(self, batch: Any) -> Any:
+        """The pinned copy of a batch. Any thread."""
+        assert self._pin is not None
+        began = perf_counter()
+        batch = self._pin(batch)
+        self._recorder.time("pin", perf_counter() - began)
+        return batch
 
     def delivered(self, index: Any, batch: Any, cursor: bytes, records: list[BadSample], waited: float) -> Any:
         """Record that the consumer gets this batch, and return it.
@@ -219,12 +249,11 @@ class InlineEpoch:
         nbytes = _batch_nbytes(batch)
         if self.prefetcher is not None:
             self.prefetcher.note_batch_size(nbytes)
-            self._statistics.credits = self.prefetcher.credits
+            self.statistics.prefetch_depth = self.prefetcher.credits
         if not self._delivered:
             self._delivered = True
-            self._statistics.first_batch(self._begun)
-        self._statistics.batch(_count_samples(self._config, index, records), nbytes, 0, waited, waited, 1)
-        self._statistics.count_here()
+            self.statistics.first_batch(self._begun)
+        self.statistics.batch(_count_samples(self._config, index, records), nbytes, 0, waited, waited, 1)
         return batch
 
     def dropped(self, cursor: bytes, records: list[BadSample]) -> Any:
@@ -260,7 +289,7 @@ class InlineEpoch:
 
     def _record(self, records: list[BadSample]) -> None:
         try:
-            self._statistics.add_bad_samples(records)
+            self.statistics.add_bad_samples(records)
         except TooManyBadSamples:
             self.over = True
             if self.agreement is not None:
@@ -292,7 +321,7 @@ def warn_of_exit(error: BaseException | None) -> None:
         warnings.warn(f"the dataset's __aexit__ raised {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
 
 
-def _make_reader(torch_iter: _BaseDataLoaderIter, progress: Progress) -> Reader:
+def _make_reader(torch_iter: _BaseDataLoaderIter, progress: Progress, recorder: Recorder) -> Reader:
     """Make the dataset's reader for this process, at the iterator's position."""
     config, dataset = progress.config, torch_iter._dataset
     collate = config.collate_fn
@@ -308,7 +337,7 @@ def _make_reader(torch_iter: _BaseDataLoaderIter, progress: Progress) -> Reader:
         dataset = apply_random_seed(dataset, generator)
     setup = worker_setup(config, torch_iter, base_seed, [start])
     assignments = InlineAssignments(progress, start) if config.assigns_shards else None
-    reader = Reader(setup, dataset, collate, in_worker=False, assignments=assignments)
+    reader = Reader(setup, dataset, collate, in_worker=False, assignments=assignments, time=recorder.time)
     reader.begin(start)
     progress.begun(0, reader.first_cursor())
     return reader

@@ -15,7 +15,8 @@ import asyncio
 import logging
 import textwrap
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Sequence
+from time import perf_counter
 from typing import Any, NamedTuple
 
 from asyncloader.epoch.respawn import Request, WorkerRespawner
@@ -48,9 +49,11 @@ from asyncloader.events import (
     bare_index,
 )
 from asyncloader.remote.assignment import Reply, ShardAssigner
+from asyncloader.statistics import Statistics
 from asyncloader.workers import stacks
 from asyncloader.workers.fetch.context import UnexpectedCancellation
 from asyncloader.workers.fetch.setup import EpochStart
+from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer, Listener
 from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.process import WorkerProcess
@@ -81,6 +84,7 @@ class Pipeline(Listener):
         replays: whether a stream without a state may be read again from its beginning.
         assigner: assigns shards to the workers; None if the dataset has no shards to assign.
         adapts: whether credits follow how many batches the rings have room for.
+        statistics: the loader's counters; default: none that anybody reads.
     """
 
     def __init__(
@@ -96,11 +100,14 @@ class Pipeline(Listener):
         replays: bool = False,
         assigner: ShardAssigner | None = None,
         adapts: bool = False,
+        statistics: Statistics | None = None,
     ) -> None:
         # A plain dictionary, without a reference to a sampler or dataset: those may refer to the loader and so to the
         # iterator, which the loop must not keep alive.
         self._ends = {} if ends is None else ends
         self._adapts = adapts
+        self._statistics = Statistics() if statistics is None else statistics
+        self._time = self._statistics.recorder.time
         self._pool = pool
         self._scheduler = scheduler
         self._sink = sink
@@ -123,8 +130,8 @@ class Pipeline(Listener):
         self._unbegun: set[int] = set()  # workers that have not begun the epoch yet
         self._begun = asyncio.Event()
         self._start_error = b""
-        self.notices: deque[Notice | WorkerBegun | Mapping[str, float]] = deque()
-        """For the consumer's thread: replaced workers, started workers, and the counters of transports."""
+        self.notices: deque[Notice | WorkerBegun] = deque()
+        """For the consumer's thread: replaced workers, and started ones."""
 
     # ------------------------------------------------------------------------------- called by the consumer
 
@@ -207,8 +214,26 @@ class Pipeline(Listener):
         if self._resume_points is not None:
             self._resume_points.answered(worker, answer.cursor)
         self._adapt()
-        self._handle(Completed(worker, answer.result.seq, answer))
+        result = answer.result
+        self._time("transfer", answer.arrived - result.sent)
+        if result.slot == wire.ONEOFF:
+            self._note_oneoff(worker, result.nbytes)
+        self._handle(Completed(worker, result.seq, answer))
         self._made_batch(worker)
+
+    def _note_oneoff(self, worker: int, nbytes: int) -> None:
+        """Count a batch that came in memory of its own, if the worker's ring can never hold one of that size."""
+        rings = self._pool.rings[worker]
+        needed = rings.too_small_for(nbytes)
+        if not needed:
+            return
+        if not self._statistics.oversize:
+            _log.warning(
+                "a batch of %s bytes does not fit into a ring of ring_bytes=%s and was given memory of its own, which "
+                "is slower; ring_bytes=%d or more would hold such batches",
+                *(f"{nbytes:,}", rings.ring_bytes, needed),
+            )
+        self._statistics.oversize += 1
 
     def on_error(self, worker: int, seq: int, busy: float, error: Any, records: bytes) -> None:
         """See `Listener`."""
@@ -229,10 +254,6 @@ class Pipeline(Listener):
         if cursor:
             self._ends[worker] = cursor
         self._handle(Exhausted(worker, seq))
-
-    def on_counts(self, counts: Mapping[str, float]) -> None:
-        """See `Listener`."""
-        self.notices.append(counts)
 
     def on_ask(self, worker: int, number: int, batch: int, left: Any) -> None:
         """See `Listener`."""
@@ -315,6 +336,8 @@ class Pipeline(Listener):
     def _carry_out(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, Deliver):
+                if isinstance(action.outcome, Answer):
+                    self._time("order", perf_counter() - action.outcome.arrived)
                 self._sink(action)
             elif isinstance(action, Assign):
                 task = action.task
@@ -353,12 +376,15 @@ class Pipeline(Listener):
                 await self._allow.wait()
                 indices = aiter(source)
                 try:
+                    began = perf_counter()
                     async for index in indices:
+                        self._time("sampler", perf_counter() - began)
                         self._allowed -= 1
                         self._handle(Offered(index))
                         if not self._allowed:
                             self._allow.clear()
                             await self._allow.wait()
+                        began = perf_counter()
                 finally:
                     # Closed in this task, not later by the loop's hook for abandoned generators.
                     if isinstance(indices, AsyncGenerator):

@@ -36,6 +36,7 @@ from asyncloader.samplers.distributed import RankView
 from asyncloader.samplers.generators import drawing_from, drawn_from, generator_states, iterates_plainly, own_generator
 from asyncloader.samplers.index_stream import IndexStream
 from asyncloader.state.progress import Progress
+from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy
 from asyncloader.workers.fetch.seeding import derive
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
@@ -149,13 +150,14 @@ def _seeded_setup(config: EpochConfig, torch_iter: _BaseDataLoaderIter) -> Seede
     )
 
 
-def make_pool(config: EpochConfig, setup: WorkerSetup, kept: KeptRings | None) -> WorkerPool:
+def make_pool(config: EpochConfig, setup: WorkerSetup, kept: KeptRings | None, statistics: Statistics) -> WorkerPool:
     """Start the workers. Blocks. With the start method "fork", call it in the iterating thread.
 
     Args:
         config: the options that the workers keep.
         setup: what each worker gets.
         kept: the loader's page-locked rings between epochs.
+        statistics: the loader's counters.
     """
     return WorkerPool(
         worker_context(config),
@@ -166,6 +168,7 @@ def make_pool(config: EpochConfig, setup: WorkerSetup, kept: KeptRings | None) -
         worker_timeout=config.worker_timeout,
         least_credits=least_credits(config),
         kept=kept,
+        statistics=statistics,
     )
 
 

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from asyncloader.bridge import Bridge, join_all
+from asyncloader.counters import recording
 from asyncloader.epoch.consumer import NO_BATCH
 from asyncloader.epoch.inline import InlineEpoch, close_reader, warn_of_exit
 from asyncloader.epoch.inline_prefetch import BatchPrefetcher
@@ -93,10 +94,11 @@ class SyncInlineIterator(CountedNext):
         epoch = self._epoch
         epoch.refresh()
         fetch = self._fetch_on_bridge if self._uses_loop else self._fetch_here
-        while not epoch.over:
-            batch = epoch.step(fetch, begin)
-            if batch is not NO_BATCH:
-                return batch
+        with recording(epoch.statistics.recorder):
+            while not epoch.over:
+                batch = epoch.step(fetch, begin)
+                if batch is not NO_BATCH:
+                    return batch
         raise StopIteration
 
     def _fetch_here(self, records: list[BadSample]) -> tuple[Any, Any]:

@@ -70,6 +70,7 @@ class WorkerIterator(CountedNext):
         self._queue: queue.SimpleQueue[Action | None] = queue.SimpleQueue()  # None: check for respawn requests
         self._taken: deque[Action | None] = deque()  # taken from the queue and not finished; one at most
         self._delivering: Consumer | None = None  # the consumer that has begun to deliver it
+        self._begun = statistics.begin()
         self._acquire(loader)
         close_at_exit(self)
         try:
@@ -87,7 +88,7 @@ class WorkerIterator(CountedNext):
         self._base_seed, self._acquired = base_seed, starts
         self._setup = worker_setup(config, self, base_seed, starts)
         # Forked here, in the caller's thread and before the loop's thread exists.
-        self._pool = make_pool(config, self._setup, kept_rings_of(loader))
+        self._pool = make_pool(config, self._setup, kept_rings_of(loader), self._statistics)
         self._bridge.acquire()
         self._shutdown = False
 
@@ -136,6 +137,7 @@ class WorkerIterator(CountedNext):
         """Begin an epoch. With persistent workers torch's loader calls this for every epoch after the first."""
         if not first_iter:
             self._progress = self._keeper.begin(loader)
+            self._begun = self._statistics.begin()
         begun_with = self._shared_seed
         self._begin_order(loader, self._progress, first_iter=first_iter)
         if first_iter:
@@ -167,6 +169,7 @@ class WorkerIterator(CountedNext):
             self._progress,
             quarantine(self._config, self),
             transfer_of(loader),
+            begun=self._begun,
         )
         self._respawner = WorkerRespawner(self._pool, weakly(self._setup_for), partial(put, None))
         self._pipeline = self._consumer.pipeline(self._pool, put, put, self._respawner)
@@ -174,6 +177,7 @@ class WorkerIterator(CountedNext):
         self._bridge.call_soon(_start, self._pipeline, self._consumer.offers, starts, put)
         if self._config.awaits_workers:
             self._await_workers(self._pipeline, self._consumer)
+        self._statistics.begins(self._begun)
 
     def _await_workers(self, pipeline: Pipeline, consumer: Consumer) -> None:
         """Wait until all workers have begun the epoch. Raises the error of one that could not."""
@@ -207,11 +211,14 @@ class WorkerIterator(CountedNext):
             begin = perf_counter()
             taken = self._taken
             if not taken:
+                self._statistics.waiting_since = begin
                 # One call into C moves the item from the queue to the deque, so Ctrl-C cannot lose it.
                 try:
                     taken.extend(islice(map(self._queue.get, repeat(True), repeat(self._timeout_or_none)), 1))
                 except queue.Empty:
                     raise self._timed_out() from None
+                finally:
+                    self._statistics.waiting_since = None
             item = taken[0]
             if item is None:
                 del taken[0]

@@ -35,7 +35,7 @@ class Tally:
 
     def snapshot(self) -> dict[str, float]:
         """For `stats()`."""
-        return {"data/dropped": float(self.dropped), "data/repeated": float(self.repeated)}
+        return {"dropped_samples": self.dropped, "repeated_samples": self.repeated}
 
 
 class Progress:

@@ -132,6 +132,6 @@ def _measure(job: GpuJob, workers: int, card: Card, dataset: ReadyImages, pool: 
     read(loader, window.take)
     if job.loader in OURS:
         figures = loader.stats()
-        window.staged = figures["device/staged"] / figures["data/batches"]
+        window.staged = figures["device/staged_batches"] / figures["data/batches"]
     check.settle()
     return window

@@ -285,7 +285,8 @@ METHOD = f"""\
 - (c) A small convolutional net in bfloat16, {STEP_OVER_LOADER:g} times as long as our loader takes for a batch with
   {STEP_WORKERS} workers, timed by CUDA events from the end of one step to the end of the next; on the cached batch
   before and after each loader.
-- (d) A ring of 1 GiB by itself; and what `stats()` says of a loader's rings (`device/lock_s`, `device/locked_bytes`).
+- (d) A ring of 1 GiB by itself; and what `stats()` says of a loader's rings (`device/page_lock_s`,
+  `device/page_locked_bytes`).
 - (e) Tensors of random bits, shapes and dtypes from seeds, with a weighted sum of all bytes from their worker. The sum
   is made again on the device from a batch that the host has dropped already, every 64th time behind a long kernel, in
   every second epoch in a stream of the consumer's own."""

@@ -290,4 +290,4 @@ def _loader_lock(job: GpuJob, card: Card) -> float:
             if int(labels[0]) != number * BATCH:
                 raise WrongContent(f"batch {number} begins with sample {int(labels[0])}")
         figures = loader.stats()
-    return figures["device/lock_s"] * GB / figures["device/locked_bytes"]
+    return figures["device/page_lock_s"] * GB / figures["device/page_locked_bytes"]

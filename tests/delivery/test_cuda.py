@@ -170,8 +170,8 @@ def test_where_no_memory_can_be_locked(library: Any, monkeypatch: pytest.MonkeyP
                 for _ in range(2):
                     assert_same(list(loader), collect("sync", Numbers(20), batch_size=4))
                 stats = loader.stats()
-                assert stats["device/staged"] == 10
-                assert stats["device/locked_bytes"] == 0
+                assert stats["device/staged_batches"] == 10
+                assert stats["device/page_locked_bytes"] == 0
                 assert "by way of page-locked copies: " in loader.explain()
                 assert "801" in loader.explain() or "HostRegisterSupported is 0" in loader.explain()
     assert ["cannot be page-locked here" in str(each.message) for each in told].count(True) == 1

@@ -145,7 +145,7 @@ def test_a_ring_that_can_spare_no_slot_waits_for_a_copy() -> None:
     world.device.advance()
     assert all(torch.equal(batch, batch_of(seq)) for seq, batch in enumerate(batches))
     assert world.device.sources == ["ring", "ring"]
-    assert (world.statistics.copy_outs, world.statistics.staged) == (0, 0)
+    assert (world.statistics.ring_copies, world.statistics.staged) == (0, 0)
     world.close()
 
 
@@ -161,7 +161,7 @@ def test_a_batch_that_others_hold_is_copied_out_and_staged() -> None:
     assert torch.equal(batch, batch_of(0))
     assert torch.equal(held, batch_of(9))
     assert world.device.sources == ["pinned"]
-    assert (world.statistics.copy_outs, world.statistics.staged) == (1, 1)
+    assert (world.statistics.ring_copies, world.statistics.staged) == (1, 1)
     world.close()
 
 
@@ -186,7 +186,7 @@ def test_a_batch_without_bytes_is_not_staged() -> None:
     world, ring = World(), new_ring()
     world.put(deliver(0, ring, ["text", 1]))
     assert world.take() == ["text", 1]
-    assert (world.statistics.staged, world.statistics.locked_bytes) == (0, 0)
+    assert (world.statistics.staged, world.statistics.page_locked_bytes) == (0, 0)
     world.close()
 
 
@@ -213,7 +213,7 @@ def test_rings_of_several_workers() -> None:
     batches = [world.take() for _ in range(9)]
     assert all(torch.equal(batch, batch_of(seq)) for seq, batch in enumerate(batches))
     assert len(world.machine.locks) == 3
-    assert world.statistics.locked_bytes == sum(ring.nbytes for ring in rings)
+    assert world.statistics.page_locked_bytes == sum(ring.nbytes for ring in rings)
     world.close()
     del rings
     gc.collect()
@@ -353,7 +353,7 @@ def test_closing_in_the_releasers_own_thread() -> None:
     trap = Closing(world.stage)
     where = trap.thread
     with world.device.work():
-        world.stage._releaser.hold(world.device.event(), trap)
+        world.stage._releaser.hold(world.device.event(), trap, 0.0)
     del trap
     world.put(deliver(1, ring))
     world.device.go()

@@ -71,11 +71,11 @@ def test_a_ring_that_has_grown() -> None:
         DataLoader[Any](dataset, num_workers=1, device="cpu", collate_fn=torch.stack) as loader,
     ):
         assert_same(list(loader), expected)
-        staged = loader.stats()["device/staged"]
+        staged = loader.stats()["device/staged_batches"]
         assert staged > 0
         assert [lock.undone for lock in machine.locks] == [1, 0]
         assert_same([*loader, *loader], expected * 2)
-        assert loader.stats()["device/staged"] == staged
+        assert loader.stats()["device/staged_batches"] == staged
         assert len(machine.locks) == 2
 
 

@@ -139,11 +139,11 @@ def test_batches_that_outgrow_the_ring(kind: str) -> None:
         device = machine.device
     assert [len(batch) for batch in batches] == sizes
     assert all((batch == index % 251).all() for index, batch in enumerate(batches))
-    assert device.sources.count("pinned") == stats["device/staged"] > 0
-    assert device.sources.count("ring") == 16 - stats["device/staged"] > 6
+    assert device.sources.count("pinned") == stats["device/staged_batches"] > 0
+    assert device.sources.count("ring") == 16 - stats["device/staged_batches"] > 6
     assert len(machine.locks) == 2
-    assert stats["device/locked_bytes"] == sum(lock.nbytes for lock in machine.locks)
-    assert stats["device/lock_s"] > 0
+    assert stats["device/page_locked_bytes"] == sum(lock.nbytes for lock in machine.locks)
+    assert stats["device/page_lock_s"] > 0
 
 
 @SOME_KIND
@@ -155,7 +155,7 @@ def test_a_ring_that_must_not_grow(kind: str) -> None:
     assert [len(batch) for batch in batches] == sizes
     assert all((batch == index).all() for index, batch in enumerate(batches))
     assert machine.device.sources == ["ring", "pinned"] * 5
-    assert stats["device/staged"] == 5
+    assert stats["device/staged_batches"] == 5
     assert len(machine.locks) == 1
 
 
@@ -171,8 +171,8 @@ def test_slots_that_the_consumer_holds(kind: str) -> None:
         for index, batch in enumerate(batches):
             assert batch["x"].tolist() == batch["array"].tolist()
             assert batch["x"][:, 0].tolist() == [index * 200, index * 200 + 100]
-        assert stats["device/staged"] == stats["data/copy_outs"] > 0
-        assert machine.device.sources.count("pinned") == stats["device/staged"]
+        assert stats["device/staged_batches"] == stats["data/ring_copies"] > 0
+        assert machine.device.sources.count("pinned") == stats["device/staged_batches"]
 
 
 # ----------------------------------------------------------------------------------- transforms, static tensors

@@ -336,7 +336,7 @@ def test_a_worker_that_is_killed(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 def test_statistics(kind: str) -> None:
     """The keys are always there, zero without a device."""
-    mine = {"device/locked_bytes", "device/lock_s", "device/staged"}
+    mine = {"device/page_locked_bytes", "device/page_lock_s", "device/staged_batches"}
     assert mine <= FIGURES
     plain = LOADERS[kind](Numbers(4), num_workers=1)
     assert {plain.stats()[key] for key in mine} == {0.0}
@@ -345,9 +345,9 @@ def test_statistics(kind: str) -> None:
         assert {loader.stats()[key] for key in mine} == {0.0}
         exhaust(loader)
         stats = loader.stats()
-        assert stats["device/locked_bytes"] == sum(lock.nbytes for lock in machine.locks) > 0
-        assert stats["device/lock_s"] > 0
-        assert stats["device/staged"] == 0
+        assert stats["device/page_locked_bytes"] == sum(lock.nbytes for lock in machine.locks) > 0
+        assert stats["device/page_lock_s"] > 0
+        assert stats["device/staged_batches"] == 0
 
 
 def explained(loader: Any) -> str:

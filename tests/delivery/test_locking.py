@@ -46,8 +46,8 @@ def test_a_ring_is_locked_once() -> None:
     assert ring.locked
     (lock,) = machine.locks
     assert lock.nbytes == ring.nbytes == 12 * PAGE
-    assert statistics.locked_bytes == ring.nbytes
-    assert statistics.lock_s > 0
+    assert statistics.page_locked_bytes == ring.nbytes
+    assert statistics.page_lock_s > 0
     batch = Opener(statistics).open(deliver(3, ring).outcome)
     assert lock.holds(batch)
 
@@ -61,7 +61,7 @@ def test_another_iterators_locker_knows_it() -> None:
     second, statistics = locker(machine)
     assert second.lock(ring)
     assert len(machine.locks) == 1
-    assert (statistics.locked_bytes, statistics.lock_s) == (0, 0)
+    assert (statistics.page_locked_bytes, statistics.page_lock_s) == (0, 0)
 
 
 def test_nothing_to_lock() -> None:
@@ -72,7 +72,7 @@ def test_nothing_to_lock() -> None:
     ring = new_ring()
     assert not without.lock(ring)
     assert not ring.locked
-    assert statistics.locked_bytes == 0
+    assert statistics.page_locked_bytes == 0
 
 
 def test_a_refusal_is_raised_and_nothing_is_locked() -> None:
@@ -84,7 +84,7 @@ def test_a_refusal_is_raised_and_nothing_is_locked() -> None:
         with pytest.raises(PageLockError, match="CUDA_ERROR_OUT_OF_MEMORY"):
             rings.lock(ring)
     assert not ring.locked
-    assert statistics.locked_bytes == 0
+    assert statistics.page_locked_bytes == 0
     del ring
     gc.collect()
     assert machine.locks == []

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 
+from asyncloader.counters import Recorder
 from asyncloader.delivery.device_stage import Releaser
 from tests.delivery.fake import PATIENCE_S, FakeEvent, FakeMachine
 
@@ -25,12 +26,12 @@ def events(count: int) -> tuple[FakeMachine, list[FakeEvent]]:
 def test_sources_go_in_the_order_of_their_copies() -> None:
     """Each when its event has come, and not before; who waits finds it gone."""
     machine, order = events(3)
-    releaser = Releaser()
+    releaser = Releaser(Recorder())
     gone = []
     for event in order:
         source = Source()
         gone.append(weakref.ref(source))
-        releaser.hold(event, source)
+        releaser.hold(event, source, 0.0)
         del source
     assert releaser.count() == 3
     for ended in range(1, 4):
@@ -45,9 +46,9 @@ def test_sources_go_in_the_order_of_their_copies() -> None:
 def test_waiting_really_waits() -> None:
     """In its caller's thread, until the device is there; for no more than it was asked for."""
     machine, order = events(3)
-    releaser = Releaser()
+    releaser = Releaser(Recorder())
     for event in order:
-        releaser.hold(event, Source())
+        releaser.hold(event, Source(), 0.0)
     releaser.wait(3)
     ended = threading.Event()
 
@@ -81,20 +82,20 @@ class Failing:
 def test_what_the_device_says_reaches_whoever_waits() -> None:
     """Once for each event; the sources are let go, and later events waited for all the same."""
     machine, (good,) = events(1)
-    releaser = Releaser()
+    releaser = Releaser(Recorder())
     source = Source()
     gone = weakref.ref(source)
-    releaser.hold(Failing("first"), source)
+    releaser.hold(Failing("first"), source, 0.0)
     del source
-    releaser.hold(Failing("second"), Source())
-    releaser.hold(good, Source())
+    releaser.hold(Failing("second"), Source(), 0.0)
+    releaser.hold(good, Source(), 0.0)
     for text in ("first", "second"):
         with pytest.raises(RuntimeError, match=text):
             releaser.wait(0)
     assert gone() is None
     machine.device.advance()
     releaser.wait(0)
-    releaser.hold(Failing("third"), Source())
+    releaser.hold(Failing("third"), Source(), 0.0)
     releaser.stop()
     with pytest.raises(RuntimeError, match="third"):
         releaser.count()
@@ -104,9 +105,9 @@ def test_what_the_device_says_reaches_whoever_waits() -> None:
 def test_stopping_waits_for_what_is_held() -> None:
     """And may be done twice."""
     machine, order = events(2)
-    releaser = Releaser()
+    releaser = Releaser(Recorder())
     for event in order:
-        releaser.hold(event, Source())
+        releaser.hold(event, Source(), 0.0)
     assert machine.device.waits.get(timeout=PATIENCE_S) is order[0]
     stopper = threading.Thread(target=releaser.stop)
     stopper.start()
@@ -123,10 +124,10 @@ def test_stopping_waits_for_what_is_held() -> None:
 def test_dropped_it_ends_when_nothing_is_held() -> None:
     """Not before: the device still reads there."""
     machine, (event,) = events(1)
-    releaser = Releaser()
+    releaser = Releaser(Recorder())
     source = torch.zeros(3)
     gone = weakref.ref(source)
-    releaser.hold(event, source)
+    releaser.hold(event, source, 0.0)
     thread = releaser.thread
     del releaser, source
     gc.collect()

@@ -12,6 +12,8 @@ import torch
 
 import asyncloader
 from asyncloader import AsyncDataLoader, DataLoader, StatefulDataLoader
+from asyncloader.counters import STAGES
+from asyncloader.metrics import FIGURES, STAGE_HELP
 from docs.options import PAGE, filled, meanings
 from tests.integration.datasets import Numbers
 
@@ -59,10 +61,17 @@ def test_options_page_says_what_the_stateful_loader_lacks() -> None:
 
 @pytest.mark.parametrize("loader", [AsyncDataLoader, DataLoader], ids=lambda loader: loader.__name__)
 def test_statistics_page_lists_every_key(loader: type) -> None:
-    """The page's table and `stats()` have the same keys, in the same order."""
+    """The page's tables, `stats()` and `metrics()` have the same keys, in the same order, and the same words."""
     with loader([1, 2, 3]) as made:
-        keys = list(made.stats())
-    assert [row[0] for row in rows("statistics.md") if row[0].startswith(("data/", "device/", "store/"))] == keys
+        keys, described = list(made.stats()), {each.name: each.help for each in made.metrics()}
+    table = {row[0]: row[1:] for row in rows("statistics.md") if row[0].startswith(("data/", "device/", "store/"))}
+    assert list(table) == keys
+    assert table == {key: [figure.unit, figure.help.strip("`")] for key, figure in FIGURES.items()}
+    stages = {row[0]: row[1] for row in rows("statistics.md") if row[0] in STAGES}
+    assert stages == {stage: text.strip("`") for stage, text in STAGE_HELP.items()}
+    assert tuple(stages) == STAGES
+    told = {f"{figure.unit} {figure.help}" for figure in FIGURES.values() if figure.kind != "derived"}
+    assert told < set(described.values())
 
 
 def test_every_public_name_is_on_a_page() -> None:

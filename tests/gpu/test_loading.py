@@ -47,11 +47,11 @@ def test_batches_come_straight_from_locked_rings() -> None:
         for _ in range(3):
             assert len(list(loader)) == 10
             epochs.append(loader.stats())
-        locked = epochs[0]["device/locked_bytes"]
+        locked = epochs[0]["device/page_locked_bytes"]
         assert locked > 0
-        assert epochs[0]["device/lock_s"] > 0
-        assert [stats["device/locked_bytes"] for stats in epochs] == [locked] * 3
-        assert [stats["device/staged"] for stats in epochs] == [0] * 3
+        assert epochs[0]["device/page_lock_s"] > 0
+        assert [stats["device/page_locked_bytes"] for stats in epochs] == [locked] * 3
+        assert [stats["device/staged_batches"] for stats in epochs] == [0] * 3
         assert f"rings of {int(locked):,} bytes, page-locked" in loader.explain()
 
 
@@ -226,7 +226,7 @@ def test_a_consumer_that_keeps_everything() -> None:
     """Batches on the device hold no slot."""
     with DataLoader[Any](Numbers(200, 1 << 14), num_workers=2, device="cuda") as loader:
         kept = list(loader)
-        assert loader.stats()["data/copy_outs"] == 0
+        assert loader.stats()["data/ring_copies"] == 0
     assert [int(batch[0, 0]) for batch in kept] == [100 * index for index in range(200)]
 
 

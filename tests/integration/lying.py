@@ -124,7 +124,7 @@ LIES: dict[str, Callable[[Task], object]] = {
     "a start-up that is cut off": lambda t: t.sends(wire.pack(wire.STARTED)),
     "a start-up of an epoch to come": lambda t: t.sends(wire.pack_started(t.epoch + 5, b"", b"")),
     "an epoch that was not begun": lambda t: t.sends(wire.pack_reset(wire.RESET_DONE, t.epoch + 5)),
-    "a message to workers": lambda t: t.sends(wire.pack_task(t.epoch, t.seq, t.slot, 0, b"")),
+    "a message to workers": lambda t: t.sends(wire.pack_task(t.epoch, t.seq, t.slot, 0, 0.0, b"")),
     "a message of no kind": lambda t: t.sends(wire.pack(99, b"what")),
     "an empty frame": lambda t: t.sends(struct.pack("=IB", 0, wire.RESULT)),
     "an endless frame": lambda t: t.sends(struct.pack("=IB", (1 << 32) - 1, wire.RESULT) + b"x" * 100),

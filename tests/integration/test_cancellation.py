@@ -80,7 +80,7 @@ def test_cancelled_during_large_copies(kind: str) -> None:
         kept: list[Any] = []
         async with AsyncDataLoader[Any](Sized([2 << 20] * 40), num_workers=1, batch_size=1) as loader:
             cancelled = await cancelled_often(aiter(loader), kept)
-            copies = loader.stats()["data/copy_outs"]
+            copies = loader.stats()["data/ring_copies"]
         return cancelled, copies, kept
 
     cancelled, copies, got = run_async(run(), kind)

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import Dataset, default_collate, default_convert, get_worker_info
 
 from asyncloader import AsyncDataLoader, DataLoader
+from asyncloader.counters import Recorder
 from asyncloader.delivery.opener import Opener
 from asyncloader.delivery.stage import Pinned, PinStage, torch_pin
 from asyncloader.events import Action, Deliver, Finish
@@ -189,7 +190,7 @@ def test_pin_memory_of_users_classes() -> None:
     encoded.write(ring._memory, slot * ring.slot_bytes)
     result = wire.Result(0, 0, slot, encoded.nbytes, 0, 1, 0.5, same=False)
     out: queue.SimpleQueue[Action] = queue.SimpleQueue()
-    stage = PinStage(Opener(Statistics()), torch_pin(None), out.put)
+    stage = PinStage(Opener(Statistics()), torch_pin(None), Recorder(), out.put)
     stage.put(Deliver(0, 0, Answer(result, Template(encoded.template), ring, None)))
     stage.put(Finish())
     delivered, last = out.get(timeout=60), out.get(timeout=60)

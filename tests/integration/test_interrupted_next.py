@@ -189,7 +189,7 @@ def test_ctrl_c_at_every_place(case: str) -> None:
         assert struck > 40
         assert len(got) < BATCHES
         assert loader.state_dict() == plain.state_dict()
-        assert bool(loader.stats()["data/copy_outs"]) == ("copied" in case)
+        assert bool(loader.stats()["data/ring_copies"]) == ("copied" in case)
         for rest in (batches, undisturbed):
             while len(got if rest is batches else expected) < BATCHES:
                 (got if rest is batches else expected).append(_next(rest, deque(maxlen=1)))

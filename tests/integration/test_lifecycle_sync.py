@@ -190,7 +190,7 @@ def test_abandoned_epochs_leave_no_stale_batch() -> None:
             got = [batch for batch, _ in zip(loader, range(taken), strict=False)]
             assert firsts(got) == [200.0 * i for i in range(taken)]
         assert firsts(list(loader)) == [200.0 * i for i in range(15)]
-        assert loader.stats()["data/copy_outs"] < 15
+        assert loader.stats()["data/ring_copies"] < 15
 
 
 def test_abandoned_stream_epochs() -> None:

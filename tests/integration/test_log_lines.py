@@ -9,6 +9,7 @@ import signal
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from asyncloader import DataLoader
@@ -76,3 +77,29 @@ def test_a_worker_that_is_replaced(tmp_path: Any, caplog: pytest.LogCaptureFixtu
         assert len(list(loader)) == 5
     (line,) = lines(caplog)
     assert re.fullmatch(r"WARNING worker 0 \(pid \d+\) is replaced: killed by signal: Killed(\. .+)?", line)
+
+
+def test_batches_that_do_not_fit_into_the_ring(caplog: pytest.LogCaptureFixture) -> None:
+    """The first one, with the size that is enough: with that there is no line and no such batch."""
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": 1, "ring_bytes": 8192}
+    loader = DataLoader[Any](Wide(12), **options)
+    list(loader)
+    assert loader.stats()["data/oversize_batches"] == 3
+    (line,) = lines(caplog)
+    found = re.fullmatch(
+        r"WARNING a batch of 16,000 bytes does not fit into a ring of ring_bytes=8192 and was given memory of its own, "
+        r"which is slower; ring_bytes=(\d+) or more would hold such batches",
+        line,
+    )
+    assert found is not None
+    for needed, oversize in ((int(found[1]), 0), (int(found[1]) - 4096, 3)):
+        loader = loader.clone(ring_bytes=needed)
+        list(loader)
+        assert loader.stats()["data/oversize_batches"] == oversize
+
+
+class Wide(Numbers):
+    """Samples of 4,000 bytes."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(1000)

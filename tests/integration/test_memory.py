@@ -94,14 +94,14 @@ def test_dropped_batches_are_not_copied() -> None:
     loader = DataLoader[Any](Sized([40_000] * 500), num_workers=2)
     for batch in loader:
         del batch
-    assert loader.stats()["data/copy_outs"] == 0
+    assert loader.stats()["data/ring_copies"] == 0
 
 
 def test_hoarding_is_copied_and_counted() -> None:
     """A consumer that keeps all gets views as long as the ring can spare them, then copies, which are counted."""
     loader = DataLoader[Any](Sized([40_000] * 100), num_workers=2)
     kept = list(loader)
-    copies = loader.stats()["data/copy_outs"]
+    copies = loader.stats()["data/ring_copies"]
     assert 50 < copies < 100
     assert "copies: " in loader.explain()
     del kept

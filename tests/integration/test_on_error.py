@@ -136,7 +136,7 @@ def test_refill_is_a_function_of_the_seed(kind: str) -> None:
         assert_same(got, runs[0][0])
         assert [len(batch["index"]) for batch in got] == [4] * 10
         assert [(bad.index, bad.substitute) for bad in errors] == [(b.index, b.substitute) for b in runs[0][1]]
-        assert stats["data/refilled"] == 4
+        assert stats["data/refilled_samples"] == 4
 
 
 def replaced(index: int, error: Exception) -> Any:

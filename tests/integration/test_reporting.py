@@ -14,7 +14,7 @@ from tests.integration.running import BOTH, collect, run_async
 from tests.torch_versions import needs_torch
 from tests.unit.figures import FIGURES
 
-KEYS = [*FIGURES, "data/dropped", "data/repeated"]
+KEYS = [*FIGURES, "data/dropped_samples", "data/repeated_samples"]
 LOADERS: dict[str, Any] = {"sync": DataLoader, "asyncio": AsyncDataLoader}
 
 

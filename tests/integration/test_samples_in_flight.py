@@ -239,7 +239,7 @@ def test_large_batches_lower_the_credits(workers: int) -> None:
         seen = []
         for number, batch in enumerate(loader):
             assert int(batch[0, 0]) == 4 * number
-            seen.append(loader.stats()["data/credits"])
+            seen.append(loader.stats()["data/prefetch_depth"])
         assert seen[-1] == (14 if workers else 16)
         assert f"51 batches in hand ({seen[-1]:.0f} now" in loader.explain()
 
@@ -252,7 +252,7 @@ def test_ring_bytes_bounds_the_credits() -> None:
         assert len(list(batches)) == 45
         (ring,) = batches._pool.rings
         assert 0 < ring.nbytes <= 100 << 20
-        assert loader.stats()["data/credits"] == 5
+        assert loader.stats()["data/prefetch_depth"] == 5
 
 
 @pytest.mark.parametrize("kind", BOTH)

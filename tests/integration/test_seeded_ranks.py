@@ -107,11 +107,11 @@ def test_the_tail(rule: str, length: int, world: int) -> None:
             assert paddings == [0] * (full // (size * world)) + ([filling] if shares[rank] else [])
             given = sum(map(len, shares))
             stats = run.loader.stats()
-            assert stats["data/dropped"] == max(0, len(left) - given)
-            assert stats["data/repeated"] == max(0, given - len(left))
+            assert stats["data/dropped_samples"] == max(0, len(left) - given)
+            assert stats["data/repeated_samples"] == max(0, given - len(left))
             run.epoch()
-            assert run.loader.stats()["data/repeated"] == 2 * max(0, given - len(left)), "of both epochs"
-            assert run.loader.stats()["data/dropped"] == 2 * max(0, len(left) - given)
+            assert run.loader.stats()["data/repeated_samples"] == 2 * max(0, given - len(left)), "of both epochs"
+            assert run.loader.stats()["data/dropped_samples"] == 2 * max(0, len(left) - given)
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -129,7 +129,7 @@ def test_padding_with_workers(kind: str, workers: int) -> None:
                 seen.append(run.loader.padding)
             assert seen == [0, 0, 0, 2]  # 1 of 4 is left, and rank 0 has it
             assert run.rest() == []
-        assert run.loader.stats()["data/repeated"] == 2 * 3
+        assert run.loader.stats()["data/repeated_samples"] == 2 * 3
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -162,8 +162,8 @@ def test_an_unsized_sampler_is_shared_evenly_too(kind: str) -> None:
                 got = [batch.tolist() for batch in run.epoch()]
                 assert got == [[2.0 * rank, 2.0 * rank + 1], [4 + 2.0 * rank, 5 + 2.0 * rank], shares[rank]]
                 given = sum(map(len, shares))
-                assert run.loader.stats()["data/dropped"] == max(0, 3 - given)
-                assert run.loader.stats()["data/repeated"] == max(0, given - 3)
+                assert run.loader.stats()["data/dropped_samples"] == max(0, 3 - given)
+                assert run.loader.stats()["data/repeated_samples"] == max(0, given - 3)
 
 
 def test_without_automatic_batching_ranks_take_turns() -> None:

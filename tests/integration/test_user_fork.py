@@ -59,7 +59,7 @@ def test_many_forks_do_not_starve_the_ring() -> None:
         seen.append(int(batch.unique()))
         del batch
     assert seen == [i % 251 for i in range(N)]
-    assert loader.stats()["data/copy_outs"] < N / 2
+    assert loader.stats()["data/ring_copies"] < N / 2
 
 
 def test_the_child_cannot_use_the_parents_iterator() -> None:

@@ -35,7 +35,7 @@ UNPACKERS: dict[str, Callable[[bytes], tuple[Any, ...]]] = {
     "result": wire.unpack_result,
 }
 WHOLE: dict[str, bytes] = {
-    "task": wire.pack_task(1, 2, 3, 4, b"index"),
+    "task": wire.pack_task(1, 2, 3, 4, 0.5, b"index"),
     "ring": wire.pack_ring(1, 8, 4096),
     "reset": wire.pack_reset(wire.RESET, 7, b"start"),
     "answer": wire.pack_answer(wire.ERROR, 1, 2, 0.5, b"error"),

@@ -232,7 +232,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def copies_are_counted(self) -> None:
         if self.epoch_began():
-            assert self.statistics.copy_outs == self.copies
+            assert self.statistics.ring_copies == self.copies
 
     @invariant()
     def no_slot_is_in_two_states(self) -> None:

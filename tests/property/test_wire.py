@@ -44,11 +44,11 @@ def test_result_round_trip(result: wire.Result, template: bytes, cursor: bytes) 
     )
 
 
-@given(u32, u64, i32, u32, payloads)
-def test_task_round_trip(epoch: int, seq: int, slot: int, ring: int, index: bytes) -> None:
+@given(u32, u64, i32, u32, st.floats(allow_nan=False), payloads)
+def test_task_round_trip(epoch: int, seq: int, slot: int, ring: int, sent: float, index: bytes) -> None:
     """Every field survives, over its whole range."""
-    body = body_of(wire.pack_task(epoch, seq, slot, ring & 0x7FFFFFFF, index))
-    assert wire.unpack_task(body) == (epoch, seq, slot, ring & 0x7FFFFFFF, index)
+    body = body_of(wire.pack_task(epoch, seq, slot, ring & 0x7FFFFFFF, sent, index))
+    assert wire.unpack_task(body) == (epoch, seq, slot, ring & 0x7FFFFFFF, sent, index)
 
 
 @given(frames, st.lists(st.integers(1, 40), max_size=40))

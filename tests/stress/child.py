@@ -234,7 +234,7 @@ def _told(case: Case, run: _Run, last: Epoch) -> list[str]:
         problems.append(f"{restarts:.0f} restarts, but only {deaths} workers were struck")
     if restarts < own and case.scenario == "heal" and not any(fault.at == START for fault in case.faults):
         problems.append(f"{restarts:.0f} restarts, but {own} workers died over a task")
-    copies = run.facts.get("data/copy_outs", 0.0)
+    copies = run.facts.get("data/ring_copies", 0.0)
     if copies and case.scenario in HEALTHY and not deaths and case.consumer != "hoarding":
         problems.append(f"{copies:.0f} batches were copied out, although the consumer let go of every one")
     lost = [text for text in run.warnings if "random numbers begin anew" in text]

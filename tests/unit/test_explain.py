@@ -14,7 +14,7 @@ def statistics(*, wait: float, busy: float = 0.0, copies: int = 0) -> Statistics
     """Ten batches in ten seconds, of which `wait` was waited and `busy` of the workers' time worked."""
     s = Statistics()
     s.batches, s.elapsed_s, s.wait_s = 10, 10.0, 10.0 * wait
-    s.worker_s, s.busy_s, s.copy_outs = 20.0, 20.0 * busy, copies
+    s.worker_s, s.busy_s, s.ring_copies = 20.0, 20.0 * busy, copies
     return s
 
 
@@ -117,7 +117,7 @@ def test_the_repr_shows_dataset_order_and_place() -> None:
 @pytest.mark.parametrize("loader", [DataLoader, AsyncDataLoader])
 def test_a_loader_that_is_not_constructed_has_a_repr(loader: type[Any]) -> None:
     """A debugger shows it while the constructor runs."""
-    assert f"{loader.__name__} object at" in repr(loader.__new__(loader))
+    assert f"{loader.__name__} object at" in repr(object.__new__(loader))
 
 
 def test_the_table_for_notebooks_is_escaped() -> None:

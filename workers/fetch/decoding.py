@@ -11,9 +11,11 @@ For a plain blocking dataset, which could read nothing meanwhile, it is called i
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable, Sequence
 from contextvars import Context
+from time import perf_counter
 from typing import Any
 
 from asyncloader.workers.fetch.threads import JobThreads
@@ -64,23 +66,35 @@ class Decoder:
     Args:
         function: the user's.
         threads: where `decode` runs it for an event loop; None: inline.
+
+    Attributes:
+        seconds: that all calls took so far, in whatever threads.
     """
 
-    __slots__ = ("function", "threads")
+    __slots__ = ("function", "seconds", "threads")
 
     def __init__(self, function: Callable[[Any], Any], threads: JobThreads | None) -> None:
         self.function = function
         self.threads = threads
+        self.seconds = 0.0
 
     def call(self, sample: Any) -> Any:
         """Return the decoded sample, made inline."""
+        began = perf_counter()
         try:
             return self.function(sample)
         except (StopIteration, StopAsyncIteration) as error:  # it would look like the end of the dataset
             raise RuntimeError(f"decode raised {type(error).__name__}") from error
+        finally:
+            self.seconds += perf_counter() - began
+
+    def call_in_thread(self, sample: Any, context: Context | None = None) -> asyncio.Future[Any]:
+        """Have a thread decode the sample, in a copy of `context` (default: the current one)."""
+        assert self.threads is not None
+        return self.threads.call(self.call, sample, context)
 
     async def decode(self, sample: Any, context: Context | None = None) -> Any:
         """Return the decoded sample. Runs in a copy of `context` (default: the current one)."""
         if self.threads is not None:
-            return await self.threads.call(self.function, sample, context)
+            return await self.call_in_thread(sample, context)
         return self.call(sample) if context is None else context.copy().run(self.call, sample)

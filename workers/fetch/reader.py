@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
+from time import perf_counter
 from typing import Any
 
+from asyncloader.counters import Recorder, Stage
 from asyncloader.errors import StateError
 from asyncloader.workers.fetch.assignment_client import AssignmentProvider, assigns_shards
 from asyncloader.workers.fetch.async_stack import awaited_view
@@ -46,6 +48,9 @@ class Reader:
         worker_id: number of this copy among those of this process's loader; 0 without workers.
         in_worker: whether this is a worker process, whose global generators may be seeded.
         assignments: provides the shard ranges to read, where the main process assigns them.
+        time: records how long fetching, decoding and collating took, per batch. In a worker the first fetch counts as
+            its ``first_read``. Where several batches are fetched at a time, fetching includes decoding, and the time of
+            decoding is that of all samples that were decoded since the batch before.
     """
 
     def __init__(
@@ -57,10 +62,14 @@ class Reader:
         worker_id: int = 0,
         in_worker: bool,
         assignments: AssignmentProvider | None = None,
+        time: Callable[[Stage, float], None] | None = None,
     ) -> None:
         self._setup = setup
         self.dataset = dataset
-        self._collate = collate
+        self._time = time = Recorder().time if time is None else time
+        self._collate = _TimedCollate(collate, time)
+        self._stage: Stage = "first_read" if in_worker else "fetch"  # of the next fetch
+        self._decoded_s = 0.0  # seconds of decoding before the current fetch
         self._worker_id = worker_id
         self._in_worker = in_worker
         self._assignments = assignments
@@ -82,6 +91,18 @@ class Reader:
         self._ready = False  # the asynchronous dataset has begun
         self._failure: StateError | None = None
         self._stream_index = None if setup.batch_size is None else range(setup.batch_size)
+
+    def _record(self, began: float) -> None:
+        """Record that samples were fetched, and perhaps collated, since `began`."""
+        seconds = perf_counter() - began - self._collate.seconds
+        self._collate.seconds = 0.0
+        if self._decoder is not None:
+            decoded_s, self._decoded_s = self._decoder.seconds - self._decoded_s, self._decoder.seconds
+            self._time("decode", decoded_s)
+            if not self.asynchronous:
+                seconds -= decoded_s
+        self._time(self._stage, seconds)
+        self._stage = "fetch"
 
     # ------------------------------------------------------------------------------------------- beginning
 
@@ -235,10 +256,14 @@ class Reader:
         """
         if self._setup.iterable:
             index = self._stream_index
+        began = perf_counter()
         if self._setup.seeded is None:
-            return self._fetcher.fetch(index, records)
-        with self._generators():
-            return self._fetcher.fetch(index, records)
+            batch = self._fetcher.fetch(index, records)
+        else:
+            with self._generators():
+                batch = self._fetcher.fetch(index, records)
+        self._record(began)
+        return batch
 
     async def fetch_async(self, index: Any, records: list[BadSample] | None = None) -> Any:
         """As `fetch`, for an asynchronous dataset. StopAsyncIteration at its end."""
@@ -246,18 +271,24 @@ class Reader:
             if not self._ready:
                 async with self._lock:
                     await self._ensure_begun()
-            return await self._fetcher.fetch_async(index, records)
+            return await self._timed(self._fetcher.fetch_async(index, records))
         # Held over both steps: a task that arrives after the beginning must not overtake tasks that waited for it.
         async with self._lock:
             await self._ensure_begun()
-            return await self._fetcher.fetch_async(self._stream_index, records)
+            return await self._timed(self._fetcher.fetch_async(self._stream_index, records))
+
+    async def _timed(self, fetching: Awaitable[Any]) -> Any:
+        began = perf_counter()
+        result = await fetching
+        self._record(began)
+        return result
 
     async def samples(self, index: Any, records: list[BadSample] | None = None) -> Any:
         """Return what `collated` makes the batch of, for callers that collate later. Asynchronous map datasets only."""
         if not self._ready:
             async with self._lock:
                 await self._ensure_begun()
-        return await self._fetcher.samples(index, records)
+        return await self._timed(self._fetcher.samples(index, records))
 
     def collated(self, index: Any, samples: Any) -> Any:
         """Collate what `samples` returned for this index."""
@@ -327,6 +358,28 @@ class Reader:
         if self._in_worker or self._setup.seeded is None:
             return contextlib.nullcontext()
         return global_generators_kept()
+
+
+class _TimedCollate:
+    """Collates, and records how long it took.
+
+    Attributes:
+        seconds: of the last call; the reader sets it to 0.
+    """
+
+    __slots__ = ("_function", "_time", "seconds")
+
+    def __init__(self, function: Callable[[Any], Any], time: Callable[[Stage, float], None]) -> None:
+        self._function = function
+        self._time = time
+        self.seconds = 0.0
+
+    def __call__(self, samples: Any) -> Any:
+        began = perf_counter()
+        batch = self._function(samples)
+        self.seconds = perf_counter() - began
+        self._time("collate", self.seconds)
+        return batch
 
 
 @contextlib.contextmanager

@@ -130,9 +130,11 @@ class Links(NamedTuple):
         lifeline: read end of the pipe whose closing kills the worker.
         stacks: write end of the pipe for stack traces.
         parent: the main process's pidfd; None where the system has no pidfds.
+        records: the segment of the worker's `Recorder`.
     """
 
     control: Any
     lifeline: Any
     stacks: Any
     parent: Any
+    records: Any

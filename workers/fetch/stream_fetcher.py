@@ -213,7 +213,7 @@ class StreamFetcher:
         if self._maker.asynchronous:
             context = copy_context()  # holds this sample's random numbers; the next sample gets others
             if decoder.threads is not None:
-                sample = decoder.threads.call(decoder.function, sample, context)
+                sample = decoder.call_in_thread(sample, context)
             return _ReadSample(request, sample, context)
         try:
             return decoder.call(sample)

@@ -19,7 +19,6 @@ __all__ = [
     "ASK",
     "ASSIGNMENT",
     "BAD_SAMPLES",
-    "COUNTS",
     "ERROR",
     "EXHAUSTED",
     "NO_SLOT",
@@ -73,8 +72,6 @@ BAD_SAMPLES = 18
 RETIRING = 19
 """The worker exceeds its memory limit and ends now; its replacement gets its unanswered tasks. In torch mode with its
 pickled RNG state."""
-COUNTS = 21
-"""Counts of the worker's transports since the last such frame (a pickled dictionary)."""
 ASK = 20
 """The worker requests its next assignment of shards."""
 
@@ -84,16 +81,16 @@ ONEOFF = -2
 """In a result: the batch is in a segment of its own, whose descriptor came with the frame."""
 
 _PREFIX = struct.Struct("=IB")
-_TASK = struct.Struct("=IBIQiI")  # prefix, epoch, seq, slot, ring
-_TASK_HEAD = struct.Struct("=IQiI")
+_TASK = struct.Struct("=IBIQiId")  # prefix, epoch, seq, slot, ring, sent
+_TASK_HEAD = struct.Struct("=IQiId")
 _RING_HEAD = struct.Struct("=IIQ")  # number, slots, slot_bytes
 _RESET_HEAD = struct.Struct("=I")  # epoch
 _STARTED_HEAD = struct.Struct("=II")  # epoch, bytes of the error
 _ANSWER_HEAD = struct.Struct("=IQd")  # epoch, seq, busy
 _ASK_HEAD = struct.Struct("=IQQ")  # epoch, number, batch
 _ASSIGNMENT_HEAD = struct.Struct("=IQ")  # epoch, number
-_RESULT = struct.Struct("=IBIQiQQIdBI")
-_RESULT_HEAD = struct.Struct("=IQiQQIdBI")
+_RESULT = struct.Struct("=IBIQiQQIdBId")
+_RESULT_HEAD = struct.Struct("=IQiQQIdBId")
 
 _MAX_FRAME = 1 << 31
 
@@ -103,7 +100,8 @@ class Result(NamedTuple):
 
     `nbytes` is the size of the batch in memory; `pickled` the size of its pickle, in memory or in the frame; `busy` the
     seconds that the worker spent; `same` means that the template equals that of the worker's previous result and is
-    omitted; `cursor` is the length of the pickled cursor after the template, 0 for none.
+    omitted; `cursor` is the length of the pickled cursor after the template, 0 for none; `sent` is the time by
+    `perf_counter`, which is the same clock in all processes of a machine.
     """
 
     epoch: int
@@ -115,6 +113,7 @@ class Result(NamedTuple):
     busy: float
     same: bool
     cursor: int = 0
+    sent: float = 0.0
 
 
 def pack(kind: int, payload: bytes = b"") -> bytes:
@@ -122,15 +121,15 @@ def pack(kind: int, payload: bytes = b"") -> bytes:
     return _PREFIX.pack(1 + len(payload), kind) + payload
 
 
-def pack_task(epoch: int, seq: int, slot: int, ring: int, index: bytes) -> bytes:
-    """Pack a task: write the batch of the pickled `index` to `slot` of ring number `ring`."""
-    return _TASK.pack(21 + len(index), TASK, epoch, seq, slot, ring) + index
+def pack_task(epoch: int, seq: int, slot: int, ring: int, sent: float, index: bytes) -> bytes:
+    """Pack a task: write the batch of the pickled `index` to `slot` of ring number `ring`. `sent` is the time now."""
+    return _TASK.pack(1 + _TASK_HEAD.size + len(index), TASK, epoch, seq, slot, ring, sent) + index
 
 
-def unpack_task(body: bytes) -> tuple[int, int, int, int, bytes]:
-    """Return epoch, sequence number, slot, ring number, pickled index."""
-    epoch, seq, slot, ring = _unpack(_TASK_HEAD, body)
-    return epoch, seq, slot, ring, body[_TASK_HEAD.size :]
+def unpack_task(body: bytes) -> tuple[int, int, int, int, float, bytes]:
+    """Return epoch, sequence number, slot, ring number, time of sending, pickled index."""
+    epoch, seq, slot, ring, sent = _unpack(_TASK_HEAD, body)
+    return epoch, seq, slot, ring, sent, body[_TASK_HEAD.size :]
 
 
 def pack_ring(number: int, slots: int, slot_bytes: int) -> bytes:
@@ -211,8 +210,8 @@ def pack_result(result: Result, template: bytes, cursor: bytes = b"") -> bytes:
 
 def unpack_result(body: bytes) -> tuple[Result, bytes, bytes]:
     """Return the result, its template (empty if `same`) and its cursor."""
-    epoch, seq, slot, nbytes, pickled, samples, busy, same, cursor = _unpack(_RESULT_HEAD, body)
-    result = Result(epoch, seq, slot, nbytes, pickled, samples, busy, bool(same), cursor)
+    epoch, seq, slot, nbytes, pickled, samples, busy, same, cursor, sent = _unpack(_RESULT_HEAD, body)
+    result = Result(epoch, seq, slot, nbytes, pickled, samples, busy, bool(same), cursor, sent)
     end = len(body) - cursor
     if end < _RESULT_HEAD.size:
         raise ValueError(f"broken stream: a result of {len(body)} bytes with a cursor of {cursor}")

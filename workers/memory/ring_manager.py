@@ -70,7 +70,7 @@ class RingManager:
         self._least_credits = credits if least_credits is None else least_credits
         self._most_extra = credits - self._least_credits
         self._least_slots = slot_count(self._least_credits)
-        self._ring_bytes = ring_bytes
+        self.ring_bytes = ring_bytes
         self._extra, self._ahead = self._affordable(FIRST_SLOT_BYTES if ring_bytes is None else PAGE)
         self._slots = self._least_slots + self._extra + self._ahead
         if ring_bytes is not None:
@@ -95,6 +95,12 @@ class RingManager:
         """Tasks that the worker may have outstanding, given the batch sizes seen."""
         return self._least_credits + self._extra
 
+    def too_small_for(self, nbytes: int) -> int:
+        """Return 0 if batches of this size fit into the slots, or will; else the `ring_bytes` that would do."""
+        if nbytes <= self._slot_bytes:
+            return 0
+        return self._least_slots * (-(-nbytes // PAGE) * PAGE)
+
     def _fixed_slot_bytes(self, ring_bytes: int) -> int:
         return max(PAGE, ring_bytes // self._slots // PAGE * PAGE)
 
@@ -111,7 +117,7 @@ class RingManager:
             self._grown = True
         if not self._grown and not (self.ring is not None and self.ring.worn):
             return None
-        if self._ring_bytes is None and self._slot_bytes > FIRST_SLOT_BYTES:
+        if self.ring_bytes is None and self._slot_bytes > FIRST_SLOT_BYTES:
             # Check first: the kernel would overcommit and, at the control group's limit, kill a process.
             try:
                 self._check_room()
@@ -159,7 +165,7 @@ class RingManager:
         if slot == wire.ONEOFF and nbytes > self._slot_bytes:
             extra, ahead = self._affordable(grown_slot_bytes(nbytes))
             slots = self._least_slots + extra + ahead
-            wanted = fit_slot_bytes(nbytes, slots, self._ring_bytes)
+            wanted = fit_slot_bytes(nbytes, slots, self.ring_bytes)
             if wanted > self._slot_bytes:
                 self._slot_bytes, self._slots = wanted, slots
                 self._extra, self._ahead = extra, ahead
@@ -177,10 +183,10 @@ class RingManager:
 
     def _affordable(self, slot_bytes: int) -> tuple[int, int]:
         """Return how many slots of this size are affordable: for credits beyond the least, and for running ahead."""
-        if self._ring_bytes is None:
+        if self.ring_bytes is None:
             room = CREDIT_BYTES // slot_bytes - self._least_credits
             return min(self._most_extra, max(0, room)), min(self._most_ahead, RUN_AHEAD_BYTES // slot_bytes)
-        room = max(0, self._ring_bytes // slot_bytes - self._least_slots)
+        room = max(0, self.ring_bytes // slot_bytes - self._least_slots)
         extra = min(self._most_extra, room)
         return extra, min(self._most_ahead, room - extra)
 

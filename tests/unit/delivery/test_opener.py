@@ -29,7 +29,7 @@ def test_a_view_while_the_ring_can_spare_it() -> None:
     """The first batch is a view of its slot, which comes back with the batch's end."""
     ring, statistics = new_ring(), Statistics()
     batch = Opener(statistics).open(answer(ring, torch.arange(5)))
-    assert (ring.leased, statistics.copy_outs) == (1, 0)
+    assert (ring.leased, statistics.ring_copies) == (1, 0)
     assert batch.tolist() == [0, 1, 2, 3, 4]
     del batch
     assert ring.idle
@@ -43,7 +43,7 @@ def test_a_copy_when_the_ring_cannot_spare_it() -> None:
     second = answer(ring, torch.ones(5))
     assert Opener(Statistics()).will_copy(second)
     copy = opener.open(second)
-    assert (ring.leased, len(ring._free), statistics.copy_outs) == (1, 2, 1)
+    assert (ring.leased, len(ring._free), statistics.ring_copies) == (1, 2, 1)
     for _ in range(2):  # every free slot is written again
         assert opener.open(answer(ring, torch.full((5,), 9.0))).tolist() == [9.0] * 5
     assert (held.tolist(), copy.tolist()) == ([0.0] * 5, [1.0] * 5)
@@ -58,7 +58,7 @@ def test_a_segment_of_its_own_needs_no_copy() -> None:
     assert item.fd is not None
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(item.fd)
-    assert (batch.tolist(), statistics.copy_outs) == ([0, 1, 2, 3], 0)
+    assert (batch.tolist(), statistics.ring_copies) == ([0, 1, 2, 3], 0)
 
 
 def test_segments_that_a_consumer_hoards_are_bounded() -> None:
@@ -66,14 +66,14 @@ def test_segments_that_a_consumer_hoards_are_bounded() -> None:
     statistics = Statistics()
     opener = Opener(statistics)
     held = [opener.open(answer(None, torch.zeros(4))) for _ in range(_MOST_ONEOFFS)]
-    assert statistics.copy_outs == 0
+    assert statistics.ring_copies == 0
     item = answer(None, torch.ones(4))
     assert opener.will_copy(item)
     assert opener.open(item).tolist() == [1.0] * 4
-    assert statistics.copy_outs == 1
+    assert statistics.ring_copies == 1
     held.pop()
     held.append(opener.open(answer(None, torch.zeros(4))))
-    assert statistics.copy_outs == 1
+    assert statistics.ring_copies == 1
     assert all(batch.tolist() == [0.0] * 4 for batch in held)
 
 

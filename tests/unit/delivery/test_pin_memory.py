@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from asyncloader.counters import Recorder
 from asyncloader.delivery.opener import Opener
 from asyncloader.delivery.stage import Pinned, PinStage
 from asyncloader.events import Action, Deliver, Fail, Finish
@@ -22,7 +23,7 @@ class Stage:
         self.out: list[Action] = []
         self.threads: set[threading.Thread] = set()
         self.ended = threading.Event()
-        self.stage = PinStage(Opener(Statistics()), pin, self.forward)
+        self.stage = PinStage(Opener(Statistics()), pin, Recorder(), self.forward)
 
     def forward(self, item: Action) -> None:
         self.out.append(item)

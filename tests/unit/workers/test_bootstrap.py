@@ -26,7 +26,7 @@ def freezes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[None]]:
 
 def test_the_collector_rests_from_the_unpickling_on() -> None:
     """What is unpickled and imported after the target is not collected over."""
-    pickle.loads(pickle.dumps(Bootstrap()))
+    pickle.loads(pickle.dumps(Bootstrap(0.0)))
     assert not gc.isenabled()
 
 
@@ -36,7 +36,7 @@ def test_unpickling_imports_nothing_heavy() -> None:
         "import pickle, sys; pickle.loads(bytes.fromhex(sys.argv[1]));"
         "print(sorted({'torch', 'numpy', 'asyncio'} & set(sys.modules)))"
     )
-    data = pickle.dumps(Bootstrap()).hex()
+    data = pickle.dumps(Bootstrap(0.0)).hex()
     told = subprocess.run(
         [sys.executable, "-c", code, data], capture_output=True, text=True, check=True, env=os.environ
     )
@@ -49,7 +49,7 @@ def test_the_collector_is_what_it_was_when_the_worker_runs(enabled: bool, monkey
     seen: list[bool] = []
     monkeypatch.setattr("asyncloader.workers.worker.worker_main", lambda *_: seen.append(gc.isenabled()))
     (gc.enable if enabled else gc.disable)()
-    pickle.loads(pickle.dumps(Bootstrap()))(0, None, None, None)
+    pickle.loads(pickle.dumps(Bootstrap(0.0)))(0, None, None, None)
     assert seen == [enabled]
 
 
@@ -61,6 +61,6 @@ def test_a_forked_worker_leaves_the_collector_alone(
     seen: list[bool] = []
     monkeypatch.setattr("asyncloader.workers.worker.worker_main", lambda *_: seen.append(gc.isenabled()))
     (gc.enable if enabled else gc.disable)()
-    Bootstrap()(0, None, None, None)
+    Bootstrap(0.0)(0, None, None, None)
     assert seen == [enabled]
     assert not freezes

@@ -17,10 +17,10 @@ def only_frame(data: bytes) -> tuple[int, bytes]:
 
 
 def test_task_round_trip() -> None:
-    """A task carries epoch, number, slot, ring and the pickled index; slots may be negative marks."""
-    kind, body = only_frame(wire.pack_task(4_000_000_000, 1 << 60, wire.NO_SLOT, 9, b"index"))
+    """A task carries epoch, number, slot, ring, time and the pickled index; slots may be negative marks."""
+    kind, body = only_frame(wire.pack_task(4_000_000_000, 1 << 60, wire.NO_SLOT, 9, 0.5, b"index"))
     assert kind == wire.TASK
-    assert wire.unpack_task(body) == (4_000_000_000, 1 << 60, wire.NO_SLOT, 9, b"index")
+    assert wire.unpack_task(body) == (4_000_000_000, 1 << 60, wire.NO_SLOT, 9, 0.5, b"index")
 
 
 def test_ring_round_trip() -> None:
