@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, NoReturn, Self, TypeVar
 
 import torch
@@ -221,12 +221,15 @@ class DataLoader(LoaderSpec[T_co]):
         known = vars(self)
         return type(self) is DataLoader and "_asyncloader_maker" in known and "_asyncloader_installed" not in known
 
-    def __aiter__(self) -> NoReturn:
-        """Raises TypeError: a plain ``for`` would block the event loop in `async for`."""
+    async def __aiter__(self) -> AsyncIterator[NoReturn]:
+        """Raises TypeError when a batch is awaited, as the loader would block the event loop. Not before: `tqdm.auto`
+        asks for the iterator although it is read by a plain ``for``.
+        """
         raise TypeError(
             "DataLoader is read with a plain 'for', which blocks; for 'async for' make an "
             "asyncloader.AsyncDataLoader, which takes the same arguments"
         )
+        yield  # makes it a generator
 
     def __repr__(self) -> str:
         try:

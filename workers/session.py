@@ -61,7 +61,7 @@ class SessionPickler(pickle.Pickler):
         self.sent: dict[str, Any] = {}
         """What has been pickled by value and has a name in `__main__`."""
         self._by_value: Any = None
-        tables = [dict(reducers), copyreg.dispatch_table]
+        tables: list[Any] = [reducers, copyreg.dispatch_table]
         try:
             from cloudpickle import Pickler
         except ImportError:
