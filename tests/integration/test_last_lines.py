@@ -132,7 +132,7 @@ def test_a_class_of_a_session_needs_cloudpickle(read_from: str, method: str, tmp
     ran = subprocess.run(
         command, input=program, capture_output=True, text=True, check=False, cwd=tmp_path, env=env, timeout=60
     )
-    assert_ends(ran, SESSION, 26)
+    assert_ends(ran, SESSION, 32)
 
 
 def assert_ends(ran: subprocess.CompletedProcess[str], last: str, most: int) -> None:

@@ -9,12 +9,40 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ipykernel")
-pytest.importorskip("nbclient")
+from tests.integration.running import PATIENCE_S, environment
+
 pytest.importorskip("cloudpickle")
 
-from tests.integration.notebooks import run_cells
-from tests.integration.running import PATIENCE_S, environment
+# In a process of its own: the client leaves threads and sockets of zmq, which end with the process.
+CLIENT = """
+import sys
+import nbformat
+from nbclient import NotebookClient
+notebook = nbformat.read(sys.argv[1], 4)
+NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
+nbformat.write(notebook, sys.argv[1])
+"""
+
+
+def run_cells(folder: Path, *cells: str) -> list[Any]:
+    """Run the cells in one kernel; the outputs of each. A cell that raises fails the test, with its traceback."""
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("nbclient")
+    notebooks = pytest.importorskip("nbformat.v4")
+    file = folder / "cells.ipynb"
+    file.write_text(notebooks.writes(notebooks.new_notebook(cells=[*map(notebooks.new_code_cell, cells)])))
+    env = {
+        **environment(),
+        "PYTHONWARNINGS": "default",  # the kernel's own code has some
+        **dict.fromkeys(["IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"], str(folder)),
+    }
+    command = [sys.executable, "-c", CLIENT, str(file)]
+    client = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=3 * PATIENCE_S, env=env, cwd=folder
+    )
+    assert client.returncode == 0, client.stderr
+    return [cell.outputs for cell in notebooks.reads(file.read_text()).cells]
+
 
 DEFINITIONS = """
 import asyncio, enum, multiprocessing, os, signal, threading
