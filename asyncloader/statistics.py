@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 _LOOK_S = 0.05  # between two looks at the CPU time
+_SLOW_START_S = 10.0  # from which the log tells what the start of workers took
 
 
 class Statistics:
@@ -42,6 +43,7 @@ class Statistics:
         "_look_at",
         "_mark",
         "_starting",
+        "_told_slow_start",
         "_workers",
         "bad_samples",
         "batches",
@@ -101,6 +103,7 @@ class Statistics:
         """What the main process does for this loader."""
         self._workers: dict[int, _Worker] = {}
         self._lock = threading.Lock()  # for `_workers`: replacements are made in a thread of their own
+        self._told_slow_start = False
         self._starting = False  # workers were started for the newest iterator, which has no batch yet
         self._before = _Totals({}, np.zeros(BLOCK_BYTES // 8))
         self._mark = self._look_at = self._cpu_mark = 0.0
@@ -137,6 +140,23 @@ class Statistics:
         if self._starting:
             self._starting = False
             self.startup_s += self.first_batch_s
+            if self.first_batch_s > _SLOW_START_S and not self._told_slow_start:
+                self._told_slow_start = True
+                self._tell_slow_start()
+
+    def _tell_slow_start(self) -> None:
+        """Log what the time to the first batch went to. Each figure is a mean worker's."""
+        blocks = [block for worker, block in self.blocks().items() if worker >= 0]
+        merged = [sum(each) for each in zip(*blocks, strict=True)]
+        process, imports, dataset, first_read = (
+            times.total / max(1, times.number)
+            for times in (stage_times(merged, stage) for stage in STAGES if stage.startswith(("start_", "first_")))
+        )
+        _log.warning(
+            "the first batch came after %.1f s: %.1f s to create a worker's process, %.1f s in imports, %.1f s for the "
+            "dataset, %.1f s for its first samples; persistent_workers=True spends that once, not in each epoch",
+            *(self.first_batch_s, process, imports, dataset, first_read),
+        )
 
     def add_bad_samples(self, records: Sequence[BadSample]) -> None:
         """Record samples that raised.

@@ -23,4 +23,4 @@ def test_the_verdict_is_right(name: str, kind: str, caplog: pytest.LogCaptureFix
     outcome = run(row, kind, 5, grid=False)
     assert outcome.right, outcome.diagnosis
     assert f"| {name} | " in table([outcome])
-    assert "| 1 of 1 |" in table([outcome])
+    assert f"| {outcome.diagnosis.bound} | 1 of 1 |" in table([outcome])
