@@ -350,11 +350,11 @@ def _change(run: Run, bound: Bound) -> tuple[dict[str, Any], float]:
         return {"ring_bytes": run.ring_needed}, _ring_gain(run)
     if bound == "memory" and run.memory_limit is not None:
         return {"worker_memory_limit": 4 * run.memory_limit}, 1.5
-    if bound in ("order", "consumer process") and run.prefetch_factor is not None and run.prefetch_factor < 4:
+    if bound == "consumer process" and run.prefetch_factor is not None and run.prefetch_factor < 4:
         ideal = _predicted(run, _costs(run), _Setting(run.workers, run.persistent, run.concurrency))
         gain = min(1.5, run.elapsed_s / max(ideal, 1e-9))
         return ({"prefetch_factor": 4}, gain) if gain > _WORTH else ({}, 1.0)
-    if bound in ("sampler", "store", "shards", "slow worker", "ring", "memory"):
+    if bound in ("sampler", "store", "shards", "slow worker", "ring", "memory", "order"):
         return {}, 1.0
     return _faster(run)
 
@@ -436,7 +436,7 @@ def _advice(run: Run, bound: Bound, words: str, change: Mapping[str, Any], gain:
             text += f" Workers that wait may be more than the {run.cpus} CPUs that torch suggests."
         return text
     if bound == "order":
-        return f"{words} in_order=False delivers batches as they are ready, if any order will do."
+        return f"{words} in_order=False delivers them as they are ready, if any order will do."
     if bound == "startup" and run.epochs == 1:
         return f"{words} If more epochs follow, persistent_workers=True starts them once."
     if run.iterable and bound in ("compute", "fetch"):

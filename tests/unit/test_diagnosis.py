@@ -149,7 +149,7 @@ RUNS: dict[str, tuple[Run, str, dict[str, Any], str]] = {
     "batches behind one that is slow": (
         run({"order": 0.05}, worker(0.02, 0.5, slow={"fetch": 2.0}), worker(0.02, 0.5, slow={"fetch": 2.0})),
         "order",
-        {"prefetch_factor": 4},
+        {},
         "waited 50 ms for an earlier one",
     ),
     "all CPUs busy": (
