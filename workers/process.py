@@ -30,7 +30,7 @@ from asyncloader.workers.ipc.channel import Channel, channel_pair
 from asyncloader.workers.main_guard import leave_if_importing_main, unguarded_main
 from asyncloader.workers.memory import segment
 from asyncloader.workers.memory_use import MemoryKills
-from asyncloader.workers.session import dump_message
+from asyncloader.workers.session import dump_message, file_of_main_hidden
 from asyncloader.workers.setup_payload import InheritedFd, Payload
 from asyncloader.workers.stacks import crash_trace, stack_pipe
 from asyncloader.workers.stderr_capture import make_capture_file, read_tail
@@ -109,7 +109,7 @@ class WorkerProcess:
                 name=f"asyncloader-worker-{worker_id}",
                 daemon=True,
             )
-            with gc_paused() if context.get_start_method() == "fork" else contextlib.nullcontext():
+            with gc_paused() if context.get_start_method() == "fork" else file_of_main_hidden():
                 self.process.start()
         except BaseException:
             with contextlib.suppress(Exception):  # interrupted between the start and its return

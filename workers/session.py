@@ -12,17 +12,18 @@ to a worker only once.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import io
 import pickle
 import sys
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-__all__ = ["SessionPickler", "dump_message", "hide_file_of_main", "in_session"]
+__all__ = ["SessionPickler", "dump_message", "file_of_main_hidden", "in_session"]
 
 _MAIN = "__main__"
 
@@ -36,11 +37,20 @@ def in_session() -> bool:
     return file is None or not Path(file).exists()
 
 
-def hide_file_of_main() -> None:
-    """In a session, delete the `__file__` of `__main__`. A program read from standard input has "<stdin>", which
-    multiprocessing would have each child import.
+@contextlib.contextmanager
+def file_of_main_hidden() -> Generator[None]:
+    """Context around the start of a process. In a session it hides the `__file__` of `__main__`: a program read from
+    standard input has "<stdin>", which multiprocessing would have the child import.
     """
-    vars(sys.modules[_MAIN]).pop("__file__", None)
+    names = vars(sys.modules[_MAIN])
+    if not in_session() or "__file__" not in names:
+        yield
+        return
+    file = names.pop("__file__")
+    try:
+        yield
+    finally:
+        names["__file__"] = file
 
 
 class SessionPickler(pickle.Pickler):

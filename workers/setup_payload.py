@@ -24,7 +24,7 @@ from typing import Any
 
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.memory import segment
-from asyncloader.workers.session import SessionPickler, hide_file_of_main, in_session
+from asyncloader.workers.session import SessionPickler, in_session
 
 __all__ = [
     "InheritedFd",
@@ -213,8 +213,6 @@ def dump(setup: WorkerSetup) -> Payload:
         Exception: whatever pickling raises, unchanged, so that a traceback ends as torch's does. Its cause names the
             part that cannot be pickled.
     """
-    if in_session():
-        hide_file_of_main()
     try:
         return Payload.dump(setup)
     except (TypeError, AttributeError, pickle.PicklingError) as error:

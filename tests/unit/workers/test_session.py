@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader.workers.session import dump_message, hide_file_of_main, in_session
+from asyncloader.workers.session import dump_message, file_of_main_hidden, in_session
 
 MAINS: dict[str, tuple[dict[str, Any], bool]] = {
     "script": ({"__file__": __file__}, False),
@@ -47,11 +47,11 @@ def test_this_is_no_session() -> None:
 
 
 def test_the_name_of_standard_input_is_hidden(main: ModuleType) -> None:
-    """multiprocessing would have each child import "<stdin>"."""
+    """While a process is started: multiprocessing would have the child import "<stdin>"."""
     vars(main)["__file__"] = "<stdin>"
-    hide_file_of_main()
-    hide_file_of_main()
-    assert not hasattr(main, "__file__")
+    with file_of_main_hidden(), file_of_main_hidden():
+        assert not hasattr(main, "__file__")
+    assert vars(main)["__file__"] == "<stdin>"
 
 
 def test_what_a_worker_has_is_referred_to_by_name(main: ModuleType) -> None:
