@@ -371,7 +371,7 @@ def _faster(run: Run) -> tuple[dict[str, Any], float]:
     costs, now = _costs(run), _Setting(run.workers, run.persistent, run.concurrency)
     expected = max(run.elapsed_s, 1e-9)
     scale = expected / max(_predicted(run, costs, now), 1e-9)  # what the prediction leaves out
-    best, best_s = now, expected / max(1.0, scale) if scale < 1 else expected
+    best, best_s = now, expected
     for setting in _settings(run):
         seconds = _predicted(run, costs, setting) * min(1.3, max(1.0, scale))
         if seconds < best_s * 0.95:
@@ -394,21 +394,19 @@ def _settings(run: Run) -> list[_Setting]:
     workers = [run.workers]
     if not run.iterable:
         waits = _computing(run) < 0.6 and not (run.asynchronous or run.threads)
-        most = max(run.cpus, _MOST_WAITING_WORKERS if waits else run.cpus)
-        workers = sorted({0, 1, 2, 4, 8, 16, run.cpus, run.workers})
+        most = max(run.cpus, _MOST_WAITING_WORKERS) if waits else run.cpus
         held_up = run.mean("transfer") > _HELD_UP_S  # this process would be no quicker at making batches
-        workers = [
-            number for number in workers if number == run.workers or (not held_up if not number else number <= most)
-        ]
+        least = 1 if held_up else 0
+        workers = sorted(
+            {run.workers, *(number for number in (0, 1, 2, 4, 8, 16, run.cpus) if least <= number <= most)}
+        )
     several = [run.concurrency]
     if run.asynchronous and not run.iterable:
         several += [number for number in _CONCURRENCIES if number > run.concurrency]
-    return [
-        _Setting(number, persistent, concurrency)
-        for number in workers
-        for persistent in ((run.persistent, True) if number and run.epochs > 1 else (run.persistent,))
-        for concurrency in several
-    ]
+    settings = [_Setting(number, run.persistent, concurrency) for number in workers for concurrency in several]
+    if run.epochs > 1:
+        settings += [setting._replace(persistent=True) for setting in settings if setting.workers]
+    return settings
 
 
 def _predicted(run: Run, costs: _Costs, setting: _Setting) -> float:
