@@ -25,7 +25,7 @@ def test_the_facade_is_a_torch_dataloader() -> None:
     assert isinstance(loader, torch.utils.data.DataLoader)
     assert isinstance(loader, Iterable)
     with pytest.raises(TypeError, match=r"for 'async for' make an asyncloader\.AsyncDataLoader"):
-        aiter(loader)
+        run_async(anext(aiter(loader)))
     assert type(loader).__name__ == "DataLoader"
 
 
