@@ -202,7 +202,7 @@ def test_each_class_is_sent_to_a_worker_once(tmp_path: Path) -> None:
     """
     command = [sys.executable, "-"]
     ran = subprocess.run(
-        command, input=STREAMED, capture_output=True, text=True, check=False, timeout=PATIENCE_S, env=environment()
+        command, input=STREAMED, capture_output=True, text=True, check=False, timeout=3 * PATIENCE_S, env=environment()
     )
     assert ran.returncode == 0, ran.stderr
     assert not ran.stderr
