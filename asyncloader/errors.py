@@ -20,7 +20,7 @@ Every error can be pickled: its constructor arguments are its attributes. Every 
 alone, as torch's `ExceptionWrapper` does to re-raise an error of another thread or process. ``str()`` is then that
 text, and the attributes have their defaults: 0 for numbers (-1 for `worker_id`), empty texts and tuples, and None.
 
-`NeverIteratedWarning` is a class of its own so that it can be filtered.
+`NeverIteratedWarning` and `NoEffectWarning` are classes of their own so that they can be filtered.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ __all__ = [
     "LoaderError",
     "LoaderTimeout",
     "NeverIteratedWarning",
+    "NoEffectWarning",
     "PageLockError",
     "RanksDisagree",
     "RingMemoryError",
@@ -337,6 +338,10 @@ class UnsupportedPlatform(LoaderError, RuntimeError):
 
 class NeverIteratedWarning(UserWarning):
     """A stock loader that was made from a `DataLoader` is iterated in its place: a framework replaced it."""
+
+
+class NoEffectWarning(UserWarning):
+    """An option of a loader cannot do what it asks for, because of another option or of the dataset."""
 
 
 def signal_name(number: int) -> str:

@@ -28,7 +28,7 @@ from torch.utils.data import _DatasetKind as DatasetKind
 
 from asyncloader.cpus import affinity, cpu_quota
 from asyncloader.delivery.transfer import DeviceLike
-from asyncloader.option_checks import CHECKS, check_options, is_seed
+from asyncloader.option_checks import CHECKS, check_options, is_seed, warn_without_effect
 from asyncloader.samplers.async_sampler import AsyncIndexSource, as_async_source
 from asyncloader.samplers.distributed import OnUneven, rank_view, topology
 from asyncloader.samplers.generators import drawing_generator
@@ -300,6 +300,8 @@ class LoaderSpec(LoaderOptions[T_co], torch.utils.data.DataLoader[T_co], _Defaul
             self.__dict__["dataset"] = dataset  # torch forbids assigning it from here on
         check_options(arguments, iterable=is_iterable(self))
         self._asyncloader_options = OurOptions({name: arguments[name] for name in OUR_OPTION_NAMES})
+        changed = [name for name in OUR_OPTION_NAMES if arguments[name] != DEFAULTS[name]]
+        warn_without_effect(arguments, changed, iterable=is_iterable(self))
         for name, value in vars(self._asyncloader_options).items():
             owner = next(base for base in type(self).__mro__ if name in vars(base))
             if owner is _Defaults and name not in vars(self) and value != DEFAULTS[name]:
