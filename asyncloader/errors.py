@@ -124,18 +124,19 @@ class WorkerDied(LoaderError, RuntimeError):
         return WorkerDied(self.worker_id, self.pid, self.exitcode, self.reason, advice, self.trace)
 
     def _sentence(self) -> str:
-        more = "".join(f" {text}" for text in (self.reason, self.advice) if text)
-        trace = f"\nWhat it wrote last:\n{self.trace}" if self.trace else ""
+        # What it wrote stands in between, so that the last line says what to do.
+        trace = f"\nWhat it wrote last:\n{self.trace}\n" if self.trace else " "
+        more = " ".join(filter(None, (self.reason, self.advice)))
         # The two wordings are torch's own, so that scripts that look for them keep working.
         if self.exitcode is not None and self.exitcode < 0:
-            text = f"DataLoader worker (pid {self.pid}) is killed by signal: {signal_name(-self.exitcode)}. "
+            text = f"DataLoader worker (pid {self.pid}) is killed by signal: {signal_name(-self.exitcode)}.{trace}"
             text += f"It was worker {self.worker_id} of the loader"
             if -self.exitcode == signal.SIGKILL and not self.reason:
                 text += "; the kernel does this when memory runs out (see dmesg)"
-            return f"{text}.{more}{trace}"
+            return f"{text}. {more}".rstrip()
         text = f"DataLoader worker (pid(s) {self.pid}) exited unexpectedly"
         code = "unknown" if self.exitcode is None else str(self.exitcode)
-        return f"{text}: worker {self.worker_id}, exit code {code}.{more}{trace}"
+        return f"{text}: worker {self.worker_id}, exit code {code}.{trace}{more}".rstrip()
 
 
 class TaskQuarantined(LoaderError, RuntimeError):
@@ -170,8 +171,9 @@ class TaskQuarantined(LoaderError, RuntimeError):
     def _sentence(self) -> str:
         what = "the next batch of a stream" if self.indices is None else f"indices {shortened(self.indices)}"
         who = ", ".join(f"worker {worker} (pid {pid}, {ending(code)})" for worker, pid, code in self.deaths)
-        text = f"the task for {what} killed {len(self.deaths)} workers and is not tried again: {who}. {self.advice}"
-        return f"{text}\nThe last lines of standard error:\n{self.stderr}" if self.stderr else text
+        stderr = f"\nThe last lines of standard error:\n{self.stderr}\n" if self.stderr else " "
+        text = f"the task for {what} killed {len(self.deaths)} workers and is not tried again: {who}."
+        return f"{text}{stderr}{self.advice}"
 
 
 class TooManyBadSamples(LoaderError, RuntimeError):

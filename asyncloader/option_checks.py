@@ -24,7 +24,7 @@ from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.decoding import check_decode
 
-__all__ = ["CHECKS", "check_options", "is_seed", "warn_only_of", "warn_without_effect"]
+__all__ = ["CHECKS", "check_num_workers", "check_options", "is_seed", "warn_only_of", "warn_without_effect"]
 
 Check: TypeAlias = Callable[[str, Any], None]
 """A function of an option's name and value that raises if the value is out of range."""
@@ -44,6 +44,12 @@ def check_options(options: Mapping[str, Any], *, iterable: bool) -> None:
         check(name, options[name])
         if name in _AFTER:
             _AFTER[name](options, iterable)
+
+
+def check_num_workers(value: Any) -> None:
+    """Raise the TypeError that torch would raise later, or about an operator, if it is no number of workers."""
+    if value != 0 and not hasattr(value, "__index__"):
+        raise TypeError(f"num_workers should be an integer, but got num_workers={value!r}")
 
 
 def is_seed(seed: Any) -> bool:
