@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     )
 
     from asyncloader.async_loader import AsyncDataLoader
+    from asyncloader.diagnosis import Diagnosis
     from asyncloader.errors import (
         DeviceUnavailable,
         LoaderClosed,
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     )
     from asyncloader.integrations.install import install
     from asyncloader.loader import DataLoader
+    from asyncloader.metrics import Metric, MetricSample
     from asyncloader.remote.dataset import RemoteIterableDataset
     from asyncloader.samplers.async_sampler import AsyncSampler
     from asyncloader.samplers.by_length import BucketBatchSampler, TokenBudgetBatchSampler
@@ -87,6 +89,9 @@ _OWN = {
     "DeviceUnavailable": "asyncloader.errors",
     "LoaderClosed": "asyncloader.errors",
     "LoaderError": "asyncloader.errors",
+    "Diagnosis": "asyncloader.diagnosis",
+    "Metric": "asyncloader.metrics",
+    "MetricSample": "asyncloader.metrics",
     "LoaderTimeout": "asyncloader.errors",
     "MixtureSampler": "asyncloader.samplers.mixture",
     "NeverIteratedWarning": "asyncloader.errors",
@@ -126,6 +131,7 @@ __all__ = [
     "DataLoader",
     "Dataset",
     "DeviceUnavailable",
+    "Diagnosis",
     "DistributedSampler",
     "IterDataPipe",
     "IterableDataset",
@@ -133,6 +139,8 @@ __all__ = [
     "LoaderError",
     "LoaderTimeout",
     "MapDataPipe",
+    "Metric",
+    "MetricSample",
     "MixtureSampler",
     "NeverIteratedWarning",
     "PageLockError",

@@ -16,13 +16,14 @@ import torch
 from asyncloader.clone import made_from
 from asyncloader.counters import recording
 from asyncloader.delivery.transfer import DeviceTransfer, kept_rings_of, transfer_of
+from asyncloader.diagnosis import Diagnosis
 from asyncloader.epoch.async_inline import AsyncInlineIterator
 from asyncloader.epoch.async_iterator import AsyncLoaderIterator
 from asyncloader.epoch.plan import TorchIterator, check_workers
 from asyncloader.epoch.thread_workers import has_thread_workers, refusal
 from asyncloader.epoch_config import EpochConfig
 from asyncloader.errors import LoaderClosed
-from asyncloader.explain import as_html, as_text, explain
+from asyncloader.explain import as_html, as_text, diagnose_run, explain
 from asyncloader.metrics import Metric, metrics
 from asyncloader.options import (
     OPTION_NAMES,
@@ -271,8 +272,12 @@ class AsyncDataLoader(LoaderOptions[T_co]):
         """See `DataLoader.metrics`."""
         return metrics(self.stats(), self._statistics.blocks())
 
+    def diagnose(self) -> Diagnosis:
+        """See `DataLoader.diagnose`."""
+        return diagnose_run(self._spec, self._statistics)
+
     def explain(self) -> str:
-        """The effective configuration, and one sentence on what bounds the run and what to change."""
+        """See `DataLoader.explain`."""
         newest = self._newest_iterator()
         pool = newest.pool if isinstance(newest, AsyncLoaderIterator) else None
         return explain(type(self).__name__, self._spec, self._statistics, pool or self._idle_pool)

@@ -22,6 +22,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextvars import copy_context
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -256,7 +257,9 @@ def _set(done: asyncio.Future[None]) -> None:
 
 
 def run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in a new loop and thread, which has ended when this returns. Works under a running loop, too."""
+    """Run a coroutine in a new loop and thread, which has ended when this returns. Works under a running loop, too. The
+    context is a copy of the caller's.
+    """
     result: list[T] = []
     failure: list[BaseException] = []
 
@@ -266,7 +269,7 @@ def run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
         except BaseException as error:
             failure.append(error)
 
-    thread = threading.Thread(target=run, name="asyncloader-measure")
+    thread = threading.Thread(target=copy_context().run, args=(run,), name="asyncloader-measure")
     thread.start()
     thread.join()
     if failure:

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 __all__ = [
     "BLOCK_BYTES",
     "KEYS",
+    "PROCESS_KEYS",
     "STAGES",
     "Recorder",
     "Stage",
@@ -28,6 +29,7 @@ __all__ = [
     "record_process",
     "recording",
     "stage_times",
+    "total",
 ]
 
 KEYS: tuple[str, ...] = (
@@ -43,6 +45,10 @@ KEYS: tuple[str, ...] = (
     "cache_evictions",
 )
 """The sums of transports, in the order of `stats()`, where they have the prefix ``store/``."""
+
+PROCESS_KEYS: tuple[str, ...] = ("cpu_s", "delayed_s", "sampled_s", "sampled_cpu_s")
+"""A worker's CPU time since its start-up, and the time that its main thread was ready to run but had no CPU; without
+workers: of some of the batches, how long they took, and how much of that they computed."""
 
 Stage = Literal[
     "sampler",
@@ -65,11 +71,12 @@ Stage = Literal[
 STAGES: tuple[Stage, ...] = Stage.__args__  # type: ignore[attr-defined]
 """The stages in the order in which a batch passes them; at the end those of a worker's start."""
 
+_SUMS = KEYS + PROCESS_KEYS
 _BUCKETS = 124
 _LAST = _BUCKETS - 1
-_BASE: dict[str, int] = {stage: len(KEYS) + number * (1 + _BUCKETS) for number, stage in enumerate(STAGES)}
-_INDEX = {key: number for number, key in enumerate(KEYS)}
-_DOUBLES = len(KEYS) + len(STAGES) * (1 + _BUCKETS)
+_BASE: dict[str, int] = {stage: len(_SUMS) + number * (1 + _BUCKETS) for number, stage in enumerate(STAGES)}
+_INDEX = {key: number for number, key in enumerate(_SUMS)}
+_DOUBLES = len(_SUMS) + len(STAGES) * (1 + _BUCKETS)
 
 BLOCK_BYTES = 8 * _DOUBLES
 """Size of a recorder's block."""
@@ -95,6 +102,10 @@ class Recorder:
         """Add `number` to a sum."""
         self.block[_INDEX[key]] += number
 
+    def put(self, key: str, number: float) -> None:
+        """Set a sum that is kept elsewhere."""
+        self.block[_INDEX[key]] = number
+
     def time(self, stage: Stage, seconds: float) -> None:
         """Record that a batch spent so long in a stage."""
         mantissa, exponent = frexp(seconds * 1e6)
@@ -116,6 +127,11 @@ class StageTimes(NamedTuple):
     p50: float
     p95: float
     p99: float
+
+
+def total(block: Sequence[float], key: str) -> float:
+    """Return a sum of a block, or of a sum or difference of blocks."""
+    return block[_INDEX[key]]
 
 
 def stage_times(block: Sequence[float], stage: Stage) -> StageTimes:

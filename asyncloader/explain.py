@@ -13,6 +13,7 @@ from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader.cpus import usable_cpus
 from asyncloader.delivery.transfer import current_transfer
+from asyncloader.diagnosis import Diagnosis, Run, diagnose
 from asyncloader.epoch.credits import most_credits
 from asyncloader.epoch.plan import start_method
 from asyncloader.epoch_config import EpochConfig
@@ -23,10 +24,7 @@ from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.decoding import Chain
 from asyncloader.workers.pool import WorkerPool
 
-__all__ = ["as_html", "as_text", "explain", "verdict"]
-
-_HEALTHY_WAIT = 0.05  # the share of time at which torch's own profiler plugin begins to call a run input-bound
-_BUSY = 0.8
+__all__ = ["as_html", "as_text", "diagnose_run", "explain"]
 
 
 def as_text(name: str, spec: LoaderSpec[Any], place: str) -> str:
@@ -75,7 +73,7 @@ def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: Work
             f"copies: {statistics.ring_copies} of {statistics.batches} batches were copied out of their ring, because "
             "the consumer held more batches than the ring can spare"
         )
-    lines.append(verdict(statistics, config.num_workers, usable_cpus(), asynchronous=config.concurrent))
+    lines.append(diagnose_run(spec, statistics).text)
     return "\n".join(lines)
 
 
@@ -188,36 +186,33 @@ def _device(spec: LoaderSpec[Any], config: EpochConfig, statistics: Statistics) 
     )
 
 
-def verdict(statistics: Statistics, num_workers: int, cpus: int, *, asynchronous: bool = False) -> str:
-    """What bounds the run, and what to change: one sentence."""
-    if not statistics.batches or not statistics.elapsed_s:
-        return "Nothing was loaded yet."
-    wait = min(1.0, statistics.wait_s / statistics.elapsed_s)
-    if wait < _HEALTHY_WAIT:
-        return f"Consumer-bound: it waited for data {wait:.0%} of the time; the loader keeps up, nothing to change."
-    head = f"Input-bound: the consumer waited {wait:.0%} of the time"
-    if not num_workers:
-        workers = max(1, min(4, cpus))
-        return f"{head} while samples were read in its own process; set num_workers to {workers} to read ahead."
-    busy = min(1.0, statistics.busy_s / statistics.worker_s) if statistics.worker_s else 0.0
-    if busy >= _BUSY:
-        if num_workers < cpus:
-            return (
-                f"{head} and workers were {busy:.0%} busy; raise num_workers from {num_workers} to {cpus} "
-                f"({cpus} CPUs allowed)."
-            )
-        return (
-            f"{head} and workers were {busy:.0%} busy on all {cpus} CPUs; make __getitem__ cheaper "
-            "(decode less, cache, or fetch with async methods if it waits for I/O)."
-        )
-    if statistics.ring_copies * 2 > statistics.batches:
-        return f"{head} while batches were copied out of the rings; hold fewer batches at a time."
-    if asynchronous:
-        return (
-            f"{head} while workers waited for their reads (their CPUs were {busy:.0%} busy); raise prefetch_factor or "
-            "concurrency to have more of them in flight."
-        )
-    return (
-        f"{head} though workers were only {busy:.0%} busy: batches are small or uneven; raise batch_size, or "
-        "prefetch_factor, or set in_order=False."
+def diagnose_run(spec: LoaderSpec[Any], statistics: Statistics) -> Diagnosis:
+    """Judge what bounds a loader's run so far."""
+    config = EpochConfig.of(spec)
+    size = getattr(config.batch_sampler, "batch_size", None) if config.auto_collation else 1
+    run = Run(
+        batches=statistics.batches,
+        epochs=statistics.epochs,
+        elapsed_s=statistics.elapsed_s,
+        wait_s=statistics.wait_s,
+        startup_s=statistics.startup_s,
+        main_cpu_s=statistics.main_cpu_s,
+        ring_copies=statistics.ring_copies,
+        oversize=statistics.oversize,
+        ring_needed=statistics.ring_needed,
+        retirements=statistics.retirements,
+        blocks=statistics.blocks(),
+        cpus=usable_cpus(),
+        workers=config.num_workers,
+        persistent=config.persistent_workers,
+        forks=start_method(config) == "fork",
+        prefetch_factor=config.prefetch_factor,
+        batch_size=size if isinstance(size, int) and size > 0 else 1,
+        iterable=config.iterable,
+        asynchronous=config.concurrent and not config.fetch_threads,
+        threads=config.fetch_threads,
+        concurrency=config.concurrency,
+        in_order=config.in_order,
+        memory_limit=config.worker_memory_limit,
     )
+    return diagnose(run)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, NoReturn, Self, TypeVar
 
 import torch
@@ -18,11 +18,12 @@ from asyncloader.bridge import Bridge
 from asyncloader.clone import made_from
 from asyncloader.counters import recording
 from asyncloader.delivery.transfer import kept_rings_of
+from asyncloader.diagnosis import Diagnosis
 from asyncloader.epoch.sync_inline import SyncInlineIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
 from asyncloader.epoch.thread_workers import ThreadIterator, has_thread_workers, refusal
 from asyncloader.errors import LoaderClosed, StateError
-from asyncloader.explain import as_html, as_text, explain
+from asyncloader.explain import as_html, as_text, diagnose_run, explain
 from asyncloader.metrics import Metric, metrics
 from asyncloader.never_iterated import warn_if_replaced
 from asyncloader.options import OUR_OPTION_NAMES, LoaderSpec, OverridableProperty, async_index_source, fixed_option
@@ -195,8 +196,15 @@ class DataLoader(LoaderSpec[T_co]):
         """`stats()` with types, units, help and labels, for an exporter; times of stages apart for each worker."""
         return metrics(self.stats(), self._asyncloader_state.statistics.blocks())
 
+    def diagnose(self) -> Diagnosis:
+        """What bounds the run so far, the figures that show it, and the options that would make it faster.
+
+        ``loader.clone(**loader.diagnose().change)`` applies them. They alter neither order nor samples.
+        """
+        return diagnose_run(self, self._asyncloader_state.statistics)
+
     def explain(self) -> str:
-        """The effective configuration, and one sentence on what bounds the run and what to change."""
+        """The effective configuration, and what bounds the run and what to change: `diagnose` in words."""
         newest = self._asyncloader_state.iterator()
         pool = newest._pool if isinstance(newest, WorkerIterator) else None
         return explain(type(self).__name__, self, self._asyncloader_state.statistics, pool)
@@ -221,12 +229,15 @@ class DataLoader(LoaderSpec[T_co]):
         known = vars(self)
         return type(self) is DataLoader and "_asyncloader_maker" in known and "_asyncloader_installed" not in known
 
-    def __aiter__(self) -> NoReturn:
-        """Raises TypeError: a plain ``for`` would block the event loop in `async for`."""
+    async def __aiter__(self) -> AsyncIterator[NoReturn]:
+        """Raises TypeError when a batch is awaited, as the loader would block the event loop. Not before: `tqdm.auto`
+        asks for the iterator although it is read by a plain ``for``.
+        """
         raise TypeError(
             "DataLoader is read with a plain 'for', which blocks; for 'async for' make an "
             "asyncloader.AsyncDataLoader, which takes the same arguments"
         )
+        yield  # makes it a generator
 
     def __repr__(self) -> str:
         try:

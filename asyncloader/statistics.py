@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,23 +29,31 @@ __all__ = [
     "Statistics",
 ]
 
+_LOOK_S = 0.05  # between two looks at the CPU time
+_SLOW_START_S = 10.0  # from which the log tells what the start of workers took
+
 
 class Statistics:
     """Counters of one loader over all of its iterators."""
 
     __slots__ = (
         "_before",
+        "_cpu_mark",
         "_lock",
+        "_look_at",
         "_mark",
         "_starting",
+        "_told_slow_start",
         "_workers",
         "bad_samples",
         "batches",
         "busy_s",
         "bytes",
         "elapsed_s",
+        "epochs",
         "first_batch_s",
         "log",
+        "main_cpu_s",
         "oversize",
         "page_lock_s",
         "page_locked_bytes",
@@ -56,6 +64,7 @@ class Statistics:
         "restarts",
         "retirements",
         "ring_copies",
+        "ring_needed",
         "samples",
         "staged",
         "startup_s",
@@ -65,16 +74,19 @@ class Statistics:
     )
 
     def __init__(self) -> None:
+        self.epochs = 0  # iterators that began
         self.batches = 0
         self.samples = 0
         self.bytes = 0
         self.pickled = 0
         self.wait_s = 0.0
         self.elapsed_s = 0.0
+        self.main_cpu_s = 0.0  # CPU seconds of this process meanwhile, the trainer's included
         self.startup_s = 0.0  # seconds to the first batch, of iterators that started workers
         self.busy_s = 0.0  # seconds that workers spent on tasks
         self.worker_s = 0.0  # seconds that workers existed while an iterator was in use
         self.oversize = 0  # batches in a segment of their own, because they were larger than a slot
+        self.ring_needed = 0  # ring_bytes with which they would have fitted
         self.ring_copies = 0  # batches copied out of their ring, because the consumer held many others
         self.prefetch_depth = 0  # outstanding batches per worker, in the newest iterator
         self.page_locked_bytes = 0  # of rings that were page-locked
@@ -91,9 +103,10 @@ class Statistics:
         """What the main process does for this loader."""
         self._workers: dict[int, _Worker] = {}
         self._lock = threading.Lock()  # for `_workers`: replacements are made in a thread of their own
+        self._told_slow_start = False
         self._starting = False  # workers were started for the newest iterator, which has no batch yet
         self._before = _Totals({}, np.zeros(BLOCK_BYTES // 8))
-        self._mark = 0.0
+        self._mark = self._look_at = self._cpu_mark = 0.0
 
     # ---------------------------------------------------------------------------------------------- counting
 
@@ -106,8 +119,11 @@ class Statistics:
 
     def begin(self) -> float:
         """Begin to measure an iterator. Returns the time, for `begins` and `first_batch`."""
+        self.epochs += 1
         self._starting = False
+        self._cpu_mark = process_time()
         self._mark = perf_counter()
+        self._look_at = self._mark + _LOOK_S
         return self._mark
 
     def begins(self, begun: float) -> None:
@@ -124,6 +140,23 @@ class Statistics:
         if self._starting:
             self._starting = False
             self.startup_s += self.first_batch_s
+            if self.first_batch_s > _SLOW_START_S and not self._told_slow_start:
+                self._told_slow_start = True
+                self._tell_slow_start()
+
+    def _tell_slow_start(self) -> None:
+        """Log what the time to the first batch went to. Each figure is a mean worker's."""
+        blocks = [block for worker, block in self.blocks().items() if worker >= 0]
+        merged = [sum(each) for each in zip(*blocks, strict=True)]
+        process, imports, dataset, first_read = (
+            times.total / max(1, times.number)
+            for times in (stage_times(merged, stage) for stage in STAGES if stage.startswith(("start_", "first_")))
+        )
+        _log.warning(
+            "the first batch came after %.1f s: %.1f s to create a worker's process, %.1f s in imports, %.1f s for the "
+            "dataset, %.1f s for its first samples; persistent_workers=True spends that once, not in each epoch",
+            *(self.first_batch_s, process, imports, dataset, first_read),
+        )
 
     def add_bad_samples(self, records: Sequence[BadSample]) -> None:
         """Record samples that raised.
@@ -137,7 +170,7 @@ class Statistics:
         self.log.add(records)
 
     def batch(
-        self, samples: int, nbytes: int, pickled: int, waited: float, busy: float, workers: int, sampler: float = 0.0
+        self, samples: int, nbytes: int, pickled: int, waited: float, busy: float, workers: int, own: float = 0.0
     ) -> None:
         """Count a delivered batch.
 
@@ -148,7 +181,7 @@ class Statistics:
             waited: seconds that the consumer waited for it.
             busy: seconds that a worker spent on it.
             workers: how many there are.
-            sampler: seconds that the sampler took meanwhile, in the consumer's thread.
+            own: seconds that the loader itself worked in the consumer's thread, the sampler included.
         """
         now = perf_counter()
         passed = now - self._mark
@@ -159,11 +192,19 @@ class Statistics:
         self.pickled += pickled
         self.wait_s += waited
         self.elapsed_s += passed
+        if now >= self._look_at:
+            self._look(now)
         self.busy_s += busy
         self.worker_s += passed * workers
         time = self.recorder.time
         time("wait", waited)
-        time("consumer", passed - waited - sampler)
+        time("consumer", passed - waited - own)
+
+    def _look(self, now: float) -> None:
+        """Count this process's CPU time since the last look, or since `begin`."""
+        self._look_at = now + _LOOK_S
+        used, self._cpu_mark = self._cpu_mark, process_time()
+        self.main_cpu_s += self._cpu_mark - used
 
     # ----------------------------------------------------------------------------------------------- reading
 

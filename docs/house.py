@@ -26,7 +26,7 @@ FLOORS = [
     "errors counters cpus workers.ipc",
     "events bridge formats transports workers.memory never_iterated",
     "workers.fetch",
-    "samplers shared statistics metrics workers",
+    "samplers shared statistics metrics diagnosis workers",
     "delivery ranks remote",
     "option_checks options epoch_config",
     "state clone",

@@ -235,7 +235,7 @@ class WorkerPool:
             self.epoch += 1
             for process, start in zip(self.processes, starts, strict=True):
                 process.started = False
-                self._send(process, wire.pack_reset(wire.RESET, self.epoch, pickle.dumps(tuple(start), 5)))
+                self._send(process, wire.pack_reset(wire.RESET, self.epoch, process.dumps(tuple(start))))
         self._used = True
         return self.epoch
 
@@ -290,7 +290,7 @@ class WorkerPool:
         number, slot = manager.assign(epoch, seq)
         if self._watchdog is not None:
             self._watchdog.assigned(worker, seq)
-        self._send(process, wire.pack_task(epoch, seq, slot, number, perf_counter(), pickle.dumps(index, 5)))
+        self._send(process, wire.pack_task(epoch, seq, slot, number, perf_counter(), process.dumps(index)))
 
     def send_assignment(self, worker: int, epoch: int, number: int, answer: Any) -> None:
         """Answer the worker's request for assignment `number`."""

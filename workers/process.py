@@ -13,10 +13,11 @@ import contextlib
 import functools
 import multiprocessing.process
 import os
+import pickle
 import select
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -29,6 +30,7 @@ from asyncloader.workers.ipc.channel import Channel, channel_pair
 from asyncloader.workers.main_guard import leave_if_importing_main, unguarded_main
 from asyncloader.workers.memory import segment
 from asyncloader.workers.memory_use import MemoryKills
+from asyncloader.workers.session import dump_message, file_of_main_hidden
 from asyncloader.workers.setup_payload import InheritedFd, Payload
 from asyncloader.workers.stacks import crash_trace, stack_pipe
 from asyncloader.workers.stderr_capture import make_capture_file, read_tail
@@ -72,6 +74,11 @@ class WorkerProcess:
         self.released = False
         self.asked = False
         """It was asked to end."""
+        sent = setup.sent if isinstance(setup, Payload) else None
+        self.dumps: Callable[[Any], bytes] = (
+            functools.partial(pickle.dumps, protocol=5) if sent is None else functools.partial(dump_message, {**sent})
+        )
+        """Pickles a value that is sent to it."""
         self.process: Any = None  # the fork hook of another thread may read it before there is one
         self._pidfd: int | None = None
         with contextlib.ExitStack() as undo:  # if no descriptors are left
@@ -102,7 +109,7 @@ class WorkerProcess:
                 name=f"asyncloader-worker-{worker_id}",
                 daemon=True,
             )
-            with gc_paused() if context.get_start_method() == "fork" else contextlib.nullcontext():
+            with gc_paused() if context.get_start_method() == "fork" else file_of_main_hidden():
                 self.process.start()
         except BaseException:
             with contextlib.suppress(Exception):  # interrupted between the start and its return

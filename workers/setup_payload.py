@@ -25,6 +25,7 @@ from typing import Any
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.memory import segment
+from asyncloader.workers.session import SessionPickler, in_session
 
 __all__ = [
     "InheritedFd",
@@ -87,11 +88,20 @@ class Payload:
     alive: the set-up, and objects that reductions created, such as the tensor of a `torch.Generator`'s state.
     """
 
-    def __init__(self, fd: int, nbytes: int, fds: list[int], owners: object = None) -> None:
+    def __init__(
+        self,
+        fd: int,
+        nbytes: int,
+        fds: list[int],
+        owners: object = None,
+        sent: dict[str, Any] | None = None,
+    ) -> None:
         self.fd = fd
         self.nbytes = nbytes
         self.fds = fds
         self._owners = owners
+        self.sent = sent
+        """What the workers get by value from the `__main__` of a session; None: this is no session."""
 
     @classmethod
     def dump(cls, setup: WorkerSetup) -> Payload:
@@ -104,7 +114,7 @@ class Payload:
         _set_spawning(collector)
         try:
             buffer = io.BytesIO()
-            pickler = reduction.ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL)
+            pickler = _pickler(buffer)
             pickler.dump(tuple(setup))  # its memo keeps all pickled objects alive
         finally:
             _set_spawning(None)
@@ -117,7 +127,7 @@ class Payload:
         except BaseException:
             os.close(fd)
             raise
-        return cls(fd, nbytes, collector.fds, pickler)
+        return cls(fd, nbytes, collector.fds, pickler, getattr(pickler, "sent", None))
 
     def __reduce__(self) -> Any:
         return _received_payload, (InheritedFd(self.fd), self.nbytes, [InheritedFd(fd) for fd in self.fds])
@@ -140,6 +150,11 @@ class Payload:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _pickler(buffer: io.BytesIO) -> reduction.ForkingPickler | SessionPickler:
+    plain = reduction.ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL)
+    return SessionPickler(buffer, plain.dispatch_table, {}) if in_session() else plain
 
 
 def _received_payload(fd: InheritedFd, nbytes: int, fds: list[InheritedFd]) -> Payload:
@@ -174,7 +189,7 @@ def _find_unpicklable(path: str, value: Any, depth: int) -> tuple[str | None, An
 def _pickles(value: Any) -> bool:
     _set_spawning(_Collector())
     try:
-        reduction.ForkingPickler.dumps(value)
+        _pickler(io.BytesIO()).dump(value)
     except Exception:
         return False
     finally:

@@ -47,6 +47,7 @@ from asyncloader.workers.memory.codec import Encoded, Encoder
 from asyncloader.workers.memory.collate import Collator, use_private_memory
 from asyncloader.workers.memory.ring import WorkerRing
 from asyncloader.workers.memory_use import PrivateMemory
+from asyncloader.workers.processor_use import ProcessorUse
 from asyncloader.workers.setup_payload import Payload
 from asyncloader.workers.stderr_capture import captured_stderr
 from asyncloader.workers.tracebacks import hide_our_frames
@@ -57,6 +58,8 @@ __all__ = [
     "restore_rng_state",
     "save_rng_state",
 ]
+
+_LOOK_S = 0.02  # between two looks at how much CPU time was used: one takes 5 us
 
 _CHECKED_BYTES = 64 << 20
 """From this size on, the free memory is checked before a batch gets a segment of its own; a check takes 50 us."""
@@ -82,6 +85,8 @@ class TaskRunner:
     ) -> None:
         self.worker_id = worker_id
         self._time = recorder.time
+        self._processor_use = ProcessorUse(recorder)
+        self._look_at = 0.0  # when to record it again
         self._starting = self._fresh = True  # no epoch has begun, no batch was made
         self._ready = perf_counter()
         self._time("start_import", self._ready - entered)
@@ -383,7 +388,11 @@ class TaskRunner:
             self._fresh = False
         else:
             self._time("queue", begin - sent)
-        self._time("write", perf_counter() - fetched)
+        now = perf_counter()
+        self._time("write", now - fetched)
+        if now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            self._processor_use.record()
 
     def _send_bad_samples(self, epoch: int, seq: int, records: list[BadSample]) -> None:
         """Send the records of a task's bad samples. The task's answer must follow."""

@@ -97,7 +97,7 @@ class Consumer:
         self._progress = progress
         self._tasks = 0  # indices taken from a plain sampler
         self._taken = 0  # deliveries
-        self._sampler_s = 0.0  # seconds of the sampler since the last delivery was counted
+        self._arrived = 0.0  # when the current delivery's item was taken from the queue
         self._begun = begun
         # A weak reference: in the sync loader `torch_iter` is the iterator itself, which must die when it is dropped.
         self._workers = config.num_workers
@@ -142,8 +142,7 @@ class Consumer:
             step, offer = torch_iter.pull(self._tasks)
         except StopIteration:
             return NOTHING if left else ENDED  # as torch, ask again after the next batch
-        self._sampler_s = perf_counter() - began
-        self._statistics.recorder.time("sampler", self._sampler_s)
+        self._statistics.recorder.time("sampler", perf_counter() - began)
         self._progress.pulled(self._tasks, step)
         return offer
 
@@ -253,6 +252,7 @@ class Consumer:
         """
         delivery = self.delivery
         if delivery.item is not item:
+            self._arrived = perf_counter()
             delivery.begin(item)
         if delivery.reached < _ADVANCED:
             self._open(delivery, item.outcome, opened)
@@ -344,9 +344,9 @@ class Consumer:
                 self._statistics.first_batch(self._begun)
             result = outcome.result
             self._statistics.prefetch_depth = self._scheduler.credits
-            sampler_s, self._sampler_s = self._sampler_s, 0.0
+            own = perf_counter() - self._arrived
             self._statistics.batch(
-                *(result.samples, result.nbytes, result.pickled, waited, result.busy, self._workers, sampler_s)
+                *(result.samples, result.nbytes, result.pickled, waited, result.busy, self._workers, own)
             )
         self._progress.delivered(item.seq, item.worker, outcome.cursor)
         delivery.reached = _DONE

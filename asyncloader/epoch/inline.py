@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -44,6 +44,8 @@ from asyncloader.workers.memory.recycle import recycling_collate
 
 __all__ = ["InlineEpoch", "close_reader", "warn_of_exit"]
 
+_LOOK_S = 0.02  # between two batches that are measured more closely
+
 
 class InlineEpoch:
     """One epoch without workers, for the iterator that delivers its batches.
@@ -73,6 +75,7 @@ class InlineEpoch:
             error = AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")  # torch's text
             add_note(error, f"timeout={progress.config.timeout!r} needs workers: set num_workers, or leave it at 0")
             raise error
+        self._look_at = 0.0  # when to measure a batch more closely
         self._loader = loader
         self.statistics = statistics
         self._recorder = statistics.recorder
@@ -199,7 +202,10 @@ class InlineEpoch:
         statistics = self.statistics
         statistics.waiting_since = begin
         try:
-            index, batch = fetch(records)
+            if begin < self._look_at:
+                index, batch = fetch(records)
+            else:
+                index, batch = self._sampled(fetch, records, begin)
             if self.agreement is not None and not self.agreement.batch():
                 raise StopIteration
             cursor = self.reader.cursor()
@@ -222,6 +228,17 @@ class InlineEpoch:
         finally:
             statistics.waiting_since = None
         return self.delivered(index, batch, cursor, records, perf_counter() - begin)
+
+    def _sampled(
+        self, fetch: Callable[[list[BadSample]], tuple[Any, Any]], records: list[BadSample], begin: float
+    ) -> tuple[Any, Any]:
+        """Fetch a batch, and record how much of the time went by in computing."""
+        self._look_at = begin + _LOOK_S
+        began, computed = perf_counter(), process_time()
+        index, batch = fetch(records)
+        self._recorder.add("sampled_cpu_s", process_time() - computed)
+        self._recorder.add("sampled_s", perf_counter() - began)
+        return index, batch
 
     def start_transfer(self, batch: Any) -> Ready:
         """Start to copy a batch to the device. Any thread."""

@@ -234,6 +234,7 @@ class Pipeline(Listener):
                 *(f"{nbytes:,}", rings.ring_bytes, needed),
             )
         self._statistics.oversize += 1
+        self._statistics.ring_needed = max(needed, self._statistics.ring_needed)
 
     def on_error(self, worker: int, seq: int, busy: float, error: Any, records: bytes) -> None:
         """See `Listener`."""

@@ -14,6 +14,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
+from contextvars import copy_context
 from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -180,7 +181,9 @@ class _Steps:
         self._asked: SimpleQueue[Future[Step] | None] = SimpleQueue()
         self._present: Future[Step] | None = None
         serve = partial(_serve, self._asked, step)
-        self._thread = threading.Thread(target=serve, name="asyncloader-parquet", daemon=True)
+        self._thread = threading.Thread(
+            target=copy_context().run, args=(serve,), name="asyncloader-parquet", daemon=True
+        )
         self._thread.start()
 
     def begin(self) -> None:

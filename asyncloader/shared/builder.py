@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import array
 import copyreg
+import functools
 import io
 import itertools
 import pickle
 from collections.abc import Iterable, Sequence
+from types import FunctionType
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -60,6 +62,21 @@ class Sink(Protocol):
         ...
 
 
+class _SessionPickler(pickle.Pickler):
+    """Notes each function and class of `__main__` that it meets."""
+
+    def __init__(self, noted: list[Any], *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._noted = noted
+        self._seen: set[int] = set()
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type | FunctionType) and obj.__module__ == "__main__" and id(obj) not in self._seen:
+            self._seen.add(id(obj))
+            self._noted.append(obj)
+        return NotImplemented
+
+
 class Builder:
     """Writes one structure to one sink: call `build` once.
 
@@ -67,9 +84,11 @@ class Builder:
         sink: receives the bytes.
         shared: types of objects that are already shared. These are not written, but collected in `externals`.
         large: number of entries from which on a list or dict counts as large.
+        session: workers cannot import `__main__`. What the items need of it is collected in `externals`, too, to be
+            sent along.
     """
 
-    def __init__(self, sink: Sink, shared: tuple[type, ...] = (), large: int = LARGE) -> None:
+    def __init__(self, sink: Sink, shared: tuple[type, ...] = (), large: int = LARGE, *, session: bool = False) -> None:
         self.externals: list[Any] = []
         self._sink = sink
         self._nodes: dict[int, int] = {}
@@ -80,7 +99,8 @@ class Builder:
         self._large = large
         self._region = pickle.PickleBuffer(bytearray())
         self._placeholders: dict[int, tuple[pickle.PickleBuffer, int]] = {}
-        self._pickler = pickle.Pickler(self._stream, protocol=5, buffer_callback=self._on_buffer)
+        pickler = functools.partial(_SessionPickler, self.externals) if session else pickle.Pickler
+        self._pickler = pickler(self._stream, protocol=5, buffer_callback=self._on_buffer)
         self._pickler.dispatch_table = {
             **copyreg.dispatch_table,
             np.ndarray: self._reduce_array,

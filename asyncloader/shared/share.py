@@ -23,6 +23,7 @@ from asyncloader.shared.builder import Builder, array_bytes, array_order, tensor
 from asyncloader.shared.layout import DictNode, ListNode, Node, Region, open_node, rebuild_array, rebuild_tensor
 from asyncloader.shared.segment import SegmentWriter, SharedSegment, spawning
 from asyncloader.workers.memory.leaves import DTYPE_CODE, DTYPES, has_code
+from asyncloader.workers.session import in_session
 
 __all__ = [
     "SharedArray",
@@ -371,7 +372,7 @@ def share(obj: Any) -> Any:
         raise TypeError(f"{_SUPPORTED}, not {type(obj).__name__}{hint}")
     writer = SegmentWriter(f"share({type(obj).__name__} of {len(obj):,})")
     try:
-        builder = Builder(writer, SHARED)
+        builder = Builder(writer, SHARED, session=in_session())
         offset = builder.build(obj)
         segment = writer.finish(tuple(builder.externals))
     finally:

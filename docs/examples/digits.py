@@ -5,7 +5,8 @@
 1. scikit-learn's digits are written as PNG files, once.
 2. `Digits` reads, decodes and augments them: its `__getitem__` is a coroutine.
 3. `train` iterates an `AsyncDataLoader` with `async for`.
-4. The same epoch then goes through the sync facade `DataLoader`, and through torch's own DataLoader.
+4. The same files then go through the sync facade `DataLoader` and through torch's own DataLoader: from this disk, and
+   as if each read came from a store that answers after 10 ms.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ BATCH_SIZE = 64
 EPOCHS = 15
 WORKERS = 2
 WANTED_ACCURACY = 0.95
+LATENCY_S = 0.010  # of the store in the comparison
 CACHE = Path(__file__).resolve().parents[2] / "build" / "digits"
 
 Batch = tuple[Tensor, Tensor]  # float32 images (n, 1, SIDE, SIDE), int64 labels (n,)
@@ -80,9 +82,10 @@ def draw(augment: bool) -> tuple[float, tuple[int, int]]:
 class DigitFiles(Dataset[Any]):
     """The PNG files of one folder; the label is in the name."""
 
-    def __init__(self, folder: Path, *, augment: bool = False) -> None:
-        self.paths = sorted(folder.glob("*.png"))
+    def __init__(self, folder: Path, *, augment: bool = False, latency_s: float = 0.0, most: int | None = None) -> None:
+        self.paths = sorted(folder.glob("*.png"))[:most]
         self.augment = augment
+        self.latency_s = latency_s
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -94,6 +97,8 @@ class Digits(DigitFiles):
     async def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path = self.paths[index]
         how = draw(self.augment)  # before the first await, so that the draws come in the order of the samples
+        if self.latency_s:
+            await asyncio.sleep(self.latency_s)
         async with aiofiles.open(path, "rb") as file:
             png = await file.read()
         return decode(png, *how), int(path.stem[-1])
@@ -105,6 +110,8 @@ class BlockingDigits(DigitFiles):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path = self.paths[index]
         how = draw(self.augment)
+        if self.latency_s:
+            time.sleep(self.latency_s)
         return decode(path.read_bytes(), *how), int(path.stem[-1])
 
 
@@ -172,67 +179,69 @@ def show_progress(epoch: int, done: int, batches: int) -> None:
 # -------------------------------------------------------------------------------------------- the comparison
 
 
-def only_load(images: Tensor, labels: Tensor) -> None:  # noqa: ARG001
-    """Look at one pixel and do nothing else: what is left is the time of loading."""
-    images[-1, 0, 0, 0].item()
-
-
-async def async_rate(loader: AsyncDataLoader[Batch], step: Step) -> float:
-    """Return samples a second through one epoch of `async for`."""
+async def async_rate(loader: AsyncDataLoader[Batch]) -> float:
+    """Return samples a second through one epoch of `async for`, in which nothing is done with them."""
     samples, begin = 0, time.perf_counter()
-    async for images, labels in loader:
-        step(images, labels)
+    async for _, labels in loader:
         samples += len(labels)
     return samples / (time.perf_counter() - begin)
 
 
-def sync_rate(loader: torch.utils.data.DataLoader[Batch], step: Step) -> float:
+def sync_rate(loader: torch.utils.data.DataLoader[Batch]) -> float:
     """Return samples a second through one epoch of `for`."""
     samples, begin = 0, time.perf_counter()
-    for images, labels in loader:
-        step(images, labels)
+    for _, labels in loader:
         samples += len(labels)
     return samples / (time.perf_counter() - begin)
 
 
-def median_rates(rate: Callable[[Step], float], step: Step) -> tuple[float, float]:
-    """Return the median of five epochs: only loaded, and with the training step."""
-    loading = statistics.median(rate(only_load) for _ in range(5))
-    training = statistics.median(rate(step) for _ in range(5))
-    return loading, training
-
-
-def compare(train_set: Path, step: Step) -> None:
-    """Print the rates of the loaders over the same files, each with two workers that run already."""
-    dataset, twin = Digits(train_set, augment=True), BlockingDigits(train_set, augment=True)
+def rates(train_set: Path, latency_s: float, most: int | None) -> dict[str, float]:
+    """Return each loader's samples a second: the median of three epochs, with two workers that run already."""
+    given: dict[str, Any] = {"augment": True, "latency_s": latency_s, "most": most}
+    dataset, twin = Digits(train_set, **given), BlockingDigits(train_set, **given)
     options: dict[str, Any] = {
         "batch_size": BATCH_SIZE,
         "shuffle": True,
         "num_workers": WORKERS,
         "persistent_workers": True,
     }
-    print(f"\nsamples/s, {WORKERS} workers, batches of {BATCH_SIZE}    loading only    with training step")
 
-    def show(name: str, rates: tuple[float, float]) -> None:
-        print(f"  {name:<38} {rates[0]:12,.0f}    {rates[1]:18,.0f}", flush=True)
+    def median(rate: Callable[[], float]) -> float:
+        rate()  # starts the workers
+        return statistics.median(rate() for _ in range(3))
 
+    found = {}
     with new_runner() as runner, AsyncDataLoader[Batch](dataset, **options) as loader:
-        runner.run(async_rate(loader, only_load))
-        show("asyncloader, async for", median_rates(lambda step: runner.run(async_rate(loader, step)), step))
-
+        found["asyncloader, async dataset, async for"] = median(lambda: runner.run(async_rate(loader)))
     with DataLoader[Batch](dataset, **options) as facade:
-        sync_rate(facade, only_load)
-        show("asyncloader, for", median_rates(lambda step: sync_rate(facade, step), step))
-
+        found["asyncloader, async dataset, for"] = median(lambda: sync_rate(facade))
     with DataLoader[Batch](twin, **options) as facade:
-        sync_rate(facade, only_load)
-        show("asyncloader, for, synchronous twin", median_rates(lambda step: sync_rate(facade, step), step))
-
+        found["asyncloader, blocking dataset, for"] = median(lambda: sync_rate(facade))
     stock: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(twin, **options)
-    sync_rate(stock, only_load)
-    show("torch, for, synchronous twin", median_rates(lambda step: sync_rate(stock, step), step))
+    found["torch, blocking dataset, for"] = median(lambda: sync_rate(stock))
+    return found
 
-    print("The files are in memory by now, so a blocking read is cheap and an async one has nothing to hide.")
+
+def compare(train_set: Path) -> None:
+    """Print the rates of the loaders over the same files, near and far away."""
+    near = rates(train_set, 0.0, None)
+    far = rates(train_set, LATENCY_S, 4 * BATCH_SIZE)
+    print(f"\nsamples/s, {WORKERS} workers, batches of {BATCH_SIZE}         from this disk", end="")
+    print(f"    {LATENCY_S * 1e3:.0f} ms away")
+    for name, rate in near.items():
+        print(f"  {name:<38} {rate:16,.0f} {far[name]:13,.0f}")
+    ours, *_, torchs = far.values()
+    print(f"Far away the async dataset is {ours / torchs:.0f} times as fast: its workers have many reads in flight.")
+
+
+def print_stages(stats: dict[str, float]) -> None:
+    """Print where a batch's time went, and what of it the training waited for."""
+    print("\nwhere a batch's time went       median         95 % are below")
+    for key, median_s in stats.items():
+        if key.startswith("stage/") and key.endswith("/p50_s"):
+            stage = key.split("/")[1]
+            print(f"  {stage:<20} {median_s * 1e3:14.2f} ms {stats[f'stage/{stage}/p95_s'] * 1e3:17.2f} ms")
+    print(f"  the training waited for data {stats['data/wait_frac']:.0%} of the time")
 
 
 # --------------------------------------------------------------------------------------------------- the run
@@ -257,9 +266,7 @@ async def train_and_test(folder: Path, network: nn.Module, step: Step) -> float:
         persistent_workers=True,
     ) as loader:
         await train(loader, step)
-        print("\nthe loader's statistics")
-        for name, value in loader.stats().items():
-            print(f"  {name:<28} {value:14,.3f}")
+        print_stages(loader.stats())
         print(f"\n{loader.explain()}")
 
     async with AsyncDataLoader[Batch](Digits(folder / "test"), batch_size=BATCH_SIZE, num_workers=WORKERS) as loader:
@@ -280,7 +287,7 @@ def main() -> int:
     with new_runner() as runner:
         reached = runner.run(train_and_test(folder, network, step))
     print(f"\ntest accuracy {reached:.1%} (wanted: above {WANTED_ACCURACY:.0%})")
-    compare(folder / "train", step)
+    compare(folder / "train")
     return 0 if reached > WANTED_ACCURACY else 1
 
 

@@ -56,6 +56,15 @@ def test_point_10_iterators_are_of_torchs_kind(workers: int) -> None:
         assert not alive()
 
 
+def test_point_10_asking_for_an_async_iterator_is_no_error() -> None:
+    """`tqdm.auto` makes one of whatever has `__aiter__`, and then reads the loader by a plain ``for``."""
+    loader = DataLoader[Any](Numbers(4))
+    batches: Any = aiter(loader)
+    assert len(list(loader)) == 4
+    with pytest.raises(TypeError, match="read with a plain 'for'"):
+        run_async(anext(batches))
+
+
 def test_point_10_workers_are_known_before_the_first_batch() -> None:
     """`iterator._workers` are processes that run, with pids, as soon as there is an iterator."""
     batches: Any = iter(DataLoader[Any](Pids(50), num_workers=2))

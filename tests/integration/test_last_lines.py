@@ -7,6 +7,7 @@ The program of each case is run as a user runs it. `{file}` stands for the progr
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +37,10 @@ EXTENSION = (
     "ValueError: the extension of 'x.csv' says no format. Known are .tar, .jsonl, .ndjson, .tfrecord, "
     ".tfrecords, .mds, .tgz, .parquet, all but the last also with .gz or .zst. If it is one of them all the same, give "
     'format=, such as format="tar"; rename it or convert it otherwise'
+)
+SESSION = (
+    "ImportError: Map is defined in __main__ of a session, which a spawned worker cannot import: put it into a module "
+    "that can be imported, use multiprocessing_context=\"fork\", or pip install 'asyncloader[notebook]'"
 )
 
 
@@ -362,10 +367,30 @@ def test_the_last_line_says_what_to_do(name: str, tmp_path: Path) -> None:
     script.write_text(IMPORTS + mistake.program + "\n")
     env = {**environment(), "PYTHONWARNINGS": mistake.warnings} if mistake.warnings != "error" else environment()
     ran = script_server.run([sys.executable, str(script)], cwd=tmp_path, env=env, timeout=60)
+    expected = mistake.last.replace("{file}", str(script)).replace("{folder}", str(tmp_path))
+    assert_ends(ran, expected, mistake.lines)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("read_from", ["-c", "-"])
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_class_of_a_session_needs_cloudpickle(read_from: str, method: str, tmp_path: Path) -> None:
+    """Without it the program is told so before a worker is started, with what else may be done."""
+    (tmp_path / "cloudpickle.py").write_text("raise ImportError")
+    program = f"{IMPORTS}{MAP}\nfor _ in DataLoader(Map(), num_workers=1, multiprocessing_context={method!r}): pass"
+    command = [sys.executable, read_from, *([program] if read_from == "-c" else [])]
+    env = {**environment(), "PYTHONPATH": f"{tmp_path}:{environment()['PYTHONPATH']}"}
+    ran = subprocess.run(
+        command, input=program, capture_output=True, text=True, check=False, cwd=tmp_path, env=env, timeout=60
+    )
+    assert_ends(ran, SESSION, 32)
+
+
+def assert_ends(ran: subprocess.CompletedProcess[str], last: str, most: int) -> None:
+    """The program has failed, with this last line, and has printed no more than so many lines."""
     assert ran.returncode == 1
     lines = ran.stderr.rstrip().split("\n")
-    expected = mistake.last.replace("{file}", str(script)).replace("{folder}", str(tmp_path))
-    assert without_numbers(lines[-1]) == without_numbers(expected)
+    assert without_numbers(lines[-1]) == without_numbers(last)
     carets = sum(not line.strip(" ~^") for line in lines)  # their number depends on Python's version
-    assert len(lines) - carets <= mistake.lines, ran.stderr
-    assert "await" in expected or "never awaited" not in ran.stderr
+    assert len(lines) - carets <= most, ran.stderr
+    assert "await" in last or "never awaited" not in ran.stderr

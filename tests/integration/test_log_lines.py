@@ -71,6 +71,22 @@ def test_bad_samples(workers: int, caplog: pytest.LogCaptureFixture) -> None:
     assert lines(caplog) == [first, tens.format(10), tens.format(100)]
 
 
+def test_a_slow_start(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it went to, once."""
+    monkeypatch.setattr("asyncloader.statistics._SLOW_START_S", 0.0)
+    loader = DataLoader(Numbers(8), batch_size=4, num_workers=2)
+    list(loader)
+    list(loader)
+    (line,) = lines(caplog)
+    seconds = r"\d+\.\d s"
+    assert re.fullmatch(
+        rf"WARNING the first batch came after {seconds}: {seconds} to create a worker's process, {seconds} in imports, "
+        rf"{seconds} for the dataset, {seconds} for its first samples; persistent_workers=True spends that once, not "
+        "in each epoch",
+        line,
+    )
+
+
 def test_a_worker_that_is_replaced(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Which one, and why."""
     with DataLoader[Any](Killed(20, tmp_path / "killed"), batch_size=4, num_workers=1, seed=1) as loader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -190,7 +191,8 @@ def test_eight_megabytes_of_shared_memory(tmp_path: Path) -> None:
     if not allowed:
         pytest.skip("a mount namespace is not permitted here")
     done = _in_mount_namespace(f"exec {sys.executable} {script_file(tmp_path, SMALL_SHM)}")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    assert re.fullmatch(r"a batch of 40,000 bytes does not fit into a ring of ring_bytes=1 .+\n", done.stderr)
 
 
 FEW_DESCRIPTORS = """
@@ -216,7 +218,8 @@ print("done")
 def test_few_descriptors(tmp_path: Path) -> None:
     """Hoarding 2000 batches works with 128 descriptors, where torch's default strategy needs one for each tensor."""
     done = run_script(tmp_path, FEW_DESCRIPTORS)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    assert re.fullmatch(r"a batch of 40,000 bytes does not fit into a ring of ring_bytes=1 .+\n", done.stderr)
 
 
 def strings(samples: list[Any]) -> Any:

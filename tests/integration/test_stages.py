@@ -167,7 +167,7 @@ async def test_counts_move_while_nothing_comes(workers: int) -> None:
             assert not waiting.done()
             assert early["data/batches"] == 0
             assert early["data/wait_s"] > 0
-            assert [len(batch["n"]) async for batch in wrap(waiting)] == [8]
+            assert len((await waiting)["n"]) == 8
             assert [len(batch) async for batch in other] == [8]
             stats = loader.stats()
     assert stats["store/retries"] == 3
@@ -176,8 +176,17 @@ async def test_counts_move_while_nothing_comes(workers: int) -> None:
     assert other.stats()["store/requests"] == 0
 
 
-async def wrap(future: asyncio.Future[Any]) -> Any:
-    yield await future
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_every_request_is_counted(workers: int) -> None:
+    """Those for the sizes of shards, which the main process asks for, and those of the reads; in a `for` loop, too."""
+    async with serving() as store:
+        for name in "abc":
+            store.put(f"{name}.jsonl", b'{"n": 1}\n' * 8)
+        dataset = RemoteIterableDataset(f"{store.url}/{{a,b,c}}.jsonl")
+        context = "fork" if workers else None
+        loader = DataLoader[Any](dataset, batch_size=8, num_workers=workers, multiprocessing_context=context)
+        assert len(await asyncio.to_thread(list, loader)) == 3
+        assert loader.stats()["store/requests"] == len(store.asked) >= 6
 
 
 def test_stats_may_be_asked_for_in_any_thread() -> None:

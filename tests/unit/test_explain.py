@@ -5,68 +5,7 @@ from typing import Any
 import pytest
 
 from asyncloader import AsyncDataLoader, DataLoader
-from asyncloader.explain import verdict
-from asyncloader.statistics import Statistics
 from tests.integration.datasets import Numbers
-
-
-def statistics(*, wait: float, busy: float = 0.0, copies: int = 0) -> Statistics:
-    """Ten batches in ten seconds, of which `wait` was waited and `busy` of the workers' time worked."""
-    s = Statistics()
-    s.batches, s.elapsed_s, s.wait_s = 10, 10.0, 10.0 * wait
-    s.worker_s, s.busy_s, s.ring_copies = 20.0, 20.0 * busy, copies
-    return s
-
-
-def test_nothing_loaded() -> None:
-    """Without a batch there is nothing to judge."""
-    assert verdict(Statistics(), 2, 8) == "Nothing was loaded yet."
-
-
-def test_consumer_bound() -> None:
-    """A consumer that hardly waits is the bound itself."""
-    assert verdict(statistics(wait=0.02, busy=0.9), 2, 8).startswith("Consumer-bound: it waited for data 2%")
-
-
-def test_no_workers_are_proposed_workers() -> None:
-    """In-process loading that is waited for wants workers, as many as the CPUs allow and no more than 4."""
-    assert "set num_workers to 4" in verdict(statistics(wait=0.9), 0, 64)
-    assert "set num_workers to 1" in verdict(statistics(wait=0.9), 0, 1)
-
-
-def test_busy_workers_want_more_workers() -> None:
-    """Busy workers and free CPUs: more workers, with the numbers."""
-    text = verdict(statistics(wait=0.5, busy=0.95), 2, 8)
-    assert "waited 50%" in text
-    assert "95% busy" in text
-    assert "raise num_workers from 2 to 8" in text
-
-
-def test_busy_cpus_want_cheaper_samples() -> None:
-    """With every CPU busy, more workers would not help."""
-    text = verdict(statistics(wait=0.5, busy=0.95), 8, 8)
-    assert "__getitem__" in text
-    assert "raise num_workers" not in text
-
-
-def test_copies_want_fewer_held_batches() -> None:
-    """Idle workers and many copies point at a consumer that hoards."""
-    assert "hold fewer batches" in verdict(statistics(wait=0.5, busy=0.1, copies=8), 2, 8)
-
-
-def test_idle_workers_want_larger_batches() -> None:
-    """Workers that are idle while the consumer waits are held up by overhead or order."""
-    text = verdict(statistics(wait=0.5, busy=0.1), 2, 8)
-    assert "10% busy" in text
-    assert "prefetch_factor" in text
-
-
-def test_verdict_is_one_sentence() -> None:
-    """One line, one full stop at its end."""
-    for wait, busy, workers in [(0.0, 0.0, 2), (0.9, 0.0, 0), (0.9, 0.9, 2), (0.9, 0.9, 8), (0.9, 0.1, 2)]:
-        text = verdict(statistics(wait=wait, busy=busy), workers, 8)
-        assert "\n" not in text
-        assert text.endswith(".")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,157 @@
+"""Run the planted runs: ``python -m tests.verdicts [--rows NAME,...] [--seeds 11,12] [--kinds sync,async]``.
+
+For each row, loop and seed: the run itself, its verdict, the run with the advised change, and the runs of the grid, all
+in this process, one after the other. Prints a line for each, and at the end the table; ``--save`` writes it into
+docs/reference/verdicts.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from asyncloader import AsyncDataLoader, DataLoader
+from asyncloader.cpus import usable_cpus
+from asyncloader.diagnosis import Diagnosis
+from tests.verdicts.rows import ROWS, Row
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "verdicts.md"
+SEEDS = (11, 12, 13, 14, 15)
+_PAGE = """\
+# Verdicts
+
+Runs whose bound is planted: whether [`diagnose()`](../how-to/make-it-faster.md) names it, and what following its
+advice gains. The costs of samples are drawn from the seeds {seeds}, which were not used while the verdict was
+written. *Gain* is the time of the run through that with the advised change; *of the best*, how much of the best
+setting's gain that is, among numbers of workers (0 to 16), `prefetch_factor` (1 to 4), `concurrency` (4 to 256),
+persistent workers and sizes of rings, as far as they can act. Medians over the seeds; measured on {cpus} CPUs by
+`python -m tests.verdicts --save`.
+
+{table}"""
+
+
+class Outcome(NamedTuple):
+    """What came of one planted run."""
+
+    row: Row
+    kind: str
+    diagnosis: Diagnosis
+    seconds: float
+    advised: float
+    best: float
+    best_setting: dict[str, Any]
+
+    @property
+    def right(self) -> bool:
+        return self.diagnosis.bound in self.row.bounds
+
+    @property
+    def reached(self) -> float:
+        """The part of the best gain that the advice reaches."""
+        return self.best / self.advised
+
+
+def read(row: Row, kind: str, seed: int, options: dict[str, Any]) -> tuple[float, Diagnosis]:
+    """Read all epochs. Returns the seconds, and the verdict."""
+    if kind == "sync":
+        with row.beside(), DataLoader[Any](row.dataset(seed), **options) as loader:
+            begin = time.perf_counter()
+            for _ in range(row.epochs):
+                for batch in loader:
+                    row.consume(batch)
+            return time.perf_counter() - begin, loader.diagnose()
+
+    async def loop() -> tuple[float, Diagnosis]:
+        async with AsyncDataLoader[Any](row.dataset(seed), **options) as loader:
+            begin = time.perf_counter()
+            for _ in range(row.epochs):
+                async for batch in loader:
+                    row.consume(batch)
+            return time.perf_counter() - begin, loader.diagnose()
+
+    with row.beside():
+        return asyncio.run(loop())
+
+
+def merged(options: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    """Options with a change, as `clone` applies it."""
+    found = {**options, **change}
+    if not found["num_workers"]:
+        for name in ("prefetch_factor", "persistent_workers"):
+            found.pop(name, None)
+    return found
+
+
+def run(row: Row, kind: str, seed: int, *, grid: bool) -> Outcome:
+    """Run one row."""
+    seconds, diagnosis = read(row, kind, seed, row.options)
+    settings = list(row.grid) if grid else []
+    advised = seconds
+    if diagnosis.change:
+        advised = read(row, kind, seed, merged(row.options, dict(diagnosis.change)))[0]
+    best, best_setting = min((advised, seconds)), dict(diagnosis.change) if advised < seconds else {}
+    for setting in settings:
+        found = read(row, kind, seed, merged(row.options, setting))[0]
+        if found < best:
+            best, best_setting = found, setting
+    return Outcome(row, kind, diagnosis, seconds, advised, best, best_setting)
+
+
+def main() -> int:
+    """Run what is asked for. Returns 1 if a verdict is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tests.verdicts")
+    parser.add_argument("--rows", default="", help="parts of names, joined by commas")
+    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
+    parser.add_argument("--kinds", default="sync,async")
+    parser.add_argument("--grid", default=True, action=argparse.BooleanOptionalAction)
+    parser.add_argument("--save", action="store_true")
+    given = parser.parse_args()
+    wanted = [each for each in given.rows.split(",") if each]
+    outcomes: list[Outcome] = []
+    for row in ROWS:
+        if wanted and not any(part in row.name for part in wanted):
+            continue
+        for kind in given.kinds.split(","):
+            for seed in map(int, given.seeds.split(",")):
+                outcome = run(row, kind, seed, grid=given.grid)
+                outcomes.append(outcome)
+                mark = "ok   " if outcome.right else "WRONG"
+                found = outcome.diagnosis
+                print(
+                    f"{mark} {row.name} [{kind}, {seed}]: {found.bound}, {outcome.seconds:.2f} s, "
+                    f"{dict(found.change)} -> {outcome.advised:.2f} s (told: x{found.gain:.2f}), "
+                    f"best {outcome.best:.2f} s {outcome.best_setting}, reached {outcome.reached:.0%}"
+                )
+                print(f"      {found.text}", flush=True)
+    text = table(outcomes)
+    print(text)
+    if given.save:
+        PAGE.write_text(_PAGE.format(seeds=given.seeds.replace(",", ", "), cpus=usable_cpus(), table=text))
+    return 0 if all(outcome.right for outcome in outcomes) else 1
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """One line for each row and loop: medians over the seeds."""
+    lines = ["| planted | loop | verdict | right | advised | gain | of the best |", "|---|---|---|--:|---|--:|--:|"]
+    groups: dict[tuple[str, str], list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault((outcome.row.name, outcome.kind), []).append(outcome)
+    for (name, kind), found in groups.items():
+        changes = [", ".join(f"`{key}={value}`" for key, value in each.diagnosis.change.items()) for each in found]
+        change = statistics.mode(changes) or "nothing"
+        gain = statistics.median(each.seconds / each.advised for each in found)
+        reached = statistics.median(each.reached for each in found)
+        right = sum(each.right for each in found)
+        loop = "`for`" if kind == "sync" else "`async for`"
+        bound = statistics.mode(each.diagnosis.bound for each in found)
+        lines.append(f"| {name} | {loop} | {bound} | {right} of {len(found)} | {change} | {gain:.2f} | {reached:.0%} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,341 @@
+"""The planted runs: datasets whose cost is drawn from a seed, consumers, and options.
+
+A `Row` says what bounds it. `Row.grid` are the settings among which the best is searched for: those of the options
+that can act there and alter neither order nor samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from asyncloader import RemoteIterableDataset
+from tests.integration.http_store import serving, status
+
+__all__ = ["ROWS", "Row"]
+
+
+def spin(seconds: float) -> None:
+    """Compute for so many seconds of this thread's CPU time."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+class Planted(Dataset[Any]):
+    """A map dataset whose samples wait, and compute, for seconds that are drawn from a seed.
+
+    Args:
+        seed: of the drawn seconds.
+        length: samples.
+        waits: mean seconds that a sample waits.
+        computes: mean seconds that it computes.
+        nbytes: of a sample.
+        slow: every so many samples one takes twenty times as long; 0: none.
+    """
+
+    def __init__(
+        self, seed: int, length: int, *, waits: float = 0.0, computes: float = 0.0, nbytes: int = 64, slow: int = 0
+    ) -> None:
+        draw = random.Random(seed)
+        self.factors = [draw.uniform(0.5, 1.5) for _ in range(length)]
+        self.waits, self.computes, self.nbytes, self.slow = waits, computes, nbytes, slow
+        self.offset = draw.randrange(slow) if slow else 0
+
+    def __len__(self) -> int:
+        return len(self.factors)
+
+    def __getitem__(self, index: int) -> Any:
+        factor = self.factors[index] * (20 if self.slow and index % self.slow == self.offset else 1)
+        if self.waits:
+            time.sleep(self.waits * factor)
+        if self.computes:
+            spin(self.computes * factor)
+        return torch.zeros(self.nbytes, dtype=torch.uint8)
+
+
+class AsyncPlanted(Planted):
+    """The same, awaited."""
+
+    async def __getitem__(self, index: int) -> Any:
+        if self.waits:
+            await asyncio.sleep(self.waits * self.factors[index])
+        if self.computes:
+            spin(self.computes * self.factors[index])
+        return torch.zeros(self.nbytes, dtype=torch.uint8)
+
+
+class OneShard(IterableDataset[Any]):
+    """A stream of which the first worker alone has a part."""
+
+    def __init__(self, seed: int, length: int, waits: float) -> None:
+        self.seed, self.length, self.waits = seed, length, waits
+
+    def __iter__(self) -> Iterator[Any]:
+        draw, info = random.Random(self.seed), get_worker_info()
+        if info is None or info.id == 0:
+            for _ in range(self.length):
+                time.sleep(self.waits * draw.uniform(0.5, 1.5))
+                yield torch.zeros(8)
+
+
+class SlowWorker(IterableDataset[Any]):
+    """A stream that one of the workers reads eight times as slowly as the others."""
+
+    def __init__(self, seed: int, length: int, waits: float) -> None:
+        self.seed, self.length, self.waits = seed, length, waits
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        number = 0 if info is None else info.id
+        draw = random.Random(self.seed + number)
+        for _ in range(self.length):
+            time.sleep(self.waits * draw.uniform(0.5, 1.5) * (8 if number == 1 else 1))
+            yield torch.zeros(8)
+
+
+class Leaking(Planted):
+    """Keeps memory for each sample."""
+
+    kept: list[Any]
+
+    def __getitem__(self, index: int) -> Any:
+        self.kept = [*getattr(self, "kept", []), np.ones(1 << 19)]  # 4 MB
+        return super().__getitem__(index)
+
+
+class Holding(AbstractContextManager[None]):
+    """A thread that holds the GIL most of the time, as a trainer's own Python code beside the loop does."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self.thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        numbers = list(range(300_000))
+        while not self.over:
+            sum(numbers)  # one call into C, during which the GIL is not given away
+
+    def __enter__(self) -> None:
+        self.thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.over = True
+        self.thread.join()
+
+
+class Failing(AbstractContextManager[None]):
+    """A store in a thread of its own, over HTTP; each object's first requests are refused, as drawn from the seed."""
+
+    url: ClassVar[str] = ""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.stack = AsyncExitStack()
+
+    async def _open(self) -> None:
+        draw, store = random.Random(21), await self.stack.enter_async_context(serving())
+        for number in range(24):
+            store.put(f"{number:02d}.jsonl", b'{"n": 1}\n' * 16)
+            store.faults[f"{number:02d}.jsonl"].extend([status(503)] * draw.randint(1, 3))
+        type(self).url = store.url
+
+    def __enter__(self) -> None:
+        self.thread.start()
+        asyncio.run_coroutine_threadsafe(self._open(), self.loop).result()
+
+    def __exit__(self, *_: object) -> None:
+        asyncio.run_coroutine_threadsafe(self.stack.aclose(), self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+
+def nothing(_: Any) -> None:
+    """A consumer that takes no time."""
+
+
+def sleeps(seconds: float) -> Callable[[Any], None]:
+    """A consumer that is busy elsewhere, as with a GPU, for so long with each batch."""
+    return lambda _: time.sleep(seconds)
+
+
+def multiplies(_: Any) -> None:
+    """A consumer that computes in torch's threads."""
+    matrix = torch.ones(320, 320)
+    for _ in range(6):
+        matrix = matrix @ matrix
+
+
+@dataclass(frozen=True)
+class Row:
+    """One planted run.
+
+    Attributes:
+        name: what is planted.
+        bounds: the right verdicts.
+        dataset: made of a seed.
+        options: of the loader.
+        grid: other options to try.
+        consume: called with each batch.
+        epochs: read.
+        beside: a context around the run.
+    """
+
+    name: str
+    bounds: tuple[str, ...]
+    dataset: Callable[[int], Any]
+    options: dict[str, Any]
+    grid: tuple[dict[str, Any], ...] = ()
+    consume: Callable[[Any], None] = nothing
+    epochs: int = 1
+    beside: Callable[[], AbstractContextManager[None]] = nullcontext[None]
+
+
+def workers(*numbers: int) -> tuple[dict[str, Any], ...]:
+    """A grid of numbers of workers."""
+    return tuple({"num_workers": number} for number in numbers)
+
+
+PERSISTENT = tuple({"num_workers": number, "persistent_workers": True} for number in (1, 2, 4))
+PREFETCH = tuple({"prefetch_factor": number} for number in (1, 4))
+
+ROWS = [
+    Row(
+        "slow storage",
+        ("fetch",),
+        lambda seed: Planted(seed, 320, waits=0.004),
+        {"batch_size": 8, "num_workers": 2},
+        (*workers(0, 1, 4, 8, 16), *PREFETCH),
+    ),
+    Row(
+        "slow storage, async dataset",
+        ("fetch",),
+        lambda seed: AsyncPlanted(seed, 1600, waits=0.02),
+        {"batch_size": 16, "num_workers": 1, "concurrency": 16},
+        ({"concurrency": 4}, {"concurrency": 64}, {"concurrency": 256}, *workers(0, 2)),
+    ),
+    Row(
+        "slow decode, no workers",
+        ("compute",),
+        lambda seed: Planted(seed, 320, computes=0.003),
+        {"batch_size": 8, "num_workers": 0},
+        workers(1, 2, 4, 8),
+        sleeps(0.02),
+    ),
+    Row(
+        "tiny batches",
+        ("overhead",),
+        lambda seed: Planted(seed, 6000),
+        {"batch_size": 2, "num_workers": 2},
+        (*workers(0, 1, 4), *PREFETCH),
+    ),
+    Row(
+        "slow consumer",
+        ("consumer",),
+        lambda seed: Planted(seed, 320, waits=0.0005),
+        {"batch_size": 8, "num_workers": 2},
+        workers(0, 1, 4),
+        sleeps(0.02),
+    ),
+    Row(
+        "start-up alone",
+        ("startup",),
+        lambda seed: Planted(seed, 128, waits=0.0002),
+        {"batch_size": 8, "num_workers": 2},
+        (*workers(0, 1, 4), *PERSISTENT),
+        epochs=8,
+    ),
+    Row(
+        "one slow worker",
+        ("slow worker",),
+        lambda seed: SlowWorker(seed, 80, 0.002),
+        {"batch_size": 4, "num_workers": 3},
+        PREFETCH,
+    ),
+    Row(
+        "slow head of line",
+        ("order",),
+        lambda seed: Planted(seed, 480, waits=0.0015, slow=64),
+        {"batch_size": 4, "num_workers": 4, "prefetch_factor": 1},
+        ({"prefetch_factor": 2}, {"prefetch_factor": 4}),
+    ),
+    Row(
+        "ring too small",
+        ("ring",),
+        lambda seed: Planted(seed, 200, nbytes=4 << 20),
+        {"batch_size": 2, "num_workers": 1, "ring_bytes": 4 << 20},
+        ({"ring_bytes": 32 << 20}, {"ring_bytes": 64 << 20}),
+    ),
+    Row(
+        "a store that fails now and then",
+        ("store",),
+        lambda seed: RemoteIterableDataset(Failing.url + "/{00..23}.jsonl", shuffle_shards=bool(seed % 2)),
+        {"batch_size": 16, "num_workers": 2, "multiprocessing_context": "fork"},
+        PREFETCH,
+        beside=Failing,
+    ),
+    Row(
+        "a trainer that holds the GIL",
+        ("consumer process",),
+        lambda seed: Planted(seed, 960, waits=0.0002),
+        {"batch_size": 8, "num_workers": 2},
+        (*workers(0, 1, 4), *PREFETCH),
+        beside=Holding,
+    ),
+    Row(
+        "too few workers",
+        ("fetch", "compute"),
+        lambda seed: Planted(seed, 320, waits=0.002, computes=0.001),
+        {"batch_size": 8, "num_workers": 1},
+        workers(0, 2, 4, 8),
+        sleeps(0.01),
+    ),
+    Row(
+        "too many workers for the cores",
+        ("cpus",),
+        lambda seed: Planted(seed, 480, computes=0.002),
+        {"batch_size": 8, "num_workers": 8},
+        workers(0, 1, 2, 4),
+    ),
+    Row(
+        "a main process that computes in many threads",
+        ("cpus",),
+        lambda seed: Planted(seed, 320, computes=0.008),
+        {"batch_size": 8, "num_workers": 2},
+        workers(0, 1, 4),
+        multiplies,
+    ),
+    Row(
+        "oversize batches now and then",
+        ("consumer", "fetch", "compute", "ring", "overhead"),
+        lambda seed: Planted(seed, 200, waits=0.001, nbytes=1 << 16),
+        {"batch_size": 8, "num_workers": 2, "ring_bytes": 1 << 20},
+        ({"ring_bytes": 16 << 20}, *workers(0, 1, 4)),
+    ),
+    Row(
+        "a stream with too few shards",
+        ("shards",),
+        lambda seed: OneShard(seed, 320, 0.002),
+        {"batch_size": 4, "num_workers": 4},
+        PREFETCH,
+    ),
+    Row(
+        "workers near their memory limit",
+        ("memory",),
+        lambda seed: Leaking(seed, 240, waits=0.001),
+        {"batch_size": 4, "num_workers": 2, "worker_memory_limit": 64 << 20, "max_worker_restarts": 1000, "seed": 1},
+        ({"worker_memory_limit": 256 << 20}, {"worker_memory_limit": 1024 << 20}),
+    ),
+]

@@ -1,0 +1,44 @@
+"""Measures a worker's use of the CPUs: the time that it computes, and the time that it could but has none.
+
+Data path: beside the worker's tasks. The figures go into its `Recorder`, for the verdict on what bounds a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from time import process_time
+
+from asyncloader.counters import Recorder
+
+__all__ = ["ProcessorUse"]
+
+
+class ProcessorUse:
+    """Measures this process from now on.
+
+    Args:
+        recorder: gets the CPU seconds of all threads, and the seconds that the calling thread was ready to run and
+            waited for a CPU, where the kernel counts these.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._begun = process_time()
+        self._fd = -1  # left open for the process's life
+        with contextlib.suppress(OSError):
+            self._fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        self._delayed = self._read_delay()
+
+    def record(self) -> None:
+        """Write the current figures."""
+        self._recorder.put("cpu_s", process_time() - self._begun)
+        self._recorder.put("delayed_s", self._read_delay() - self._delayed)
+
+    def _read_delay(self) -> float:
+        if self._fd < 0:
+            return 0.0
+        try:
+            return int(os.pread(self._fd, 64, 0).split()[1]) * 1e-9
+        except (OSError, ValueError, IndexError):
+            return 0.0

@@ -1,0 +1,130 @@
+"""Sends what a session defines in `__main__` to its workers by value, as they cannot import it.
+
+Data path: main process: dataset, task index, state -> [session] -> spawned worker.
+
+A session is a program whose `__main__` lies in no file: a notebook's kernel, an interactive interpreter, ``python -c``,
+a program read from standard input. Its functions and classes are pickled by cloudpickle, code and all.
+
+The worker sets each as an attribute of its own `__main__`, so that plain pickle finds it there: whatever the worker
+sends back refers to it by name, and arrives as an object of the session's own class. For the same reason each is sent
+to a worker only once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import io
+import pickle
+import sys
+from collections import ChainMap
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+__all__ = ["SessionPickler", "dump_message", "file_of_main_hidden", "in_session"]
+
+_MAIN = "__main__"
+
+
+def in_session() -> bool:
+    """Whether a process that is spawned now cannot import this one's `__main__`."""
+    main = sys.modules[_MAIN]
+    if getattr(main, "__spec__", None) is not None:
+        return False
+    file = getattr(main, "__file__", None)
+    return file is None or not Path(file).exists()
+
+
+@contextlib.contextmanager
+def file_of_main_hidden() -> Generator[None]:
+    """Context around the start of a process. In a session it hides the `__file__` of `__main__`: a program read from
+    standard input has "<stdin>", which multiprocessing would have the child import.
+    """
+    names = vars(sys.modules[_MAIN])
+    if not in_session() or "__file__" not in names:
+        yield
+        return
+    file = names.pop("__file__")
+    try:
+        yield
+    finally:
+        names["__file__"] = file
+
+
+class SessionPickler(pickle.Pickler):
+    """Pickles by value what is defined in `__main__`, if cloudpickle is installed.
+
+    Args:
+        file: what to write to.
+        reducers: a dispatch table that goes before cloudpickle's.
+        known: what the worker has, by name: pickled by reference.
+
+    Raises:
+        ImportError: (`dump`) cloudpickle is not installed, and something is defined in `__main__`.
+    """
+
+    def __init__(self, file: io.BytesIO, reducers: Mapping[type, Any], known: Mapping[str, Any]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._known = known
+        self.sent: dict[str, Any] = {}
+        """What has been pickled by value and has a name in `__main__`."""
+        self._by_value: Any = None
+        tables: list[Any] = [reducers, copyreg.dispatch_table]
+        try:
+            from cloudpickle import Pickler
+        except ImportError:
+            pass
+        else:
+            self._by_value = Pickler(file)
+            tables.append(Pickler.dispatch_table)
+        self.dispatch_table = ChainMap(*tables)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Decide how a function or a class is pickled; other objects are pickled as ever."""
+        if type(obj) is not FunctionType and not issubclass(type(obj), type):
+            return NotImplemented
+        name = obj.__qualname__
+        in_main = obj.__module__ == _MAIN and "<" not in name  # what is local has no name to refer to it by
+        named = in_main and vars(sys.modules[_MAIN]).get(name) is obj
+        if named and self._known.get(name) is obj:
+            return NotImplemented
+        if self._by_value is None:
+            if in_main:
+                raise ImportError(
+                    f"{name} is defined in __main__ of a session, which a spawned worker cannot import: put it into a "
+                    'module that can be imported, use multiprocessing_context="fork", or '
+                    "pip install 'asyncloader[notebook]'"
+                )
+            return NotImplemented
+        reduced = self._by_value.reducer_override(obj)
+        if not in_main:
+            return reduced
+        if named:
+            self.sent[name] = obj
+        make, arguments, *state = reduced
+        return (_define, (name, named, make, arguments), *state)
+
+
+def _define(name: str, named: bool, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """In a worker: make the function or class, and give it its name; in `__main__`, too, if it has that there."""
+    made = make(*arguments)
+    made.__qualname__ = name  # cloudpickle leaves it out for a class, which would lose a class that is nested in it
+    if named:
+        setattr(sys.modules[_MAIN], name, made)
+    return made
+
+
+def dump_message(known: dict[str, Any], value: Any) -> bytes:
+    """Pickle what is sent to a worker that has started; `known` is what it has from the session, and is brought up to
+    date.
+    """
+    data = pickle.dumps(value, 5)
+    if _MAIN.encode() not in data:
+        return data
+    buffer = io.BytesIO()
+    pickler = SessionPickler(buffer, {}, known)
+    pickler.dump(value)
+    known.update(pickler.sent)
+    return buffer.getvalue()
