@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeAlias
@@ -227,7 +227,7 @@ _said_of: ContextVar[Collection[str] | None] = ContextVar("_said_of", default=No
 
 
 @contextmanager
-def warn_only_of(names: Collection[str]) -> Iterator[None]:
+def warn_only_of(names: Collection[str]) -> Generator[None]:
     """While a loader is made from another one: warn of these options only, not of those that it takes over."""
     outer = _said_of.get()
     token = _said_of.set(names if outer is None else [name for name in names if name in outer])

@@ -140,7 +140,7 @@ RECOVER = (
     "exactly those of an undisturbed run)."
 )
 
-MISTAKES |= {  # options
+OF_OPTIONS = {
     "a misspelt option": Mistake(
         "DataLoader([5], num_worker=2)",
         "TypeError: DataLoader.__init__() got an unexpected keyword argument 'num_worker'",
@@ -205,7 +205,7 @@ MISTAKES |= {  # options
         "device, or was built without. Choose another device, or leave device= out.",
     ),
 }
-MISTAKES |= {  # samples
+OF_SAMPLES = {
     "samples of different sizes": Mistake(
         "import torch\nfor _ in DataLoader([torch.zeros(3), torch.zeros(4)], batch_size=2): pass",
         "while collating the batch of indices [0, 1] (samples of different sizes need a collate_fn that pads or crops)",
@@ -231,7 +231,7 @@ MISTAKES |= {  # samples
         15,
     ),
 }
-MISTAKES |= {  # workers
+OF_WORKERS = {
     "a lambda for spawned workers": Mistake(
         "for _ in DataLoader([5], num_workers=1, collate_fn=lambda batch: batch, "
         'multiprocessing_context="spawn"): pass',
@@ -262,7 +262,7 @@ MISTAKES |= {  # workers
         22,
     ),
 }
-MISTAKES |= {  # states and lifetimes
+OF_LIFETIMES = {
     "a state of another seed": Mistake(
         f"{STATE}DataLoader(list(range(9)), seed=2).load_state_dict(state)",
         "asyncloader.errors.StateError: the state was saved with seed=1, but this loader has seed=2; make the "
@@ -306,7 +306,7 @@ MISTAKES |= {  # states and lifetimes
         "one",
     ),
 }
-MISTAKES |= {  # shards
+OF_SHARDS = {
     "a scheme that there is not": Mistake(
         'for _ in DataLoader(RemoteIterableDataset("gs3://b/x.tar")): pass',
         "asyncloader.transports.errors.UnknownScheme: no transport serves the scheme 'gs3'; known are: abfs, "
@@ -353,16 +353,18 @@ MISTAKES |= {  # shards
     ),
 }
 
+ALL = MISTAKES | OF_OPTIONS | OF_SAMPLES | OF_WORKERS | OF_LIFETIMES | OF_SHARDS
+
 
 def without_numbers(line: str) -> str:
     return re.sub(r"\b(?:0x[0-9a-f]+|\d+)\b", "N", line)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", ALL)
 def test_the_last_line_says_what_to_do(name: str, tmp_path: Path) -> None:
     """Word for word, but for numbers; and there is little to read before it."""
-    mistake = MISTAKES[name]
+    mistake = ALL[name]
     script = tmp_path / "program.py"
     script.write_text(IMPORTS + mistake.program + "\n")
     env = {**environment(), "PYTHONWARNINGS": mistake.warnings} if mistake.warnings != "error" else environment()
