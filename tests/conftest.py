@@ -21,6 +21,7 @@ import zlib
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,11 @@ try:
     import uvloop
 except ImportError:  # tests/gpu runs where there is no more than torch, numpy and pytest
     uvloop = None  # type: ignore[assignment]
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Its `__main__` is that of `python -c`, as in an interactive session. Give it what a program has: a module that a
+    # spawned process can import in its place.
+    sys.modules["__main__"].__spec__ = find_spec("token")
 
 # Helpers that assert are not named test_*, and their asserts should speak as well. All of them here, because files of
 # one folder import those of another: who registers a module that was imported already gets a warning, hence an error.

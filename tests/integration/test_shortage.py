@@ -191,8 +191,7 @@ def test_eight_megabytes_of_shared_memory(tmp_path: Path) -> None:
     if not allowed:
         pytest.skip("a mount namespace is not permitted here")
     done = _in_mount_namespace(f"exec {sys.executable} {script_file(tmp_path, SMALL_SHM)}")
-    assert (done.returncode, done.stdout) == (0, "done\n")
-    assert re.fullmatch(r"a batch of 40,000 bytes does not fit into a ring of ring_bytes=1 .+\n", done.stderr)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
 FEW_DESCRIPTORS = """

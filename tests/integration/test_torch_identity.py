@@ -24,8 +24,13 @@ def test_the_facade_is_a_torch_dataloader() -> None:
     loader = DataLoader[Any](Numbers(3))
     assert isinstance(loader, torch.utils.data.DataLoader)
     assert isinstance(loader, Iterable)
+
+    async def read() -> None:
+        async for _ in loader:
+            pass
+
     with pytest.raises(TypeError, match=r"for 'async for' make an asyncloader\.AsyncDataLoader"):
-        aiter(loader)
+        run_async(read())
     assert type(loader).__name__ == "DataLoader"
 
 

@@ -25,6 +25,7 @@ results = st.builds(
     samples=u32,
     busy=seconds,
     same=st.booleans(),
+    sent=seconds,
 )
 
 
