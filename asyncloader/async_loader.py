@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 
-from asyncloader.clone import constructor_arguments
+from asyncloader.clone import made_from
 from asyncloader.counters import recording
 from asyncloader.delivery.transfer import DeviceTransfer, kept_rings_of, transfer_of
 from asyncloader.diagnosis import Diagnosis
@@ -255,12 +255,12 @@ class AsyncDataLoader(LoaderOptions[T_co]):
 
     def clone(self, **changes: Any) -> Self:
         """A new loader with this one's options, `changes` applied; see `DataLoader.clone`."""
-        return type(self)(**constructor_arguments(self._spec, changes, self))
+        return made_from(self._spec, type(self), changes, self)
 
     @classmethod
     def from_torch(cls, loader: torch.utils.data.DataLoader[Any], **changes: Any) -> Self:
         """A loader with the options of any torch loader, `changes` applied as in `clone`."""
-        return cls(**constructor_arguments(loader, changes))
+        return made_from(loader, cls, changes)
 
     def stats(self, prefix: str = "", *, interval: bool = False) -> dict[str, float]:
         """See `DataLoader.stats`."""

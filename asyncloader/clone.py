@@ -11,18 +11,21 @@ length. So whatever torch made by default is left out, to be made again.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler, default_collate, default_convert
 from torch.utils.data import _DatasetKind as DatasetKind
 from torch.utils.data.datapipes.datapipe import _IterDataPipeSerializationWrapper, _MapDataPipeSerializationWrapper
 
+from asyncloader.option_checks import warn_only_of
 from asyncloader.options import DEFAULTS, OPTION_NAMES, OUR_OPTION_NAMES, LoaderSpec
 from asyncloader.samplers.seeded import SeededSampler
 
-__all__ = ["constructor_arguments"]
+__all__ = ["constructor_arguments", "made_from"]
+
+T = TypeVar("T")
 
 _ONLY_WITH_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
 _BATCHING = ("batch_size", "shuffle", "sampler", "drop_last")
@@ -31,6 +34,20 @@ _PLAIN = [
     for name in OPTION_NAMES
     if name not in ("dataset", "collate_fn", "batch_sampler", *_BATCHING, *OUR_OPTION_NAMES)
 ]
+
+
+def made_from(
+    loader: torch.utils.data.DataLoader[Any],
+    make: Callable[..., T],
+    changes: Mapping[str, Any],
+    own: object | None = None,
+) -> T:
+    """A loader like `loader`, made by `make`; for the rest see `constructor_arguments`.
+
+    Of options without an effect it warns only if they are among the changes.
+    """
+    with warn_only_of(changes):
+        return make(**constructor_arguments(loader, changes, own))
 
 
 def constructor_arguments(

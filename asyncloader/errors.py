@@ -20,7 +20,7 @@ Every error can be pickled: its constructor arguments are its attributes. Every 
 alone, as torch's `ExceptionWrapper` does to re-raise an error of another thread or process. ``str()`` is then that
 text, and the attributes have their defaults: 0 for numbers (-1 for `worker_id`), empty texts and tuples, and None.
 
-`NeverIteratedWarning` is a class of its own so that it can be filtered.
+`NeverIteratedWarning` and `NoEffectWarning` are classes of their own so that they can be filtered.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ __all__ = [
     "LoaderError",
     "LoaderTimeout",
     "NeverIteratedWarning",
+    "NoEffectWarning",
     "PageLockError",
     "RanksDisagree",
     "RingMemoryError",
@@ -123,18 +124,19 @@ class WorkerDied(LoaderError, RuntimeError):
         return WorkerDied(self.worker_id, self.pid, self.exitcode, self.reason, advice, self.trace)
 
     def _sentence(self) -> str:
-        more = "".join(f" {text}" for text in (self.reason, self.advice) if text)
-        trace = f"\nWhat it wrote last:\n{self.trace}" if self.trace else ""
+        # What it wrote stands in between, so that the last line says what to do.
+        trace = f"\nWhat it wrote last:\n{self.trace}\n" if self.trace else " "
+        more = " ".join(filter(None, (self.reason, self.advice)))
         # The two wordings are torch's own, so that scripts that look for them keep working.
         if self.exitcode is not None and self.exitcode < 0:
-            text = f"DataLoader worker (pid {self.pid}) is killed by signal: {signal_name(-self.exitcode)}. "
+            text = f"DataLoader worker (pid {self.pid}) is killed by signal: {signal_name(-self.exitcode)}.{trace}"
             text += f"It was worker {self.worker_id} of the loader"
             if -self.exitcode == signal.SIGKILL and not self.reason:
                 text += "; the kernel does this when memory runs out (see dmesg)"
-            return f"{text}.{more}{trace}"
+            return f"{text}. {more}".rstrip()
         text = f"DataLoader worker (pid(s) {self.pid}) exited unexpectedly"
         code = "unknown" if self.exitcode is None else str(self.exitcode)
-        return f"{text}: worker {self.worker_id}, exit code {code}.{more}{trace}"
+        return f"{text}: worker {self.worker_id}, exit code {code}.{trace}{more}".rstrip()
 
 
 class TaskQuarantined(LoaderError, RuntimeError):
@@ -169,8 +171,9 @@ class TaskQuarantined(LoaderError, RuntimeError):
     def _sentence(self) -> str:
         what = "the next batch of a stream" if self.indices is None else f"indices {shortened(self.indices)}"
         who = ", ".join(f"worker {worker} (pid {pid}, {ending(code)})" for worker, pid, code in self.deaths)
-        text = f"the task for {what} killed {len(self.deaths)} workers and is not tried again: {who}. {self.advice}"
-        return f"{text}\nThe last lines of standard error:\n{self.stderr}" if self.stderr else text
+        stderr = f"\nThe last lines of standard error:\n{self.stderr}\n" if self.stderr else " "
+        text = f"the task for {what} killed {len(self.deaths)} workers and is not tried again: {who}."
+        return f"{text}{stderr}{self.advice}"
 
 
 class TooManyBadSamples(LoaderError, RuntimeError):
@@ -337,6 +340,10 @@ class UnsupportedPlatform(LoaderError, RuntimeError):
 
 class NeverIteratedWarning(UserWarning):
     """A stock loader that was made from a `DataLoader` is iterated in its place: a framework replaced it."""
+
+
+class NoEffectWarning(UserWarning):
+    """An option of a loader cannot do what it asks for, because of another option or of the dataset."""
 
 
 def signal_name(number: int) -> str:

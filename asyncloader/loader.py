@@ -15,7 +15,7 @@ import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.bridge import Bridge
-from asyncloader.clone import constructor_arguments
+from asyncloader.clone import made_from
 from asyncloader.counters import recording
 from asyncloader.delivery.transfer import kept_rings_of
 from asyncloader.diagnosis import Diagnosis
@@ -173,12 +173,12 @@ class DataLoader(LoaderSpec[T_co]):
                 replaces ``shuffle``, ``num_workers=0`` drops the arguments that need workers. A default sampler is made
                 again, for the clone's dataset.
         """
-        return type(self)(**constructor_arguments(self, changes, self))
+        return made_from(self, type(self), changes, self)
 
     @classmethod
     def from_torch(cls, loader: torch.utils.data.DataLoader[Any], **changes: Any) -> Self:
         """A loader of this class with the options of any torch loader, `changes` applied as in `clone`."""
-        return cls(**constructor_arguments(loader, changes))
+        return made_from(loader, cls, changes)
 
     def stats(self, prefix: str = "", *, interval: bool = False) -> dict[str, float]:
         """What the loader did, over all iterators so far, as a new flat dictionary of floats. O(1), from any thread.

@@ -2,20 +2,29 @@
 
 Data path: none. A failed check raises ValueError or TypeError with the given value and what to do instead. `CHECKS` has
 one check per option that `LoaderOptions` declares, and so says which options are ours and not torch's.
+
+An option that asks for something that will not happen is warned of. One that is met all the same is not: `ring_bytes`
+without workers is an upper bound that holds, and ``run_ahead=0`` in torch mode is what happens there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+import warnings
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import torch
 
+from asyncloader.errors import NoEffectWarning
 from asyncloader.samplers.distributed import ON_UNEVEN
+from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.decoding import check_decode
 
-__all__ = ["CHECKS", "check_options", "is_seed"]
+__all__ = ["CHECKS", "check_num_workers", "check_options", "is_seed", "warn_only_of", "warn_without_effect"]
 
 Check: TypeAlias = Callable[[str, Any], None]
 """A function of an option's name and value that raises if the value is out of range."""
@@ -35,6 +44,12 @@ def check_options(options: Mapping[str, Any], *, iterable: bool) -> None:
         check(name, options[name])
         if name in _AFTER:
             _AFTER[name](options, iterable)
+
+
+def check_num_workers(value: Any) -> None:
+    """Raise the TypeError that torch would raise later, or about an operator, if it is no number of workers."""
+    if value != 0 and not hasattr(value, "__index__"):
+        raise TypeError(f"num_workers should be an integer, but got num_workers={value!r}")
 
 
 def is_seed(seed: Any) -> bool:
@@ -203,3 +218,97 @@ _AFTER: dict[str, Callable[[Mapping[str, Any], bool], None]] = {
     "static_buffers": _check_what_needs_a_device,
 }
 """What is checked right after an option: its combinations with others, and with the dataset."""
+
+
+# -------------------------------------------------------------------------------------- options without an effect
+
+
+_said_of: ContextVar[Collection[str] | None] = ContextVar("_said_of", default=None)
+
+
+@contextmanager
+def warn_only_of(names: Collection[str]) -> Generator[None]:
+    """While a loader is made from another one: warn of these options only, not of those that it takes over."""
+    outer = _said_of.get()
+    token = _said_of.set(names if outer is None else [name for name in names if name in outer])
+    try:
+        yield
+    finally:
+        _said_of.reset(token)
+
+
+def warn_without_effect(options: Mapping[str, Any], given: Collection[str], *, iterable: bool) -> None:
+    """Warn of options that cannot do what they ask for, at the line outside of asyncloader that makes the loader.
+
+    Args:
+        options: every argument by name, torch's too, checked.
+        given: those that differ from their defaults.
+        iterable: whether the dataset is iterated rather than indexed.
+    """
+    said_of = _said_of.get()
+    asked = {name: options[name] for name in given if said_of is None or name in said_of}
+    if not asked:
+        return
+    for text in _without_effect(options, asked, iterable):
+        warnings.warn(text, NoEffectWarning, stacklevel=_frames_of_ours())
+
+
+def _frames_of_ours() -> int:
+    """The `stacklevel` at which the caller's `warnings.warn` names the first line outside of asyncloader."""
+    package, frame, level = __name__.partition(".")[0], sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _without_effect(options: Mapping[str, Any], asked: Mapping[str, Any], iterable: bool) -> Iterator[str]:
+    """One sentence for each reason; `asked` are the options that may be named as those without an effect."""
+    dataset, seed, fetch_threads = options["dataset"], options["seed"], options["fetch_threads"]
+    awaited, assigned = is_async_dataset(dataset), assigns_shards(dataset)
+    own_decode = getattr(dataset, "decode", None) if assigned else None
+
+    of_workers = [name for name in ("worker_timeout", "worker_memory_limit", "max_worker_restarts") if asked.get(name)]
+    if of_workers and not options["num_workers"]:
+        yield f"{_named(of_workers, asked)} nothing with num_workers=0, where there are no workers"
+
+    if asked.get("concurrency", 1) > 1 and (iterable or not awaited):
+        text = f"{_named(['concurrency'], asked)} nothing"
+        if iterable:
+            yield f"{text} for an iterable dataset, whose samples are read one after the other"
+        elif fetch_threads:
+            yield f"{text} beside fetch_threads={fetch_threads}, each of which fetches one sample at a time"
+        else:
+            yield (
+                f"{text} for a dataset without async methods, whose samples are fetched one after the other. Set "
+                "fetch_threads, raise num_workers, or give it an async __getitem__"
+            )
+
+    if asked.get("decode_threads", 0) > 1:
+        text = f"{_named(['decode_threads'], asked)} nothing"
+        if options["decode"] is None and own_decode is None:
+            yield f"{text} without decode="
+        elif not (awaited or fetch_threads):
+            yield (
+                f"{text} for a blocking dataset with fetch_threads=0, whose samples are decoded where they are "
+                "fetched. Raise num_workers, or set fetch_threads"
+            )
+    if "decode" in asked and own_decode == asked["decode"]:
+        yield f"decode={asked['decode']!r} is the dataset's decode= already, and is called twice. Leave one out"
+
+    if options["on_error"] == "raise" and asked.get("max_bad_samples", 0) != 0:
+        yield (
+            f"{_named(['max_bad_samples'], asked)} nothing with on_error='raise', which raises the first sample's "
+            "error. Set on_error='skip' or a function"
+        )
+    if "on_uneven" in asked and seed is None and not assigned:
+        yield f"{_named(['on_uneven'], asked)} nothing without seed=: the loader then leaves sharding to the sampler"
+    if asked.get("run_ahead") and (seed is None or iterable):
+        why = "without seed=" if seed is None else "for an iterable dataset"
+        yield f"{_named(['run_ahead'], asked)} nothing {why}: the workers' batches are then taken in turn"
+    if "prefetch_device" in asked and options["device"] is None:
+        yield f"{_named(['prefetch_device'], asked)} nothing without device="
+
+
+def _named(names: Collection[str], values: Mapping[str, Any]) -> str:
+    """The options with their values, and the verb."""
+    return f"{' and '.join(f'{name}={values[name]!r}' for name in names)} {'do' if len(names) > 1 else 'does'}"

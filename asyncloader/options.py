@@ -28,13 +28,14 @@ from torch.utils.data import _DatasetKind as DatasetKind
 
 from asyncloader.cpus import affinity, cpu_quota
 from asyncloader.delivery.transfer import DeviceLike
-from asyncloader.option_checks import CHECKS, check_options, is_seed
+from asyncloader.option_checks import CHECKS, check_num_workers, check_options, is_seed, warn_without_effect
 from asyncloader.samplers.async_sampler import AsyncIndexSource, as_async_source
 from asyncloader.samplers.distributed import OnUneven, rank_view, topology
 from asyncloader.samplers.generators import drawing_generator
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_stream
+from asyncloader.workers.fetch.error_notes import add_note
 
 __all__ = [
     "DEFAULTS",
@@ -286,6 +287,7 @@ class LoaderSpec(LoaderOptions[T_co], torch.utils.data.DataLoader[T_co], _Defaul
 
     def _asyncloader_construct(self, arguments: dict[str, Any]) -> None:
         dataset, given = arguments["dataset"], dict(arguments)
+        check_num_workers(given["num_workers"])
         stream = is_async_stream(dataset)
         if stream:
             given["dataset"] = _AsyncStream()  # so that torch checks the arguments as for an iterable dataset
@@ -295,11 +297,18 @@ class LoaderSpec(LoaderOptions[T_co], torch.utils.data.DataLoader[T_co], _Defaul
             if sampler is not None:
                 given["sampler"], given["shuffle"] = sampler, None
         construct: Any = super(LoaderOptions, self).__init__  # torch's, or that of another base of the user's class
-        construct(*(given[name] for name in _POSITIONAL), **{name: given[name] for name in _TORCHS_KEYWORDS})
+        try:
+            construct(*(given[name] for name in _POSITIONAL), **{name: given[name] for name in _TORCHS_KEYWORDS})
+        except ValueError as error:
+            if given["shuffle"] and assigns_shards(dataset):
+                add_note(error, "This dataset shuffles by itself: give it, and not the loader, shuffle_buffer=")
+            raise
         if stream:
             self.__dict__["dataset"] = dataset  # torch forbids assigning it from here on
         check_options(arguments, iterable=is_iterable(self))
         self._asyncloader_options = OurOptions({name: arguments[name] for name in OUR_OPTION_NAMES})
+        changed = [name for name in OUR_OPTION_NAMES if arguments[name] != DEFAULTS[name]]
+        warn_without_effect(arguments, changed, iterable=is_iterable(self))
         for name, value in vars(self._asyncloader_options).items():
             owner = next(base for base in type(self).__mro__ if name in vars(base))
             if owner is _Defaults and name not in vars(self) and value != DEFAULTS[name]:

@@ -73,10 +73,12 @@ def find_transport(scheme: str) -> type[Transport]:
         return built_in
     entries = {entry.value: entry for entry in entry_points(group=ENTRY_POINT_GROUP, name=scheme)}
     if not entries:
-        known = ", ".join(f"{name} ({package})" for name, package in known_schemes().items())
+        known = ", ".join(
+            name if package == "asyncloader" else f"{name} ({package})" for name, package in known_schemes().items()
+        )
         raise UnknownScheme(
-            f"no transport serves the scheme {scheme!r}; known are: {known}. Install a package "
-            f"that provides it by an entry point in the group {ENTRY_POINT_GROUP!r}"
+            f"no transport serves the scheme {scheme!r}; known are: {known}. A package can add it by an entry point in "
+            f"the group {ENTRY_POINT_GROUP!r}"
         )
     if len(entries) > 1:
         packages = ", ".join(sorted(f"{_provider(entry)} ({entry.value})" for entry in entries.values()))

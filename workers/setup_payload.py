@@ -22,6 +22,7 @@ from importlib import import_module
 from multiprocessing import reduction
 from typing import Any
 
+from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.memory import segment
 from asyncloader.workers.session import SessionPickler, in_session
@@ -165,7 +166,11 @@ def explain_unpicklable(setup: WorkerSetup) -> str | None:
     for name in ("dataset", "collate_fn", "worker_init_fn"):
         path, value = _find_unpicklable(name, getattr(setup, name), depth=3)
         if path is not None:
-            return f"{path} = {_short(value)} is what cannot be pickled"
+            return (
+                f"{path} = {_short(value)} cannot be pickled, as all that goes to spawned workers must be. Define "
+                "functions and classes at the top of a module, open files and connections at the first sample, or use "
+                'multiprocessing_context="fork"'
+            )
     return None
 
 
@@ -210,17 +215,16 @@ def dump(setup: WorkerSetup) -> Payload:
     """Pickle the set-up, with torch's warning if that fails.
 
     Raises:
-        Exception: whatever pickling raises, unchanged, so that a traceback ends as torch's does. Its cause names the
-            part that cannot be pickled.
+        Exception: whatever pickling raises, with a note that names the part that cannot be pickled.
     """
     try:
         return Payload.dump(setup)
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         warnings.warn(_PICKLE_WARNING, stacklevel=2)
         what = explain_unpicklable(setup)
-        if what is None:
-            raise
-        raise error from TypeError(what)
+        if what is not None:
+            add_note(error, what)
+        raise
 
 
 def import_worker_code() -> None:

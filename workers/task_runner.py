@@ -36,7 +36,7 @@ from asyncloader.events import bare_index
 from asyncloader.workers.fetch.assignment_client import WorkerAssignments
 from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation
 from asyncloader.workers.fetch.dataset_state import is_stateful
-from asyncloader.workers.fetch.error_notes import add_note, describe_collation, take_notes
+from asyncloader.workers.fetch.error_notes import add_note, note_collation, take_notes
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import BadSample, NoSamples
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup, install_worker_info, seed_worker
@@ -176,13 +176,21 @@ class TaskRunner:
         )
         install_worker_info(self.worker_id, setup.num_workers, seed, dataset)
         self.asynchronous = reader.asynchronous
-        before = None if setup.worker_init_fn is None else setup.worker_init_fn(self.worker_id)
-        self._context = self._make_context(before)
+        self._context = self._make_context(self._call_init(setup.worker_init_fn))
         reader.begin(start)
         if setup.rng_state:
             restore_rng_state(setup.rng_state)
         if setup.memory_limit is not None:
             self._memory_limit, self._private_memory = setup.memory_limit, PrivateMemory()
+
+    def _call_init(self, init: Callable[[int], Any] | None) -> Any:
+        if init is None:
+            return None
+        try:
+            return init(self.worker_id)
+        except Exception as error:
+            add_note(error, f"while calling worker_init_fn({self.worker_id})")
+            raise
 
     def _make_context(self, before: Any) -> DatasetContext | None:
         awaitable = before is not None and inspect.isawaitable(before)
@@ -356,7 +364,7 @@ class TaskRunner:
         except Exception as error:
             if not self._setup.iterable:
                 bare = bare_index(pickle.loads(index))
-                add_note(error, describe_collation(bare, batched=self._setup.auto_collation))
+                note_collation(error, bare, batched=self._setup.auto_collation)
             raise
 
     def _answer(

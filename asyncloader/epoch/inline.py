@@ -37,6 +37,7 @@ from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress
 from asyncloader.statistics import BadSampleLog, Statistics
 from asyncloader.workers.fetch.context import DatasetContext
+from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import BadSample, NoSamples, dropped_count
 from asyncloader.workers.memory.recycle import recycling_collate
@@ -71,7 +72,9 @@ class InlineEpoch:
         alone: bool,
     ) -> None:
         if progress.config.timeout:
-            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+            error = AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")  # torch's text
+            add_note(error, f"timeout={progress.config.timeout!r} needs workers: set num_workers, or leave it at 0")
+            raise error
         self._look_at = 0.0  # when to measure a batch more closely
         self._loader = loader
         self.statistics = statistics

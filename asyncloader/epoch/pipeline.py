@@ -419,7 +419,15 @@ async def report(pool: WorkerPool, scheduler: Scheduler) -> str:
         )
         lines.append(textwrap.indent(stacks.worker_calls(text), "    "))
         process.stacks.clear()  # or they would be reported again if it died
+    lines.append(_advice(scheduler))
     return "\n".join(lines)
+
+
+def _advice(scheduler: Scheduler) -> str:
+    if scheduler.head is None:
+        return "Look at the sampler. If it is only slow, raise timeout."
+    task, worker = scheduler.head
+    return f"See above in which call worker {worker} is with task {task.seq}. If it is only slow, raise timeout."
 
 
 def _head(scheduler: Scheduler) -> str:

@@ -16,8 +16,9 @@ from accelerate import skip_first_batches as _skip_first_batches
 from accelerate.data_loader import BatchSamplerShard, DataLoaderAdapter, DataLoaderDispatcher, SeedableRandomSampler
 from torch.utils.data import BatchSampler
 
-from asyncloader.clone import constructor_arguments
+from asyncloader.clone import constructor_arguments, made_from
 from asyncloader.loader import DataLoader
+from asyncloader.option_checks import warn_only_of
 from asyncloader.options import is_iterable
 from asyncloader.stateful_loader import StatefulDataLoader
 
@@ -62,7 +63,7 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
         inside.load_state_dict({})  # or the next epoch would resume there
     if inside._asyncloader_options.seed is None or is_iterable(inside):
         return adopt(skipping, inside)
-    ours = _skipping(type(inside), num_batches)(**constructor_arguments(inside, {}, inside))
+    ours = made_from(inside, _skipping(type(inside), num_batches), {}, inside)
     if not wrapper:
         return ours
     _set_num_processes(ours, getattr(inside.batch_sampler, "num_processes", 1))
@@ -70,6 +71,7 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     return skipping
 
 
+@warn_only_of(())
 def adopt(prepared: Any, like: DataLoader[Any] | None = None) -> Any:
     """Replace the loader inside one of Accelerate's wrappers by ours with the same arguments.
 

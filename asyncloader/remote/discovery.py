@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from urllib.parse import quote
@@ -34,6 +35,9 @@ INDEX = "index.json"
 
 _ESCAPED = frozenset({"http", "https"})
 
+_RANGE = re.compile(r"(?<!\\)\{[^{},\\]*\.\.[^{},\\]*\}")
+"""Braces that are meant as a range. bash takes them literally if they are none, and so does `expand`."""
+
 
 def expand_urls(urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
     """Expand patterns to URLs, in order. No I/O.
@@ -42,7 +46,7 @@ def expand_urls(urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]])
         urls: one URL, pattern or path, or several. A path object is used literally, without patterns.
 
     Raises:
-        ValueError: no URL is given; a pattern is wrong (`braces.expand`); more than 1,000,000 URLs in total.
+        ValueError: no URL is given; a pattern or range is wrong (see `braces`); more than 1,000,000 URLs in total.
         TypeError: one of them is neither text nor a path.
     """
     given: Iterable[str | os.PathLike[str]] = [urls] if isinstance(urls, str | os.PathLike) else urls
@@ -51,6 +55,10 @@ def expand_urls(urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]])
         if isinstance(url, str):
             if not url:
                 raise ValueError("one of the URLs is empty")
+            for group in _RANGE.findall(url):
+                if expand(group) == [group]:
+                    what = f"{group!r} in {url!r} is no range such as {{000..127}} or {{a..e}}"
+                    raise ValueError(f"{what}; write \\{{ for the character itself")
             found += expand(url)
         elif isinstance(url, os.PathLike):
             found.append(os.fspath(url))
@@ -199,6 +207,6 @@ async def _below(folder: str, stores: Stores, wanted: ShardFormat | None) -> lis
             if len(found) > MOST:
                 raise ValueError(f"there are more than {MOST:,} shards below {folder!r}: give a longer prefix")
     if not found:
-        passed = f" ({others:,} objects of other extensions are there: say format=)" if others else ""
-        raise ValueError(f"there is no shard below {folder!r}{passed}")
+        seen = f", but {others:,} objects of other extensions: say format=" if others else ". Is the address right?"
+        raise ValueError(f"there is no shard below {folder!r}{seen}")
     return found

@@ -100,8 +100,9 @@ def check_state(given: Any) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise StateError(f"a loader's state is a dictionary, but got {type(given).__name__}")
     if "version" not in given:
-        other = "; it looks like one of torchdata's" if "_snapshot" in given or "_num_yielded" in given else ""
-        raise StateError(f"this is not a state of asyncloader: it has no 'version'{other}")
+        torchdatas = "_snapshot" in given or "_num_yielded" in given
+        other = "it looks like one of torchdata's" if torchdatas else "give what a loader's state_dict() returned"
+        raise StateError(f"this is not a state of asyncloader: it has no 'version'; {other}")
     version = given["version"]
     if not _is_count(version) or not version:
         raise StateError(f"the state's version should be a positive integer, but is {_show(version)}")

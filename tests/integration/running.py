@@ -167,7 +167,8 @@ def _text(error: Exception) -> str:
 def without_place(text: str) -> str:
     """The text of an outcome without our note on which samples it was: as torch has it."""
     lines = text.rstrip("\n").split("\n")
-    while len(lines) > 1 and lines[-1].startswith(("while fetching ", "while reading ", "while collating ")):
+    ours = tuple(f"while {doing} " for doing in ("fetching", "reading", "collating", "calling"))
+    while len(lines) > 1 and lines[-1].startswith(ours):
         lines.pop()
     return "\n".join(lines).rstrip("\n")
 

@@ -64,6 +64,14 @@ def test_refused_as_by_torch(kind: str, dataset: Any, options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("value", ["2", 2.0, None])
+def test_a_number_of_workers_that_is_none(kind: str, value: Any) -> None:
+    """A TypeError, as in torch, which names neither the option nor the value, or raises when iteration begins."""
+    with pytest.raises(TypeError, match=f"^num_workers should be an integer, but got num_workers={value!r}$"):
+        LOADERS[kind](MAP, num_workers=value)
+
+
+@pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -1,6 +1,7 @@
 """The commonest mistakes, each as a program: the last line that it prints says what to do.
 
-The program of each case is run as a user runs it. `{file}` stands for the program's path in the expected line.
+The program of each case is run as a user runs it. `{file}` stands for the program's path in the expected line, and
+`{folder}` for its folder.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from tests import script_server
 from tests.integration.running import environment
@@ -43,11 +45,12 @@ SESSION = (
 
 
 class Mistake(NamedTuple):
-    """A program; its last line; at most how many lines it prints."""
+    """A program; its last line; at most how many lines it prints; what it does about warnings."""
 
     program: str
     last: str
     lines: int = 12
+    warnings: str = "error"
 
 
 IMPORTS = "import asyncio\nfrom asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset\n"
@@ -108,14 +111,264 @@ MISTAKES = {
 }
 
 
+AWAITABLE = """
+class Awaitable:
+    def __len__(self): return 4
+    def __getitem__(self, index): return self.get(index)
+    async def get(self, index): return index
+"""
+STATE = "state = DataLoader(list(range(9)), seed=1).state_dict()\n"
+SERVER = """
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Empty(BaseHTTPRequestHandler):
+    def do_GET(self): self.send_error(404)
+    def log_message(self, *_): pass
+server = HTTPServer(("127.0.0.1", 0), Empty)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+url = f"http://127.0.0.1:{server.server_port}/x.tar"
+"""
+DIES = """
+import ctypes, os, signal, time
+class Dies:
+    def __len__(self): return 4
+    def __getitem__(self, index): {}
+"""
+RECOVER = (
+    "To have a worker that dies replaced, and its tasks done again, set max_worker_restarts (with seed= the "
+    "batches are "
+    "exactly those of an undisturbed run)."
+)
+
+OF_OPTIONS = {
+    "a misspelt option": Mistake(
+        "DataLoader([5], num_worker=2)",
+        "TypeError: DataLoader.__init__() got an unexpected keyword argument 'num_worker'",
+    ),
+    "a number as text": Mistake(
+        'DataLoader([5], num_workers="2")', "TypeError: num_workers should be an integer, but got num_workers='2'"
+    ),
+    "two kinds of batches": Mistake(
+        "DataLoader([5], batch_size=2, batch_sampler=[[0]])",
+        "ValueError: batch_sampler option is mutually exclusive with batch_size, shuffle, sampler, and drop_last",
+    ),
+    "shuffle beside a sampler": Mistake(
+        "DataLoader([5], shuffle=True, sampler=[0])", "ValueError: sampler option is mutually exclusive with shuffle"
+    ),
+    "shuffle of a stream": Mistake(
+        f"{FAILING}\nDataLoader(Stream(), shuffle=True)",
+        "ValueError: DataLoader with IterableDataset: expected unspecified shuffle option, but got shuffle=True",
+    ),
+    "shuffle of shards": Mistake(
+        'DataLoader(RemoteIterableDataset("x.tar"), shuffle=True)',
+        "This dataset shuffles by itself: give it, and not the loader, shuffle_buffer=",
+    ),
+    "prefetch_factor without workers": Mistake(
+        "DataLoader([5], prefetch_factor=2)",
+        "ValueError: prefetch_factor option could only be specified in multiprocessing.let num_workers > 0 to enable "
+        "multiprocessing, otherwise set prefetch_factor to None.",
+    ),
+    "timeout without workers": Mistake(
+        "iter(DataLoader([5], timeout=3))", "timeout=3 needs workers: set num_workers, or leave it at 0", 20
+    ),
+    "seed beside generator": Mistake(
+        "import torch\nDataLoader([5], seed=1, generator=torch.Generator())",
+        "ValueError: seed=1 and generator exclude one another: with a seed no generator is drawn from. Leave one out",
+    ),
+    "ranks without a seed": Mistake(
+        "DataLoader([5], rank=0, world_size=2)",
+        "ValueError: rank=0 and world_size=2 need seed=: without it the loader is torch's, which leaves sharding "
+        "to the "
+        "sampler (torch's DistributedSampler)",
+    ),
+    "a policy that there is not": Mistake(
+        'DataLoader([5], on_error="ignore")',
+        "ValueError: on_error should be 'raise', 'skip' or a function of an index and an exception, but got "
+        "on_error='ignore'",
+    ),
+    "a decode that is awaited": Mistake(
+        "async def decode(sample): ...\nDataLoader([5], decode=decode)",
+        "TypeError: decode=<function decode at 0> is a coroutine function, but decode is called, and not "
+        "awaited: it is "
+        "for work that takes a CPU. Await in the dataset's own methods instead",
+        15,
+    ),
+    "an option that can do nothing": Mistake(
+        "DataLoader([5], concurrency=64)",
+        "asyncloader.errors.NoEffectWarning: concurrency=64 does nothing for a dataset without async methods, whose "
+        "samples are fetched one after the other. Set fetch_threads, raise num_workers, or give it an async "
+        "__getitem__",
+    ),
+    "no such device": Mistake(
+        'import os\nos.environ["CUDA_VISIBLE_DEVICES"] = ""\niter(DataLoader([5], device="cuda"))',
+        f"asyncloader.errors.DeviceUnavailable: device='cuda' cannot be used: torch {torch.__version__} sees no CUDA "
+        "device, or was built without. Choose another device, or leave device= out.",
+    ),
+}
+OF_SAMPLES = {
+    "samples of different sizes": Mistake(
+        "import torch\nfor _ in DataLoader([torch.zeros(3), torch.zeros(4)], batch_size=2): pass",
+        "while collating the batch of indices [0, 1] (samples of different sizes need a collate_fn that pads or crops)",
+    ),
+    "samples of a type of one's own": Mistake(
+        "for _ in DataLoader([object()]): pass",
+        "while collating the batch of indices [0] (samples of this type need a collate_fn)",
+    ),
+    "a method that returns a coroutine": Mistake(
+        f"{AWAITABLE}\nfor _ in DataLoader(Awaitable(), num_workers=1): pass",
+        "while collating the batch of indices [0] (a dataset whose samples are awaited needs an `async def "
+        "__getitem__`), in worker 0 (pid 1)",
+        26,
+    ),
+    "an index out of range": Mistake(
+        "for _ in DataLoader([5, 6], sampler=[0, 7]): pass", "while fetching sample index 7 (item 0 of the batch)", 30
+    ),
+    "too many bad samples": Mistake(
+        f'{MAP}\nfor _ in DataLoader(Map(), on_error="skip", max_bad_samples=1): pass',
+        "asyncloader.errors.TooManyBadSamples: more than max_bad_samples=1 samples of this epoch raised, the last one: "
+        "index 3, IndexError: list index out of range. Look at loader.errors, mend the dataset, or raise "
+        "max_bad_samples (None: no limit).",
+        15,
+    ),
+}
+OF_WORKERS = {
+    "a lambda for spawned workers": Mistake(
+        "for _ in DataLoader([5], num_workers=1, collate_fn=lambda batch: batch, "
+        'multiprocessing_context="spawn"): pass',
+        "collate_fn = <function <lambda> at 0> cannot be pickled, as all that goes to spawned workers must be. Define "
+        "functions and classes at the top of a module, open files and connections at the first sample, or use "
+        'multiprocessing_context="fork"',
+        26,
+        "ignore",
+    ),
+    "worker_init_fn raises": Mistake(
+        'def init(worker): raise KeyError("config")\n'
+        "for _ in DataLoader([5], num_workers=1, worker_init_fn=init): pass",
+        "while calling worker_init_fn(0), in worker 0 (pid 1)",
+    ),
+    "a worker is killed": Mistake(
+        f"{DIES.format('os.kill(os.getpid(), signal.SIGKILL)')}\nfor _ in DataLoader(Dies(), num_workers=1): pass",
+        "asyncloader.errors.WorkerDied: DataLoader worker (pid 1) is killed by signal: Killed. It was worker 0 of the "
+        f"loader; the kernel does this when memory runs out (see dmesg). It was at the task for indices [0]. {RECOVER}",
+    ),
+    "a worker crashes": Mistake(
+        f"{DIES.format('ctypes.string_at(0)')}\nfor _ in DataLoader(Dies(), num_workers=1): pass",
+        f"It was worker 0 of the loader. It was at the task for indices [0]. {RECOVER}",
+        22,
+    ),
+    "a worker hangs": Mistake(
+        f"{DIES.format('time.sleep(60)')}\nfor _ in DataLoader(Dies(), num_workers=1, timeout=0.5): pass",
+        "See above in which call worker 0 is with task 0. If it is only slow, raise timeout.",
+        22,
+    ),
+}
+OF_LIFETIMES = {
+    "a state of another seed": Mistake(
+        f"{STATE}DataLoader(list(range(9)), seed=2).load_state_dict(state)",
+        "asyncloader.errors.StateError: the state was saved with seed=1, but this loader has seed=2; make the "
+        "loader as "
+        "it was, or begin anew without the state",
+    ),
+    "a state of other samples": Mistake(
+        f"{STATE}DataLoader(list(range(5)), seed=1).load_state_dict(state)",
+        "asyncloader.errors.StateError: the state was saved with length=9, but this loader has length=5; make "
+        "the loader "
+        "as it was, or begin anew without the state",
+    ),
+    "a state of other ranks": Mistake(
+        f"{STATE}DataLoader(list(range(9)), seed=1, rank=0, world_size=2).load_state_dict(state)",
+        "asyncloader.errors.StateError: the state was saved with a global batch of 1 samples, but this loader's is 2 "
+        "(batch_size=1 x world_size=2); world_size=2 does not divide 1: resume with a number of ranks that does",
+    ),
+    "a state of a model": Mistake(
+        'DataLoader([5]).load_state_dict({"weight": 1})',
+        "asyncloader.errors.StateError: this is not a state of asyncloader: it has no 'version'; give what a loader's "
+        "state_dict() returned",
+    ),
+    "a batch is not awaited": Mistake(
+        "async def main():\n    anext(aiter(AsyncDataLoader([5])))\nasyncio.run(main())\nraise SystemExit(1)",
+        "RuntimeWarning: coroutine 'AsyncInlineIterator.__anext__' was never awaited",
+    ),
+    "aclose is not awaited": Mistake(
+        "async def main():\n    AsyncDataLoader([5]).aclose()\nasyncio.run(main())\nraise SystemExit(1)",
+        "RuntimeWarning: coroutine 'AsyncDataLoader.aclose' was never awaited",
+    ),
+    "a closed loader": Mistake(
+        "loader = DataLoader([5])\nloader.close()\nfor _ in loader: pass",
+        "asyncloader.errors.LoaderClosed: <DataLoader of list: batch_size=1, sampler=SequentialSampler, num_workers=0, "
+        "seed=None; closed> is closed; make a new loader to iterate again",
+    ),
+    "an iterator in a forked child": Mistake(
+        "import os\nbatches = iter(DataLoader(list(range(99)), num_workers=1))\nnext(batches)\nif child := os.fork():\n"
+        "    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\nnext(batches)",
+        "asyncloader.errors.LoaderClosed: this iterator belongs to the process that this one was forked from; "
+        "make a new "
+        "one",
+    ),
+}
+OF_SHARDS = {
+    "a scheme that there is not": Mistake(
+        'for _ in DataLoader(RemoteIterableDataset("gs3://b/x.tar")): pass',
+        "asyncloader.transports.errors.UnknownScheme: no transport serves the scheme 'gs3'; known are: abfs, "
+        "abfss, adl, "
+        "az, azure, file, gs, http, https, memory, s3, s3a. A package can add it by an entry point in the group "
+        "'asyncloader.transports'",
+    ),
+    "an extra that is not installed": Mistake(
+        'import sys\nsys.modules["obstore"] = None\nfor _ in DataLoader(RemoteIterableDataset("s3://b/x.tar")): pass',
+        "asyncloader.transports.errors.TransportError: s3, gs and az need obstore, which is not installed; install it "
+        "by: pip install 'asyncloader[s3]'",
+        14,
+    ),
+    "a range without an end": Mistake(
+        'for _ in DataLoader(RemoteIterableDataset("x-{000..}.tar")): pass',
+        "ValueError: '{000..}' in 'x-{000..}.tar' is no range such as {000..127} or {a..e}; write \\{ for the "
+        "character "
+        "itself",
+        50,
+    ),
+    "a brace without an end": Mistake(
+        'for _ in DataLoader(RemoteIterableDataset("x-{000..003.tar")): pass',
+        "ValueError: 'x-{000..003.tar' has a '{' without its '}'; write \\{ for the character itself",
+        56,
+    ),
+    "a shard that the server has not": Mistake(
+        f"{SERVER}\nfor _ in DataLoader(RemoteIterableDataset(url)): pass",
+        "asyncloader.transports.errors.ObjectNotFound: 'x.tar' does not exist: http://127.0.0.1:1/x.tar answered "
+        "404 Not "
+        "Found",
+    ),
+    "a folder in a shard's place": Mistake(
+        'import os\nos.mkdir("x.tar")\nfor _ in DataLoader(RemoteIterableDataset("x.tar")): pass',
+        "asyncloader.transports.errors.ObjectNotFound: '{folder}/x.tar' is not a regular file",
+    ),
+    "a folder without shards": Mistake(
+        'import os\nos.mkdir("shards")\nfor _ in DataLoader(RemoteIterableDataset("shards/")): pass',
+        "ValueError: there is no shard below 'shards/'. Is the address right?",
+        50,
+    ),
+    "a shard that is no tar": Mistake(
+        'open("x.tar", "w").write("hello" * 999)\nfor _ in DataLoader(RemoteIterableDataset("x.tar")): pass',
+        "asyncloader.errors.ShardError: not a tar header: its checksum is wrong (x.tar at byte 0)",
+    ),
+}
+
+ALL = MISTAKES | OF_OPTIONS | OF_SAMPLES | OF_WORKERS | OF_LIFETIMES | OF_SHARDS
+
+
+def without_numbers(line: str) -> str:
+    return re.sub(r"\b(?:0x[0-9a-f]+|\d+)\b", "N", line)
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", ALL)
 def test_the_last_line_says_what_to_do(name: str, tmp_path: Path) -> None:
-    """Word for word, but for numbers of processes; and there is little to read before it."""
-    mistake = MISTAKES[name]
+    """Word for word, but for numbers; and there is little to read before it."""
+    mistake = ALL[name]
     script = tmp_path / "program.py"
     script.write_text(IMPORTS + mistake.program + "\n")
-    ran = script_server.run([sys.executable, str(script)], cwd=tmp_path, env=environment(), timeout=60)
+    env = {**environment(), "PYTHONWARNINGS": mistake.warnings} if mistake.warnings != "error" else environment()
+    ran = script_server.run([sys.executable, str(script)], cwd=tmp_path, env=env, timeout=60)
     expected = mistake.last.replace("{file}", str(script)).replace("{folder}", str(tmp_path))
     assert_ends(ran, expected, mistake.lines)
 
@@ -139,7 +392,7 @@ def assert_ends(ran: subprocess.CompletedProcess[str], last: str, most: int) -> 
     """The program has failed, with this last line, and has printed no more than so many lines."""
     assert ran.returncode == 1
     lines = ran.stderr.rstrip().split("\n")
-    assert re.sub(r"\b\d+\b", "N", lines[-1]) == re.sub(r"\b\d+\b", "N", last)
+    assert without_numbers(lines[-1]) == without_numbers(last)
     carets = sum(not line.strip(" ~^") for line in lines)  # their number depends on Python's version
     assert len(lines) - carets <= most, ran.stderr
-    assert "never awaited" not in ran.stderr
+    assert "await" in last or "never awaited" not in ran.stderr

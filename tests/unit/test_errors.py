@@ -146,12 +146,13 @@ def test_a_kill_of_ours_is_not_blamed_on_memory() -> None:
     assert "memory" not in str(WorkerDied(1, 99, -signal.SIGKILL, "The loader killed it."))
 
 
-def test_last_words_come_last() -> None:
-    """Stacks and standard error stand below the sentence, in lines of their own; without any there is no heading."""
+def test_what_to_do_comes_last() -> None:
+    """Stacks and standard error stand in lines of their own, before the advice; without any there is no heading."""
     error = WorkerDied(1, 99, -signal.SIGSEGV, "A reason.", "An advice.", "Fatal error\n  File a.py")
-    sentence, heading, *trace = str(error).splitlines()
-    assert sentence.endswith("A reason. An advice.")
+    sentence, heading, *trace, last = str(error).splitlines()
+    assert sentence == "DataLoader worker (pid 99) is killed by signal: Segmentation fault."
     assert heading == "What it wrote last:"
+    assert last == "It was worker 1 of the loader. A reason. An advice."
     assert trace == ["Fatal error", "  File a.py"]
     assert "wrote last" not in str(WorkerDied(1, 99, -signal.SIGSEGV))
 
@@ -175,7 +176,8 @@ def test_quarantine_names_indices_and_deaths() -> None:
         'on_error="skip"',
     ):
         assert words in text
-    assert text.splitlines()[-2:] == ["The last lines of standard error:", "free(): invalid pointer"]
+    assert text.splitlines()[1:-1] == ["The last lines of standard error:", "free(): invalid pointer"]
+    assert 'on_error="skip"' in text.splitlines()[-1]
 
 
 def test_quarantine_of_a_silent_task() -> None:

@@ -15,16 +15,21 @@ from typing import Any
 __all__ = [
     "add_note",
     "describe_batch",
-    "describe_collation",
     "describe_sample",
     "index_text",
+    "note_collation",
     "note_stream_collation",
     "note_stream_sample",
     "take_notes",
 ]
 
 _SHOWN = 8
-_STARTS = ("while fetching ", "while reading ", "while collating ")
+_STARTS = ("while fetching ", "while reading ", "while collating ", "while calling ")
+_ADVICE = {  # by what torch's default collation says
+    "<class 'coroutine'>": "a dataset whose samples are awaited needs an `async def __getitem__`",
+    "found <class": "samples of this type need a collate_fn",
+    "stack expects each tensor to be equal size": "samples of different sizes need a collate_fn that pads or crops",
+}
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 200
@@ -78,15 +83,23 @@ def describe_batch(index: Any) -> str:
     return f"while fetching the batch of indices {index_text(index)}"
 
 
-def describe_collation(index: Any, *, batched: bool) -> str:
-    """Return the note on the collation of a map dataset's batch, or of its sample without automatic batching."""
-    return f"while collating {'the batch of indices' if batched else 'sample index'} {index_text(index)}"
+def note_collation(error: BaseException, index: Any, *, batched: bool) -> None:
+    """Note on an error of collation the map dataset's batch, or its sample without automatic batching."""
+    what = "the batch of indices" if batched else "sample index"
+    add_note(error, f"while collating {what} {index_text(index)}{_advice(error)}")
 
 
 def note_stream_collation(error: BaseException, first: int, end: int, worker: int | None) -> None:
     """Note on an error of collation which samples of a stream were collated: those from `first` to ``end - 1``."""
     whose = "the stream" if worker is None else f"worker {worker}'s stream"
-    add_note(error, f"while collating samples number {first} to {end - 1} of {whose}")
+    add_note(error, f"while collating samples number {first} to {end - 1} of {whose}{_advice(error)}")
+
+
+def _advice(error: BaseException) -> str:
+    text = error.args[0] if type(error) in (RuntimeError, TypeError) and error.args else None
+    if not isinstance(text, str):
+        return ""
+    return next((f" ({advice})" for said, advice in _ADVICE.items() if said in text), "")
 
 
 def index_text(index: Any) -> str:

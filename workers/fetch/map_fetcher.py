@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from asyncloader.workers.fetch.dataset_kinds import fetches_batches
-from asyncloader.workers.fetch.error_notes import add_note, describe_batch, describe_collation, describe_sample
+from asyncloader.workers.fetch.error_notes import add_note, describe_batch, describe_sample, note_collation
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blocking
 from asyncloader.workers.fetch.sample_errors import DROPPED, BadSample, NoSamples
 
@@ -63,7 +63,7 @@ class MapFetcher:
         try:
             return self._collate(samples)
         except Exception as error:
-            add_note(error, describe_collation(index, batched=self._auto_collation))
+            note_collation(error, index, batched=self._auto_collation)
             raise
 
     async def fetch_async(self, index: Any, records: list[BadSample] | None = None) -> Any:
@@ -116,7 +116,7 @@ class MapFetcher:
         try:
             return self._collate(samples) if seeding is None else seeding.collated(self._collate, first, samples)
         except Exception as error:
-            add_note(error, describe_collation(index, batched=self._auto_collation))
+            note_collation(error, index, batched=self._auto_collation)
             raise
 
     # -------------------------------------------------------------------------------- how samples are made: one by one

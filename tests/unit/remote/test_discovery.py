@@ -23,6 +23,7 @@ def test_one_or_several_patterns_and_paths() -> None:
     assert expand_urls("s3://b/{0..2}.tar") == ["s3://b/0.tar", "s3://b/1.tar", "s3://b/2.tar"]
     assert expand_urls(Path("a{0,1}.tar")) == ["a{0,1}.tar"]
     assert expand_urls(["a.tar", "{b,a}.tar"]) == ["a.tar", "b.tar", "a.tar"]
+    assert expand_urls([r"\{0..\}.tar", "{a}.tar"]) == ["{0..}.tar", "{a}.tar"]
 
 
 @pytest.mark.thorough
@@ -33,6 +34,7 @@ def test_one_or_several_patterns_and_paths() -> None:
         ([""], ValueError, "is empty"),
         ([b"a.tar"], TypeError, "got bytes"),
         (["{0..599999}.tar"] * 2, ValueError, "more than 1,000,000"),
+        (["{a,b}-{000..}.tar"], ValueError, r"'\{000\.\.\}' in '.*' is no range such as"),
     ],
 )
 def test_urls_that_are_none(urls: Any, error: type[Exception], match: str) -> None:
@@ -90,7 +92,7 @@ async def test_with_a_format_every_object_is_a_shard(tmp_path: Path) -> None:
     stores = local(tmp_path, "part-0", "part-1", "_SUCCESS", ".part-0.crc")
     shards = await find_shards(f"{tmp_path}/", stores, "jsonl")
     assert [shard.url.rpartition("/")[2] for shard in shards] == ["part-0", "part-1"]
-    with pytest.raises(ValueError, match=r"no shard below .*2 objects of other extensions|3 objects of other"):
+    with pytest.raises(ValueError, match=r"no shard below .*, but 2 objects of other extensions|3 objects of other"):
         await find_shards(f"{tmp_path}/", stores)
     await stores.aclose()
 

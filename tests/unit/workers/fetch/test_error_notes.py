@@ -12,7 +12,7 @@ from torch.utils.data import Subset
 from torch.utils.data._utils import fetch as torch_fetch
 
 from asyncloader.workers.fetch.dataset_state import Cursor
-from asyncloader.workers.fetch.error_notes import add_note, index_text, take_notes
+from asyncloader.workers.fetch.error_notes import add_note, index_text, note_collation, take_notes
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample import SampleMaker
@@ -172,6 +172,20 @@ async def test_an_error_of_collation_names_the_batch(mode: str, policy: Any) -> 
         assert await found(reader(stream(9), policy, **options)) == [
             "while collating samples number 0 to 3 of worker 2's stream"
         ]
+
+
+def test_what_torchs_collation_does_not_say() -> None:
+    """The note says what to do about samples that cannot be put together; of other errors it says nothing."""
+    for error, advice in (
+        (RuntimeError("stack expects each tensor to be equal size, but got"), " (samples of different sizes need"),
+        (TypeError("default_collate: batch must contain tensors; found <class 'int'>"), " (samples of this type need"),
+        (TypeError("default_collate: batch must contain tensors; found <class 'coroutine'>"), " (a dataset whose"),
+        (TypeError(7), ""),
+        (ValueError("found <class"), ""),
+    ):
+        note_collation(error, 3, batched=False)
+        assert error.__notes__[0].startswith(f"while collating sample index 3{advice}")
+        assert advice or error.__notes__ == ["while collating sample index 3"]
 
 
 def test_notes_are_added_once_and_to_what_takes_them() -> None:
