@@ -53,19 +53,21 @@ if TYPE_CHECKING:
         LoaderError,
         LoaderTimeout,
         NeverIteratedWarning,
+        NoEffectWarning,
         PageLockError,
         RanksDisagree,
         RingMemoryError,
         ShardError,
         StateError,
         TaskQuarantined,
-        TooManyBadSamples,
+        TooManySkippedSamples,
         UnsupportedPlatform,
         WorkerDied,
     )
     from asyncloader.integrations.install import install
     from asyncloader.loader import DataLoader
     from asyncloader.metrics import Metric, MetricSample
+    from asyncloader.option_objects import DeviceOptions, Recovery, Tuning
     from asyncloader.remote.dataset import RemoteIterableDataset
     from asyncloader.samplers.async_sampler import AsyncSampler
     from asyncloader.samplers.by_length import BucketBatchSampler, TokenBudgetBatchSampler
@@ -75,7 +77,7 @@ if TYPE_CHECKING:
     from asyncloader.shared.share import SharedDict, SharedList, share
     from asyncloader.stateful_loader import StatefulDataLoader
     from asyncloader.workers.fetch.dataset_state import Stateful
-    from asyncloader.workers.fetch.sample_errors import BadSample
+    from asyncloader.workers.fetch.sample_errors import SkippedSample
     from asyncloader.workers.fetch.seeding import sample_rng
 
 __version__ = "0.1.0"
@@ -83,26 +85,29 @@ __version__ = "0.1.0"
 _OWN = {
     "AsyncDataLoader": "asyncloader.async_loader",
     "AsyncSampler": "asyncloader.samplers.async_sampler",
-    "BadSample": "asyncloader.workers.fetch.sample_errors",
     "BucketBatchSampler": "asyncloader.samplers.by_length",
     "DataLoader": "asyncloader.loader",
+    "DeviceOptions": "asyncloader.option_objects",
     "DeviceUnavailable": "asyncloader.errors",
+    "Diagnosis": "asyncloader.diagnosis",
     "LoaderClosed": "asyncloader.errors",
     "LoaderError": "asyncloader.errors",
-    "Diagnosis": "asyncloader.diagnosis",
+    "LoaderTimeout": "asyncloader.errors",
     "Metric": "asyncloader.metrics",
     "MetricSample": "asyncloader.metrics",
-    "LoaderTimeout": "asyncloader.errors",
     "MixtureSampler": "asyncloader.samplers.mixture",
     "NeverIteratedWarning": "asyncloader.errors",
+    "NoEffectWarning": "asyncloader.errors",
     "PageLockError": "asyncloader.errors",
     "RanksDisagree": "asyncloader.errors",
+    "Recovery": "asyncloader.option_objects",
     "RemoteIterableDataset": "asyncloader.remote.dataset",
     "RingMemoryError": "asyncloader.errors",
     "SeededSampler": "asyncloader.samplers.seeded",
     "ShardError": "asyncloader.errors",
     "SharedDict": "asyncloader.shared.share",
     "SharedList": "asyncloader.shared.share",
+    "SkippedSample": "asyncloader.workers.fetch.sample_errors",
     "StateError": "asyncloader.errors",
     "Stateful": "asyncloader.workers.fetch.dataset_state",
     "StatefulDataLoader": "asyncloader.stateful_loader",
@@ -110,7 +115,8 @@ _OWN = {
     "StatefulRandomSampler": "asyncloader.samplers.stateful",
     "TaskQuarantined": "asyncloader.errors",
     "TokenBudgetBatchSampler": "asyncloader.samplers.by_length",
-    "TooManyBadSamples": "asyncloader.errors",
+    "TooManySkippedSamples": "asyncloader.errors",
+    "Tuning": "asyncloader.option_objects",
     "UnsupportedPlatform": "asyncloader.errors",
     "WorkerDied": "asyncloader.errors",
     "install": "asyncloader.integrations.install",
@@ -121,7 +127,6 @@ _OWN = {
 __all__ = [
     "AsyncDataLoader",
     "AsyncSampler",
-    "BadSample",
     "BatchSampler",
     "BucketBatchSampler",
     "ChainDataset",
@@ -130,6 +135,7 @@ __all__ = [
     "DataChunk",
     "DataLoader",
     "Dataset",
+    "DeviceOptions",
     "DeviceUnavailable",
     "Diagnosis",
     "DistributedSampler",
@@ -143,9 +149,11 @@ __all__ = [
     "MetricSample",
     "MixtureSampler",
     "NeverIteratedWarning",
+    "NoEffectWarning",
     "PageLockError",
     "RandomSampler",
     "RanksDisagree",
+    "Recovery",
     "RemoteIterableDataset",
     "RingMemoryError",
     "Sampler",
@@ -154,6 +162,7 @@ __all__ = [
     "ShardError",
     "SharedDict",
     "SharedList",
+    "SkippedSample",
     "StackDataset",
     "StateError",
     "Stateful",
@@ -165,7 +174,8 @@ __all__ = [
     "TaskQuarantined",
     "TensorDataset",
     "TokenBudgetBatchSampler",
-    "TooManyBadSamples",
+    "TooManySkippedSamples",
+    "Tuning",
     "UnsupportedPlatform",
     "WeightedRandomSampler",
     "WorkerDied",

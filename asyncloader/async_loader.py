@@ -38,7 +38,7 @@ from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress
 from asyncloader.statistics import Statistics
-from asyncloader.workers.fetch.sample_errors import BadSample
+from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.memory.kept_rings import KeptRings
 from asyncloader.workers.pool import WorkerPool
 
@@ -71,7 +71,7 @@ class AsyncDataLoader(LoaderOptions[T_co]):
     asyncloader's own (see the constructor). All can be read as attributes under their own names. The dataset may have
     ``async def __getitem__``, ``async def __getitems__`` or `__aiter__`; `sampler` and `batch_sampler` may be async
     iterables. With ``num_workers=0`` an async dataset is read on the running loop; a blocking one in a thread, or on
-    the loop while its batches take less than a millisecond. `fetch_threads=1` keeps it in one thread, for handles that
+    the loop while its batches take less than a millisecond. `concurrency=1` keeps it in one thread, for handles that
     belong to one.
 
     Several iterators may run at a time. With ``persistent_workers=True`` the workers outlive an iterator and serve the
@@ -244,8 +244,13 @@ class AsyncDataLoader(LoaderOptions[T_co]):
         feedback_target(self._spec)(*args, **kwargs)
 
     @OverridableProperty
-    def errors(self) -> list[BadSample]:
-        """See `DataLoader.errors`."""
+    def epoch(self) -> int:
+        """See `DataLoader.epoch`."""
+        return self._keeper.epoch(self._spec)
+
+    @OverridableProperty
+    def skipped_samples(self) -> list[SkippedSample]:
+        """See `DataLoader.skipped_samples`."""
         return list(self._statistics.log.samples)
 
     @OverridableProperty

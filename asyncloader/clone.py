@@ -20,6 +20,7 @@ from torch.utils.data import _DatasetKind as DatasetKind
 from torch.utils.data.datapipes.datapipe import _IterDataPipeSerializationWrapper, _MapDataPipeSerializationWrapper
 
 from asyncloader.option_checks import warn_only_of
+from asyncloader.option_objects import flattened, grouped
 from asyncloader.options import DEFAULTS, OPTION_NAMES, OUR_OPTION_NAMES, LoaderSpec
 from asyncloader.samplers.seeded import SeededSampler
 
@@ -46,7 +47,7 @@ def made_from(
 
     Of options without an effect it warns only if they are among the changes.
     """
-    with warn_only_of(changes):
+    with warn_only_of(flattened(changes)):
         return make(**constructor_arguments(loader, changes, own))
 
 
@@ -57,8 +58,9 @@ def constructor_arguments(
 
     Args:
         loader: torch's loader or one of ours; its options as they are now.
-        changes: arguments that replace the loader's. ``batch_sampler`` replaces all arguments about batches;
-            ``sampler`` replaces ``shuffle`` and vice versa. ``num_workers=0`` drops the arguments that need workers.
+        changes: arguments that replace the loader's, and fields of those that are objects. ``batch_sampler`` replaces
+            all arguments about batches; ``sampler`` replaces ``shuffle`` and vice versa. ``num_workers=0`` drops the
+            arguments that need workers.
         own: the loader itself, if its own class is called. A user's subclass whose constructor takes an argument with
             the name of one of our options keeps the value under that name. Default None: one of our classes is.
     """
@@ -75,12 +77,12 @@ def constructor_arguments(
     elif not loader.num_workers:
         del arguments["prefetch_factor"]  # None, there
     arguments |= _batching(loader, changes)
-    return arguments | dict(changes)
+    return arguments | grouped(changes, arguments)
 
 
 def _ours(loader: torch.utils.data.DataLoader[Any], own: object | None) -> dict[str, Any]:
     if isinstance(loader, LoaderSpec):
-        given = dict(vars(loader._asyncloader_options))
+        given = {name: getattr(loader._asyncloader_options, name) for name in OUR_OPTION_NAMES}
         if own is not None:
             given |= {name: getattr(own, name) for name in vars(own).keys() & _own_arguments(type(own))}
     else:

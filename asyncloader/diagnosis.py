@@ -83,7 +83,7 @@ class Run:
         batch_size: samples in a batch, as far as known.
         iterable: whether the dataset is a stream: then the number of workers is part of its order.
         asynchronous: whether samples are awaited, `concurrency` of them at a time.
-        threads: `fetch_threads`.
+        threads: that fetch samples of a blocking dataset, in each worker; 0: it has none.
         concurrency: see there.
         in_order: whether batches are delivered in order.
         memory_limit: `worker_memory_limit`.

@@ -16,16 +16,18 @@ from typing import Any, Self
 import torch
 
 from asyncloader.delivery.transfer import DeviceLike
-from asyncloader.options import OUR_OPTION_NAMES, BadSamples, LoaderSpec, OnError, is_iterable
+from asyncloader.options import DEFAULTS, FIELD_NAMES, LoaderSpec, OnError, is_iterable
 from asyncloader.samplers.async_sampler import AsyncIndexSource
-from asyncloader.samplers.distributed import OnUneven, Topology, plain_sampler, topology
+from asyncloader.samplers.distributed import OnUneven, Topology, plain_sampler, process_group, topology
+from asyncloader.sizes import Size, size
 from asyncloader.workers.fetch.assignment_client import assigns_shards
-from asyncloader.workers.fetch.dataset_kinds import is_concurrent
-from asyncloader.workers.fetch.decoding import Chain
+from asyncloader.workers.fetch.dataset_kinds import is_async_dataset, is_concurrent
 
 __all__ = ["EpochConfig", "max_restarts"]
 
 _SEEDED_RESTARTS = 3
+_CONCURRENCY = 256
+_OURS = frozenset((*DEFAULTS, *FIELD_NAMES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,7 +43,7 @@ class EpochConfig:
     assigns_shards: bool
     """Whether the main process assigns the dataset's shards to the workers."""
     concurrent: bool
-    """Whether a copy of the dataset has several samples in flight, by awaiting them or by `fetch_threads`."""
+    """Whether a copy of the dataset has several samples in flight, by awaiting them or in threads."""
 
     auto_collation: bool
     """Whether samples are put together to batches."""
@@ -69,8 +71,10 @@ class EpochConfig:
 
     seed: int | None
     topology: Topology
+    group: Any
+    """The process group of the ranks, if one was given."""
     on_uneven: OnUneven
-    run_ahead: int
+    reorder_window: int
     """Batches that may be ready before an earlier one; 0 where order or mode does not allow it."""
     exact: bool
     """Whether a state that cannot be resumed exactly is refused."""
@@ -82,9 +86,10 @@ class EpochConfig:
     """The same for a dataset that has a state."""
 
     concurrency: int
+    """Samples that a copy of the dataset awaits at a time, if they are awaited."""
     fetch_threads: int
+    """Threads in which a copy of a blocking map dataset fetches samples; 0: one after the other."""
     decode: Callable[[Any], Any] | None
-    """The dataset's own decoding, if it leaves that to its reader, then the user's."""
     decode_threads: int
     ring_bytes: int | None
     worker_timeout: float | None
@@ -92,10 +97,9 @@ class EpochConfig:
     max_restarts: int
     """How often each worker may be replaced."""
     on_error: OnError
-    bad_samples: BadSamples
-    max_bad_samples: int | None
+    max_skipped_samples: int | None
     device: DeviceLike
-    prefetch_device: int
+    device_prefetch: int
     device_transform: Callable[[Any], Any] | None
     static_buffers: bool
 
@@ -104,31 +108,36 @@ class EpochConfig:
         """The options as they are now."""
         ours, dataset, index_sampler = loader._asyncloader_options, loader.dataset, loader._index_sampler
         iterable, assigned, seeded = is_iterable(loader), assigns_shards(dataset), ours.seed is not None
-        exact = ours.resume == "exact" and not loader._asyncloader_replays
+        exact = not (ours.allow_replay or loader._asyncloader_replays)
+        threads = 0 if iterable or is_async_dataset(dataset) else ours.concurrency or 0
         every = ours.snapshot_every_n_steps or 0
         resolved: dict[str, Any] = {
             "dataset": dataset,
             "iterable": iterable,
             "assigns_shards": assigned,
-            "concurrent": is_concurrent(dataset, ours.fetch_threads),
+            "concurrent": is_concurrent(dataset, threads),
+            "concurrency": ours.concurrency or _CONCURRENCY,
+            "fetch_threads": threads,
             "auto_collation": bool(loader._auto_collation),
             "sampler": plain_sampler(loader),
             "index_sampler": index_sampler,
             "source": index_sampler if isinstance(index_sampler, AsyncIndexSource) else None,
             "awaits_workers": loader._asyncloader_awaits_workers,
             "topology": topology(loader),
-            "run_ahead": ours.run_ahead if seeded and loader.in_order and not iterable else 0,
+            "group": process_group(ours.group),
+            "reorder_window": ours.reorder_window if seeded and loader.in_order and not iterable else 0,
             "exact": exact,
             # A worker stream is assigned the same shards again, so replaying it gives the same samples.
             "replays": not exact or assigned,
             "snapshot_every": every,
             # After a resume unordered shards are assigned in another order: a replayed stream has other batches.
             "dataset_snapshot_every": 1 if assigned and not loader.in_order else every,
-            "decode": _decode(dataset if assigned else None, ours.decode),
+            "ring_bytes": _size("ring_bytes", ours.ring_bytes),
+            "worker_memory_limit": _size("worker_memory_limit", ours.worker_memory_limit),
             "max_restarts": max_restarts(ours.max_worker_restarts, seeded=seeded),
         }
         as_given = {
-            field.name: getattr(ours if field.name in OUR_OPTION_NAMES else loader, field.name)
+            field.name: getattr(ours if field.name in _OURS else loader, field.name)
             for field in fields(cls)
             if field.name not in resolved
         }
@@ -159,6 +168,5 @@ def max_restarts(given: int | None, *, seeded: bool) -> int:
     return _SEEDED_RESTARTS if seeded else 0
 
 
-def _decode(dataset: Any, decode: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
-    steps = [step for step in (getattr(dataset, "decode", None), decode) if step is not None]
-    return Chain(steps) if len(steps) > 1 else steps[0] if steps else None
+def _size(name: str, given: Size | None) -> int | None:
+    return None if given is None else size(name, given)

@@ -3,7 +3,7 @@
     LoaderError                     root; catch this to catch all of them
     +-- WorkerDied                  a worker ended unexpectedly (also a RuntimeError, in torch's wording)
     +-- TaskQuarantined             a task killed three workers and is not retried (also a RuntimeError)
-    +-- TooManyBadSamples           more samples raised than `max_bad_samples` allows (also a RuntimeError)
+    +-- TooManySkippedSamples           more samples raised than `max_skipped_samples` allows (also a RuntimeError)
     +-- LoaderTimeout               no batch within `timeout` seconds (also a RuntimeError, in torch's wording)
     +-- LoaderClosed                the loader or iterator was closed (also a RuntimeError)
     +-- StateError                  a saved state cannot be loaded (also a ValueError)
@@ -43,7 +43,7 @@ __all__ = [
     "ShardError",
     "StateError",
     "TaskQuarantined",
-    "TooManyBadSamples",
+    "TooManySkippedSamples",
     "UnsupportedPlatform",
     "WorkerDied",
 ]
@@ -53,7 +53,10 @@ QUARANTINE_ADVICE = (
     "Load these samples in a process of their own to find the bad one, and leave it out; "
     'on_error="skip" leaves out the batch.'
 )
-RING_ADVICE = "Make the batches smaller, lower num_workers or prefetch_factor, or set ring_bytes (bytes a worker)."
+RING_ADVICE = (
+    "Make the batches smaller, lower num_workers or prefetch_factor, or set tuning=Tuning(ring_bytes=...), the most "
+    "that each worker may take."
+)
 
 
 _Error = TypeVar("_Error", bound=Exception)
@@ -176,11 +179,11 @@ class TaskQuarantined(LoaderError, RuntimeError):
         return f"{text}{stderr}{self.advice}"
 
 
-class TooManyBadSamples(LoaderError, RuntimeError):
-    """More samples of an epoch raised than `max_bad_samples` allows; ``loader.errors`` has them all.
+class TooManySkippedSamples(LoaderError, RuntimeError):
+    """More samples of an epoch raised than `max_skipped_samples` allows; ``loader.skipped_samples`` has them all.
 
     Attributes:
-        limit: `max_bad_samples`.
+        limit: `max_skipped_samples`.
         last: a description of the last one.
     """
 
@@ -195,8 +198,8 @@ class TooManyBadSamples(LoaderError, RuntimeError):
 
     def _sentence(self) -> str:
         return (
-            f"more than max_bad_samples={self.limit} samples of this epoch raised, the last one: {self.last}. "
-            "Look at loader.errors, mend the dataset, or raise max_bad_samples (None: no limit)."
+            f"more than max_skipped_samples={self.limit} samples of this epoch raised, the last one: {self.last}. "
+            "Look at loader.skipped_samples, mend the dataset, or raise max_skipped_samples (None: no limit)."
         )
 
 
@@ -309,7 +312,10 @@ class PageLockError(LoaderError, MemoryError):
                 f"This process may lock {self.limit:,} bytes (ulimit -l; in a container also its own, docker run "
                 "--ulimit memlock=-1): raise it if that is too little. "
             )
-        return text + "Lower num_workers, prefetch_factor or ring_bytes, or use pin_memory=True instead of device=."
+        return (
+            text
+            + "Lower num_workers, prefetch_factor or Tuning(ring_bytes=...), or use pin_memory=True instead of device=."
+        )
 
 
 class ShardError(LoaderError, ValueError):

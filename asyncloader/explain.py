@@ -21,7 +21,6 @@ from asyncloader.options import LoaderSpec, given_options, is_iterable
 from asyncloader.samplers.distributed import plain_sampler
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
-from asyncloader.workers.fetch.decoding import Chain
 from asyncloader.workers.pool import WorkerPool
 
 __all__ = ["as_html", "as_text", "diagnose_run", "explain"]
@@ -99,9 +98,8 @@ def _concurrency(config: EpochConfig, statistics: Statistics) -> list[str]:
         lines.append(f"samples: fetched {how}, over {where} {most} batches in hand{room}")
     if config.decode is not None:
         threads = config.decode_threads if config.concurrent else 0
-        steps = config.decode.steps if isinstance(config.decode, Chain) else [config.decode]
-        names = " then ".join(getattr(step, "__qualname__", repr(step)) for step in steps)
-        lines.append(f"decoding: {names}, " + (f"in {threads} threads" if threads else "inline"))
+        name = getattr(config.decode, "__qualname__", repr(config.decode))
+        lines.append(f"decoding: {name}, " + (f"in {threads} threads" if threads else "inline"))
     return lines
 
 
@@ -131,9 +129,8 @@ def _faults(config: EpochConfig) -> str:
     )
     if config.on_error == "raise":
         return f"{deaths}{hangs}; a sample that raises fails its batch"
-    what = "is left out" if config.on_error == "skip" else "is replaced by on_error"
-    if config.bad_samples == "refill":
-        what = "is replaced by another one"
+    found = {"skip": "is left out", "refill": "is replaced by another one"}
+    what = found[config.on_error] if isinstance(config.on_error, str) else "is replaced by on_error"
     return f"{deaths}{hangs}; a sample that raises {what}"
 
 
@@ -145,7 +142,11 @@ def _order(config: EpochConfig) -> str:
     share = f", rank {rank} of {world_size} (on_uneven={config.on_uneven!r})" if world_size > 1 else ""
     if not config.num_workers:
         return f"seeded by {config.seed}{share}"
-    ahead = f", up to {config.run_ahead} batches ahead of a slow one" if config.in_order and not config.iterable else ""
+    ahead = (
+        f", up to {config.reorder_window} batches ahead of a slow one"
+        if config.in_order and not config.iterable
+        else ""
+    )
     return f"seeded by {config.seed}{share}, {delivery}{ahead}"
 
 
@@ -163,7 +164,7 @@ def _device(spec: LoaderSpec[Any], config: EpochConfig, statistics: Statistics) 
     import torch
 
     device = torch.device(config.device)  # type: ignore[arg-type]
-    ahead = f"{config.prefetch_device} {'batch' if config.prefetch_device == 1 else 'batches'} ahead"
+    ahead = f"{config.device_prefetch} {'batch' if config.device_prefetch == 1 else 'batches'} ahead"
     if device.type == "cpu":
         if config.device_transform is None and not config.static_buffers:
             return "cpu, where batches are made: nothing to copy"

@@ -30,7 +30,7 @@ from asyncloader.options import OUR_OPTION_NAMES, LoaderSpec, OverridablePropert
 from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.statistics import Statistics
-from asyncloader.workers.fetch.sample_errors import BadSample
+from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.tracebacks import hide_our_frames
 
 __all__ = ["DataLoader"]
@@ -140,8 +140,9 @@ class DataLoader(LoaderSpec[T_co]):
         """Call the sampler's method `feedback` with these arguments, to pass on what the trainer learned.
 
         The sampler is ahead of the trainer by what is in flight: with workers, at most
-        ``num_workers * prefetch_factor + 1`` batches, and `run_ahead` more in seeded mode; more with async datasets and
-        `fetch_threads`, which keep more batches in flight. An async sampler is called in the thread that reads it.
+        ``num_workers * prefetch_factor + 1`` batches, and `reorder_window` more in seeded mode; more where samples
+        are fetched concurrently, which keeps more batches in flight. An async sampler is called in the thread that
+        reads it.
 
         Raises:
             TypeError: the sampler has no such method.
@@ -154,8 +155,16 @@ class DataLoader(LoaderSpec[T_co]):
             state.bridge.run(_call(target, args, kwargs))
 
     @OverridableProperty
-    def errors(self) -> list[BadSample]:
-        """The newest iterator's samples that raised and were dropped or replaced (`on_error`), with their tracebacks,
+    def epoch(self) -> int:
+        """Number of the epoch that is iterated, from 0; after its end, and before the first one, of the next epoch.
+
+        In seeded mode it determines the order; `set_epoch` sets it. Only epochs that were delivered completely count.
+        """
+        return self._asyncloader_state.keeper.epoch(self)
+
+    @OverridableProperty
+    def skipped_samples(self) -> list[SkippedSample]:
+        """The newest iterator's samples that raised and were left out or replaced (`on_error`), with their tracebacks,
         in the order of their batches. A copy. Errors that were raised to the user are not included.
         """
         return list(self._asyncloader_state.statistics.log.samples)
@@ -169,7 +178,8 @@ class DataLoader(LoaderSpec[T_co]):
         """A new loader with this one's options, of its class, `changes` applied.
 
         Args:
-            changes: constructor arguments by name. ``batch_sampler`` replaces all arguments about batches, ``sampler``
+            changes: constructor arguments by name, and fields of those that are objects: ``worker_timeout=30`` changes
+                that of `recovery` alone. ``batch_sampler`` replaces all arguments about batches, ``sampler``
                 replaces ``shuffle``, ``num_workers=0`` drops the arguments that need workers. A default sampler is made
                 again, for the clone's dataset.
         """

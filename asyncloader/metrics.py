@@ -36,7 +36,7 @@ FIGURES: dict[str, Figure] = {
         "now",
         "batches",
         "that each worker may have outstanding, as large as batches are; without workers: this process, with an async "
-        "dataset or `fetch_threads`",
+        "dataset or `concurrency`",
     ),
     "data/time_to_first_batch_s": Figure("now", "s", "from `iter()` to the first batch of the latest epoch"),
     "data/startup_s": Figure("total", "s", "to the first batch, of all epochs that had to start workers"),
@@ -47,10 +47,10 @@ FIGURES: dict[str, Figure] = {
     "data/worker_retirements": Figure(
         "total", "workers", "replaced because they had grown beyond `worker_memory_limit`"
     ),
-    "data/bad_samples": Figure(
+    "data/skipped_samples": Figure(
         "total", "samples", "that raised with `on_error` set, substitutes that raised too included"
     ),
-    "data/refilled_samples": Figure("total", "samples", 'of those, replaced by another one (`bad_samples="refill"`)'),
+    "data/refilled_samples": Figure("total", "samples", 'of those, replaced by another one (`on_error="refill"`)'),
     "device/page_locked_bytes": Figure(
         "now", "bytes", "of rings that were page-locked for the `device`, since the loader was made"
     ),

@@ -4,7 +4,7 @@ Data path: none. A failed check raises ValueError or TypeError with the given va
 one check per option that `LoaderOptions` declares, and so says which options are ours and not torch's.
 
 An option that asks for something that will not happen is warned of. One that is met all the same is not: `ring_bytes`
-without workers is an upper bound that holds, and ``run_ahead=0`` in torch mode is what happens there.
+without workers is an upper bound that holds, and ``reorder_window=0`` in torch mode is what happens there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any, TypeAlias
 import torch
 
 from asyncloader.errors import NoEffectWarning
-from asyncloader.samplers.distributed import ON_UNEVEN
+from asyncloader.samplers.distributed import ON_UNEVEN, check_group
+from asyncloader.sizes import size
 from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.decoding import check_decode
@@ -34,7 +35,7 @@ def check_options(options: Mapping[str, Any], *, iterable: bool) -> None:
     """Check all arguments of a loader's constructor that torch does not check.
 
     Args:
-        options: every argument by name, torch's too.
+        options: every argument by name, torch's too; those that are objects with their fields.
         iterable: whether the dataset is iterated rather than indexed.
 
     Raises:
@@ -107,30 +108,34 @@ def _device(name: str, value: Any) -> None:
         raise ValueError(f"{name} should be what torch.device takes, but got {name}={value!r}: {error}") from None
 
 
+def _size(name: str, value: Any) -> None:
+    if value is not None:
+        size(name, value)
+
+
 # In the order in which they are made: of several mistakes the first one is raised.
 CHECKS: dict[str, Check] = {
-    "ring_bytes": _should_be("a positive number of bytes or None", _optional(_integer(1))),
-    "concurrency": _should_be("a positive integer", _integer(1)),
-    "fetch_threads": _should_be("a number of threads, 0 to fetch without", _number_of(0)),
+    "ring_bytes": _size,
+    "concurrency": _should_be("a positive integer or None", _optional(_number_of(1))),
     "decode": lambda _, value: check_decode(value, 0),
     "decode_threads": lambda _, value: check_decode(None, value),
+    "group": lambda _, value: check_group(value),
     "seed": _should_be("an integer between 0 and 2**64 - 1 or None", _optional(is_seed)),
     "world_size": _should_be("a positive integer", _optional(_integer(1))),
     "rank": _anything,
     "on_uneven": _should_be(f"one of {', '.join(ON_UNEVEN)}", _one_of(*ON_UNEVEN)),
-    "resume": _should_be("'exact' or 'replay'", _one_of("exact", "replay")),
+    "allow_replay": _should_be("True or False", lambda value: isinstance(value, bool)),
     "snapshot_every_n_steps": _should_be("a non-negative integer or None", _optional(_integer(0))),
-    "run_ahead": _should_be("a non-negative number of batches", _integer(0)),
+    "reorder_window": _should_be("a non-negative number of batches", _integer(0)),
     "worker_timeout": _should_be("a positive number of seconds or None", _optional(_is_duration)),
     "max_worker_restarts": _should_be("a non-negative integer or None", _optional(_number_of(0))),
-    "max_bad_samples": _should_be("a non-negative integer or None", _optional(_number_of(0))),
-    "worker_memory_limit": _should_be("a positive number of bytes or None", _optional(_number_of(1))),
+    "max_skipped_samples": _should_be("a non-negative integer or None", _optional(_number_of(0))),
+    "worker_memory_limit": _size,
     "on_error": _should_be(
-        "'raise', 'skip' or a function of an index and an exception",
-        lambda value: value in ("raise", "skip") or callable(value),
+        "'raise', 'skip', 'refill' or a function of an index and an exception",
+        lambda value: value in ("raise", "skip", "refill") or callable(value),
     ),
-    "bad_samples": _should_be("'short' or 'refill'", _one_of("short", "refill")),
-    "prefetch_device": _should_be("a number of batches, at least 1", _number_of(1)),
+    "device_prefetch": _should_be("a number of batches, at least 1", _number_of(1)),
     "device_transform": _device_transform,
     "static_buffers": _anything,
     "device": _device,
@@ -140,25 +145,8 @@ CHECKS: dict[str, Check] = {
 # ------------------------------------------------------------------------------------- several options together
 
 
-def _check_fetch_threads(options: Mapping[str, Any], iterable: bool) -> None:
-    fetch_threads = options["fetch_threads"]
-    if not fetch_threads:
-        return
-    if iterable:
-        raise ValueError(
-            f"fetch_threads={fetch_threads} needs a map dataset: an iterable one gives its samples one after the "
-            "other, and no second thread can be at the next one. Raise num_workers, or give it an async __aiter__ that "
-            "reads ahead"
-        )
-    if is_async_dataset(options["dataset"]):
-        raise ValueError(
-            f"fetch_threads={fetch_threads} is for blocking datasets, but this one's samples are awaited: an event "
-            "loop keeps `concurrency` of them in flight without threads. Leave fetch_threads at 0"
-        )
-
-
 def _check_what_needs_a_seed(options: Mapping[str, Any], _: bool) -> None:
-    seed, rank, world_size = options["seed"], options["rank"], options["world_size"]
+    seed, rank, world_size, group = options["seed"], options["rank"], options["world_size"], options["group"]
     if seed is not None and options["generator"] is not None:
         raise ValueError(
             f"seed={seed} and generator exclude one another: with a seed no generator is drawn from. Leave one out"
@@ -167,6 +155,16 @@ def _check_what_needs_a_seed(options: Mapping[str, Any], _: bool) -> None:
         raise ValueError(
             f"rank={rank!r} and world_size={world_size!r} need seed=: without it the loader is torch's, which leaves "
             "sharding to the sampler (torch's DistributedSampler)"
+        )
+    if seed is None and group is not None:
+        raise ValueError(
+            f"group={group!r} needs seed=: without it the loader is torch's, which leaves sharding to the sampler "
+            "(torch's DistributedSampler)"
+        )
+    if group is not None and (rank is not None or world_size is not None):
+        raise ValueError(
+            f"group and rank={rank!r}, world_size={world_size!r} exclude one another: the group says "
+            "both. Leave one out"
         )
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank and world_size go together, but got rank={rank!r} and world_size={world_size!r}")
@@ -188,14 +186,15 @@ def _check_uneven_stream(options: Mapping[str, Any], iterable: bool) -> None:
 
 
 def _check_refill(options: Mapping[str, Any], iterable: bool) -> None:
-    if options["bad_samples"] != "refill":
+    if options["on_error"] != "refill":
         return
-    if options["on_error"] != "skip":
-        raise ValueError(f"bad_samples='refill' needs on_error='skip', but got on_error={options['on_error']!r}")
     if options["seed"] is None:
-        raise ValueError("bad_samples='refill' needs seed=: the substitutes are drawn from it")
+        raise ValueError("on_error='refill' needs seed=: the substitutes are drawn from it. Or use on_error='skip'")
     if iterable or not hasattr(options["dataset"], "__len__"):
-        raise ValueError("bad_samples='refill' needs a map dataset with a length: substitutes are other samples of it")
+        raise ValueError(
+            "on_error='refill' needs a map dataset with a length: substitutes are other samples of it. Use "
+            "on_error='skip'"
+        )
 
 
 def _check_what_needs_a_device(options: Mapping[str, Any], _: bool) -> None:
@@ -210,11 +209,10 @@ def _check_what_needs_a_device(options: Mapping[str, Any], _: bool) -> None:
 
 
 _AFTER: dict[str, Callable[[Mapping[str, Any], bool], None]] = {
-    "decode_threads": _check_fetch_threads,
     "seed": _check_what_needs_a_seed,
     "rank": _check_rank,
     "on_uneven": _check_uneven_stream,
-    "bad_samples": _check_refill,
+    "on_error": _check_refill,
     "static_buffers": _check_what_needs_a_device,
 }
 """What is checked right after an option: its combinations with others, and with the dataset."""
@@ -263,50 +261,41 @@ def _frames_of_ours() -> int:
 
 def _without_effect(options: Mapping[str, Any], asked: Mapping[str, Any], iterable: bool) -> Iterator[str]:
     """One sentence for each reason; `asked` are the options that may be named as those without an effect."""
-    dataset, seed, fetch_threads = options["dataset"], options["seed"], options["fetch_threads"]
+    dataset, seed = options["dataset"], options["seed"]
     awaited, assigned = is_async_dataset(dataset), assigns_shards(dataset)
-    own_decode = getattr(dataset, "decode", None) if assigned else None
 
     of_workers = [name for name in ("worker_timeout", "worker_memory_limit", "max_worker_restarts") if asked.get(name)]
     if of_workers and not options["num_workers"]:
         yield f"{_named(of_workers, asked)} nothing with num_workers=0, where there are no workers"
 
-    if asked.get("concurrency", 1) > 1 and (iterable or not awaited):
-        text = f"{_named(['concurrency'], asked)} nothing"
-        if iterable:
-            yield f"{text} for an iterable dataset, whose samples are read one after the other"
-        elif fetch_threads:
-            yield f"{text} beside fetch_threads={fetch_threads}, each of which fetches one sample at a time"
-        else:
-            yield (
-                f"{text} for a dataset without async methods, whose samples are fetched one after the other. Set "
-                "fetch_threads, raise num_workers, or give it an async __getitem__"
-            )
+    if iterable and (asked.get("concurrency") or 1) > 1:
+        yield (
+            f"{_named(['concurrency'], asked)} nothing for an iterable dataset, whose samples are read one after the "
+            "other. Raise num_workers, or read ahead in its __aiter__"
+        )
 
     if asked.get("decode_threads", 0) > 1:
         text = f"{_named(['decode_threads'], asked)} nothing"
-        if options["decode"] is None and own_decode is None:
+        if options["decode"] is None:
             yield f"{text} without decode="
-        elif not (awaited or fetch_threads):
+        elif not awaited and (iterable or options["concurrency"] is None):
             yield (
-                f"{text} for a blocking dataset with fetch_threads=0, whose samples are decoded where they are "
-                "fetched. Raise num_workers, or set fetch_threads"
+                f"{text} for a blocking dataset without concurrency=, whose samples are decoded where they are "
+                "fetched. Raise num_workers, or set concurrency"
             )
-    if "decode" in asked and own_decode == asked["decode"]:
-        yield f"decode={asked['decode']!r} is the dataset's decode= already, and is called twice. Leave one out"
 
-    if options["on_error"] == "raise" and asked.get("max_bad_samples", 0) != 0:
+    if options["on_error"] == "raise" and asked.get("max_skipped_samples", 0) != 0:
         yield (
-            f"{_named(['max_bad_samples'], asked)} nothing with on_error='raise', which raises the first sample's "
+            f"{_named(['max_skipped_samples'], asked)} nothing with on_error='raise', which raises the first sample's "
             "error. Set on_error='skip' or a function"
         )
     if "on_uneven" in asked and seed is None and not assigned:
         yield f"{_named(['on_uneven'], asked)} nothing without seed=: the loader then leaves sharding to the sampler"
-    if asked.get("run_ahead") and (seed is None or iterable):
+    if asked.get("reorder_window") and (seed is None or iterable):
         why = "without seed=" if seed is None else "for an iterable dataset"
-        yield f"{_named(['run_ahead'], asked)} nothing {why}: the workers' batches are then taken in turn"
-    if "prefetch_device" in asked and options["device"] is None:
-        yield f"{_named(['prefetch_device'], asked)} nothing without device="
+        yield f"{_named(['reorder_window'], asked)} nothing {why}: the workers' batches are then taken in turn"
+    if "device_prefetch" in asked and options["device"] is None:
+        yield f"{_named(['device_prefetch'], asked)} nothing without device="
 
 
 def _named(names: Collection[str], values: Mapping[str, Any]) -> str:

@@ -29,8 +29,9 @@ from torch.utils.data import _DatasetKind as DatasetKind
 from asyncloader.cpus import affinity, cpu_quota
 from asyncloader.delivery.transfer import DeviceLike
 from asyncloader.option_checks import CHECKS, check_num_workers, check_options, is_seed, warn_without_effect
+from asyncloader.option_objects import OPTION_OBJECTS, DeviceOptions, Recovery, Tuning, flattened
 from asyncloader.samplers.async_sampler import AsyncIndexSource, as_async_source
-from asyncloader.samplers.distributed import OnUneven, rank_view, topology
+from asyncloader.samplers.distributed import OnUneven, RankGroupLike, rank_view, topology
 from asyncloader.samplers.generators import drawing_generator
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.workers.fetch.assignment_client import assigns_shards
@@ -39,15 +40,14 @@ from asyncloader.workers.fetch.error_notes import add_note
 
 __all__ = [
     "DEFAULTS",
+    "FIELD_NAMES",
     "OPTION_NAMES",
     "OUR_OPTION_NAMES",
-    "BadSamples",
     "LoaderOptions",
     "LoaderSpec",
     "OnError",
     "OurOptions",
     "OverridableProperty",
-    "Resume",
     "async_index_source",
     "default_sampler",
     "fixed_option",
@@ -56,9 +56,7 @@ __all__ = [
     "own_constructor",
 ]
 
-OnError: TypeAlias = Literal["raise", "skip"] | Callable[[Any, Exception], Any]
-BadSamples: TypeAlias = Literal["short", "refill"]
-Resume: TypeAlias = Literal["exact", "replay"]
+OnError: TypeAlias = Literal["raise", "skip", "refill"] | Callable[[Any, Exception], Any]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -87,28 +85,20 @@ class LoaderOptions(Generic[T_co]):
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
-        ring_bytes: int | None = None,
-        concurrency: int = 256,
-        fetch_threads: int = 0,
-        decode: Callable[[Any], Any] | None = None,
-        decode_threads: int = 1,
+        snapshot_every_n_steps: int | None = 1,
         seed: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        group: RankGroupLike = None,
         on_uneven: OnUneven = "drop",
-        resume: Resume = "exact",
-        snapshot_every_n_steps: int | None = 1,
-        run_ahead: int = 16,
-        worker_timeout: float | None = None,
-        max_worker_restarts: int | None = None,
+        concurrency: int | None = None,
+        decode: Callable[[Any], Any] | None = None,
         on_error: OnError = "raise",
-        bad_samples: BadSamples = "short",
-        max_bad_samples: int | None = 1000,
-        worker_memory_limit: int | None = None,
+        max_worker_restarts: int | None = None,
         device: DeviceLike = None,
-        prefetch_device: int = 1,
-        device_transform: Callable[[Any], Any] | None = None,
-        static_buffers: bool = False,
+        recovery: Recovery = Recovery(),
+        tuning: Tuning = Tuning(),
+        device_options: DeviceOptions = DeviceOptions(),
     ) -> None:
         """Takes torch's arguments, with torch's meanings, checks and errors; then, by keyword, those of asyncloader.
 
@@ -131,73 +121,55 @@ class LoaderOptions(Generic[T_co]):
                 A context that makes threads leaves the work to torch.
             generator: The torch generator that order and worker seeds are drawn from; excludes `seed`.
             prefetch_factor: Batches that each worker may have ready or in work; `None`: 2 with workers. More where
-                `concurrency` or `fetch_threads` needs them.
+                `concurrency` needs them.
             persistent_workers: Keep the workers, and their rings, from epoch to epoch.
             pin_memory_device: torch's deprecated argument, taken for compatibility.
             in_order: `False`: give batches as they become ready.
-            ring_bytes: Upper bound of each worker's ring in bytes, at least 4096 a slot; `None`: it follows the
-                batches seen. Larger batches then go through memory of their own, once each.
-            concurrency: Samples that each worker (without workers: this process) awaits at a time, over all its
-                outstanding batches, for datasets with `async` methods.
-            fetch_threads: Threads in each worker that fetch the samples of a blocking map dataset; `0`: one sample
-                after the other; `1`: the same, ahead of the consumer and always in one thread. For more the dataset
-                must be safe to call from several threads at a time.
-            decode: A function that turns a sample of the dataset into the one that is collated. It runs with the
-                sample's random numbers.
-            decode_threads: Threads in each worker for `decode`, where samples are awaited or fetched by threads; `0`:
-                in the event loop, or in the thread that fetched.
+            snapshot_every_n_steps: Batches from one saved state of a stateful sampler or stream to the next; `0` or
+                `None`: none is saved. A resumed loader reads and drops the batches since the last one. It is the
+                argument of torchdata's `StatefulDataLoader`.
             seed: Seeded mode, in which order and random numbers depend on the seed, the epoch and the sample's
                 position alone: `0` to `2**64 - 1`; `None`: torch mode.
             rank: This process's place among those that train together, with `seed`; `None`: torch.distributed's if it
                 is initialized, else a single process.
             world_size: How many processes train together, with `seed`; `None`: as for `rank`.
+            group: Instead of `rank` and `world_size`: the torch.distributed process group, or the `DeviceMesh` of one
+                dimension, whose ranks get different samples, with `seed`; for example `mesh["dp"]`.
             on_uneven: What to do with samples that the ranks cannot share evenly at the epoch's end: `"drop"` leaves
                 out fewer than `world_size`, `"repeat"` repeats fewer than `world_size`, `"pad"` fills every rank's
                 last batch to `batch_size`, on one rank too, `"error"` raises.
-            resume: `"exact"` refuses a state that cannot be resumed exactly; `"replay"` reads a stream without a state
-                of its own again from its beginning, and drops what was delivered.
-            snapshot_every_n_steps: Batches from one saved state of a stateful sampler or stream to the next; `0` or
-                `None`: none is saved. A resumed loader reads and drops the batches since the last one.
-            run_ahead: Batches that may be ready before an earlier, slower one, with `seed`, as far as the rings have
-                room.
-            worker_timeout: Seconds that a worker may take for one task before it is killed and replaced; `None`: no
-                limit. Start-up may take 60 in any case.
+            concurrency: Samples of a map dataset that each worker (without workers: this process) fetches at a time,
+                over all its outstanding batches; `None`: 256 where they are awaited, else one after the other. A
+                blocking dataset has a thread for each, and must be safe to call from several; with `1` it is read
+                ahead of the consumer, and always in one thread.
+            decode: A function that turns a sample of the dataset into the one that is collated. It runs with the
+                sample's random numbers.
+            on_error: What to do with samples that raise: `"raise"`; `"skip"` leaves them out; `"refill"` puts others
+                in their place, drawn from the seed, the epoch and the position, which needs `seed` and a map dataset
+                with a length; a function of an index and the exception returns a substitute or raises. It is called
+                where the sample would have been made.
             max_worker_restarts: How often a worker that dies is replaced in an epoch, and its tasks repeated; `None`:
                 3 with `seed`, where the batches stay the same, else 0.
-            on_error: What to do with samples that raise: `"raise"`; `"skip"` leaves them out; a function of an index
-                and the exception returns a substitute or raises. It is called where the sample would have been made.
-            bad_samples: With `on_error="skip"`, a batch that lost samples is `"short"`, or gets substitutes drawn from
-                the seed, the epoch and the position: `"refill"`, which needs `seed` and a map dataset with a length.
-            max_bad_samples: How many samples of an epoch may raise before `TooManyBadSamples`; `None`: any number.
-            worker_memory_limit: Bytes by which a worker's private memory may grow since its start before it is
-                replaced, between two tasks; `None`: no limit. A worker whose stream could not be resumed (no state,
-                `resume="exact"`) is not replaced.
             device: The device where batches are delivered, as torch takes it: `"cuda"`, `"cuda:1"`, a `torch.device`;
                 `None`: in the CPU's memory. For CUDA they are copied straight from page-locked rings, ahead of the
                 consumer.
-            prefetch_device: Batches that may be on the device, or on their way, before they are asked for.
-            device_transform: A function from a batch on the device to the one that is delivered. It runs in a thread
-                and a stream of the loader's, so it must not be one of `torch.compile(mode="reduce-overhead")`.
-            static_buffers: `True`: deliver every batch in the same tensors, for CUDA graphs; a batch is then valid
-                until the next one is taken. Each of the first 32 combinations of shapes has tensors of its own.
+            recovery: Limits for workers that hang or grow and for samples that raise, and inexact resumption: see
+                `Recovery`.
+            tuning: Sizes of what is kept in hand: see `Tuning`.
+            device_options: How batches are delivered on the `device`: see `DeviceOptions`.
 
         Raises:
             ValueError, TypeError: torch's, in torch's order and words, then ours.
         """
         arguments = {name: value for name, value in locals().items() if name != "self"}
         if TYPE_CHECKING:  # each of ours is also an attribute, of the same type
-            self.ring_bytes, self.concurrency, self.fetch_threads = ring_bytes, concurrency, fetch_threads
-            self.decode, self.decode_threads = decode, decode_threads
+            self.snapshot_every_n_steps, self.concurrency, self.decode = snapshot_every_n_steps, concurrency, decode
             self.seed, self.rank, self.world_size = seed, rank, world_size
+            self.group: RankGroupLike = group
             self.on_uneven: OnUneven = on_uneven  # named, because pyright would infer `str` for the literals
-            self.resume: Resume = resume
-            self.snapshot_every_n_steps, self.run_ahead = snapshot_every_n_steps, run_ahead
-            self.worker_timeout, self.max_worker_restarts = worker_timeout, max_worker_restarts
             self.on_error: OnError = on_error
-            self.bad_samples: BadSamples = bad_samples
-            self.max_bad_samples, self.worker_memory_limit = max_bad_samples, worker_memory_limit
-            self.device, self.prefetch_device = device, prefetch_device
-            self.device_transform, self.static_buffers = device_transform, static_buffers
+            self.max_worker_restarts, self.device = max_worker_restarts, device
+            self.recovery, self.tuning, self.device_options = recovery, tuning, device_options
         self._asyncloader_construct(arguments)
 
     def _asyncloader_construct(self, arguments: dict[str, Any]) -> None:
@@ -210,11 +182,14 @@ _PARAMETERS = inspect.signature(LoaderOptions).parameters
 OPTION_NAMES = tuple(_PARAMETERS)
 """Every argument of the loaders; each but `shuffle`, which becomes a sampler, is an attribute under the same name."""
 
-OUR_OPTION_NAMES = tuple(name for name in OPTION_NAMES if name in CHECKS)
+OUR_OPTION_NAMES = tuple(name for name in OPTION_NAMES if name in CHECKS or name in OPTION_OBJECTS)
 """The options that torch's loader does not have."""
 
 DEFAULTS = {name: _PARAMETERS[name].default for name in OUR_OPTION_NAMES}
 """Their defaults."""
+
+FIELD_NAMES = tuple(name for name in flattened(DEFAULTS) if name not in DEFAULTS)
+"""The fields of the options that are objects, which `clone` takes by their own names."""
 
 _POSITIONAL = tuple(name for name, each in _PARAMETERS.items() if each.kind is each.POSITIONAL_OR_KEYWORD)
 _TORCHS_KEYWORDS = tuple(name for name in OPTION_NAMES if name not in (*_POSITIONAL, *OUR_OPTION_NAMES))
@@ -254,8 +229,10 @@ def _narrowed(constructor: Any, without: Collection[str]) -> Any:
     return narrowed
 
 
-class OurOptions(LoaderOptions[Any]):
-    """The options that torch's loader does not have, as given to a loader's constructor. Fixed."""
+class OurOptions(LoaderOptions[Any], Recovery, Tuning, DeviceOptions):
+    """The options that torch's loader does not have, as given to a loader's constructor, and the fields of those that
+    are objects. Fixed.
+    """
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.__dict__.update(values)
@@ -305,12 +282,13 @@ class LoaderSpec(LoaderOptions[T_co], torch.utils.data.DataLoader[T_co], _Defaul
             raise
         if stream:
             self.__dict__["dataset"] = dataset  # torch forbids assigning it from here on
-        check_options(arguments, iterable=is_iterable(self))
-        self._asyncloader_options = OurOptions({name: arguments[name] for name in OUR_OPTION_NAMES})
-        changed = [name for name in OUR_OPTION_NAMES if arguments[name] != DEFAULTS[name]]
-        warn_without_effect(arguments, changed, iterable=is_iterable(self))
-        for name, value in vars(self._asyncloader_options).items():
-            owner = next(base for base in type(self).__mro__ if name in vars(base))
+        flat, defaults = flattened(arguments), flattened(DEFAULTS)
+        check_options(flat, iterable=is_iterable(self))
+        self._asyncloader_options = ours = OurOptions({name: flat[name] for name in defaults})
+        changed = [name for name in defaults if flat[name] != defaults[name]]
+        warn_without_effect(flat, changed, iterable=is_iterable(self))
+        for name in OUR_OPTION_NAMES:
+            value, owner = getattr(ours, name), next(base for base in type(self).__mro__ if name in vars(base))
             if owner is _Defaults and name not in vars(self) and value != DEFAULTS[name]:
                 setattr(self, name, value)  # else the name is the subclass's, or the class attribute has the default
         self.__dict__["_asyncloader_maker"] = os.getpid()  # the process that made it; copies do not have this
@@ -411,7 +389,7 @@ def is_iterable(spec: LoaderSpec[Any]) -> bool:
 
 def given_options(spec: LoaderSpec[Any]) -> list[str]:
     """Those of our options that differ from the defaults, as ``name=value``."""
-    given = vars(spec._asyncloader_options)
+    given = {name: getattr(spec._asyncloader_options, name) for name in OUR_OPTION_NAMES}
     return [f"{name}={value!r}" for name, value in given.items() if value != DEFAULTS[name]]
 
 

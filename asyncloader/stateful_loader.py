@@ -28,14 +28,14 @@ T_co = TypeVar("T_co", covariant=True)
 class StatefulDataLoader(DataLoader[T_co]):
     """`DataLoader` in torch mode whose ``shuffle=True`` resumes exactly, in later epochs too.
 
-    Takes the arguments of `DataLoader` except those of seeded mode: `seed`, `rank`, `world_size`, `on_uneven`,
-    `resume`, `run_ahead` and `bad_samples`.
+    Takes the arguments of `DataLoader` except those of seeded mode: `seed`, `rank`, `world_size`, `group` and
+    `on_uneven`.
 
     ``iter()`` waits until the workers have begun, and raises an error of `worker_init_fn` or of the dataset's
     ``__iter__`` in a worker.
 
     A stream without a state of its own is read again from its beginning to resume it; what was delivered is dropped,
-    with a warning that says how much (``resume="replay"`` of `DataLoader`).
+    with a warning that says how much (``Recovery(allow_replay=True)`` of `DataLoader`).
 
     Raises:
         ValueError, TypeError: as `DataLoader`.
@@ -73,5 +73,5 @@ class StatefulDataLoader(DataLoader[T_co]):
 own_constructor(
     StatefulDataLoader,
     "StatefulDataLoader",
-    without=("seed", "rank", "world_size", "on_uneven", "resume", "run_ahead", "bad_samples"),
+    without=("seed", "rank", "world_size", "group", "on_uneven"),
 )

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asyncloader.counters import BLOCK_BYTES, KEYS, STAGES, Recorder, stage_times
-from asyncloader.errors import TooManyBadSamples
+from asyncloader.errors import TooManySkippedSamples
 from asyncloader.workers.fetch.error_notes import index_text
-from asyncloader.workers.fetch.sample_errors import BadSample
+from asyncloader.workers.fetch.sample_errors import SkippedSample
 
 _log = logging.getLogger("asyncloader")
 
 __all__ = [
-    "BadSampleLog",
+    "SkippedSampleLog",
     "Statistics",
 ]
 
@@ -45,7 +45,6 @@ class Statistics:
         "_starting",
         "_told_slow_start",
         "_workers",
-        "bad_samples",
         "batches",
         "busy_s",
         "bytes",
@@ -66,6 +65,7 @@ class Statistics:
         "ring_copies",
         "ring_needed",
         "samples",
+        "skipped_samples",
         "staged",
         "startup_s",
         "wait_s",
@@ -94,9 +94,9 @@ class Statistics:
         self.staged = 0  # batches for a device that were copied to page-locked memory first
         self.restarts = 0  # workers that died and were replaced
         self.retirements = 0  # workers that were replaced because their memory had grown
-        self.bad_samples = 0
+        self.skipped_samples = 0
         self.refilled = 0
-        self.log = BadSampleLog(None)  # of the newest iterator
+        self.log = SkippedSampleLog(None)  # of the newest iterator
         self.first_batch_s = 0.0
         self.waiting_since: float | None = None  # the consumer waits for a batch since then
         self.recorder = Recorder()
@@ -158,14 +158,14 @@ class Statistics:
             *(self.first_batch_s, process, imports, dataset, first_read),
         )
 
-    def add_bad_samples(self, records: Sequence[BadSample]) -> None:
+    def add_skipped_samples(self, records: Sequence[SkippedSample]) -> None:
         """Record samples that raised.
 
         Raises:
-            TooManyBadSamples: the newest iterator's limit is exceeded.
+            TooManySkippedSamples: the newest iterator's limit is exceeded.
         """
-        _tell(self.bad_samples, records)
-        self.bad_samples += len(records)
+        _tell(self.skipped_samples, records)
+        self.skipped_samples += len(records)
         self.refilled += sum(record.action == "refilled" for record in records)
         self.log.add(records)
 
@@ -235,7 +235,7 @@ class Statistics:
             "ring_copies": self.ring_copies,
             "restarts": self.restarts,
             "retirements": self.retirements,
-            "bad_samples": self.bad_samples,
+            "skipped_samples": self.skipped_samples,
             "refilled": self.refilled,
             "page_lock_s": self.page_lock_s,
             "staged": self.staged,
@@ -278,7 +278,7 @@ class Statistics:
             "data/ring_copies": sums["ring_copies"],
             "data/worker_restarts": sums["restarts"],
             "data/worker_retirements": sums["retirements"],
-            "data/bad_samples": sums["bad_samples"],
+            "data/skipped_samples": sums["skipped_samples"],
             "data/refilled_samples": sums["refilled"],
             "device/page_locked_bytes": self.page_locked_bytes,
             "device/page_lock_s": sums["page_lock_s"],
@@ -319,7 +319,7 @@ class _Worker(NamedTuple):
         return total
 
 
-class BadSampleLog:
+class SkippedSampleLog:
     """The bad samples of one epoch, in the order in which their batches were delivered.
 
     Args:
@@ -327,22 +327,22 @@ class BadSampleLog:
     """
 
     def __init__(self, limit: int | None) -> None:
-        self.samples: list[BadSample] = []
+        self.samples: list[SkippedSample] = []
         self._limit = limit
 
-    def add(self, records: Iterable[BadSample]) -> None:
+    def add(self, records: Iterable[SkippedSample]) -> None:
         """Add the records of one batch.
 
         Raises:
-            TooManyBadSamples: there are now more than the limit. All records were added.
+            TooManySkippedSamples: there are now more than the limit. All records were added.
         """
         self.samples += records
         if self._limit is not None and len(self.samples) > self._limit:
             last = self.samples[-1]
-            raise TooManyBadSamples(self._limit, f"index {last.index!r}, {last.error}")
+            raise TooManySkippedSamples(self._limit, f"index {last.index!r}, {last.error}")
 
 
-def _tell(before: int, records: Sequence[BadSample]) -> None:
+def _tell(before: int, records: Sequence[SkippedSample]) -> None:
     """Log the first sample that raised, then only how many there are: at 10, 100 and so on."""
     after = before + len(records)
     if not before and records:
@@ -351,4 +351,4 @@ def _tell(before: int, records: Sequence[BadSample]) -> None:
         _log.warning("the sample at %s raised and was %s (on_error): %s", where, first.action, first.error)
     reached = 10 ** (len(str(after)) - 1)
     if after >= 10 and before < reached:
-        _log.warning("%d samples have raised; loader.errors has the newest iterator's", reached)
+        _log.warning("%d samples have raised; loader.skipped_samples has the newest iterator's", reached)

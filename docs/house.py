@@ -23,12 +23,12 @@ PICTURE = ROOT / "docs" / "_static" / "house.svg"
 # Who may import whom: a room imports from its own line and from those above it. What a function imports late, when it
 # runs, is not counted.
 FLOORS = [
-    "errors counters cpus workers.ipc",
+    "errors counters cpus sizes workers.ipc",
     "events bridge formats transports workers.memory never_iterated",
     "workers.fetch",
     "samplers shared statistics metrics diagnosis workers",
     "delivery ranks remote",
-    "option_checks options epoch_config",
+    "option_checks option_objects options epoch_config",
     "state clone",
     "epoch",
     "explain",

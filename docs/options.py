@@ -1,8 +1,8 @@
-"""The tables of the options page: each option's default, and the first sentence of what the constructor says about it.
+"""The tables of the options page: each option's default, and the first sentence of what its docstring says about it.
 
     python docs/options.py     writes docs/reference/options.md
 
-`tests/docs/test_reference.py` holds that the page is of today's constructor.
+`tests/docs/test_reference.py` holds that the page is of today's constructors.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from asyncloader.option_objects import OPTION_OBJECTS
 from asyncloader.options import OPTION_NAMES, OUR_OPTION_NAMES, LoaderOptions
 
 __all__ = ["PAGE", "filled", "meanings"]
@@ -19,23 +20,25 @@ __all__ = ["PAGE", "filled", "meanings"]
 PAGE = Path(__file__).parent / "reference" / "options.md"
 
 
-def meanings(constructor: Any = LoaderOptions.__init__) -> dict[str, str]:
-    """The first sentence about each option in a constructor's docstring."""
-    doc = inspect.getdoc(constructor) or ""
+def meanings(documented: Any = LoaderOptions.__init__) -> dict[str, str]:
+    """The first sentence about each argument in the docstring of a function or class."""
+    doc = inspect.getdoc(documented) or ""
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", doc.partition("Args:")[2], re.MULTILINE)
     texts = {name: re.sub(r"\s+", " ", text) for name, text in entries}
     return {name: re.split(r"\.(?: (?=[A-Z])|$)", text)[0] for name, text in texts.items()}
 
 
 def filled(page: str) -> str:
-    """The page with its two tables as they should be: of torch's options, and of asyncloader's."""
+    """The page with its tables as they should be: of torch's options, of asyncloader's, and of each option object."""
     torchs = [name for name in OPTION_NAMES if name not in OUR_OPTION_NAMES]
-    tables = iter([_table(torchs), _table(OUR_OPTION_NAMES)])
-    return re.sub(r"(?:^\|.*\n)+", lambda _: next(tables), page, flags=re.MULTILINE)
+    tables = [_table(names, LoaderOptions, LoaderOptions.__init__) for names in (torchs, OUR_OPTION_NAMES)]
+    tables += [_table(inspect.signature(kind).parameters, kind, kind) for kind in OPTION_OBJECTS.values()]
+    found = iter(tables)
+    return re.sub(r"(?:^\|.*\n)+", lambda _: next(found), page, flags=re.MULTILINE)
 
 
-def _table(names: list[str] | tuple[str, ...]) -> str:
-    parameters, found = inspect.signature(LoaderOptions).parameters, meanings()
+def _table(names: Any, constructor: Any, documented: Any) -> str:
+    parameters, found = inspect.signature(constructor).parameters, meanings(documented)
     lines = ["| argument | default | meaning |", "|---|---|---|"]
     for name in names:
         given = parameters[name].default

@@ -23,6 +23,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Self, TypeVar
 
+from asyncloader.sizes import Size, size
 from asyncloader.transports.base import ObjectInfo, Transport
 from asyncloader.transports.blocking import BlockingPool
 from asyncloader.transports.cache_layout import hash_key, object_url
@@ -67,8 +68,8 @@ class CachedTransport(Transport):
         url: the root that `inner` was opened at; names the objects in the cache. Leave out a signature that differs
             each time: it would hide what is cached.
         cache_dir: where the cache's own sub-directory is created. Missing directories are created, for this user alone.
-        cache_bytes: maximum disk space of the cache, for all processes together, in whole blocks of 4 KiB. None: no
-            limit. Processes with different limits each enforce their own.
+        cache_bytes: maximum disk space of the cache, for all processes together, in bytes (whole blocks of 4 KiB) or as
+            a text (``"200GB"``). None: no limit. Processes with different limits each enforce their own.
         revalidate: ask the store on each read whether the cached object is current. False trusts the version that was
             cached last: right for data that is never changed in place.
         threads: maximum number of files read and written at the same time. Default as `LocalTransport`.
@@ -82,22 +83,21 @@ class CachedTransport(Transport):
         inner: Transport,
         url: str,
         cache_dir: str | os.PathLike[str],
-        cache_bytes: int | None = None,
+        cache_bytes: Size | None = None,
         *,
         revalidate: bool = True,
         threads: int | None = None,
     ) -> None:
-        if cache_bytes is not None and cache_bytes < 1:
-            raise ValueError(f"cache_bytes must be at least 1, or None for no limit; got {cache_bytes}")
+        limit = None if cache_bytes is None else size("cache_bytes", cache_bytes)
         self.inner = inner
         self.url = url
         self.cache_dir = os.path.abspath(os.fspath(cache_dir))  # noqa: PTH100 - Path.resolve would be I/O
-        self.cache_bytes = cache_bytes
+        self.cache_bytes = limit
         self.revalidate = revalidate
         self.threads = min(32, (os.cpu_count() or 1) + 4) if threads is None else threads
         self._counts = CacheCounts()
         self._pool = BlockingPool("cache", self.threads)
-        self._store = CacheStore(self.cache_dir, cache_bytes, self._counts)
+        self._store = CacheStore(self.cache_dir, limit, self._counts)
         # Without `info`, the transport knows no versions.
         self._serves = self._fills = type(inner).info is not Transport.info
 

@@ -63,7 +63,7 @@ class WorkerPool:
         setup: the set-up that all workers share.
         credits: outstanding tasks per worker, as long as batches are small.
         ring_bytes: upper bound on the size of each ring; None: no bound.
-        run_ahead: batches that may wait for an earlier one, in addition to the credits.
+        reorder_window: batches that may wait for an earlier one, in addition to the credits.
         worker_timeout: seconds that a worker may spend on one task; None: no limit.
         least_credits: outstanding tasks per worker, however large batches are; default: `credits`.
         kept: cache that page-locked rings are taken from and returned to; None: every pool makes its own.
@@ -80,7 +80,7 @@ class WorkerPool:
         setup: WorkerSetup,
         credits: int,
         ring_bytes: int | None,
-        run_ahead: int = 0,
+        reorder_window: int = 0,
         worker_timeout: float | None = None,
         least_credits: int | None = None,
         kept: KeptRings | None = None,
@@ -107,7 +107,7 @@ class WorkerPool:
         if statistics is not None:
             statistics.workers_start()
         self._ring_options = ring_options = RingOptions(
-            credits, ring_bytes, run_ahead, setup.num_workers, least_credits
+            credits, ring_bytes, reorder_window, setup.num_workers, least_credits
         )
         inherited = None if kept is None else kept.take(ring_options)
         self.rings = inherited or [RingManager(*ring_options) for _ in range(setup.num_workers)]
@@ -267,9 +267,9 @@ class WorkerPool:
             loop.remove_reader(process.death_fd)
 
     @property
-    def run_ahead(self) -> int:
+    def reorder_window(self) -> int:
         """Batches that any worker may have ready ahead of an earlier one, limited by the memory of its ring."""
-        return min(manager.run_ahead for manager in self.rings)
+        return min(manager.reorder_window for manager in self.rings)
 
     @property
     def credits(self) -> int:

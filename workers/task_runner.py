@@ -38,7 +38,7 @@ from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancella
 from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.fetch.error_notes import add_note, note_collation, take_notes
 from asyncloader.workers.fetch.reader import Reader
-from asyncloader.workers.fetch.sample_errors import BadSample, NoSamples
+from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup, install_worker_info, seed_worker
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
@@ -288,7 +288,7 @@ class TaskRunner:
         self._worked = True
         epoch, seq, slot, ring, sent, index = wire.unpack_task(body)
         begin = perf_counter()
-        records: list[BadSample] = []
+        records: list[SkippedSample] = []
         try:
             reader = self._reader_or_error()
             if self._suspect is None:
@@ -297,7 +297,7 @@ class TaskRunner:
                 with self._stderr_capture():
                     encoded = reader.fetch(pickle.loads(index), records)
             if records:
-                self._send_bad_samples(epoch, seq, records)
+                self._send_skipped_samples(epoch, seq, records)
             fetched = perf_counter()
             written = self._write_batch(encoded, slot, self._ring if ring == self._ring_number else None, index)
             self._record(sent, begin, fetched)
@@ -313,7 +313,7 @@ class TaskRunner:
         epoch, seq, slot, ring_number, sent, index = wire.unpack_task(body)
         begin = perf_counter()
         ring = self._ring if ring_number == self._ring_number else None
-        records: list[BadSample] = []
+        records: list[SkippedSample] = []
         try:
             if self._context is not None:
                 await self._enter_context()
@@ -323,7 +323,7 @@ class TaskRunner:
             # A task that ignored its cancellation and outlived its epoch must not write: its slot has been given away.
             if epoch == self._epoch:
                 if records:
-                    self._send_bad_samples(epoch, seq, records)
+                    self._send_skipped_samples(epoch, seq, records)
                 fetched = perf_counter()
                 written = self._write_batch(encoded, slot, ring, index)
                 self._record(sent, begin, fetched)
@@ -394,7 +394,7 @@ class TaskRunner:
             self._look_at = now + _LOOK_S
             self._processor_use.record()
 
-    def _send_bad_samples(self, epoch: int, seq: int, records: list[BadSample]) -> None:
+    def _send_skipped_samples(self, epoch: int, seq: int, records: list[SkippedSample]) -> None:
         """Send the records of a task's bad samples. The task's answer must follow."""
         try:
             payload = pickle.dumps(records, 5)
@@ -403,10 +403,10 @@ class TaskRunner:
         self.channel_send(wire.pack_answer(wire.BAD_SAMPLES, epoch, seq, 0.0, payload))
 
     def _answer_error(
-        self, epoch: int, seq: int, busy: Callable[[], float], error: Exception, records: list[BadSample]
+        self, epoch: int, seq: int, busy: Callable[[], float], error: Exception, records: list[SkippedSample]
     ) -> None:
         if records:
-            self._send_bad_samples(epoch, seq, records)
+            self._send_skipped_samples(epoch, seq, records)
         if isinstance(error, NoSamples):
             cursor = self._reader.cursor() if self._reader is not None else b""
             self.channel_send(wire.pack_answer(wire.ALL_DROPPED, epoch, seq, busy(), cursor))

@@ -158,9 +158,12 @@ DeviceLike: TypeAlias = torch.device | str | int | None
 
 
 class _Options(Protocol):
-    device: DeviceLike
-    device_transform: Callable[[Any], Any] | None
-    static_buffers: bool
+    @property
+    def device(self) -> DeviceLike: ...
+    @property
+    def device_transform(self) -> Callable[[Any], Any] | None: ...
+    @property
+    def static_buffers(self) -> bool: ...
 
 
 class _Loader(Protocol):

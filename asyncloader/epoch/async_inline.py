@@ -4,7 +4,7 @@ Data path: sampler -> [async_inline: fetch -> collate] -> the user.
 
 A blocking dataset is called in a thread, or on the running loop while its batches take little time
 (`fetch_place.py`); never twice at a time. An async dataset is read on the running loop. For async map datasets, and
-with `fetch_threads`, samples are prefetched (`inline_prefetch.py`). The sampler and a blocking dataset are advanced
+with `concurrency`, samples are prefetched (`inline_prefetch.py`). The sampler and a blocking dataset are advanced
 only by `__anext__`, so that random numbers are drawn in torch's order.
 """
 
@@ -25,13 +25,13 @@ from asyncloader.epoch.consumer import NO_BATCH
 from asyncloader.epoch.fetch_place import HOLD_SECONDS, FetchPlace
 from asyncloader.epoch.inline import InlineEpoch, close_reader, warn_of_exit
 from asyncloader.epoch.plan import TorchIterator, warn_over_length
-from asyncloader.errors import LoaderClosed, TooManyBadSamples
+from asyncloader.errors import LoaderClosed, TooManySkippedSamples
 from asyncloader.options import LoaderSpec
 from asyncloader.ranks.agreement import Agreement, in_daemon
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch.context import UnexpectedCancellation, self_cancelled
-from asyncloader.workers.fetch.sample_errors import BadSample, NoSamples
+from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample
 from asyncloader.workers.tracebacks import hide_our_frames
 
 __all__ = ["AsyncInlineIterator"]
@@ -60,7 +60,7 @@ class AsyncInlineIterator:
         self._owner = os.getpid()
         self._lock = asyncio.Lock()  # several tasks may share this iterator; each gets batches of its own
         self._pending: asyncio.Future[tuple[Any, Any, bytes]] | None = None
-        self._records: list[BadSample] = []  # of the pending batch
+        self._records: list[SkippedSample] = []  # of the pending batch
         self._agreeing = False  # while waiting for the other ranks
         self._ended: str | None = None  # why there are no more batches, as in async_iterator.py
 
@@ -102,7 +102,7 @@ class AsyncInlineIterator:
         except StopAsyncIteration:
             raise
         except Exception as error:
-            if isinstance(error, TooManyBadSamples) and self._epoch.over:
+            if isinstance(error, TooManySkippedSamples) and self._epoch.over:
                 self._end("")
                 self._close_soon()
             hide_our_frames(error)
@@ -112,7 +112,7 @@ class AsyncInlineIterator:
             warn_over_length(self._torch_iter)
         return batch
 
-    def _fetch_here(self, records: list[BadSample]) -> tuple[Any, Any]:
+    def _fetch_here(self, records: list[SkippedSample]) -> tuple[Any, Any]:
         epoch = self._epoch
         try:
             index = epoch.next_index()

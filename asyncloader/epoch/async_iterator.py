@@ -47,10 +47,10 @@ from asyncloader.epoch.ready_queue import ReadyQueue
 from asyncloader.epoch.respawn import Request, WorkerRespawner, weakly
 from asyncloader.epoch.shard_assignment import open_assignment
 from asyncloader.epoch_config import EpochConfig
-from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManyBadSamples
+from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManySkippedSamples
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.state.progress import Progress
-from asyncloader.statistics import BadSampleLog, Statistics
+from asyncloader.statistics import SkippedSampleLog, Statistics
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.memory.kept_rings import KeptRings
 from asyncloader.workers.pool import WorkerPool
@@ -130,7 +130,7 @@ class AsyncLoaderIterator:
         self._torch_iter._base_seed = self._base_seed  # for later epochs, too, if the workers are persistent
         # Kept after the start, for replacements of workers that die.
         self._setup = worker_setup(self._config, self._torch_iter, self._base_seed, self._starts)
-        self._statistics.log = BadSampleLog(self._config.max_bad_samples)
+        self._statistics.log = SkippedSampleLog(self._config.max_skipped_samples)
         transfer, self._kept_rings = self._pool_cache.transfer()
         self._consumer = Consumer(
             self._config,
@@ -248,7 +248,7 @@ class AsyncLoaderIterator:
         except StopAsyncIteration:
             raise
         except Exception as error:
-            if isinstance(error, TooManyBadSamples):
+            if isinstance(error, TooManySkippedSamples):
                 self._ended = str(error)  # for the next call, if this one is cancelled now
                 await self.aclose()
                 self._ended = ""

@@ -116,8 +116,8 @@ class Consumer:
         self._agreement = progress.agreement
         self._agreeing: AgreementStage | None = None
         credits = most_credits(config)
-        self._adapts = config.run_ahead > 0 or credits > least_credits(config)
-        self.offers = self._prime(credits * config.num_workers + config.run_ahead)
+        self._adapts = config.reorder_window > 0 or credits > least_credits(config)
+        self.offers = self._prime(credits * config.num_workers + config.reorder_window)
         """Indices taken before the first batch; in torch mode as many as torch takes."""
 
     @property
@@ -159,7 +159,7 @@ class Consumer:
             self._agreeing = AgreementStage(self._agreement, put_from_thread, discard)
             sink = put_from_thread = self._agreeing.put
         if self._transfer is not None:
-            ahead = self._config.prefetch_device
+            ahead = self._config.device_prefetch
             self._stage = DeviceStage(self._opener, self._transfer, self._statistics, put_from_thread, ahead)
             sink = self._stage.put
         elif self._pins:
@@ -248,7 +248,7 @@ class Consumer:
         Raises:
             Exception: the worker's error for this batch, or the sampler's. Batches that were asked for before still
                 come, as in torch.
-            TooManyBadSamples: there are more bad samples than allowed. Nothing should be taken any more.
+            TooManySkippedSamples: there are more bad samples than allowed. Nothing should be taken any more.
         """
         delivery = self.delivery
         if delivery.item is not item:
@@ -338,7 +338,7 @@ class Consumer:
             return
         if first:
             if outcome.records:
-                self._statistics.add_bad_samples(pickle.loads(outcome.records))
+                self._statistics.add_skipped_samples(pickle.loads(outcome.records))
             if self._first:
                 self._first = False
                 self._statistics.first_batch(self._begun)
@@ -360,7 +360,7 @@ class Consumer:
             if waited is not None:
                 self._statistics.batch(0, 0, 0, waited, outcome.busy, self._workers)
                 if outcome.records:
-                    self._statistics.add_bad_samples(pickle.loads(outcome.records))
+                    self._statistics.add_skipped_samples(pickle.loads(outcome.records))
             # Moved: raised, it refers to frames that refer to the outcome.
             delivery.error, outcome.error = outcome.error, None
             return
@@ -379,7 +379,7 @@ class Consumer:
         else:
             self._progress.delivered(item.seq, item.worker, outcome.cursor if isinstance(outcome, AllDropped) else b"")
         if waited is not None:
-            self._statistics.add_bad_samples(records)
+            self._statistics.add_skipped_samples(records)
         if failed:
             delivery.error = without_batch(self._config.even_ranks)
             return

@@ -3,7 +3,7 @@
 Data path: options -> [credits] -> scheduler, pool.
 
 In torch that is `prefetch_factor`. A worker that fetches samples concurrently gets enough batches to keep `concurrency`
-samples in flight (or `fetch_threads` threads busy), plus one that is finished and waits, so that the slowest sample of
+samples in flight (or its threads busy), plus one that is finished and waits, so that the slowest sample of
 a batch does not stall other batches' reads. `workers/memory/ring_manager.py` limits their memory.
 """
 

@@ -9,7 +9,7 @@ next ones are made on the loop, each measured again. One that takes long there s
 The dataset should not notice where it is called. On the loop, too, it sees no running loop, so it may run one of its
 own; always the same context variables, which are not the consumer's; and gradients enabled. What belongs to a thread it
 does notice: a handle that one thread opened and no other may use. And it must not wait for the loop, which would wait
-for it. `fetch_threads=1` is for those.
+for it. `concurrency=1` is for those.
 
 The caller never has two calls in progress at a time.
 """
@@ -79,7 +79,7 @@ class FetchPlace:
         self._here = False
         self._moved = False  # whether it was called on the loop, ever
         self._due = self._all_due = _FIRST_DUE  # cheap batches in a row that the thread must still make
-        keeps = "DataLoader with `for`, or num_workers=1" if iterable else "fetch_threads=1, which keeps to one thread"
+        keeps = "DataLoader with `for`, or num_workers=1" if iterable else "concurrency=1, which keeps to one thread"
         self._note = _NOTE.format(keeps)
 
     @property

@@ -30,16 +30,16 @@ from asyncloader.epoch.inline_prefetch import BatchPrefetcher
 from asyncloader.epoch.plan import TorchIterator, shared_seed, worker_setup
 from asyncloader.epoch.shard_assignment import InlineAssignments
 from asyncloader.epoch_config import EpochConfig
-from asyncloader.errors import TooManyBadSamples
+from asyncloader.errors import TooManySkippedSamples
 from asyncloader.options import LoaderSpec
 from asyncloader.samplers.distributed import without_batch
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress
-from asyncloader.statistics import BadSampleLog, Statistics
+from asyncloader.statistics import SkippedSampleLog, Statistics
 from asyncloader.workers.fetch.context import DatasetContext
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.reader import Reader
-from asyncloader.workers.fetch.sample_errors import BadSample, NoSamples, dropped_count
+from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample, dropped_count
 from asyncloader.workers.memory.recycle import recycling_collate
 
 __all__ = ["InlineEpoch", "close_reader", "warn_of_exit"]
@@ -89,7 +89,7 @@ class InlineEpoch:
         self._pin = torch_pin(torch_iter._pin_memory_device) if self.pins else None
         self._delivered = False
         self._begun = statistics.begin()
-        statistics.log = BadSampleLog(self._config.max_bad_samples)
+        statistics.log = SkippedSampleLog(self._config.max_skipped_samples)
         self.over = False
         """Whether more samples raised than are allowed."""
 
@@ -185,7 +185,7 @@ class InlineEpoch:
 
     # ----------------------------------------------------------------------------------------- per batch
 
-    def step(self, fetch: Callable[[list[BadSample]], tuple[Any, Any]], begin: float) -> Any:
+    def step(self, fetch: Callable[[list[SkippedSample]], tuple[Any, Any]], begin: float) -> Any:
         """Fetch a batch in this thread, and deliver it.
 
         Args:
@@ -198,7 +198,7 @@ class InlineEpoch:
         Raises:
             StopIteration: the epoch has ended.
         """
-        records: list[BadSample] = []
+        records: list[SkippedSample] = []
         statistics = self.statistics
         statistics.waiting_since = begin
         try:
@@ -230,7 +230,7 @@ class InlineEpoch:
         return self.delivered(index, batch, cursor, records, perf_counter() - begin)
 
     def _sampled(
-        self, fetch: Callable[[list[BadSample]], tuple[Any, Any]], records: list[BadSample], begin: float
+        self, fetch: Callable[[list[SkippedSample]], tuple[Any, Any]], records: list[SkippedSample], begin: float
     ) -> tuple[Any, Any]:
         """Fetch a batch, and record how much of the time went by in computing."""
         self._look_at = begin + _LOOK_S
@@ -256,11 +256,11 @@ class InlineEpoch:
         self._recorder.time("pin", perf_counter() - began)
         return batch
 
-    def delivered(self, index: Any, batch: Any, cursor: bytes, records: list[BadSample], waited: float) -> Any:
+    def delivered(self, index: Any, batch: Any, cursor: bytes, records: list[SkippedSample], waited: float) -> Any:
         """Record that the consumer gets this batch, and return it.
 
         Raises:
-            TooManyBadSamples: the consumer gets this error instead.
+            TooManySkippedSamples: the consumer gets this error instead.
         """
         if records:
             self._record(records)
@@ -276,12 +276,12 @@ class InlineEpoch:
         self.statistics.batch(_count_samples(self._config, index, records), nbytes, 0, waited, waited, 1)
         return batch
 
-    def dropped(self, cursor: bytes, records: list[BadSample]) -> Any:
+    def dropped(self, cursor: bytes, records: list[SkippedSample]) -> Any:
         """Record that all samples of a batch were dropped, and return `NO_BATCH`.
 
         Raises:
             RanksDisagree: the other ranks have a batch here.
-            TooManyBadSamples: as in `delivered`.
+            TooManySkippedSamples: as in `delivered`.
         """
         ranks = self._config.even_ranks
         if ranks > 1:
@@ -292,11 +292,11 @@ class InlineEpoch:
         self._record(records)
         return NO_BATCH
 
-    def failed(self, records: list[BadSample]) -> None:
+    def failed(self, records: list[SkippedSample]) -> None:
         """Record that the consumer gets an error instead of the batch.
 
         Raises:
-            TooManyBadSamples: as in `delivered`.
+            TooManySkippedSamples: as in `delivered`.
         """
         self.progress.failed(self._tasks)
         self._tasks += 1
@@ -307,10 +307,10 @@ class InlineEpoch:
         self.progress.ends[0] = self.reader.last_cursor()
         self.progress.finish()
 
-    def _record(self, records: list[BadSample]) -> None:
+    def _record(self, records: list[SkippedSample]) -> None:
         try:
-            self.statistics.add_bad_samples(records)
-        except TooManyBadSamples:
+            self.statistics.add_skipped_samples(records)
+        except TooManySkippedSamples:
             self.over = True
             if self.agreement is not None:
                 self.agreement.give_up()
@@ -363,7 +363,7 @@ def _make_reader(torch_iter: _BaseDataLoaderIter, progress: Progress, recorder: 
     return reader
 
 
-def _count_samples(config: EpochConfig, index: Any, records: Sequence[BadSample]) -> int:
+def _count_samples(config: EpochConfig, index: Any, records: Sequence[SkippedSample]) -> int:
     """Number of samples in a batch of this index (an iterable dataset's last batch may have fewer)."""
     if config.seed is not None and not config.iterable:
         index = index[1]  # seeded mode: (position, index)

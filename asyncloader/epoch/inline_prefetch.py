@@ -20,7 +20,7 @@ from typing import Any
 
 from asyncloader.workers.fetch.context import DatasetContext
 from asyncloader.workers.fetch.reader import Reader
-from asyncloader.workers.fetch.sample_errors import BadSample
+from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.memory.ring_manager import CREDIT_BYTES
 
 __all__ = ["BatchPrefetcher"]
@@ -33,7 +33,7 @@ class _Entry:
 
     def __init__(self) -> None:
         self.index: Any = None
-        self.records: list[BadSample] = []
+        self.records: list[SkippedSample] = []
         self.samples: asyncio.Future[Any] | None = None
 
 
@@ -95,7 +95,7 @@ class BatchPrefetcher:
             entry.index = await next_index()
         return await self._fetch(entry)
 
-    async def take(self, records: list[BadSample]) -> tuple[Any, Any]:
+    async def take(self, records: list[SkippedSample]) -> tuple[Any, Any]:
         """The next batch, with its index. Adds to `records` those of its bad samples, also if this raises.
 
         Raises:

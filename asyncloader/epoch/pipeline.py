@@ -230,7 +230,7 @@ class Pipeline(Listener):
         if not self._statistics.oversize:
             _log.warning(
                 "a batch of %s bytes does not fit into a ring of ring_bytes=%s and was given memory of its own, which "
-                "is slower; ring_bytes=%d or more would hold such batches",
+                "is slower; Tuning(ring_bytes=%d) would hold such batches",
                 *(f"{nbytes:,}", rings.ring_bytes, needed),
             )
         self._statistics.oversize += 1
@@ -357,7 +357,7 @@ class Pipeline(Listener):
     def _adapt(self) -> None:
         """Update run-ahead and credits: larger rings have fewer slots."""
         if self._adapts:
-            self._scheduler.run_ahead, self._scheduler.credits = self._pool.run_ahead, self._pool.credits
+            self._scheduler.reorder_window, self._scheduler.credits = self._pool.reorder_window, self._pool.credits
 
     def _offer(self) -> None:
         """Pass on as many of the requested indices as are available."""

@@ -134,8 +134,10 @@ def quarantine(config: EpochConfig, torch_iter: _BaseDataLoaderIter) -> Quaranti
 def _policy(config: EpochConfig) -> ErrorPolicy | None:
     if config.on_error == "raise":
         return None
-    refill = config.bad_samples == "refill"
-    return ErrorPolicy(config.on_error, refill, len(config.dataset) if refill else None, config.seed)
+    refill = config.on_error == "refill"
+    return ErrorPolicy(
+        "skip" if refill else config.on_error, refill, len(config.dataset) if refill else None, config.seed
+    )
 
 
 def _seeded_setup(config: EpochConfig, torch_iter: _BaseDataLoaderIter) -> SeededSetup | None:
@@ -164,7 +166,7 @@ def make_pool(config: EpochConfig, setup: WorkerSetup, kept: KeptRings | None, s
         setup,
         most_credits(config),
         config.ring_bytes,
-        config.run_ahead,
+        config.reorder_window,
         worker_timeout=config.worker_timeout,
         least_credits=least_credits(config),
         kept=kept,
@@ -182,7 +184,7 @@ def make_scheduler(config: EpochConfig, first_worker: int) -> Scheduler:
         # torch defines which worker makes which batch. That matters in torch mode and for iterable datasets, whose
         # copies are read in turn. In seeded mode and with an async sampler any worker may take a task.
         assignment="least_loaded" if config.free else "round_robin",
-        run_ahead=config.run_ahead,
+        reorder_window=config.reorder_window,
         first_worker=first_worker,
         max_restarts=config.max_restarts,
         concurrent=config.concurrent,

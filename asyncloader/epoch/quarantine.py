@@ -13,7 +13,7 @@ from asyncloader.epoch.scheduler import quarantined
 from asyncloader.errors import TaskQuarantined
 from asyncloader.events import Poisoned, PositionedIndex, bare_index
 from asyncloader.options import OnError
-from asyncloader.workers.fetch.sample_errors import ERROR_CHARACTERS, TRACEBACK_CHARACTERS, BadSample
+from asyncloader.workers.fetch.sample_errors import ERROR_CHARACTERS, TRACEBACK_CHARACTERS, SkippedSample
 
 __all__ = ["Quarantine"]
 
@@ -34,7 +34,7 @@ class Quarantine:
         self._batched = batched
         self._replicas = replicas
 
-    def settle(self, poisoned: Poisoned) -> tuple[Any, list[BadSample]]:
+    def settle(self, poisoned: Poisoned) -> tuple[Any, list[SkippedSample]]:
         """The batch of substitutes (None without substitutes), and a record per sample.
 
         Raises:
@@ -54,7 +54,7 @@ class Quarantine:
         )  # without standard error, which is in the record anyway
         text = f"{type(brief).__name__}: {brief}"[:ERROR_CHARACTERS]
         substitutes: list[Any] = []
-        records: list[BadSample] = []
+        records: list[SkippedSample] = []
         for one, position in zip(indices, positions, strict=True):
             if callable(self._on_error):
                 substitute: Any = self._on_error(one, error)
@@ -65,7 +65,7 @@ class Quarantine:
             action = "replaced" if callable(self._on_error) else "skipped"
             worker, pid, _ = error.deaths[-1]
             records.append(
-                BadSample(one, position, worker, pid, text, error.stderr[-TRACEBACK_CHARACTERS:], action, None)
+                SkippedSample(one, position, worker, pid, text, error.stderr[-TRACEBACK_CHARACTERS:], action, None)
             )
         if not callable(self._on_error):
             return None, records

@@ -62,8 +62,8 @@ class ResumePoints:
         problem = "it has no state_dict and load_state_dict" if cursor is None else f"its state_dict() {cursor.problem}"
         return (
             f"It was not replaced, because its stream cannot be read on from where it was ({problem}). Make the "
-            "dataset or its iterator stateful (asyncloader.Stateful), or set resume='replay' to have the stream read "
-            "again from its beginning, and what was answered dropped."
+            "dataset or its iterator stateful (asyncloader.Stateful), or set recovery=Recovery(allow_replay=True) "
+            "to have the stream read again from its beginning, and what was answered dropped."
         )
 
     def start(self, worker: int) -> EpochStart:

@@ -12,9 +12,9 @@ Data path: sampler -> [scheduler] -> pool -> worker -> ring -> [scheduler: reord
   worker is skipped while it has its share outstanding. So the same batches come from the same workers as in torch,
   which determines what each worker's random numbers are used for.
 * ``assignment="least_loaded"`` gives the task to the worker with the fewest unanswered ones. It is used where any
-  worker may make any batch. Workers may then run ahead: up to `run_ahead` batches that are ready, but held back by an
-  earlier one, do not count as outstanding. A slow batch therefore stalls only the worker that makes it, while a slow
-  consumer still stops all workers.
+  worker may make any batch. Workers may then run ahead: up to `reorder_window` batches that are ready, but held back
+  by an earlier one, do not count as outstanding. A slow batch therefore stalls only the worker that makes it, while a
+  slow consumer still stops all workers.
 * Iterable datasets have no sampler: the scheduler offers itself one task per credit, and another one when a worker's
   copy of the dataset ends (the tasks that this worker still had are void).
 * Tasks are idempotent. A worker that dies is replaced up to `max_restarts` times, and its unanswered tasks are assigned
@@ -72,7 +72,7 @@ class Scheduler:
         in_order: deliver in task order (True) or as they complete.
         iterable: whether the workers iterate their own copies of the dataset, without a sampler.
         assignment: see the module's docstring.
-        run_ahead: see the module's docstring; may be lowered, and raised again, at any time.
+        reorder_window: see the module's docstring; may be lowered, and raised again, at any time.
         first_worker: the worker that gets the first task (round robin).
         epoch: part of each task, to recognise answers of an abandoned epoch.
         max_restarts: how often each worker may be replaced.
@@ -87,7 +87,7 @@ class Scheduler:
         in_order: bool = True,
         iterable: bool = False,
         assignment: Assignment = "round_robin",
-        run_ahead: int = 0,
+        reorder_window: int = 0,
         first_worker: int = 0,
         epoch: int = 0,
         max_restarts: int = 0,
@@ -100,12 +100,12 @@ class Scheduler:
         self.in_order = in_order
         self.iterable = iterable
         self.assignment: Assignment = assignment
-        self.run_ahead = run_ahead
+        self.reorder_window = reorder_window
         self.epoch = epoch
         self._asked = 0  # indices that were requested and not yet offered
-        self._most = credits * workers + run_ahead
+        self._most = credits * workers + reorder_window
         self._most_credits = credits
-        self._share = credits + run_ahead  # most tasks that one worker may have outstanding
+        self._share = credits + reorder_window  # most tasks that one worker may have outstanding
         self._active = [True] * workers
         self._load = [0] * workers  # tasks assigned and not yet delivered (or void)
         self._unanswered = [0] * workers  # tasks assigned and not yet completed (or void)
@@ -288,7 +288,7 @@ class Scheduler:
         if self.assignment == "round_robin" or self._offers_ended:
             return []
         credits = self.credits * self.workers
-        room = credits + min(len(self._reorder), self.run_ahead) - len(self._owner) - self._asked
+        room = credits + min(len(self._reorder), self.reorder_window) - len(self._owner) - self._asked
         idle = credits - len(self._unanswered_tasks) - self._asked
         number = min(room, idle)
         return self._pull(number) if number > 0 else []

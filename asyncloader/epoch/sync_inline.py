@@ -3,7 +3,7 @@
 Data path: sampler -> [sync_inline: fetch -> collate] -> the user.
 
 A blocking dataset is read in the caller's thread, only inside `next()`, as torch does. Async datasets and samplers are
-read on the bridge's loop while the caller waits. There the samples of async map datasets, and with `fetch_threads`, are
+read on the bridge's loop while the caller waits. There the samples of async map datasets, and with `concurrency`, are
 prefetched while the caller does other work (`inline_prefetch.py`); the sampler is advanced and batches are collated
 only inside `next()`.
 
@@ -36,7 +36,7 @@ from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation
 from asyncloader.workers.fetch.reader import Reader
-from asyncloader.workers.fetch.sample_errors import BadSample
+from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.pool import install_exit_hook
 from asyncloader.workers.tracebacks import hide_our_frames
 
@@ -101,11 +101,11 @@ class SyncInlineIterator(CountedNext):
                     return batch
         raise StopIteration
 
-    def _fetch_here(self, records: list[BadSample]) -> tuple[Any, Any]:
+    def _fetch_here(self, records: list[SkippedSample]) -> tuple[Any, Any]:
         index = self._epoch.next_index()
         return index, self._epoch.reader.fetch(index, records)
 
-    def _fetch_on_bridge(self, records: list[BadSample]) -> tuple[Any, Any]:
+    def _fetch_on_bridge(self, records: list[SkippedSample]) -> tuple[Any, Any]:
         if self._bridge is None:
             raise StopIteration
         epoch = self._epoch
@@ -153,7 +153,7 @@ class SyncInlineIterator(CountedNext):
             self._close_soon()
 
 
-async def _fetch(epoch: InlineEpoch, ahead: list[Any], records: list[BadSample]) -> tuple[Any, Any]:
+async def _fetch(epoch: InlineEpoch, ahead: list[Any], records: list[SkippedSample]) -> tuple[Any, Any]:
     """The next batch with its index, of an async dataset or from an async sampler."""
     if epoch.prefetcher is not None:
         epoch.start_ahead(epoch.prefetcher, ahead)

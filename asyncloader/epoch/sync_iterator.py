@@ -32,11 +32,11 @@ from asyncloader.epoch.plan import check_workers, make_pool, quarantine, shared_
 from asyncloader.epoch.respawn import Request, WorkerRespawner, weakly
 from asyncloader.epoch.shard_assignment import open_assignment
 from asyncloader.epoch.sync_inline import CountedNext, close_at_exit
-from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManyBadSamples
+from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManySkippedSamples
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.options import LoaderSpec
 from asyncloader.state.checkpoint import StateKeeper
-from asyncloader.statistics import BadSampleLog, Statistics
+from asyncloader.statistics import SkippedSampleLog, Statistics
 from asyncloader.workers.fetch.seeding import derive
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.pool import WorkerPool
@@ -161,7 +161,7 @@ class WorkerIterator(CountedNext):
         starts, self._acquired = self._acquired, None
         if starts is None:
             _, starts = self._begin_workers()
-        self._statistics.log = BadSampleLog(self._config.max_bad_samples)
+        self._statistics.log = SkippedSampleLog(self._config.max_skipped_samples)
         self._consumer = Consumer(
             self._config,
             self,
@@ -233,7 +233,7 @@ class WorkerIterator(CountedNext):
             self._delivering, delivery = consumer, consumer.delivery
             try:
                 batch = consumer.deliver(item, perf_counter() - begin, self._advance)
-            except TooManyBadSamples as error:
+            except TooManySkippedSamples as error:
                 self._fail(error)
                 raise
             except Exception:

@@ -21,7 +21,7 @@ from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 __all__ = ["ThreadIterator", "has_thread_workers", "refusal"]
 
 _INSTEAD = (
-    'use processes ("fork", "spawn" or "forkserver"), or num_workers=0 with fetch_threads, which are threads of this '
+    'use processes ("fork", "spawn" or "forkserver"), or num_workers=0 with concurrency=, which are threads of this '
     "process"
 )
 

@@ -30,7 +30,7 @@ _DESTROY_SECONDS = 2.0
 
 
 class RankGroup:
-    """A gloo group of all ranks, for one loader and its epochs.
+    """A gloo group of the ranks that share a stream, for one loader and its epochs.
 
     Args:
         group: a process group of torch.distributed.
@@ -124,10 +124,15 @@ def _destroy(unused: list[tuple[int, Any, torch.Tensor]]) -> None:
     del numbers
 
 
-def make_group(topology: Topology, old: RankGroup | None = None) -> RankGroup:
-    """A gloo group of all ranks; `old` if that is still valid.
+def make_group(topology: Topology, members: Any, old: RankGroup | None = None) -> RankGroup:
+    """A gloo group of the ranks that share a stream; `old` if that is still valid.
 
-    Collective: every rank must make its loaders' first iterators in the same order.
+    Collective: each of these ranks must make its loaders' first iterators in the same order.
+
+    Args:
+        topology: this process's rank, and the number of ranks.
+        members: a process group of these ranks; None: all ranks.
+        old: the loader's group so far.
 
     Raises:
         RuntimeError: torch.distributed is not initialized, or has another number of ranks.
@@ -138,7 +143,7 @@ def make_group(topology: Topology, old: RankGroup | None = None) -> RankGroup:
             f"a stream on world_size={topology.world_size} ranks needs torch.distributed: the ranks must agree on when "
             "an epoch ends. Call torch.distributed.init_process_group first, or use a map dataset, or torch mode"
         )
-    if distributed.get_world_size() != topology.world_size:
+    if distributed.get_world_size(members) != topology.world_size:
         raise RuntimeError(
             f"world_size={topology.world_size}, but torch.distributed has {distributed.get_world_size()} ranks: those "
             "that share out a stream must be the ones that can agree on its end"
@@ -146,4 +151,8 @@ def make_group(topology: Topology, old: RankGroup | None = None) -> RankGroup:
     if old is not None and not old.stale:
         return old
     destroy_unused()
-    return RankGroup(distributed.new_group(backend="gloo", timeout=_TIMEOUT))
+    if members is None:
+        return RankGroup(distributed.new_group(backend="gloo", timeout=_TIMEOUT))
+    ranks = distributed.get_process_group_ranks(members)
+    # The other ranks do not take part: they make groups of their own at the same time.
+    return RankGroup(distributed.new_group(ranks, _TIMEOUT, "gloo", use_local_synchronization=True))

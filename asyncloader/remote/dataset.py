@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
@@ -29,6 +29,7 @@ from asyncloader.remote.shard_splitting import CatalogRange, can_cut, cut, group
 from asyncloader.remote.stores import LoopStores, Stores, scheme_of, unsigned
 from asyncloader.remote.worker_stream import LocalAssignments, WorkerStream
 from asyncloader.samplers.permutation import Permutation
+from asyncloader.sizes import Size, size
 from asyncloader.transports import ObjectNotFound, Transport, TransportError
 from asyncloader.workers.fetch.assignment_client import AssignmentSource
 
@@ -52,10 +53,10 @@ Other errors fail the plan: they may be temporary, or seen by one rank only, and
 class RemoteIterableDataset(IterableDataset[Any]):
     """Samples from shards in a remote store: tar (WebDataset's naming), JSON lines, Parquet, MDS, TFRecord.
 
-    A sample is a dictionary: ``__key__`` (str), ``__url__`` (str) and its fields, raw bytes unless the format or
-    `decode` decodes them. Each sample is read once per epoch, on any number of workers and ranks; every batch is full,
-    except the last one of the epoch. Order, states and the replacement of dead workers: see
-    ``docs/explanation/order-and-resume-in-streams.md``.
+    A sample is a dictionary: ``__key__`` (str), ``__url__`` (str) and its fields, raw bytes unless the format decodes
+    them; the loader's `decode` makes of it what is collated. Each sample is read once per epoch, on any number of
+    workers and ranks; every batch is full, except the last one of the epoch. Order, states and the replacement of dead
+    workers: see ``docs/explanation/order-and-resume-in-streams.md``.
 
     Use it with asyncloader's loaders, or iterate over it alone: ``async for sample in dataset``. Its worker processes
     are started by "forkserver" unless `multiprocessing_context` says otherwise.
@@ -66,17 +67,16 @@ class RemoteIterableDataset(IterableDataset[Any]):
             an ``index.json`` of an MDS dataset. Without a `transport`, the schemes are those of `open_transport`.
         format: of all shards, as an extension without its dot (``"tar"``, ``"jsonl.gz"``, ``"parquet"``); or a function
             of a URL and a `ShardRange` that makes a `ShardReader`. None: by the extension.
-        decode: a function of a sample, applied before collation. It runs in `decode_threads` threads of the loader.
         shuffle_buffer: samples that are shuffled together in each worker (see ``asyncloader/remote/shuffle.py``); 0: no
             shuffling of samples.
         shuffle_shards: read the shards in another order each epoch. None: if there is a `shuffle_buffer`.
         transport: reads everything; URLs are then paths below its root.
         cache_dir: directory in which whole objects are cached for the next epoch. None: no caching. (Shards that are
             cut, and Parquet, are read by ranges and not cached.)
-        cache_bytes: maximum size of that directory; None: no limit.
+        cache_bytes: maximum size of that directory, in bytes or as a text (``"200GB"``); None: no limit.
         cache_revalidate: ask the store on each read whether a cached object is current; False: never ask.
-        max_sample_bytes: refuse a sample with more (decompressed) bytes; default 1 GiB.
-        read_ahead: bytes of a shard that each worker fetches ahead; default 8 MiB.
+        max_sample_bytes: refuse a sample with more (decompressed) bytes; default ``"1GiB"``.
+        read_ahead: bytes of a shard that each worker fetches ahead; default ``"8MiB"``.
         columns: of Parquet, the columns to read; None: all.
         storage_options: keyword arguments for the transports that are opened (credentials, endpoint, retry).
 
@@ -89,34 +89,27 @@ class RemoteIterableDataset(IterableDataset[Any]):
         urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
         *,
         format: str | ShardFormat | MakeReader | None = None,
-        decode: Callable[[Sample], Any] | None = None,
         shuffle_buffer: int = 0,
         shuffle_shards: bool | None = None,
         transport: Transport | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: int | None = None,
+        cache_bytes: Size | None = None,
         cache_revalidate: bool = True,
-        max_sample_bytes: int = MAX_SAMPLE_BYTES,
-        read_ahead: int = READ_AHEAD,
+        max_sample_bytes: Size = MAX_SAMPLE_BYTES,
+        read_ahead: Size = READ_AHEAD,
         columns: Sequence[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        for name, value, least in (
-            ("shuffle_buffer", shuffle_buffer, 0),
-            ("max_sample_bytes", max_sample_bytes, 1),
-            ("read_ahead", read_ahead, 1),
-        ):
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} should be an integer of at least {least}, but got {name}={value!r}")
-        if decode is not None and not callable(decode):
-            raise ValueError(f"decode should be a function of a sample or None, but got decode={decode!r}")
+        if not isinstance(shuffle_buffer, int) or shuffle_buffer < 0:
+            raise ValueError(
+                f"shuffle_buffer should be a number of samples, 0 for none, but got shuffle_buffer={shuffle_buffer!r}"
+            )
         self.urls = urls if isinstance(urls, str | os.PathLike) else list(urls)
         self.format = format
-        self.decode = decode
         self.shuffle_buffer = shuffle_buffer
         self.shuffle_shards = bool(shuffle_buffer) if shuffle_shards is None else bool(shuffle_shards)
-        self.max_sample_bytes = max_sample_bytes
-        self.read_ahead = read_ahead
+        self.max_sample_bytes = size("max_sample_bytes", max_sample_bytes)
+        self.read_ahead = size("read_ahead", read_ahead)
         self.columns = columns
         self._stores = LoopStores(
             Stores(
@@ -143,7 +136,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
         )
 
     async def __aiter__(self) -> AsyncGenerator[Sample, None]:
-        """Read all samples, in the order of the shards, not decoded."""
+        """Read all samples, in the order of the shards."""
         plan = await self.plan(1, 0, 1, None)
         self._stores.enter()
         worker = self.open_worker_stream(LocalAssignments(ShardAssigner(AssignmentLog(plan), [StreamStart()]), 0))

@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from asyncloader.sizes import Size, size
 from asyncloader.transports import Transport, open_transport
 from asyncloader.transports.checks import check_path
 from asyncloader.transports.errors import InvalidPath
@@ -76,7 +77,7 @@ class Stores:
         transport: reads everything; URLs are then paths below its root (``/`` is the root itself), passed to it
             unchanged. Its creator closes it; the copy in a worker is closed with these stores.
         cache_dir: directory in which remote objects are cached. None: no caching.
-        cache_bytes: maximum size of the cache. None: no limit.
+        cache_bytes: maximum size of the cache, as `CachedTransport` takes it. None: no limit.
         cache_revalidate: ask the store on each read whether the cached object is current.
 
     Raises:
@@ -90,7 +91,7 @@ class Stores:
         *,
         transport: Transport | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: int | None = None,
+        cache_bytes: Size | None = None,
         cache_revalidate: bool = True,
     ) -> None:
         if transport is not None and cache_dir is not None:
@@ -106,7 +107,7 @@ class Stores:
         self._options = dict(options or {})
         self._transport = transport
         self._cache_dir = None if cache_dir is None else os.path.abspath(os.fspath(cache_dir))  # noqa: PTH100 - no I/O
-        self._cache_bytes = cache_bytes
+        self._cache_bytes = None if cache_bytes is None else size("cache_bytes", cache_bytes)
         self._cache_revalidate = cache_revalidate
         self._folder = os.getcwd()  # noqa: PTH109 - what relative paths are relative to, also in a worker
         self._open: dict[str, Transport] = {}

@@ -75,6 +75,13 @@ class StateKeeper:
             return "not iterated yet"
         return f"epoch {self._newest.epoch}, {self._newest.place}"
 
+    def epoch(self, spec: LoaderSpec[Any]) -> int:
+        """See `DataLoader.epoch`."""
+        newest = self._newest
+        if newest is not None and not newest.finished and self._loaded is None:
+            return newest.epoch
+        return self._clock_of(EpochConfig.of(spec)).value
+
     @property
     def padding(self) -> int:
         """Samples at the end of the newest batch that only keep the ranks even."""
@@ -138,7 +145,7 @@ class StateKeeper:
         assigned = config.assigns_shards  # its shards are shared by all ranks in torch mode, too
         if config.topology.world_size == 1 or not config.iterable or not (config.seeded or assigned):
             return None
-        self._group = make_group(config.topology, self._group)
+        self._group = make_group(config.topology, config.group, self._group)
         steps = None
         if length_is_exact(config.dataset, config.num_workers, assigns_shards=assigned):
             steps = _length(spec)
@@ -195,7 +202,7 @@ class StateKeeper:
             reads = f"which of its {config.num_workers} workers reads a batch is chance"
         raise StateError(
             f"the dataset has a state of its own (state_dict and load_state_dict), but with seed= {reads}: where it "
-            "stands cannot be found again. Use num_workers=0 or 1 with a blocking dataset and without fetch_threads; "
+            "stands cannot be found again. Use num_workers=0 or 1 with a blocking dataset and without concurrency=; "
             "or leave seed= out; or, if its state is of no use to the run, pass "
             "torch.utils.data.Subset(dataset, range(len(dataset))), which has none"
         )

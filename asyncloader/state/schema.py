@@ -313,7 +313,7 @@ def check_exact(workers: dict[str, Any], *, stream: bool) -> None:
         if stream and given and cursor is None:
             raise StateError(
                 "neither the dataset nor its iterator has state_dict and load_state_dict, so its position cannot be "
-                "found again exactly. With resume='replay' the loader reads the stream anew and drops what was "
-                f"delivered ({sum(workers['given'])} batches here), which is exact if the dataset gives the same "
-                "samples again"
+                "found again exactly. With recovery=Recovery(allow_replay=True) the loader reads the stream anew and "
+                f"drops what was delivered ({sum(workers['given'])} batches here), which is exact if the dataset gives "
+                "the same samples again"
             )

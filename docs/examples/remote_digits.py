@@ -149,9 +149,9 @@ async def train(store: str, state_file: Path, saved: dict[str, Any] | None, epoc
     step = make_step(network, optimizer)
     seen: list[list[int]] = []  # for each epoch the keys of the samples, in the order of the training
 
-    dataset = RemoteIterableDataset(f"{store}/train-{{0..{SHARDS - 1}}}.tar", decode=decode, shuffle_buffer=256)
+    dataset = RemoteIterableDataset(f"{store}/train-{{0..{SHARDS - 1}}}.tar", shuffle_buffer=256)
     async with AsyncDataLoader[Batch](
-        dataset, batch_size=BATCH_SIZE, num_workers=WORKERS, persistent_workers=True, seed=SEED
+        dataset, batch_size=BATCH_SIZE, num_workers=WORKERS, persistent_workers=True, seed=SEED, decode=decode
     ) as loader:
         batches = 0
         if saved is not None:

@@ -27,7 +27,7 @@ SLOT_SIZES = {"4 MB": 4 * MB, "38 MB": BATCH * IMAGE, "154 MB": BATCH * IMAGE * 
 
 PINNED = "copies from pinned tensors, side stream"
 STAGE = "DeviceStage"
-STAGE_DEEP = "DeviceStage, prefetch_device=4"
+STAGE_DEEP = "DeviceStage, device_prefetch=4"
 STAGES = {STAGE: 1, STAGE_DEEP: 4}
 """And their batches ahead."""
 

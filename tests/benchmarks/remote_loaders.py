@@ -53,7 +53,7 @@ def open_remote(name: str, kind: str, store: str, samples: int, start: str | Non
     """
     urls = shard_urls(store, "large" if kind == OBJECTS_KIND else kind, samples) if name in TAR else []
     if name == OURS_TAR:
-        return _ours(ASYNC, RemoteIterableDataset(urls, decode=_member), multiprocessing_context=start)
+        return _ours(ASYNC, RemoteIterableDataset(urls), decode=_member, multiprocessing_context=start)
     if name == WEBDATASET:
         return _webdataset(urls)
     return LOADERS[name](store, samples)
@@ -120,6 +120,6 @@ LOADERS: dict[str, Callable[[str, int], Any]] = {
     GRAIN: _grain,
     ASYNC: lambda store, samples: _ours(ASYNC, AsyncObjects(store, samples)),
     FACADE: lambda store, samples: _ours(FACADE, AsyncObjects(store, samples)),
-    OURS_THREADS: lambda store, samples: _ours(FACADE, BlockingObjects(store, samples), fetch_threads=64),
+    OURS_THREADS: lambda store, samples: _ours(FACADE, BlockingObjects(store, samples), concurrency=64),
 }
 TAR = frozenset({WEBDATASET, OURS_TAR})

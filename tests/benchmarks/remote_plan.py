@@ -19,7 +19,7 @@ PEERS = (TORCH_THREADS, TORCH_ASYNCIO, WEBDATASET, SPDL, NODES, GRAIN)
 BARE = {256: "one bare aiohttp loop, 256 in flight", 512: "one bare aiohttp loop, 512 in flight"}
 """No loader: what a client in one process can do, without batches."""
 
-OURS_THREADS = f"{FACADE}, fetch_threads=64"
+OURS_THREADS = f"{FACADE}, concurrency=64"
 OURS_TAR = f"{ASYNC}, RemoteIterableDataset over tar"
 OURS = (ASYNC, FACADE, OURS_THREADS, OURS_TAR)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncloader import DataLoader
+from asyncloader import DataLoader, DeviceOptions
 from asyncloader.delivery import OPENERS, cuda
 from asyncloader.delivery.cuda import CudaAccelerator
 from tests.delivery.fake_cuda import FakeCuda
@@ -86,7 +86,14 @@ def test_a_whole_loader_stays_on_its_device(
 ) -> None:
     """All of its threads, and the consumer's."""
     monkeypatch.setitem(OPENERS, "cuda", Copying)
-    got = collect(kind, Numbers(20), batch_size=4, num_workers=workers, device="cuda:1", device_transform=transform)
+    got = collect(
+        kind,
+        Numbers(20),
+        batch_size=4,
+        num_workers=workers,
+        device="cuda:1",
+        device_options=DeviceOptions(device_transform=transform),
+    )
     expected = collect("sync", Numbers(20), batch_size=4)
     assert_same(got, expected if transform is None else [batch.double() for batch in expected])
     assert fake.contexts == {1}

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from asyncloader import AsyncDataLoader, DataLoader, DeviceUnavailable
+from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, DeviceUnavailable
 from asyncloader.delivery import open_accelerator
 from asyncloader.delivery.accelerator import PlainAccelerator
 from asyncloader.delivery.transfer import transfer_of
+from asyncloader.option_objects import grouped
 from tests.delivery.fake import installed
 from tests.integration.datasets import Numbers, identity
 
@@ -28,9 +29,9 @@ def double(batch: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"prefetch_device": 0}, ValueError, "at least 1, but got prefetch_device=0"),
-        ({"prefetch_device": True}, ValueError, "at least 1, but got prefetch_device=True"),
-        ({"prefetch_device": 1.5}, ValueError, "at least 1, but got prefetch_device=1.5"),
+        ({"device_prefetch": 0}, ValueError, "at least 1, but got device_prefetch=0"),
+        ({"device_prefetch": True}, ValueError, "at least 1, but got device_prefetch=True"),
+        ({"device_prefetch": 1.5}, ValueError, "at least 1, but got device_prefetch=1.5"),
         ({"device": "cpu", "device_transform": 3}, TypeError, "a function from a batch to a batch, but got int"),
         (
             {"device_transform": identity},
@@ -46,7 +47,7 @@ def double(batch: Any) -> Any:
 def test_what_is_refused(make: Any, options: Any, error: type[Exception], text: str) -> None:
     """Each option out of range, with its value, when the loader is made."""
     with pytest.raises(error) as caught:
-        make(Numbers(3), **options)
+        make(Numbers(3), **grouped(options))
     assert text in str(caught.value)
 
 
@@ -54,12 +55,11 @@ def test_what_is_refused(make: Any, options: Any, error: type[Exception], text: 
 def test_defaults_and_attributes(make: Any) -> None:
     """The options can be read under their names; one batch ahead, on no device."""
     loader = make(Numbers(3))
-    values = loader.device, loader.prefetch_device, loader.device_transform, loader.static_buffers
-    assert values == (None, 1, None, False)
-    device = torch.device("cpu")
-    loader = make(Numbers(3), device=device, prefetch_device=3, device_transform=identity, static_buffers=True)
-    values = loader.device, loader.prefetch_device, loader.device_transform, loader.static_buffers
-    assert values == (device, 3, identity, True)
+    assert (loader.device, loader.device_options) == (None, DeviceOptions())
+    device, given = torch.device("cpu"), DeviceOptions(device_transform=identity, static_buffers=True)
+    loader = make(Numbers(3), device=device, device_options=given)
+    assert (loader.device, loader.device_options) == (device, given)
+    assert given.device_prefetch == 1
 
 
 def test_where_there_is_nothing_to_do() -> None:
@@ -68,7 +68,7 @@ def test_where_there_is_nothing_to_do() -> None:
     assert transfer_of(DataLoader[Any](Numbers(3), device="cpu")) is None
     some: list[dict[str, Any]] = [{"device_transform": double}, {"static_buffers": True}]
     for options in some:
-        transfer = transfer_of(DataLoader[Any](Numbers(3), device="cpu", **options))
+        transfer = transfer_of(DataLoader[Any](Numbers(3), device="cpu", **grouped(options)))
         assert transfer is not None
         assert isinstance(transfer.accelerator, PlainAccelerator)
 
@@ -76,11 +76,11 @@ def test_where_there_is_nothing_to_do() -> None:
 def test_a_loader_has_one_transfer() -> None:
     """All its epochs use the same, so that static tensors stay; another loader has another one."""
     with installed() as machine:
-        loader = DataLoader[Any](Numbers(3), device="cpu", static_buffers=True)
+        loader = DataLoader[Any](Numbers(3), device="cpu", device_options=DeviceOptions(static_buffers=True))
         transfer = transfer_of(loader)
         assert transfer is transfer_of(loader)
         assert len(machine.devices) == 1
-        other = DataLoader[Any](Numbers(3), device="cpu", static_buffers=True)
+        other = DataLoader[Any](Numbers(3), device="cpu", device_options=DeviceOptions(static_buffers=True))
         assert transfer_of(other) is not transfer_of(loader)
 
 
@@ -93,10 +93,11 @@ def test_a_loader_has_one_transfer() -> None:
 def test_copies_of_a_loader(duplicate: Any, used: bool) -> None:
     """They have the options and a transfer of their own, whether or not the original has been iterated."""
     with installed():
-        loader = DataLoader[Any](Numbers(6), batch_size=2, device="cpu", device_transform=double, static_buffers=True)
+        given = DeviceOptions(device_transform=double, static_buffers=True)
+        loader = DataLoader[Any](Numbers(6), batch_size=2, device="cpu", device_options=given)
         expected = [batch.clone() for batch in loader] if used else None
         twin = duplicate(loader)
-        assert (twin.device, twin.device_transform, twin.static_buffers) == ("cpu", double, True)
+        assert (twin.device, twin.device_options) == ("cpu", given)
         got = [batch.clone() for batch in twin]
         expected = expected or [batch.clone() for batch in loader]
         assert len(got) == 3
@@ -106,9 +107,10 @@ def test_copies_of_a_loader(duplicate: Any, used: bool) -> None:
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
 def test_copies_of_an_async_loader(duplicate: Any) -> None:
     """The same for the asynchronous one."""
-    loader = AsyncDataLoader[Any](Numbers(6), device="cpu", prefetch_device=2, device_transform=double)
+    given = DeviceOptions(device_prefetch=2, device_transform=double)
+    loader = AsyncDataLoader[Any](Numbers(6), device="cpu", device_options=given)
     twin = duplicate(loader)
-    assert (twin.device, twin.prefetch_device, twin.device_transform) == ("cpu", 2, double)
+    assert (twin.device, twin.device_options) == ("cpu", given)
 
 
 def test_a_transform_may_refer_to_its_loader() -> None:
@@ -116,7 +118,9 @@ def test_a_transform_may_refer_to_its_loader() -> None:
 
     class Trainer:
         def __init__(self) -> None:
-            self.loader = DataLoader[Any](Numbers(3), device="cpu", device_transform=self.transform)
+            self.loader = DataLoader[Any](
+                Numbers(3), device="cpu", device_options=DeviceOptions(device_transform=self.transform)
+            )
 
         def transform(self, batch: Any) -> Any:
             return batch
@@ -178,7 +182,8 @@ def test_the_error_travels_between_processes() -> None:
 
 def test_other_devices_get_plain_copies() -> None:
     """A device that torch knows and we do not: the meta device, for one, is everywhere."""
-    loader = DataLoader[Any](Numbers(6), batch_size=2, num_workers=1, device="meta", device_transform=double)
+    given = DeviceOptions(device_transform=double)
+    loader = DataLoader[Any](Numbers(6), batch_size=2, num_workers=1, device="meta", device_options=given)
     batches = list(loader)
     assert [(batch.device.type, tuple(batch.shape)) for batch in batches] == [("meta", (2, 3))] * 3
     text = loader.explain()

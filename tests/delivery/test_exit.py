@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncloader import DataLoader
+from asyncloader import DataLoader, DeviceOptions
 from tests.delivery.fake import installed
 from tests.integration.datasets import Numbers
 from tests.integration.running import run_script
@@ -28,7 +28,7 @@ class Numbers(torch.utils.data.Dataset):
 def negated(batch):
     return -batch
 
-OPTIONS = dict(num_workers=2, device="cpu", device_transform=negated, prefetch_device=3)
+OPTIONS = dict(num_workers=2, device="cpu", device_transform=negated, device_prefetch=3)
 
 if __name__ == "__main__":
 """
@@ -72,7 +72,12 @@ def test_a_program_that_closes_nothing(end: str, tmp_path: Path) -> None:
 
 def test_a_fork_in_the_middle_of_an_epoch() -> None:
     """The child unlocks nothing and waits for no thread of its parent's; the parent's epoch goes on, and is right."""
-    with installed() as machine, DataLoader[Any](Numbers(60), num_workers=2, device="cpu", prefetch_device=2) as loader:
+    with (
+        installed() as machine,
+        DataLoader[Any](
+            Numbers(60), num_workers=2, device="cpu", device_options=DeviceOptions(device_prefetch=2)
+        ) as loader,
+    ):
         batches = iter(loader)
         got = [next(batches) for _ in range(5)]
         pid = os.fork()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from asyncloader import AsyncDataLoader, DataLoader
+from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, Tuning
 from tests.delivery.fake import FakeMachine, installed
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import AsyncNumbers, Augmented, Images, Numbers, Sized, UnevenStream
@@ -56,7 +56,14 @@ def test_batches_ahead(kind: str, ahead: int) -> None:
     """However many may be on the device before they are asked for."""
     expected = collect(kind, Numbers(60), batch_size=3)
     with installed():
-        got = collect(kind, Numbers(60), batch_size=3, num_workers=2, device="cpu", prefetch_device=ahead)
+        got = collect(
+            kind,
+            Numbers(60),
+            batch_size=3,
+            num_workers=2,
+            device="cpu",
+            device_options=DeviceOptions(device_prefetch=ahead),
+        )
     assert_same(got, expected)
 
 
@@ -151,7 +158,9 @@ def test_a_ring_that_must_not_grow(kind: str) -> None:
     """With `ring_bytes` every batch that is too large takes the pinned path."""
     sizes = [100, 1 << 18] * 5
     with installed() as machine:
-        batches, _, stats = run(kind, Sized(sizes), num_workers=1, device="cpu", collate_fn=first, ring_bytes=1 << 17)
+        batches, _, stats = run(
+            kind, Sized(sizes), num_workers=1, device="cpu", collate_fn=first, tuning=Tuning(ring_bytes=1 << 17)
+        )
     assert [len(batch) for batch in batches] == sizes
     assert all((batch == index).all() for index, batch in enumerate(batches))
     assert machine.device.sources == ["ring", "pinned"] * 5
@@ -196,7 +205,14 @@ def test_a_transform(kind: str, workers: int) -> None:
     """Each batch is what it made of it, ahead of the consumer and out of its thread where that can be."""
     with installed() as machine:
         halve = Halve(machine)
-        got = collect(kind, Numbers(12), batch_size=3, num_workers=workers, device="cpu", device_transform=halve)
+        got = collect(
+            kind,
+            Numbers(12),
+            batch_size=3,
+            num_workers=workers,
+            device="cpu",
+            device_options=DeviceOptions(device_transform=halve),
+        )
     for batch, plain in zip(got, collect("sync", Numbers(12), batch_size=3), strict=True):
         assert torch.equal(batch["half"], plain.to(torch.float16) / 2)
     if workers:
@@ -221,7 +237,13 @@ class RefuseThird:
 def test_a_transform_that_raises(kind: str, workers: int) -> None:
     """Its own error, instead of the batch; what came before was delivered, and nothing is left."""
     with installed():
-        found = outcomes(kind, Numbers(12), num_workers=workers, device="cpu", device_transform=RefuseThird())
+        found = outcomes(
+            kind,
+            Numbers(12),
+            num_workers=workers,
+            device="cpu",
+            device_options=DeviceOptions(device_transform=RefuseThird()),
+        )
     assert [batch[0][0].item() for batch in found[:2]] == [0, 100]
     assert found[2] == (ZeroDivisionError, "no mean")
     assert all(not isinstance(each, tuple) for each in found[3:])
@@ -239,14 +261,18 @@ def test_static_batches(kind: str, workers: int) -> None:
     options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "persistent_workers": workers > 0}
     with installed():
         if kind == "sync":
-            with DataLoader[Any](Numbers(10), device="cpu", static_buffers=True, **options) as loader:
+            with DataLoader[Any](
+                Numbers(10), device="cpu", device_options=DeviceOptions(static_buffers=True), **options
+            ) as loader:
                 for _ in range(2):
                     for batch in loader:
                         look(batch)
         else:
 
             async def iterate() -> None:
-                async with AsyncDataLoader[Any](Numbers(10), device="cpu", static_buffers=True, **options) as loader:
+                async with AsyncDataLoader[Any](
+                    Numbers(10), device="cpu", device_options=DeviceOptions(static_buffers=True), **options
+                ) as loader:
                     for _ in range(2):
                         async for batch in loader:
                             look(batch)
@@ -263,7 +289,11 @@ def test_static_batches(kind: str, workers: int) -> None:
 def test_without_a_card_transforms_and_static_batches_run_too(workers: int) -> None:
     """The CPU itself, without any fake: a program for a card can be tried anywhere."""
     with DataLoader[Any](
-        Numbers(8), batch_size=2, num_workers=workers, device="cpu", device_transform=torch.neg, static_buffers=True
+        Numbers(8),
+        batch_size=2,
+        num_workers=workers,
+        device="cpu",
+        device_options=DeviceOptions(device_transform=torch.neg, static_buffers=True),
     ) as loader:
         seen = [(batch.data_ptr(), batch.tolist()) for batch in loader]
         assert "cpu, where batches are made" in loader.explain()
@@ -278,14 +308,14 @@ def test_without_a_card_transforms_and_static_batches_run_too(workers: int) -> N
 
 @pytest.mark.parametrize("kind", BOTH)
 @WITH_WORKERS
-@pytest.mark.parametrize("bad_samples", ["short", "refill"])
-def test_bad_samples(kind: str, workers: int, bad_samples: str) -> None:
+@pytest.mark.parametrize("on_error", ["skip", "refill"])
+def test_bad_samples(kind: str, workers: int, on_error: str) -> None:
     """Short and filled batches are moved like any other."""
-    options: dict[str, Any] = {"batch_size": 3, "on_error": "skip", "num_workers": workers, "seed": 3}
+    options: dict[str, Any] = {"batch_size": 3, "num_workers": workers, "seed": 3}
     dataset = Rotten(14, {1, 7, 12})
-    expected, _, _ = run(kind, dataset, bad_samples=bad_samples, **options)
+    expected, _, _ = run(kind, dataset, on_error=on_error, **options)
     with installed():
-        got, _, _ = run(kind, dataset, bad_samples=bad_samples, device="cpu", **options)
+        got, _, _ = run(kind, dataset, on_error=on_error, device="cpu", **options)
     assert [batch["index"].tolist() for batch in got] == [batch["index"].tolist() for batch in expected]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed, PageLockError
+from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, LoaderClosed, PageLockError, Tuning
 from tests.delivery.fake import PATIENCE_S, FakeMachine, installed
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import Images, Numbers
@@ -139,7 +139,7 @@ def test_epochs_that_are_left_early(kind: str, persistent: bool, in_order: bool)
             batch_size=2,
             num_workers=2,
             device="cpu",
-            prefetch_device=3,
+            device_options=DeviceOptions(device_prefetch=3),
             persistent_workers=persistent,
             in_order=in_order,
         )
@@ -155,12 +155,16 @@ def test_an_iterator_that_is_dropped(kind: str) -> None:
     """Without being closed, by whoever collects it, in a circle with its own batches: nothing is left."""
 
     def drop_one() -> None:
-        loader = DataLoader[Any](Numbers(40), batch_size=2, num_workers=2, device="cpu", prefetch_device=2)
+        loader = DataLoader[Any](
+            Numbers(40), batch_size=2, num_workers=2, device="cpu", device_options=DeviceOptions(device_prefetch=2)
+        )
         circle: list[Any] = [iter(loader)]
         circle.append((circle, next(circle[0])))
 
     async def drop_another() -> None:
-        loader = AsyncDataLoader[Any](Numbers(40), batch_size=2, num_workers=2, device="cpu", prefetch_device=2)
+        loader = AsyncDataLoader[Any](
+            Numbers(40), batch_size=2, num_workers=2, device="cpu", device_options=DeviceOptions(device_prefetch=2)
+        )
         circle: list[Any] = [aiter(loader)]
         circle.append((circle, await anext(circle[0])))
         del loader, circle
@@ -184,7 +188,9 @@ def test_a_cancelled_consumer_loses_no_batch(kind: str) -> None:
 
     async def iterate() -> list[int]:
         seen: list[int] = []
-        async with AsyncDataLoader[Any](Numbers(30), num_workers=2, device="cpu", prefetch_device=2) as loader:
+        async with AsyncDataLoader[Any](
+            Numbers(30), num_workers=2, device="cpu", device_options=DeviceOptions(device_prefetch=2)
+        ) as loader:
             batches = aiter(loader)
             while True:
                 task: Any = asyncio.ensure_future(anext(batches))
@@ -220,7 +226,11 @@ def test_closing_does_not_hold_up_the_loop(kind: str, persistent: bool, cancelle
 
     async def run() -> list[int]:
         async with AsyncDataLoader[Any](
-            Numbers(40), num_workers=2, device="cpu", device_transform=transform, persistent_workers=persistent
+            Numbers(40),
+            num_workers=2,
+            device="cpu",
+            device_options=DeviceOptions(device_transform=transform),
+            persistent_workers=persistent,
         ) as loader:
             batches: Any = aiter(loader)
             await anext(batches)
@@ -252,7 +262,12 @@ def test_closing_does_not_hold_up_the_loop(kind: str, persistent: bool, cancelle
 @pytest.mark.parametrize("kind", BOTH)
 def test_two_loaders_at_a_time(kind: str) -> None:
     """Each has a stream of its own; their rings are locked beside each other."""
-    options: dict[str, Any] = {"batch_size": 2, "num_workers": 1, "device": "cpu", "prefetch_device": 2}
+    options: dict[str, Any] = {
+        "batch_size": 2,
+        "num_workers": 1,
+        "device": "cpu",
+        "device_options": DeviceOptions(device_prefetch=2),
+    }
 
     async def both() -> list[Any]:
         async with AsyncDataLoader[Any](Numbers(20), **options) as a, AsyncDataLoader[Any](Images(20), **options) as b:
@@ -275,7 +290,9 @@ def test_two_loaders_at_a_time(kind: str) -> None:
 def test_two_iterators_of_one_loader() -> None:
     """They share the stream, and take turns."""
     with installed() as machine:
-        loader = DataLoader[Any](Numbers(40), batch_size=2, num_workers=1, device="cpu", prefetch_device=3)
+        loader = DataLoader[Any](
+            Numbers(40), batch_size=2, num_workers=1, device="cpu", device_options=DeviceOptions(device_prefetch=3)
+        )
         pairs = list(zip(loader, loader, strict=True))
         assert len(machine.devices) == 1
         assert len(machine.locked) <= 1  # kept for the next epoch: no more than one iterator's
@@ -290,7 +307,12 @@ def test_two_iterators_of_one_loader() -> None:
 @pytest.mark.parametrize("taken", [0, 1, 7, 19])
 def test_resuming_in_the_middle(kind: str, workers: int, taken: int) -> None:
     """Batches that were on the device and not taken come again: only what was delivered counts."""
-    options: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "device": "cpu", "prefetch_device": 4}
+    options: dict[str, Any] = {
+        "batch_size": 2,
+        "num_workers": workers,
+        "device": "cpu",
+        "device_options": DeviceOptions(device_prefetch=4),
+    }
     options |= {"shuffle": True, "seed": 5}
     expected = some("sync", [-1], Numbers(40), **{**options, "device": None})[0]
 
@@ -322,7 +344,9 @@ def test_a_worker_that_is_killed(kind: str, tmp_path: Path) -> None:
     (expected,) = some("sync", [-1], Faulty(60, Faults(tmp_path, {})), **options)
     faults = Faults(tmp_path, {5: "SIGKILL", 23: "SIGKILL", 41: "SIGKILL"})
     with installed() as machine:
-        (got,) = some(kind, [-1], Faulty(60, faults), device="cpu", prefetch_device=2, **options)
+        (got,) = some(
+            kind, [-1], Faulty(60, faults), device="cpu", device_options=DeviceOptions(device_prefetch=2), **options
+        )
         assert len(machine.locks) > 2
         del machine.device.handed[:]
         assert unlocked(machine)
@@ -362,7 +386,7 @@ def test_explain(kind: str) -> None:
     assert "device:" not in make(Numbers(3)).explain()
     assert "nothing to copy" in explained(make(Numbers(3), device="cpu"))
     with installed("cuda") as machine:
-        loader = make(Numbers(20), num_workers=2, device="cuda:1", prefetch_device=3)
+        loader = make(Numbers(20), num_workers=2, device="cuda:1", device_options=DeviceOptions(device_prefetch=3))
         assert explained(loader) == (
             "device: cuda:1, 3 batches ahead, copied from rings that are page-locked when the first batch comes"
         )
@@ -372,7 +396,7 @@ def test_explain(kind: str) -> None:
             f"device: cuda:1, 3 batches ahead, copied from rings of {nbytes:,} bytes, page-locked in 0."
         )
         assert "copied when they are asked for" in explained(make(Numbers(3), device="cuda"))
-        tight = make(Numbers(6, 9000), num_workers=1, device="cuda", ring_bytes=1 << 12)
+        tight = make(Numbers(6, 9000), num_workers=1, device="cuda", tuning=Tuning(ring_bytes=1 << 12))
         exhaust(tight)
         assert "do not fit into rings of this ring_bytes" in explained(tight)
     with installed("cuda", lockable=False):

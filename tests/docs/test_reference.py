@@ -14,6 +14,7 @@ import asyncloader
 from asyncloader import AsyncDataLoader, DataLoader, StatefulDataLoader
 from asyncloader.counters import STAGES
 from asyncloader.metrics import FIGURES, STAGE_HELP
+from asyncloader.option_objects import OPTION_OBJECTS
 from docs.options import PAGE, filled, meanings
 from tests.integration.datasets import Numbers
 
@@ -28,10 +29,12 @@ def rows(page: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("loader", [AsyncDataLoader, DataLoader], ids=lambda loader: loader.__name__)
 def test_options_page_is_the_signature(loader: type) -> None:
-    """The page lists every argument of both loaders, in order, with its default."""
-    parameters = list(inspect.signature(loader).parameters.values())
+    """The page lists every argument of both loaders and every field of the option objects, in order, with defaults."""
+    parameters = [
+        each for kind in (loader, *OPTION_OBJECTS.values()) for each in inspect.signature(kind).parameters.values()
+    ]
     defaults = ["" if p.default is p.empty else repr(p.default).replace("'", '"') for p in parameters]
-    listed = [(name, default) for name, default, _ in rows("options.md")]
+    listed = [(row[0], row[1]) for row in rows("options.md")]
     assert listed == [(p.name, d) for p, d in zip(parameters, defaults, strict=True)]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncloader import AsyncDataLoader, DataLoader, DeviceUnavailable
+from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, DeviceUnavailable
 from tests.gpu.card import NEEDS_CARD, all_there, on_cpu, settled
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import Augmented, Images, Numbers, Sized
@@ -88,7 +88,13 @@ class Bytes(Images):
 @WITH_WORKERS
 def test_a_transform_on_the_device(workers: int) -> None:
     """uint8 travels; what is delivered is half precision, channels last."""
-    loader = DataLoader[Any](Bytes(20), batch_size=4, num_workers=workers, device="cuda", device_transform=to_half)
+    loader = DataLoader[Any](
+        Bytes(20),
+        batch_size=4,
+        num_workers=workers,
+        device="cuda",
+        device_options=DeviceOptions(device_transform=to_half),
+    )
     for batch, plain in zip(loader, DataLoader[Any](Bytes(20), batch_size=4), strict=True):
         assert batch.dtype == torch.float16
         assert batch.is_contiguous(memory_format=torch.channels_last)
@@ -102,7 +108,11 @@ def test_a_transform_that_raises_leaves_the_device_alone() -> None:
         raise KeyError("no label")
 
     with pytest.raises(KeyError, match="no label"):
-        list(DataLoader[Any](Numbers(20), num_workers=2, device="cuda", device_transform=refuse))
+        list(
+            DataLoader[Any](
+                Numbers(20), num_workers=2, device="cuda", device_options=DeviceOptions(device_transform=refuse)
+            )
+        )
     assert len(list(DataLoader[Any](Numbers(20), num_workers=2, device="cuda"))) == 20
 
 
@@ -110,7 +120,12 @@ def test_a_transform_sees_what_was_computed_before_the_epoch() -> None:
     """Its stream waits for the consumer's at the epoch's beginning: a constant made there is there."""
     torch.cuda._sleep(50_000_000)
     constant = torch.full((3,), 5.0, device="cuda")
-    loader = DataLoader[Any](Numbers(4), num_workers=1, device="cuda", device_transform=lambda batch: batch * constant)
+    loader = DataLoader[Any](
+        Numbers(4),
+        num_workers=1,
+        device="cuda",
+        device_options=DeviceOptions(device_transform=lambda batch: batch * constant),
+    )
     for index, batch in enumerate(loader):
         assert batch.tolist() == [[(place + index * 100) * 5.0 for place in range(3)]]
 
@@ -154,7 +169,12 @@ def test_a_graph_reads_static_batches(mode: str) -> None:
     a capture would be spoilt by what other threads ask of the device.
     """
     with DataLoader[Any](
-        Numbers(64, 1000), batch_size=8, num_workers=2, device="cuda", static_buffers=True, persistent_workers=True
+        Numbers(64, 1000),
+        batch_size=8,
+        num_workers=2,
+        device="cuda",
+        device_options=DeviceOptions(static_buffers=True),
+        persistent_workers=True,
     ) as loader:
         graph: torch.cuda.CUDAGraph | None = None
         result = place = None
@@ -184,7 +204,7 @@ def test_a_graph_reads_static_batches(mode: str) -> None:
 @pytest.mark.parametrize("persistent", [False, True])
 def test_epochs_that_are_left_early(kind: str, persistent: bool) -> None:
     """With copies in flight: nothing is left (the leak check looks), and the next epoch begins at its beginning."""
-    options: dict[str, Any] = {"num_workers": 2, "device": "cuda", "prefetch_device": 3}
+    options: dict[str, Any] = {"num_workers": 2, "device": "cuda", "device_options": DeviceOptions(device_prefetch=3)}
     counts = [1, 5, 0, 9, 2, 1, 1, 1]
 
     async def leave() -> None:
@@ -252,7 +272,12 @@ def test_a_worker_that_is_killed(kind: str, tmp_path: Path) -> None:
 
 def test_two_loaders_at_a_time() -> None:
     """Each with its own stream; both right."""
-    options: dict[str, Any] = {"batch_size": 2, "num_workers": 1, "device": "cuda", "prefetch_device": 2}
+    options: dict[str, Any] = {
+        "batch_size": 2,
+        "num_workers": 1,
+        "device": "cuda",
+        "device_options": DeviceOptions(device_prefetch=2),
+    }
     with DataLoader[Any](Numbers(80), **options) as a, DataLoader[Any](Images(80), **options) as b:
         pairs = list(zip(a, b, strict=True))
     assert_same([on_cpu(pair[0]) for pair in pairs], collect("sync", Numbers(80), batch_size=2))

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset, get_worker_info
 
+from asyncloader import Recovery
 from asyncloader.ranks.process_group import destroy_unused
 from tests.integration.remote_folders import dataset_of, with_method
 from tests.integration.running import PATIENCE_S
@@ -208,7 +209,7 @@ class Place:
     def stream_resumed(self, lengths: list[int], steps: int, shard: str, **options: Any) -> tuple[list[Any], list[Any]]:
         """An epoch in one go; and the batches of one that another loader goes on with after so many steps."""
         dataset = self._shard(lengths, shard, None)
-        options = {"batch_size": 2, "seed": 3, "resume": "replay", **options}
+        options = {"batch_size": 2, "seed": 3, "recovery": Recovery(allow_replay=True), **options}
         with Stepwise("sync", dataset, **options) as run:
             whole = [batch.tolist() for batch in run.epoch()]
         with Stepwise("sync", dataset, **options) as run:
@@ -225,7 +226,7 @@ class Place:
 
     def refusal(self, state: dict[str, Any]) -> str:
         """What a loader over this rank's shard says to a state."""
-        with Stepwise("sync", Shard(self.rank, 9), batch_size=2, seed=3, resume="replay") as run:
+        with Stepwise("sync", Shard(self.rank, 9), batch_size=2, seed=3, recovery=Recovery(allow_replay=True)) as run:
             try:
                 run.loader.load_state_dict(state)
             except Exception as error:

@@ -63,9 +63,11 @@ class Killing:
 
 
 def dataset_of(url: Any, **options: Any) -> RemoteIterableDataset:
-    """A data set whose samples are numbers."""
-    with_decode: dict[str, Any] = {"decode": number_of, **options}
-    return RemoteIterableDataset(url, **with_decode)
+    """A dataset whose samples are numbers once decoded; `Stepwise` gives its `decode` to the loader."""
+    decode = options.pop("decode", number_of)
+    dataset: Any = RemoteIterableDataset(url, **options)
+    dataset.decode = decode
+    return dataset  # type: ignore[no-any-return]
 
 
 def epochs_of(kind: str, dataset: Any, epochs: int = 1, **options: Any) -> list[list[list[int]]]:

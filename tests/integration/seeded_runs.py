@@ -25,7 +25,8 @@ class Stepwise:
     def __init__(self, kind: str, dataset: Any, **options: Any) -> None:
         self._runner = None if kind == "sync" else asyncio.Runner(loop_factory=LOOPS[kind])
         make: Any = DataLoader if kind == "sync" else AsyncDataLoader
-        self.loader: Any = make(dataset, **options)
+        decode: Any = getattr(dataset, "decode", None)
+        self.loader: Any = make(dataset, **{"decode": decode, **options})
         self.iterator: Any = None
 
     def begin(self) -> Any:

@@ -252,5 +252,5 @@ def test_a_blocking_dataset_has_no_loop_for_it(kind: str) -> None:
     got = outcomes(kind, Numbers(4), batch_size=2, num_workers=1, worker_init_fn=connect)
     assert [each[0] for each in got] == [TypeError, TypeError]
     assert "no event loop" in got[0][1]
-    got = outcomes(kind, Numbers(4), batch_size=2, num_workers=1, worker_init_fn=connect, fetch_threads=2)
+    got = outcomes(kind, Numbers(4), batch_size=2, num_workers=1, worker_init_fn=connect, concurrency=2)
     assert [len(batch) for batch in got] == [2, 2]

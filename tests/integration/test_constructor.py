@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncloader import AsyncDataLoader, DataLoader
+from asyncloader import AsyncDataLoader, DataLoader, Tuning
 from tests.integration.datasets import CountedStream, Numbers
 from tests.integration.running import BOTH, outcomes
 from tests.torch_versions import says_the_same
@@ -73,17 +73,20 @@ def test_a_number_of_workers_that_is_none(kind: str, value: Any) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "error", "words"),
     [
-        ({"ring_bytes": 0}, "ring_bytes should be a positive number of bytes or None, but got ring_bytes=0"),
-        ({"ring_bytes": 1.5}, "ring_bytes=1.5"),
-        ({"concurrency": 0}, "concurrency should be a positive integer, but got concurrency=0"),
-        ({"concurrency": None}, "concurrency=None"),
+        ({"concurrency": 0}, ValueError, "concurrency should be a positive integer or None, but got concurrency=0"),
+        (
+            {"tuning": 1 << 20},
+            TypeError,
+            r"tuning should be an asyncloader.Tuning, but got .*tuning=Tuning\(ring_bytes=",
+        ),
+        ({"group": 3}, TypeError, "group should be a torch.distributed process group or a DeviceMesh .*group=3"),
     ],
 )
-def test_our_own_options_are_checked(kind: str, options: dict[str, Any], words: str) -> None:
-    """Our options out of range: a ValueError with the option and its value."""
-    with pytest.raises(ValueError, match=words):
+def test_our_own_options_are_checked(kind: str, options: dict[str, Any], error: type[Exception], words: str) -> None:
+    """Our options out of range, or of another type: the error has the option and its value."""
+    with pytest.raises(error, match=words):
         LOADERS[kind](MAP, num_workers=1, **options)
 
 
@@ -119,7 +122,7 @@ def test_signature_begins_with_torchs(kind: str) -> None:
     ours = list(inspect.signature(LOADERS[kind].__init__).parameters.values())
     key = [(p.name, p.kind, p.default) for p in theirs]
     assert [(p.name, p.kind, p.default) for p in ours][: len(key)] == key
-    assert [p.name for p in ours[len(key) :]][:2] == ["ring_bytes", "concurrency"]
+    assert [p.name for p in ours[len(key) :]][:2] == ["snapshot_every_n_steps", "seed"]
     assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(key) :])
 
 
@@ -145,7 +148,7 @@ def test_options_are_attributes(kind: str) -> None:
         "persistent_workers": True,
         "in_order": False,
         "multiprocessing_context": multiprocessing.get_context("fork"),
-        "ring_bytes": 1 << 20,
+        "tuning": Tuning(ring_bytes=1 << 20),
         "concurrency": 7,
     }
     loader = LOADERS[kind](MAP, **options)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from asyncloader import DataLoader, sample_rng
+from asyncloader import DataLoader, Recovery, Tuning, sample_rng
 from tests.integration.comparing import assert_same
 from tests.integration.running import BOTH, outcomes
 from tests.integration.test_samples_in_flight import collect
@@ -60,8 +60,8 @@ MAPS: dict[str, tuple[Any, dict[str, Any]]] = {
     "blocking": (Map(), {}),
     "blocking, whole batches": (Whole(), {}),
     "view of whole batches": (Subset(Whole(), list(range(24))), {}),
-    "threads": (Map(), {"fetch_threads": 3}),
-    "threads, whole batches": (Whole(), {"fetch_threads": 3}),
+    "threads": (Map(), {"concurrency": 3}),
+    "threads, whole batches": (Whole(), {"concurrency": 3}),
     "async": (AsyncMap(), {}),
     "async, whole batches": (AsyncWhole(), {}),
 }
@@ -80,7 +80,12 @@ def hundred(sample: int) -> torch.Tensor:
 def test_every_sample_is_decoded_once(kind: str, workers: int, threads: int, name: str) -> None:
     """Before collation, in order, with batches and without."""
     dataset, more = MAPS[name]
-    options: dict[str, Any] = {**more, "num_workers": workers, "decode": hundred, "decode_threads": threads}
+    options: dict[str, Any] = {
+        **more,
+        "num_workers": workers,
+        "decode": hundred,
+        "tuning": Tuning(decode_threads=threads),
+    }
     got = collect(kind, dataset, batch_size=5, **options)
     assert [batch.tolist() for batch in got] == [list(range(100 + i, min(105 + i, 124))) for i in range(0, 24, 5)]
     if "whole" not in name:
@@ -96,7 +101,7 @@ def test_every_sample_is_decoded_once(kind: str, workers: int, threads: int, nam
 def test_streams_are_decoded(kind: str, workers: int, threads: int, name: str, options: dict[str, Any]) -> None:
     """The same batches as from a stream that gives decoded samples."""
     dataset, _ = STREAMS[name]
-    got = collect(kind, dataset, num_workers=workers, decode=hundred, decode_threads=threads, **options)
+    got = collect(kind, dataset, num_workers=workers, decode=hundred, tuning=Tuning(decode_threads=threads), **options)
     numbers = [number for batch in got for number in torch.as_tensor(batch).reshape(-1).tolist()]
     assert numbers == list(range(100, 120 if options.get("drop_last") else 124))
 
@@ -112,7 +117,15 @@ def test_where_it_runs(workers: int, threads: int, name: str) -> None:
     """In threads of its own where the loop can go on meanwhile, else inline."""
     dataset, options = EVERY[name]
     concurrent = "async" in name or "threads" in name
-    got = collect("sync", dataset, batch_size=6, num_workers=workers, decode=where, decode_threads=threads, **options)
+    got = collect(
+        "sync",
+        dataset,
+        batch_size=6,
+        num_workers=workers,
+        decode=where,
+        tuning=Tuning(decode_threads=threads),
+        **options,
+    )
     assert torch.cat(got).tolist() == [[bool(threads) and concurrent]] * 24
 
 
@@ -138,7 +151,9 @@ _lock = threading.Lock()
 def test_several_samples_are_decoded_at_a_time(workers: int, name: str) -> None:
     """Of one batch, in `decode_threads` threads; a stream's, too."""
     dataset, options = EVERY[name]
-    got = collect("sync", dataset, batch_size=6, num_workers=workers, decode=Meets(), decode_threads=3, **options)
+    got = collect(
+        "sync", dataset, batch_size=6, num_workers=workers, decode=Meets(), tuning=Tuning(decode_threads=3), **options
+    )
     assert torch.cat(got).tolist() == list(range(24))
 
 
@@ -187,7 +202,7 @@ def test_seeded_decoding_draws_its_samples_numbers(kind: str, name: str) -> None
     dataset, more = MAPS[name]
     for workers in WORKERS:
         for threads in (0, 3):
-            got = collect(kind, dataset, num_workers=workers, decode_threads=threads, **more, **options)
+            got = collect(kind, dataset, num_workers=workers, tuning=Tuning(decode_threads=threads), **more, **options)
             assert_same(got, expected)
 
 
@@ -197,7 +212,7 @@ def test_seeded_streams_draw_the_same_numbers(workers: int) -> None:
     options: dict[str, Any] = {"batch_size": 5, "seed": 6, "decode": augment, "num_workers": workers}
     expected = collect("sync", Stream(), **options)
     for threads in (0, 3):
-        assert_same(collect("sync", AsyncStream(), decode_threads=threads, **options), expected)
+        assert_same(collect("sync", AsyncStream(), tuning=Tuning(decode_threads=threads), **options), expected)
 
 
 def ends(sample: int) -> int:
@@ -211,7 +226,12 @@ def ends(sample: int) -> int:
 @pytest.mark.parametrize("threads", [0, 2])
 def test_an_end_inside_decode_is_no_end_of_the_stream(threads: int, workers: int) -> None:
     """It is an error of its sample."""
-    options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "decode": ends, "decode_threads": threads}
+    options: dict[str, Any] = {
+        "batch_size": 4,
+        "num_workers": workers,
+        "decode": ends,
+        "tuning": Tuning(decode_threads=threads),
+    }
     dataset: Any = AsyncStream()
     with DataLoader[Any](dataset, **options) as loader:
         batches = iter(loader)
@@ -234,7 +254,7 @@ def test_an_error_is_the_samples(kind: str, workers: int, threads: int, name: st
     """The error is raised instead of its batch, with a note of the sample."""
     dataset, more = MAPS[name]
     options: dict[str, Any] = {**more, "batch_size": 4, "num_workers": workers}
-    options |= {"decode": picky, "decode_threads": threads}
+    options |= {"decode": picky, "tuning": Tuning(decode_threads=threads)}
     kinds = [each[0] if isinstance(each, tuple) else each.tolist() for each in outcomes(kind, dataset, **options)]
     assert kinds == [[0, 1, 2, 3], ValueError, [8, 9, 10, 11], ValueError, [16, 17, 18, 19], [20, 21, 22, 23]]
     with pytest.raises(ValueError, match="bad 7") as raised, DataLoader[Any](dataset, **options) as loader:
@@ -249,11 +269,11 @@ def test_samples_that_do_not_decode_are_left_out(workers: int, threads: int, nam
     """`on_error` treats them as those that cannot be read: left out, or replaced, and on record."""
     dataset, more = EVERY[name]
     options: dict[str, Any] = {**more, "batch_size": 4, "num_workers": workers}
-    options |= {"decode": picky, "decode_threads": threads}
+    options |= {"decode": picky, "tuning": Tuning(decode_threads=threads)}
     with DataLoader[Any](dataset, on_error="skip", **options) as loader:
         got = [batch.tolist() for batch in loader]
         assert got == [[0, 1, 2, 3], [4, 5, 6], [8, 9, 10, 11], [13, 14, 15], [16, 17, 18, 19], [20, 21, 22, 23]]
-        bad = [record.index if record.index is not None else record.position for record in loader.errors]
+        bad = [record.index if record.index is not None else record.position for record in loader.skipped_samples]
         assert bad == [7, 12]
     got = collect("sync", dataset, on_error=lambda index, error: -1, **options)
     assert torch.cat(got).tolist() == [-1 if number in (7, 12) else number for number in range(24)]
@@ -271,14 +291,19 @@ def test_a_streams_substitute_has_the_samples_numbers(threads: int) -> None:
 
     options: dict[str, Any] = {"batch_size": 4, "seed": 2, "decode": decode, "on_error": substitute}
     expected = collect("sync", Stream(), **options)
-    assert_same(collect("sync", AsyncStream(), decode_threads=threads, **options), expected)
+    assert_same(collect("sync", AsyncStream(), tuning=Tuning(decode_threads=threads), **options), expected)
 
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_stream_resumes_behind_what_was_delivered(name: str) -> None:
     """Samples that were read and decoded, and not delivered, are read again."""
     dataset, _ = STREAMS[name]
-    options: dict[str, Any] = {"batch_size": 4, "num_workers": 1, "decode": hundred, "resume": "replay"}
+    options: dict[str, Any] = {
+        "batch_size": 4,
+        "num_workers": 1,
+        "decode": hundred,
+        "recovery": Recovery(allow_replay=True),
+    }
     with DataLoader[Any](dataset, **options) as loader:
         batches = iter(loader)
         for _ in range(2):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from asyncloader import AsyncDataLoader, DataLoader
+from asyncloader import AsyncDataLoader, DataLoader, Tuning
 from tests.integration.datasets import AsyncNumbers, Numbers
 from tests.integration.running import run_async
 
@@ -51,7 +51,7 @@ def first(samples: list[Any]) -> Any:
 CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "small batches": (Numbers(10_000), {}, 10_000),
     "strings and growing sizes": (Varied(1500), {"collate_fn": first}, 1500),
-    "bounded ring": (Varied(800), {"collate_fn": first, "ring_bytes": 1 << 18}, 800),
+    "bounded ring": (Varied(800), {"collate_fn": first, "tuning": Tuning(ring_bytes=1 << 18)}, 800),
     "async dataset": (AsyncNumbers(1500), {}, 1500),
 }
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import asyncloader
-from asyncloader import AsyncDataLoader, DataLoader, NeverIteratedWarning
+from asyncloader import AsyncDataLoader, DataLoader, NeverIteratedWarning, Tuning
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import Images, Numbers
 from tests.integration.frameworks import epoch
@@ -83,7 +83,7 @@ def test_point_17_batches_belong_to_their_holder(kind: str, ring_bytes: int | No
     """
     expected = collect("torch", Images(96), batch_size=2)
     make: Any = AsyncDataLoader if kind == "asyncio" else DataLoader
-    loader = make(Images(96), batch_size=2, num_workers=2, ring_bytes=ring_bytes)
+    loader = make(Images(96), batch_size=2, num_workers=2, tuning=Tuning(ring_bytes=ring_bytes))
     held: list[Any] = []
     taken = 0
 

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, default_collate
 from torch.utils.data import _DatasetKind as DatasetKind
 
-from asyncloader import AsyncDataLoader, DataLoader
+from asyncloader import AsyncDataLoader, DataLoader, Tuning
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import AsyncNumbers, CountedStream, Images, Numbers, Pids, UnevenStream, collate_strings
 from tests.integration.frameworks import DictCopy, DictCopyOfTorchsType, OneIteratorForAllEpochs, epoch, public, rebuilt
@@ -84,18 +84,18 @@ class Mebibytes(int):
 @BOTH_CLASSES
 def test_point_03_own_options_are_the_callers_objects(make: Any) -> None:
     """Each option of ours is an attribute of the same name that holds what was given, untouched (Lightning)."""
-    ring_bytes, concurrency = Mebibytes(1 << 20), Mebibytes(7)
-    loader = make(Numbers(8), num_workers=1, ring_bytes=ring_bytes, concurrency=concurrency)
-    assert loader.ring_bytes is ring_bytes
+    tuning, concurrency = Tuning(ring_bytes="1MiB"), Mebibytes(7)
+    loader = make(Numbers(8), num_workers=1, tuning=tuning, concurrency=concurrency)
+    assert loader.tuning is tuning
     assert loader.concurrency is concurrency
 
 
 def test_point_03_own_options_survive_rebuilding() -> None:
     """A loader that is made anew from `vars` and the signature keeps our options (Lightning's predict)."""
-    own: dict[str, Any] = {"ring_bytes": Mebibytes(1 << 20), "concurrency": Mebibytes(7)}
+    own: dict[str, Any] = {"tuning": Tuning(ring_bytes="1MiB"), "concurrency": Mebibytes(7)}
     old = DataLoader[Any](Numbers(8), batch_size=2, num_workers=1, **own)
     new = rebuilt(old, batch_sampler=BatchSampler(range(8), batch_size=2, drop_last=False))
-    assert (new.ring_bytes, new.concurrency, new.num_workers) == (1 << 20, 7, 1)
+    assert (new.tuning, new.concurrency, new.num_workers) == (own["tuning"], 7, 1)
     assert_same(list(new), list(old))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from asyncloader import Tuning
 from tests.integration.running import BOTH
 from tests.integration.seeded_datasets import Rows
 from tests.integration.seeded_runs import Stepwise
@@ -24,12 +25,12 @@ def test_feedback_reaches_the_sampler(
     kind: str, make: Any, mode: dict[str, Any], workers: int, factor: int | None, ahead: int
 ) -> None:
     """Each batch tells how many reports its sampler had heard when it chose: those on all batches before it, but for
-    what was in flight, at most ``num_workers * prefetch_factor + 1`` batches and `run_ahead` more in seeded mode.
+    what was in flight, at most ``num_workers * prefetch_factor + 1`` batches and `reorder_window` more in seeded mode.
     """
     bound = workers * (factor or 0) + 1 + (ahead if mode and workers else 0)
     options: dict[str, Any] = {"num_workers": workers, "prefetch_factor": factor, **mode}
     if mode:
-        options["run_ahead"] = ahead
+        options["tuning"] = Tuning(reorder_window=ahead)
     staleness: list[int] = []
     with Stepwise(kind, Rows(N), batch_size=1, sampler=make(100), **options) as run:
         run.begin()

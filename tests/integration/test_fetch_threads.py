@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
-from asyncloader import AsyncDataLoader, DataLoader, sample_rng
+from asyncloader import AsyncDataLoader, DataLoader, Recovery, sample_rng
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import Numbers
 from tests.integration.faulty import Faults, Faulty
@@ -64,7 +64,7 @@ class BarrierBatches(Barrier):
 def test_so_many_threads_are_at_it(kind: str, workers: int, size: int | None) -> None:
     """Eight threads meet, over as many batches as it takes; the order is the sampler's."""
     n = 64 * max(1, workers)
-    got = collect(kind, Barrier(n, 8), batch_size=size, num_workers=workers, fetch_threads=8)
+    got = collect(kind, Barrier(n, 8), batch_size=size, num_workers=workers, concurrency=8)
     assert [int(i) for batch in got for i in torch.as_tensor(batch).reshape(-1)] == list(range(n))
 
 
@@ -79,7 +79,7 @@ def test_whole_batches_have_a_thread_each(kind: str, workers: int, view: bool) -
         Subset(dataset, list(range(32))) if view else dataset,
         batch_size=4,
         num_workers=workers,
-        fetch_threads=4,
+        concurrency=4,
     )
     assert torch.cat(got).tolist() == list(range(32))
 
@@ -89,7 +89,7 @@ def test_whole_batches_have_a_thread_each(kind: str, workers: int, view: bool) -
 def test_batches_are_those_without(kind: str, workers: int) -> None:
     """torch's batches, also without batching, from a view, and in persistent workers' later epochs."""
     for options in ({"batch_size": 4, "shuffle": True}, {"batch_size": None}, {"batch_size": 3, "drop_last": True}):
-        got = collect(kind, Numbers(20), num_workers=workers, fetch_threads=3, **options)
+        got = collect(kind, Numbers(20), num_workers=workers, concurrency=3, **options)
         assert_same(got, collect("torch", Numbers(20), **options))
 
 
@@ -118,13 +118,13 @@ def test_seeded_samples_have_generators_of_their_own(kind: str, dataset: Any) ->
     options: dict[str, Any] = {"batch_size": 4, "seed": 9, "shuffle": True}
     expected = collect_with(kind, dataset, **options)
     for workers in WORKERS:
-        assert_same(collect_with(kind, dataset, num_workers=workers, fetch_threads=8, **options), expected)
+        assert_same(collect_with(kind, dataset, num_workers=workers, concurrency=8, **options), expected)
 
 
 def test_global_generators_are_warned_of_once() -> None:
     """In a worker, in seeded mode, as for async datasets. (Warnings are errors here, also in the forked worker.)"""
     texts, got = [], 0
-    with DataLoader[Any](Draws(globally=True), batch_size=4, num_workers=1, seed=1, fetch_threads=2) as loader:
+    with DataLoader[Any](Draws(globally=True), batch_size=4, num_workers=1, seed=1, concurrency=2) as loader:
         batches = iter(loader)
         for _ in range(12):
             try:
@@ -153,7 +153,7 @@ class Uses(Dataset[Any]):
 @pytest.mark.parametrize("workers", WORKERS)
 def test_context_variables_and_worker_info(kind: str, workers: int) -> None:
     """A sample sees no variable that another one set; `get_worker_info` says which worker it is."""
-    got = torch.cat(collect(kind, Uses(), batch_size=4, num_workers=workers, fetch_threads=3))
+    got = torch.cat(collect(kind, Uses(), batch_size=4, num_workers=workers, concurrency=3))
     assert got[:, 0].tolist() == [-1] * 24
     assert got[:, 1].tolist() == list(range(24))
     expected = [index // 4 % workers if workers else -1 for index in range(24)]
@@ -177,13 +177,13 @@ class Bad(Dataset[Any]):
 @pytest.mark.parametrize("workers", WORKERS)
 def test_an_error_comes_in_its_place(kind: str, workers: int) -> None:
     """With a note of its sample; the batches around it come."""
-    got = outcomes(kind, Bad(9, 20), batch_size=4, num_workers=workers, fetch_threads=3)
+    got = outcomes(kind, Bad(9, 20), batch_size=4, num_workers=workers, concurrency=3)
     kinds = [each[0] if isinstance(each, tuple) else each.tolist() for each in got]
     good = [[i, i + 1, i + 2, i + 3] for i in range(0, 24, 4)]
     assert kinds == [*good[:2], FileNotFoundError, *good[3:5], FileNotFoundError]
     with (
         pytest.raises(FileNotFoundError) as raised,
-        DataLoader[Any](Bad(9), batch_size=4, num_workers=workers, fetch_threads=3) as loader,
+        DataLoader[Any](Bad(9), batch_size=4, num_workers=workers, concurrency=3) as loader,
     ):
         list(loader)
     assert any("sample index 9 (item 1 of the batch)" in note for note in raised.value.__notes__)
@@ -194,18 +194,18 @@ def test_an_error_comes_in_its_place(kind: str, workers: int) -> None:
 def test_samples_that_raise_are_left_out_or_replaced(kind: str, workers: int) -> None:
     """`on_error` as for one sample after the other, records in the order of the batch."""
     options: dict[str, Any] = {"batch_size": 4, "seed": 4, "num_workers": workers}
-    got = collect_with(kind, Bad(1, 2, 9), on_error="skip", fetch_threads=4, **options)
+    got = collect_with(kind, Bad(1, 2, 9), on_error="skip", concurrency=4, **options)
     assert [batch.tolist() for batch in got[:3]] == [[0, 3], [4, 5, 6, 7], [8, 10, 11]]
-    refill: dict[str, Any] = {"on_error": "skip", "bad_samples": "refill"}
+    refill: dict[str, Any] = {"on_error": "refill"}
     assert_same(
-        collect_with(kind, Bad(1, 2, 9), fetch_threads=4, **refill, **options),
+        collect_with(kind, Bad(1, 2, 9), concurrency=4, **refill, **options),
         collect_with(kind, Bad(1, 2, 9), **refill, **options),
     )
-    got = collect_with(kind, Bad(5), on_error=lambda index, error: -index, fetch_threads=4, **options)
+    got = collect_with(kind, Bad(5), on_error=lambda index, error: -index, concurrency=4, **options)
     assert got[1].tolist() == [4, -5, 6, 7]
-    with DataLoader[Any](Bad(1, 2, 9), on_error="skip", fetch_threads=4, **options) as loader:
+    with DataLoader[Any](Bad(1, 2, 9), on_error="skip", concurrency=4, **options) as loader:
         list(loader)
-        assert [record.index for record in loader.errors] == [1, 2, 9]
+        assert [record.index for record in loader.skipped_samples] == [1, 2, 9]
 
 
 class OnlyWhole(Dataset[Any]):
@@ -229,19 +229,19 @@ class Whole(Dataset[Any]):
 def test_a_batch_sampler_that_gives_iterators(workers: int) -> None:
     """Each can be gone through once; ``__getitems__`` has its indices all the same."""
     batches = [iter([0, 1]), iter([2]), iter([3, 4, 5])]
-    got = collect("sync", Whole(), batch_sampler=batches, num_workers=workers, fetch_threads=2)
+    got = collect("sync", Whole(), batch_sampler=batches, num_workers=workers, concurrency=2)
     assert [batch.tolist() for batch in got] == [[0, 1], [2], [3, 4, 5]]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_batch_that_raises_as_a_whole(workers: int) -> None:
     """All of its samples are taken for bad."""
-    with DataLoader[Any](OnlyWhole(), batch_size=2, num_workers=workers, on_error="skip", fetch_threads=2) as loader:
+    with DataLoader[Any](OnlyWhole(), batch_size=2, num_workers=workers, on_error="skip", concurrency=2) as loader:
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [6, 7]]
-        assert [record.index for record in loader.errors] == [4, 5]
+        assert [record.index for record in loader.skipped_samples] == [4, 5]
     with (
         pytest.raises(OSError, match="no batch"),
-        DataLoader[Any](OnlyWhole(), batch_size=2, num_workers=workers, fetch_threads=2) as loader,
+        DataLoader[Any](OnlyWhole(), batch_size=2, num_workers=workers, concurrency=2) as loader,
     ):
         list(loader)
 
@@ -271,7 +271,7 @@ def join_threads() -> None:
 def test_closing_does_not_wait_for_a_stuck_thread() -> None:
     """Without workers the facade leaves the thread behind; it ends with its sample, and reads no other."""
     dataset = Sticks()
-    with DataLoader[Any](dataset, fetch_threads=2) as loader:
+    with DataLoader[Any](dataset, concurrency=2) as loader:
         batches = iter(loader)
         assert [int(next(batches)) for _ in range(3)] == [0, 1, 2]
         assert dataset.begun.wait(20)
@@ -285,7 +285,7 @@ def test_closing_the_async_loader_does_not_wait_for_a_stuck_thread() -> None:
     dataset = Sticks()
 
     async def run() -> None:
-        async with AsyncDataLoader[Any](dataset, fetch_threads=2) as loader:
+        async with AsyncDataLoader[Any](dataset, concurrency=2) as loader:
             batches = aiter(loader)
             for expected in range(3):
                 assert int(await anext(batches)) == expected
@@ -311,14 +311,14 @@ def test_workers_with_a_stuck_thread_end(kind: str) -> None:
     """Closing in the middle of an epoch ends the worker as it is."""
 
     async def run() -> None:
-        async with AsyncDataLoader[Any](SticksForEver(), num_workers=1, fetch_threads=2) as loader:
+        async with AsyncDataLoader[Any](SticksForEver(), num_workers=1, concurrency=2) as loader:
             async for _ in loader:
                 break
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         if kind == "sync":
-            with DataLoader[Any](SticksForEver(), num_workers=1, fetch_threads=2) as loader:
+            with DataLoader[Any](SticksForEver(), num_workers=1, concurrency=2) as loader:
                 next(iter(loader))
         else:
             run_async(run())
@@ -328,12 +328,14 @@ def test_workers_with_a_stuck_thread_end(kind: str) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_worker_with_a_stuck_thread_is_replaced(kind: str, tmp_path: Path) -> None:
     """After `worker_timeout` its tasks are done again, each alone; the batches are those of an undisturbed run."""
-    options: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "seed": 5, "fetch_threads": 3}
+    options: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "seed": 5, "concurrency": 3}
     expected = collect_with(kind, Faulty(24, Faults(Path("/"), {})), batch_size=2, seed=5)
     for way in ("hang", "SIGKILL"):
         folder = tmp_path / way
         folder.mkdir()
-        got = collect_with(kind, SamplesOf(Faulty(24, Faults(folder, {9: way}))), worker_timeout=1.0, **options)
+        got = collect_with(
+            kind, SamplesOf(Faulty(24, Faults(folder, {9: way}))), recovery=Recovery(worker_timeout=1.0), **options
+        )
         assert [batch["index"].tolist() for batch in got] == [batch["index"].tolist() for batch in expected]
         assert len(list(folder.iterdir())) == 1
 

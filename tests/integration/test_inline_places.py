@@ -144,7 +144,7 @@ def test_a_dataset_that_is_slow_now_and_then_goes_back() -> None:
 def test_fetch_threads_1_keeps_one_thread(kind: str) -> None:
     """For handles that belong to a thread."""
     dataset = Calls()
-    assert len(read(dataset, kind, batch_size=4, fetch_threads=1)) == 50
+    assert len(read(dataset, kind, batch_size=4, concurrency=1)) == 50
     assert len(set(dataset.threads)) == 1
     assert MAIN not in dataset.threads
 
@@ -177,8 +177,8 @@ def test_errors_of_handles_that_belong_to_a_thread_say_what_to_do() -> None:
     """Such a handle fails with the first batch on the loop; the error names the option that helps, and it does."""
     with pytest.raises(sqlite3.ProgrammingError, match="same thread") as caught:
         read(Bound(), batch_size=4)
-    assert any("fetch_threads=1" in note for note in caught.value.__notes__)
-    assert len(read(Bound(), batch_size=4, fetch_threads=1)) == 25
+    assert any("concurrency=1" in note for note in caught.value.__notes__)
+    assert len(read(Bound(), batch_size=4, concurrency=1)) == 25
     with pytest.raises(sqlite3.ProgrammingError, match="same thread") as caught:
         read(BoundStream(), batch_size=4)
     assert any("num_workers=1" in note for note in caught.value.__notes__)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncloader import DataLoader
+from asyncloader import DataLoader, Tuning
 from asyncloader.bridge import Bridge
 from asyncloader.delivery.opener import Opener
 from asyncloader.epoch.consumer import Consumer, Delivery
@@ -132,7 +132,7 @@ class Samples(torch.utils.data.Dataset[Any]):
         return torch.full((self.size,), index)
 
 
-ONE_OFF = {"ring_bytes": 1 << 16}
+ONE_OFF = {"tuning": Tuning(ring_bytes=1 << 16)}
 """Slots are smaller than a batch of 64 KiB."""
 
 CASES: dict[str, tuple[Samples, dict[str, Any], int]] = {

@@ -224,10 +224,11 @@ OF_SAMPLES = {
         "for _ in DataLoader([5, 6], sampler=[0, 7]): pass", "while fetching sample index 7 (item 0 of the batch)", 30
     ),
     "too many bad samples": Mistake(
-        f'{MAP}\nfor _ in DataLoader(Map(), on_error="skip", max_bad_samples=1): pass',
-        "asyncloader.errors.TooManyBadSamples: more than max_bad_samples=1 samples of this epoch raised, the last one: "
-        "index 3, IndexError: list index out of range. Look at loader.errors, mend the dataset, or raise "
-        "max_bad_samples (None: no limit).",
+        f'{MAP}\nfor _ in DataLoader(Map(), on_error="skip", max_skipped_samples=1): pass',
+        "asyncloader.errors.TooManySkippedSamples: more than max_skipped_samples=1 samples of this epoch raised, the "
+        "last one: "
+        "index 3, IndexError: list index out of range. Look at loader.skipped_samples, mend the dataset, or raise "
+        "max_skipped_samples (None: no limit).",
         15,
     ),
 }

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from asyncloader import DataLoader
+from asyncloader import DataLoader, Tuning
 from tests.integration.datasets import Numbers
 from tests.integration.running import KINDS, collect
 
@@ -65,7 +65,7 @@ def test_bad_samples(workers: int, caplog: pytest.LogCaptureFixture) -> None:
     loader = DataLoader(Odd(70, 3), batch_size=7, num_workers=workers, on_error="skip")
     list(loader)
     first = "WARNING the sample at index 3 raised and was skipped (on_error): ValueError: no 3"
-    tens = "WARNING {} samples have raised; loader.errors has the newest iterator's"
+    tens = "WARNING {} samples have raised; loader.skipped_samples has the newest iterator's"
     assert lines(caplog) == [first, tens.format(10)]
     list(loader)
     assert lines(caplog) == [first, tens.format(10), tens.format(100)]
@@ -97,14 +97,14 @@ def test_a_worker_that_is_replaced(tmp_path: Any, caplog: pytest.LogCaptureFixtu
 
 def test_batches_that_do_not_fit_into_the_ring(caplog: pytest.LogCaptureFixture) -> None:
     """The first one, with the size that is enough: with that there is no line and no such batch."""
-    options: dict[str, Any] = {"batch_size": 4, "num_workers": 1, "ring_bytes": 8192}
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": 1, "tuning": Tuning(ring_bytes=8192)}
     loader = DataLoader[Any](Wide(12), **options)
     list(loader)
     assert loader.stats()["data/oversize_batches"] == 3
     (line,) = lines(caplog)
     found = re.fullmatch(
         r"WARNING a batch of 16,000 bytes does not fit into a ring of ring_bytes=8192 and was given memory of its own, "
-        r"which is slower; ring_bytes=(\d+) or more would hold such batches",
+        r"which is slower; Tuning\(ring_bytes=(\d+)\) would hold such batches",
         line,
     )
     assert found is not None

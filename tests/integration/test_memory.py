@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncloader import AsyncDataLoader, DataLoader
+from asyncloader import AsyncDataLoader, DataLoader, Tuning
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import Numbers, Sized
 from tests.integration.running import BOTH, KINDS, collect, run_async, run_loader
@@ -129,14 +129,16 @@ def test_growing_batches_with_persistent_workers(kind: str) -> None:
 def test_ring_bytes_bounds_the_ring(kind: str, ring_bytes: int) -> None:
     """With a bounded ring all batches come too, however much larger than a slot they are."""
     dataset = Sized(growing(40))
-    got = collect(kind, dataset, num_workers=1, batch_size=1, ring_bytes=ring_bytes)
+    got = collect(kind, dataset, num_workers=1, batch_size=1, tuning=Tuning(ring_bytes=ring_bytes))
     assert_same(got, collect("torch", dataset, batch_size=1))
 
 
 def test_ring_bytes_is_kept() -> None:
     """`explain()` tells the size of the rings: within the bound, although the batches are larger."""
     bound = 1 << 20
-    with DataLoader[Any](Sized([700_000] * 20), num_workers=2, ring_bytes=bound, persistent_workers=True) as loader:
+    with DataLoader[Any](
+        Sized([700_000] * 20), num_workers=2, tuning=Tuning(ring_bytes=bound), persistent_workers=True
+    ) as loader:
         list(loader)
         (line,) = [line for line in loader.explain().splitlines() if line.startswith("memory:")]
         assert f"{bound:,}" in line

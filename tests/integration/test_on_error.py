@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from asyncloader import AsyncDataLoader, BadSample, DataLoader, RanksDisagree, TooManyBadSamples
+from asyncloader import AsyncDataLoader, DataLoader, RanksDisagree, Recovery, SkippedSample, TooManySkippedSamples
 from tests.integration.comparing import assert_same
 from tests.integration.running import BOTH, run_async
 
@@ -74,16 +74,16 @@ class BrokenGenerator(IterableDataset[Any]):
         raise ValueError("cannot be read any further")
 
 
-def run(kind: str, dataset: Any, **options: Any) -> tuple[list[Any], list[BadSample], dict[str, float]]:
+def run(kind: str, dataset: Any, **options: Any) -> tuple[list[Any], list[SkippedSample], dict[str, float]]:
     """One epoch's batches, the errors on record, and the statistics."""
     torch.manual_seed(7)
     if kind == "sync":
         with DataLoader[Any](dataset, **options) as loader:
-            return list(loader), loader.errors, loader.stats()
+            return list(loader), loader.skipped_samples, loader.stats()
 
-    async def load() -> tuple[list[Any], list[BadSample], dict[str, float]]:
+    async def load() -> tuple[list[Any], list[SkippedSample], dict[str, float]]:
         async with AsyncDataLoader[Any](dataset, **options) as loader:
-            return [batch async for batch in loader], loader.errors, loader.stats()
+            return [batch async for batch in loader], loader.skipped_samples, loader.stats()
 
     return run_async(load(), kind)
 
@@ -105,7 +105,7 @@ def test_skip_makes_short_batches(kind: str, workers: int, dataset: type[Rotten]
         (index, f"ValueError: bad jpeg {index}", "skipped") for index in (1, 4, 5, 6, 7)
     ]
     assert all("__getitem__" in bad.traceback for bad in errors)
-    assert stats["data/bad_samples"] == 5
+    assert stats["data/skipped_samples"] == 5
     assert stats["data/samples"] == 7
 
 
@@ -130,7 +130,7 @@ def test_skip_leaves_the_other_samples_as_they_are(kind: str) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 def test_refill_is_a_function_of_the_seed(kind: str) -> None:
     """Substitutes are the same for every number of workers; batches are full; refills are counted."""
-    options: dict[str, Any] = {"batch_size": 4, "seed": 3, "on_error": "skip", "bad_samples": "refill"}
+    options: dict[str, Any] = {"batch_size": 4, "seed": 3, "on_error": "refill"}
     runs = [run(kind, Rotten(40, {1, 9, 17, 30}), num_workers=workers, **options) for workers in WORKERS]
     for got, errors, stats in runs:
         assert_same(got, runs[0][0])
@@ -169,18 +169,23 @@ def test_function_may_raise(workers: int) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", WORKERS)
 def test_a_dataset_of_bad_samples_is_stopped(kind: str, workers: int) -> None:
-    """Beyond `max_bad_samples` the epoch ends with an error; iteration does not go on behind it."""
-    options: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "on_error": "skip", "max_bad_samples": 3}
+    """Beyond `max_skipped_samples` the epoch ends with an error; iteration does not go on behind it."""
+    options: dict[str, Any] = {
+        "batch_size": 2,
+        "num_workers": workers,
+        "on_error": "skip",
+        "recovery": Recovery(max_skipped_samples=3),
+    }
     dataset = Rotten(20, {0, 2, 4, 6, 8})
     if kind == "sync":
         loader = DataLoader[Any](dataset, **options)
         batches = iter(loader)
         for _ in range(3):
             next(batches)
-        with pytest.raises(TooManyBadSamples, match=r"max_bad_samples=3.*index 6, ValueError: bad jpeg 6"):
+        with pytest.raises(TooManySkippedSamples, match=r"max_skipped_samples=3.*index 6, ValueError: bad jpeg 6"):
             next(batches)
         assert next(batches, None) is None
-        assert len(loader.errors) == 4
+        assert len(loader.skipped_samples) == 4
         return
 
     async def load() -> None:
@@ -188,11 +193,11 @@ def test_a_dataset_of_bad_samples_is_stopped(kind: str, workers: int) -> None:
             batches = aiter(loader)
             for _ in range(3):
                 await anext(batches)
-            with pytest.raises(TooManyBadSamples):
+            with pytest.raises(TooManySkippedSamples):
                 await anext(batches)
             with pytest.raises(StopAsyncIteration):
                 await anext(batches)
-            assert len(loader.errors) == 4
+            assert len(loader.skipped_samples) == 4
 
     run_async(load())
 
@@ -200,13 +205,13 @@ def test_a_dataset_of_bad_samples_is_stopped(kind: str, workers: int) -> None:
 @pytest.mark.parametrize("workers", WORKERS)
 def test_limit_is_of_one_epoch(workers: int) -> None:
     """Each iterator begins a new record."""
-    options: dict[str, Any] = {"num_workers": workers, "on_error": "skip", "max_bad_samples": 2}
+    options: dict[str, Any] = {"num_workers": workers, "on_error": "skip", "recovery": Recovery(max_skipped_samples=2)}
     for persistent in {False, workers > 0}:
         with DataLoader[Any](Rotten(6, {1, 3}), persistent_workers=persistent, **options) as loader:
             for _ in range(3):
                 assert len(list(loader)) == 4
-                assert [bad.index for bad in loader.errors] == [1, 3]
-            assert loader.stats()["data/bad_samples"] == 6
+                assert [bad.index for bad in loader.skipped_samples] == [1, 3]
+            assert loader.stats()["data/skipped_samples"] == 6
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -264,5 +269,5 @@ def test_rank_without_a_batch_does_not_hang_the_others(kind: str, workers: int) 
         run(kind, Rotten(16, {8, 9}), on_error="skip", **options)
     got, _, _ = run(kind, Rotten(16, {8}), on_error="skip", **options)
     assert len(got) == 4
-    got, _, _ = run(kind, Rotten(16, {8, 9}), on_error="skip", bad_samples="refill", **options)
+    got, _, _ = run(kind, Rotten(16, {8, 9}), on_error="refill", **options)
     assert [len(batch["index"]) for batch in got] == [2] * 4

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader import BadSample, DataLoader, LoaderError, TaskQuarantined, WorkerDied
+from asyncloader import DataLoader, LoaderError, Recovery, SkippedSample, TaskQuarantined, WorkerDied
 from tests.integration.faulty import AsyncFaulty, Faults, Faulty, FaultyStream
 from tests.integration.running import BOTH, run_script
 from tests.integration.test_on_error import indices, run
@@ -102,7 +102,7 @@ def test_function_makes_substitutes(tmp_path: Path) -> None:
     dataset = AsyncFaulty(8, poison(tmp_path, {5: "exit"}))
     got, errors, _ = run("sync", dataset, batch_size=2, num_workers=1, seed=1, on_error=substitute)
     assert indices(got) == [[0, 1], [2, 3], [-4, -5], [6, 7]]
-    assert [type(bad) for bad in errors] == [BadSample, BadSample]
+    assert [type(bad) for bad in errors] == [SkippedSample, SkippedSample]
     assert [bad.action for bad in errors] == ["replaced", "replaced"]
 
 
@@ -118,7 +118,7 @@ def test_stream_ends_where_it_cannot_pass(tmp_path: Path) -> None:
     """A sample of a stream that kills its readers cannot be skipped: the epoch ends there."""
     dataset = FaultyStream(12, poison(tmp_path, {5: "exit"}))
     with pytest.raises(TaskQuarantined, match="the next batch of a stream killed 3 workers"):
-        run("sync", dataset, num_workers=1, seed=1, resume="replay", on_error="skip")
+        run("sync", dataset, num_workers=1, seed=1, recovery=Recovery(allow_replay=True), on_error="skip")
 
 
 @pytest.mark.thorough
@@ -147,7 +147,7 @@ def test_a_sample_that_kills_without_a_trace_is_named_at_last(dataset: Any, tmp_
 def test_our_own_kill_counts(tmp_path: Path) -> None:
     """A task over which workers hang is in quarantine when `worker_timeout` has ended three of them."""
     dataset = Faulty(6, poison(tmp_path, {3: "hang"}))
-    got, errors, _ = run("sync", dataset, num_workers=1, seed=1, worker_timeout=1, on_error="skip")
+    got, errors, _ = run("sync", dataset, num_workers=1, seed=1, recovery=Recovery(worker_timeout=1), on_error="skip")
     assert indices(got) == [[i] for i in range(6) if i != 3]
     assert "The loader killed it" in errors[0].error
 

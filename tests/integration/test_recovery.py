@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncloader import AsyncDataLoader, DataLoader, WorkerDied
+from asyncloader import AsyncDataLoader, DataLoader, Recovery, WorkerDied
 from tests.integration.comparing import assert_same
 from tests.integration.faulty import (
     AsyncFaulty,
@@ -71,7 +71,7 @@ def test_hanging_worker_is_replaced(kind: str, way: str, tmp_path: Path) -> None
     """A worker that is stopped, or hangs in Python or C, is killed after `worker_timeout`, and its task done again."""
     expected = collect(kind, Faulty(24, NONE), batch_size=4, seed=1, num_workers=2)
     dataset = Faulty(24, Faults(tmp_path, {9: way}))
-    got = collect(kind, dataset, batch_size=4, seed=1, num_workers=2, worker_timeout=0.5)
+    got = collect(kind, dataset, batch_size=4, seed=1, num_workers=2, recovery=Recovery(worker_timeout=0.5))
     assert_same(got, expected)
 
 
@@ -79,7 +79,7 @@ def test_hanging_worker_is_replaced(kind: str, way: str, tmp_path: Path) -> None
 def test_tasks_of_a_stream_wait_for_one_another() -> None:
     """An asynchronous stream is read by one task after the other: waiting tasks do not time out."""
     options: dict[str, Any] = {"batch_size": 1, "num_workers": 1, "prefetch_factor": 10, "max_worker_restarts": 0}
-    assert len(collect("sync", SlowStream(12, 0.2), worker_timeout=1.2, **options)) == 12
+    assert len(collect("sync", SlowStream(12, 0.2), recovery=Recovery(worker_timeout=1.2), **options)) == 12
 
 
 class SlowStream:
@@ -221,8 +221,8 @@ def test_stateful_stream_goes_on(kind: str, every: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_stateless_stream_is_read_again(kind: str, tmp_path: Path) -> None:
-    """With ``resume="replay"`` the replacement reads from the beginning, and drops what was answered."""
-    options: dict[str, Any] = {"batch_size": 2, "seed": 3, "num_workers": 2, "resume": "replay"}
+    """With ``allow_replay=True`` the replacement reads from the beginning, and drops what was answered."""
+    options: dict[str, Any] = {"batch_size": 2, "seed": 3, "num_workers": 2, "recovery": Recovery(allow_replay=True)}
     expected = collect(kind, FaultyStream(21, NONE), **options)
     got = collect(kind, FaultyStream(21, Faults(tmp_path, {3: "SIGKILL", 12: "exit"})), **options)
     assert_same(got, expected)
@@ -232,7 +232,7 @@ def test_stateless_stream_is_read_again(kind: str, tmp_path: Path) -> None:
 def test_stateless_stream_cannot_go_on(kind: str, tmp_path: Path) -> None:
     """Without it the error says why the worker was not replaced, and what to do."""
     dataset = FaultyStream(40, Faults(tmp_path, {17: "SIGKILL"}))
-    with pytest.raises(WorkerDied, match=r"has no state_dict and load_state_dict.*resume='replay'"):
+    with pytest.raises(WorkerDied, match=r"has no state_dict and load_state_dict.*Recovery\(allow_replay=True\)"):
         collect(kind, dataset, seed=3, num_workers=2)
 
 
@@ -269,7 +269,8 @@ def results(dataset: Any, **options: Any) -> list[Any]:
 def test_errors_of_a_stream_come_once(dataset: type[RaisingStream], struck: int, every: int, tmp_path: Path) -> None:
     """Errors that a stream raised before its worker died are not raised again, and no later sample is missing."""
     options: dict[str, Any] = {
-        "batch_size": 2, "seed": 1, "num_workers": 1, "resume": "replay", "snapshot_every_n_steps": every,
+        "batch_size": 2, "seed": 1, "num_workers": 1, "recovery": Recovery(allow_replay=True),
+        "snapshot_every_n_steps": every,
     }  # fmt: skip
     expected = results(dataset(12, NONE, {0, 5, 6, 11}), **options)
     assert results(dataset(12, Faults(tmp_path, {struck: "SIGKILL"}), {0, 5, 6, 11}), **options) == expected
@@ -288,7 +289,7 @@ def test_worker_that_grows_is_replaced_between_tasks(kind: str, seed: int | None
     expected = collect(kind, Growing(40), **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        got = collect(kind, Growing(40), worker_memory_limit=6 << 20, **options)
+        got = collect(kind, Growing(40), recovery=Recovery(worker_memory_limit=6 << 20), **options)
     pids = {int(pid) for batch in got for pid in batch["pid"]}
     assert len(pids) > 2
     for batch in (*got, *expected):
@@ -298,7 +299,7 @@ def test_worker_that_grows_is_replaced_between_tasks(kind: str, seed: int | None
 
 def test_retirements_are_counted() -> None:
     """``stats()`` tells how many workers were replaced because they had grown."""
-    with DataLoader[Any](Growing(20), num_workers=1, worker_memory_limit=5 << 20) as loader:
+    with DataLoader[Any](Growing(20), num_workers=1, recovery=Recovery(worker_memory_limit=5 << 20)) as loader:
         assert len(list(loader)) == 20
         assert loader.stats()["data/worker_retirements"] >= 1
         assert loader.stats()["data/worker_restarts"] == 0
@@ -316,7 +317,7 @@ class Accompanied(Growing):
 @pytest.mark.thorough
 def test_worker_that_grew_and_cannot_end() -> None:
     """A worker that leaves, and whose threads do not let it, is ended; its successor goes on where it was."""
-    with DataLoader[Any](Accompanied(5), num_workers=1, worker_memory_limit=7 << 19) as loader:
+    with DataLoader[Any](Accompanied(5), num_workers=1, recovery=Recovery(worker_memory_limit=7 << 19)) as loader:
         assert [int(batch["index"]) for batch in loader] == list(range(5))
         assert loader.stats()["data/worker_retirements"] >= 1
 

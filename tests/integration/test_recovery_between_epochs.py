@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from asyncloader import DataLoader
+from asyncloader import DataLoader, Recovery
 from asyncloader.workers import watchdog as watch
 from tests.integration.comparing import assert_same
 from tests.integration.faulty import Growing
@@ -42,7 +42,7 @@ def test_workers_that_grow_go_on_with_their_random_numbers(kind: str, megabytes:
     expected, _ = epochs(kind)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        got, pids = epochs(kind, worker_memory_limit=(megabytes << 20) - (1 << 19))
+        got, pids = epochs(kind, recovery=Recovery(worker_memory_limit=(megabytes << 20) - (1 << 19)))
     assert len(pids) > 2
     for one, other in zip(got, expected, strict=True):
         assert_same(one, other)
@@ -83,7 +83,7 @@ def test_what_an_abandoned_epoch_left_to_do_is_no_delay(monkeypatch: pytest.Monk
     """
     monkeypatch.setattr(watch, "START_SECONDS", 0.0)
     options: dict[str, Any] = {"num_workers": 1, "prefetch_factor": 8, "persistent_workers": True}
-    with Stepwise("sync", Slow(), **options, max_worker_restarts=3, worker_timeout=1) as run:
+    with Stepwise("sync", Slow(), **options, max_worker_restarts=3, recovery=Recovery(worker_timeout=1)) as run:
         firsts = []
         for _ in range(3):
             run.begin()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncloader import AsyncDataLoader, DataLoader
+from asyncloader import AsyncDataLoader, DataLoader, Tuning
 from asyncloader.formats import Located, ShardRange
 from asyncloader.remote.assignment import AssignmentLog, ShardAssigner
 from asyncloader.remote.worker_stream import LocalAssignments
@@ -130,7 +130,7 @@ def test_start_methods(method: str, tars: str) -> None:
 
 def test_workers_are_not_forked_by_themselves(tars: str) -> None:
     """Where the user says nothing the start method is no fork: a store's client would not survive it."""
-    with DataLoader[Any](dataset_of(tars), num_workers=1, batch_size=4) as loader:
+    with DataLoader[Any](dataset_of(tars), num_workers=1, batch_size=4, decode=number_of) as loader:
         batches = iter(loader)
         next(batches)
         assert "forkserver" in str(type(batches._workers[0])).lower()
@@ -151,7 +151,7 @@ def test_alone(tars: str) -> None:
 def test_two_loaders_of_one_dataset(tars: str) -> None:
     """They read at the same time, and each gets everything."""
     dataset = dataset_of(tars, shuffle_buffer=6)
-    options = with_method({"batch_size": 4, "num_workers": 2, "seed": 1})
+    options = with_method({"batch_size": 4, "num_workers": 2, "seed": 1, "decode": number_of})
     with DataLoader[Any](dataset, **options) as one, DataLoader[Any](dataset, **options) as other:
         pairs = list(zip(one, other, strict=True))
     assert all(torch.equal(a, b) for a, b in pairs)
@@ -159,18 +159,23 @@ def test_two_loaders_of_one_dataset(tars: str) -> None:
 
 
 def test_decode_in_threads_and_inline(tars: str) -> None:
-    """The data set's `decode` comes first, then the loader's; in threads or not, the batches are the same."""
+    """In threads or not, the batches are the same."""
     expected = [[2 * n for n in batch] for batch in epochs_of("sync", dataset_of(tars), batch_size=4, seed=1)[0]]
     for threads in (0, 3):
         for workers in (0, 2):
-            options: dict[str, Any] = {"batch_size": 4, "seed": 1, "decode": _doubled, "decode_threads": threads}
+            options: dict[str, Any] = {
+                "batch_size": 4,
+                "seed": 1,
+                "decode": _doubled,
+                "tuning": Tuning(decode_threads=threads),
+            }
             (batches,) = epochs_of("sync", dataset_of(tars), num_workers=workers, **options)
             assert sorted(flat(batches)) == sorted(flat(expected))
             assert workers or batches == expected
 
 
-def _doubled(number: int) -> int:
-    return 2 * number
+def _doubled(sample: dict[str, Any]) -> int:
+    return 2 * number_of(sample)
 
 
 class Tens:
@@ -213,7 +218,7 @@ def test_a_transport_of_the_user_s_own() -> None:
 
     async def run() -> list[int]:
         async with MemoryTransport({"x/a.tar": tar(range(9))}) as transport:
-            loader = AsyncDataLoader[Any](dataset_of("x/", transport=transport), batch_size=2)
+            loader = AsyncDataLoader[Any](dataset_of("x/", transport=transport), batch_size=2, decode=number_of)
             return flat([batch.tolist() async for batch in loader])
 
     assert run_async(run()) == list(range(9))
@@ -311,7 +316,7 @@ def test_cancelled_waits_lose_nothing(workers: int, tars: str) -> None:
     async def run() -> list[list[int]]:
         got: list[list[int]] = []
         async with AsyncDataLoader[Any](
-            dataset_of(tars), **with_method({"batch_size": 2, "num_workers": workers, "seed": 5})
+            dataset_of(tars), **with_method({"batch_size": 2, "num_workers": workers, "seed": 5}), decode=number_of
         ) as loader:
             batches = aiter(loader)
             while True:
@@ -341,11 +346,11 @@ async def _next(batches: Any) -> list[int]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"shuffle_buffer": -1}, "shuffle_buffer should be an integer of at least 0"),
+        ({"shuffle_buffer": -1}, "shuffle_buffer should be a number of samples"),
         ({"shuffle_buffer": 1.5}, "shuffle_buffer should be"),
-        ({"read_ahead": 0}, "read_ahead should be an integer of at least 1"),
+        ({"read_ahead": 0}, "read_ahead should be a number of bytes, at least 1"),
         ({"max_sample_bytes": 0}, "max_sample_bytes should be"),
-        ({"decode": 5}, "decode should be a function"),
+        ({"cache_bytes": "a lot"}, "cache_bytes should be .* but got cache_bytes='a lot'"),
     ],
 )
 def test_arguments(arguments: dict[str, Any], words: str) -> None:

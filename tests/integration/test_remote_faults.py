@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncloader import DataLoader, LoaderTimeout, ShardError, WorkerDied
+from asyncloader import DataLoader, LoaderTimeout, Recovery, ShardError, Tuning, WorkerDied
 from asyncloader.transports import ObjectNotFound
 from asyncloader.workers.ipc import wire
 from tests.integration.faulty import Faults, grown
@@ -76,7 +76,7 @@ def test_workers_that_grow_are_replaced(tmp_path: Path) -> None:
     options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "seed": 5}
     expected = epochs_of("sync", dataset_of(url, shuffle_buffer=6), **options)
     with Stepwise("sync", dataset_of(url, shuffle_buffer=6, decode=Hoard()), **with_method(options),
-                  worker_memory_limit=24 << 20) as run:  # fmt: skip
+                  recovery=Recovery(worker_memory_limit=24 << 20)) as run:  # fmt: skip
         assert [batch.tolist() for batch in run.epoch()] == expected[0]
         assert run.loader.stats()["data/worker_retirements"] > 1
 
@@ -93,7 +93,7 @@ def test_workers_that_hang_are_replaced(kind: str, tmp_path: Path) -> None:
         struck = tmp_path / f"struck{number}"
         struck.mkdir()
         dataset = dataset_of(url, shuffle_buffer=6, decode=Killing(Faults(struck, dict.fromkeys(places, "hang"))))
-        assert epochs_of(kind, dataset, worker_timeout=1.0, **options) == expected
+        assert epochs_of(kind, dataset, recovery=Recovery(worker_timeout=1.0), **options) == expected
         assert len(list(struck.iterdir())) == len(places)
 
 
@@ -103,7 +103,8 @@ def test_a_consumer_that_takes_its_time_kills_nobody(tmp_path: Path) -> None:
     # Of four shards the first worker reads the short ones, and is then told that it is over when the other one has made
     # its third batch: for that the other's first one has to be taken.
     url = make_shards(tmp_path, (4, 40, 4))
-    with Stepwise("sync", dataset_of(url), batch_size=4, num_workers=2, max_worker_restarts=1, worker_timeout=2.0,
+    with Stepwise("sync", dataset_of(url), batch_size=4, num_workers=2, max_worker_restarts=1,
+                  recovery=Recovery(worker_timeout=2.0),
                   multiprocessing_context="fork") as run:  # fmt: skip
         run.begin()
         batches = run.take(1)
@@ -147,12 +148,12 @@ def broken_shards(folder: Path) -> str:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_samples_are_left_out(kind: str, workers: int, tmp_path: Path) -> None:
-    """``on_error="skip"``: full batches of the others; `loader.errors` names URL and offset of each."""
+    """``on_error="skip"``: full batches of the others; `loader.skipped_samples` names URL and offset of each."""
     url = broken_shards(tmp_path)
     with Stepwise(kind, dataset_of(url), **with_method({"batch_size": 4, "num_workers": workers, "seed": 1,
                                                         "on_error": "skip"})) as run:  # fmt: skip
         batches = [batch.tolist() for batch in run.epoch()]
-        texts = sorted(bad.error for bad in run.loader.errors)
+        texts = sorted(bad.error for bad in run.loader.skipped_samples)
     got = sorted(flat(batches))
     assert [n for n in got if n < 10] == [n for n in range(10) if n not in (3, 7)]
     assert [n for n in got if n >= 20] == list(range(20, 30))
@@ -235,7 +236,7 @@ def test_shards_whose_sizes_are_unknown(ending: str, workers: int, tmp_path: Pat
 def test_decode_errors(workers: int, tmp_path: Path) -> None:
     """What `decode` raises is the sample's error: skipped, batches are full; raised, it says which sample it was."""
     url = make_shards(tmp_path, (9, 8))
-    options = {"batch_size": 4, "num_workers": workers, "seed": 1, "decode_threads": 2}
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "seed": 1, "tuning": Tuning(decode_threads=2)}
     (batches,) = epochs_of("sync", dataset_of(url, decode=_no_five), **options, on_error="skip")
     assert sorted(flat(batches)) == [n for n in range(17) if n != 5]
     assert [len(batch) for batch in batches] == [4] * 4
@@ -263,7 +264,7 @@ def test_bad_samples_at_the_end_of_an_epoch(bad: str, on_error: str, tmp_path: P
     options = with_method({"batch_size": 16, "num_workers": 4, "seed": 1, "on_error": policy})
     with Stepwise("sync", dataset, **options) as run:
         batches = [batch.tolist() for batch in run.epoch()]
-        assert len(run.loader.errors) == len(wrong)
+        assert len(run.loader.skipped_samples) == len(wrong)
     assert [len(batch) for batch in batches] == [16, 16, 13] if on_error == "skip" else [16, 16, 16, 4]
     substitutes = [] if on_error == "skip" else [-1] * len(wrong)
     assert sorted(flat(batches)) == substitutes + sorted(set(range(count)) - wrong)
@@ -367,7 +368,7 @@ def test_a_worker_that_asks_for_what_cannot_be(how: str, tmp_path: Path) -> None
     """The consumer gets a clear error, and no worker is left."""
     url = make_shards(tmp_path, SIZES)
     options = with_method({"batch_size": 4, "num_workers": 2, "seed": 1, "timeout": PATIENCE_S})
-    with DataLoader[Any](dataset_of(url, decode=Asking(how)), **options) as loader:
+    with DataLoader[Any](dataset_of(url), decode=Asking(how), **options) as loader:
         with pytest.raises(ValueError, match=r"worker \d|a worker gives back") as caught:
             list(loader)
         assert not isinstance(caught.value, LoaderTimeout | WorkerDied)

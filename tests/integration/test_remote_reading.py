@@ -104,8 +104,8 @@ async def test_a_run_goes_on_with_new_signatures(store: HttpStore) -> None:
     store.put("a.jsonl", jsonl(range(5)))
 
     def make(query: str) -> AsyncDataLoader[Any]:
-        dataset = RemoteIterableDataset(f"{store.url}/a.jsonl?{query}", decode=number_of)
-        return AsyncDataLoader(dataset, batch_size=2, seed=1)
+        dataset = RemoteIterableDataset(f"{store.url}/a.jsonl?{query}")
+        return AsyncDataLoader(dataset, batch_size=2, seed=1, decode=number_of)
 
     async with make("X-Amz-Date=1&X-Amz-Signature=f") as loader:
         batches = aiter(loader)
@@ -124,12 +124,12 @@ async def test_options_that_do_not_pickle(store: HttpStore) -> None:
     """Headers from a function, as for a changing token: nothing is pickled without workers."""
     store.put("a.jsonl", jsonl([5, 6, 7]))
     options: dict[str, Any] = {"headers": lambda: {"Authorization": "Bearer token"}}
-    dataset = RemoteIterableDataset(f"{store.url}/a.jsonl", decode=number_of, storage_options=options)
-    assert [batch.tolist() async for batch in AsyncDataLoader[Any](dataset, batch_size=2)] == [[5, 6], [7]]
+    dataset = RemoteIterableDataset(f"{store.url}/a.jsonl", storage_options=options)
+    assert [batch.tolist() async for batch in AsyncDataLoader[Any](dataset, 2, decode=number_of)] == [[5, 6], [7]]
     assert await asyncio.to_thread(dataset.estimated_len) == 3
     async with HttpTransport(store.url, **options) as transport:
-        dataset = RemoteIterableDataset("a.jsonl", decode=number_of, transport=transport)
-        assert [batch.tolist() async for batch in AsyncDataLoader[Any](dataset, batch_size=2)] == [[5, 6], [7]]
+        dataset = RemoteIterableDataset("a.jsonl", transport=transport)
+        assert [batch.tolist() async for batch in AsyncDataLoader[Any](dataset, 2, decode=number_of)] == [[5, 6], [7]]
     assert {asked.headers["Authorization"] for asked in store.asked} == {"Bearer token"}
 
 

@@ -17,12 +17,12 @@ async def test_retries(workers: int) -> None:
     """A shard that is refused twice is read at the third time, and both refusals are counted."""
     async with serving() as store:
         store.put("a.jsonl", LINES)
-        dataset = RemoteIterableDataset(f"{store.url}/a.jsonl", decode=number)
+        dataset = RemoteIterableDataset(f"{store.url}/a.jsonl")
         await dataset.plan(workers or 1, 0, 1, None)  # asks for the size: what fails below is the read
         store.faults["a.jsonl"].extend([status(503), status(503)])
         context = "fork" if workers else None
         async with AsyncDataLoader(
-            dataset, batch_size=8, num_workers=workers, multiprocessing_context=context
+            dataset, batch_size=8, num_workers=workers, multiprocessing_context=context, decode=number
         ) as loader:
             assert [n async for batch in loader for n in batch.tolist()] == list(range(40))
             stats = loader.stats()
@@ -36,8 +36,8 @@ async def test_cache(tmp_path: Path) -> None:
     async with serving() as store:
         store.put("a.jsonl", LINES, etag='"v1"')
         store.put("b.jsonl", LINES, etag='"v1"')
-        dataset = RemoteIterableDataset(f"{store.url}/{{a,b}}.jsonl", decode=number, cache_dir=tmp_path)
-        async with AsyncDataLoader(dataset, batch_size=8) as loader:
+        dataset = RemoteIterableDataset(f"{store.url}/{{a,b}}.jsonl", cache_dir=tmp_path)
+        async with AsyncDataLoader(dataset, batch_size=8, decode=number) as loader:
             for epoch in range(2):
                 assert sorted([n async for batch in loader for n in batch.tolist()]) == sorted([*range(40)] * 2)
                 stats = loader.stats()

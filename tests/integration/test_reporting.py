@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncloader import AsyncDataLoader, DataLoader
+from asyncloader import AsyncDataLoader, DataLoader, Tuning
 from tests.integration.datasets import AsyncNumbers, Custom, Images, Numbers, UnevenStream
 from tests.integration.running import BOTH, collect, run_async
 from tests.torch_versions import needs_torch
@@ -86,7 +86,12 @@ def test_explain(kind: str) -> None:
     """The effective configuration, and at the end one sentence on what bounds the run."""
     name = LOADERS[kind].__name__
     loader = LOADERS[kind](
-        Images(20), num_workers=2, prefetch_factor=3, multiprocessing_context="fork", ring_bytes=1 << 20, in_order=False
+        Images(20),
+        num_workers=2,
+        prefetch_factor=3,
+        multiprocessing_context="fork",
+        tuning=Tuning(ring_bytes=1 << 20),
+        in_order=False,
     )
     text = loader.explain()
     assert text.startswith(f"{name}: 2 workers by fork")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from asyncloader import AsyncDataLoader, DataLoader, sample_rng
+from asyncloader import AsyncDataLoader, DataLoader, Tuning, sample_rng
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import AsyncNumbers, Numbers
 from tests.integration.faulty import AsyncFaulty, Faults
@@ -247,7 +247,9 @@ def test_large_batches_lower_the_credits(workers: int) -> None:
 @pytest.mark.thorough
 def test_ring_bytes_bounds_the_credits() -> None:
     """The ring stays within it, with fewer batches in hand; never fewer than `prefetch_factor`."""
-    with DataLoader[Any](Large(), batch_size=2, num_workers=1, ring_bytes=100 << 20, concurrency=90) as loader:
+    with DataLoader[Any](
+        Large(), batch_size=2, num_workers=1, tuning=Tuning(ring_bytes=100 << 20), concurrency=90
+    ) as loader:
         batches: Any = iter(loader)
         assert len(list(batches)) == 45
         (ring,) = batches._pool.rings

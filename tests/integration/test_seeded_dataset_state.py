@@ -71,7 +71,7 @@ async def test_a_state_has_the_datasets(workers: int, step: int) -> None:
     ("dataset", "changes", "reason"),
     [
         (Counting, {"num_workers": 2}, "which of its 2 workers"),
-        (Counting, {"fetch_threads": 2}, "several of its samples"),
+        (Counting, {"concurrency": 2}, "several of its samples"),
         (Awaited, {}, "several of its samples"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, RandomSampler, StackDataset, Subset, random_split
 
-from asyncloader import SeededSampler, sample_rng
+from asyncloader import SeededSampler, Tuning, sample_rng
 from tests.integration.comparing import assert_same, same
 from tests.integration.running import BOTH, KINDS, PATIENCE_S
 from tests.integration.seeded_datasets import (
@@ -285,13 +285,13 @@ class Gated(Rows):
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize(("factor", "ahead"), [(1, 0), (1, 8), (2, 5)])
 def test_a_slow_batch_does_not_stop_the_other_worker(kind: str, factor: int, ahead: int) -> None:
-    """While one worker makes the first batch, the other gets `run_ahead` batches done beyond the credits; in order all
-    the same.
+    """While one worker makes the first batch, the other gets `reorder_window` batches done beyond the credits; in
+    order all the same.
     """
     # The slow worker holds the first task and those that were given to it with it: its credits.
     behind = 2 * factor + ahead - factor
     options: dict[str, Any] = {"batch_size": 1, "seed": 1, "num_workers": 2, "multiprocessing_context": "fork"}
-    got = epochs_of(kind, Gated(40, behind), prefetch_factor=factor, run_ahead=ahead, **options)[0]
+    got = epochs_of(kind, Gated(40, behind), prefetch_factor=factor, tuning=Tuning(reorder_window=ahead), **options)[0]
     rows = torch.cat(got)
     assert rows[0, 1] == 1, "the other worker stood still"
     assert rows[:, 0].tolist() == list(range(40))
@@ -301,7 +301,7 @@ def test_running_ahead_has_an_end() -> None:
     """No more than the stated number of batches are made while the first one is awaited."""
     dataset = Gated(60, behind=1 + 4)
     options: dict[str, Any] = {"batch_size": 1, "seed": 1, "num_workers": 2, "multiprocessing_context": "fork"}
-    with Stepwise("sync", dataset, prefetch_factor=1, run_ahead=4, **options) as run:
+    with Stepwise("sync", dataset, prefetch_factor=1, tuning=Tuning(reorder_window=4), **options) as run:
         run.begin()
         run.step()
         # 2 credits and 4 ahead, and one more for the batch that was taken; index 0 took 5 of them off the count.

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader import AsyncDataLoader, DataLoader, RingMemoryError
+from asyncloader import AsyncDataLoader, DataLoader, RingMemoryError, Tuning
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import Numbers, Sized
 from tests.integration.running import BOTH, PATIENCE_S, ROOT, collect, environment, outcomes, run_script, script_file
@@ -25,7 +25,7 @@ PETABYTE = 1 << 50
 def test_absurd_ring_bytes(kind: str) -> None:
     """A ring that can never fit is refused with the size wanted, the limit, where it comes from, and the option."""
     with pytest.raises(RingMemoryError) as caught:
-        collect(kind, Numbers(10), num_workers=2, ring_bytes=PETABYTE)
+        collect(kind, Numbers(10), num_workers=2, tuning=Tuning(ring_bytes=PETABYTE))
     error = caught.value
     assert isinstance(error, MemoryError)
     assert error.wanted >= PETABYTE
@@ -262,5 +262,5 @@ def test_a_batch_that_does_not_fit_is_an_error_of_that_batch() -> None:
 
 def test_both_loaders_refuse_at_the_same_place() -> None:
     """The refusal comes from the first `next`/`anext` or `iter`, not from the constructor: options may still change."""
-    DataLoader[Any](Numbers(4), num_workers=1, ring_bytes=PETABYTE)
-    AsyncDataLoader[Any](Numbers(4), num_workers=1, ring_bytes=PETABYTE)
+    DataLoader[Any](Numbers(4), num_workers=1, tuning=Tuning(ring_bytes=PETABYTE))
+    AsyncDataLoader[Any](Numbers(4), num_workers=1, tuning=Tuning(ring_bytes=PETABYTE))

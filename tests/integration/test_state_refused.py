@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncloader import DataLoader, StateError
+from asyncloader import DataLoader, Recovery, StateError
 from asyncloader.errors import LoaderError
 from tests.integration.running import BOTH
 from tests.integration.seeded_datasets import Lists, Rows
@@ -212,10 +212,10 @@ def test_a_stream_without_a_state_is_refused(kind: str) -> None:
     state = state_of(PlainStream(30), batch_size=4)
     with (
         Stepwise(kind, PlainStream(30), batch_size=4) as run,
-        pytest.raises(StateError, match=r"state_dict.*resume='replay'.*2 batches"),
+        pytest.raises(StateError, match=r"state_dict.*Recovery\(allow_replay=True\).*2 batches"),
     ):
         run.loader.load_state_dict(state)
-    with Stepwise(kind, PlainStream(30), batch_size=4, resume="replay") as run:
+    with Stepwise(kind, PlainStream(30), batch_size=4, recovery=Recovery(allow_replay=True)) as run:
         run.loader.load_state_dict(state)
         assert torch.cat(run.epoch()).tolist() == list(range(8, 30))
         assert run.loader.dataset.made.value == 30
@@ -266,10 +266,8 @@ def test_the_constructors_refusals() -> None:
         ({"seed": -1}, "seed=-1"),
         ({"seed": 1 << 64}, "seed=18446744073709551616"),
         ({"seed": 1.5}, "seed=1.5"),
-        ({"resume": "maybe"}, "maybe"),
         ({"on_uneven": "keep", "seed": 1}, "keep"),
         ({"snapshot_every_n_steps": -1}, "-1"),
-        ({"run_ahead": -1}, "-1"),
     )
     for options, text in refused:
         with pytest.raises(ValueError, match=text):

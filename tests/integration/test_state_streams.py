@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from asyncloader import StateError
+from asyncloader import Recovery, StateError
 from tests.integration.comparing import assert_same
 from tests.integration.running import BOTH
 from tests.integration.seeded_runs import Stepwise
@@ -86,10 +86,10 @@ def test_rare_cursors(every: int, workers: int) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("mode", [{}, {"seed": 5}], ids=["torch", "seeded"])
 def test_replay(kind: str, workers: int, mode: dict[str, Any]) -> None:
-    """``resume="replay"`` reads the stream again from its beginning, and drops what was delivered: random numbers,
+    """``allow_replay=True`` reads the stream again from its beginning, and drops what was delivered: random numbers,
     too, are those that they would have been.
     """
-    options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "resume": "replay", **mode}
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "recovery": Recovery(allow_replay=True), **mode}
     torch.manual_seed(1)
     with Stepwise(kind, Drawing(N, 0), **options) as run:
         expected = run.epoch()
@@ -111,7 +111,7 @@ def test_replay(kind: str, workers: int, mode: dict[str, Any]) -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stream_that_is_not_the_same_any_more(kind: str, workers: int) -> None:
     """A stream that ends before the place to be found again is an error that says so."""
-    options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "resume": "replay"}
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "recovery": Recovery(allow_replay=True)}
     with Stepwise(kind, PlainStream(N), **options) as run:
         run.begin()
         run.take(5)
@@ -193,7 +193,12 @@ def test_a_dataset_that_is_told_the_epoch(kind: str, mode: dict[str, Any], worke
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_shuffled_datapipe(kind: str, workers: int, persistent: bool, mode: dict[str, Any], before: int) -> None:
     """A datapipe's shuffle is drawn from a seed that all workers share: replay reads the same one again."""
-    options: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent, "resume": "replay", **mode}
+    options: dict[str, Any] = {
+        "num_workers": workers,
+        "persistent_workers": persistent,
+        "recovery": Recovery(allow_replay=True),
+        **mode,
+    }
 
     def run_of(seed: int) -> Stepwise:
         torch.manual_seed(seed)

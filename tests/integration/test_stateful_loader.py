@@ -13,7 +13,16 @@ import pytest
 import torch
 from torch.utils.data import RandomSampler
 
-from asyncloader import DataLoader, StateError, StatefulDataLoader, StatefulDistributedSampler, StatefulRandomSampler
+from asyncloader import (
+    DataLoader,
+    DeviceOptions,
+    Recovery,
+    StateError,
+    StatefulDataLoader,
+    StatefulDistributedSampler,
+    StatefulRandomSampler,
+    Tuning,
+)
 from tests.integration.stateful_cases import (
     MOMENTS,
     ROWS,
@@ -242,11 +251,17 @@ def test_signature() -> None:
     assert list(parameters)[: len(torchs)] == list(torchs)
     assert all(parameters[name].kind == parameter.kind for name, parameter in torchs.items())
     own = {name: parameter.default for name, parameter in parameters.items() if name not in torchs}
-    faults = {"worker_timeout": None, "max_worker_restarts": None, "on_error": "raise", "max_bad_samples": 1000}
-    flights = {"concurrency": 256, "fetch_threads": 0, "decode": None, "decode_threads": 1}
-    device = {"device": None, "prefetch_device": 1, "device_transform": None, "static_buffers": False}
-    ours = {"ring_bytes": None, **flights, "worker_memory_limit": None, **device}
-    assert own == {"snapshot_every_n_steps": 1, **ours, **faults}
+    assert own == {
+        "snapshot_every_n_steps": 1,
+        "concurrency": None,
+        "decode": None,
+        "on_error": "raise",
+        "max_worker_restarts": None,
+        "device": None,
+        "recovery": Recovery(),
+        "tuning": Tuning(),
+        "device_options": DeviceOptions(),
+    }
     assert isinstance(StatefulDataLoader(Rows()), DataLoader)
 
 

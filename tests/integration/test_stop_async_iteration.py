@@ -38,7 +38,7 @@ def shown(found: list[Any]) -> list[Any]:
     return [each if isinstance(each, tuple) else int(each) for each in found]
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "fetch_threads": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "concurrency": 2}], ids=str)
 def test_stop_async_iteration_of_a_map_dataset(options: dict[str, Any]) -> None:
     """It fails its batch, and does not pass for the end of the epoch, where ``async for`` would take it for that."""
     first, (error, text), last = shown(outcomes("asyncio", Ending(), **options))

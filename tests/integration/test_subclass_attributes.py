@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.utils.data
 
-from asyncloader import AsyncDataLoader, DataLoader, StatefulDataLoader, install
+from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, Recovery, StatefulDataLoader, install
 from asyncloader.options import OUR_OPTION_NAMES
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import Numbers
@@ -23,10 +23,8 @@ THEIRS: dict[str, Any] = dict.fromkeys(OUR_OPTION_NAMES, "theirs") | {
     "world_size": 4,
     "device": "meta",
     "decode": str,
-    "device_transform": str,
-    "static_buffers": True,
-    "worker_timeout": 1e-9,
-    "max_bad_samples": 0,
+    "device_options": DeviceOptions(device_transform=str, static_buffers=True),
+    "recovery": Recovery(worker_timeout=1e-9, max_skipped_samples=0),
 }
 
 
@@ -123,7 +121,12 @@ def test_batches_of_the_asynchronous_one(workers: int) -> None:
 @pytest.mark.parametrize("kind", [Before, After, Properties])
 def test_what_was_given_counts(kind: Any) -> None:
     """Options that the subclass passes on are in force, whatever it keeps under their names; a clone has them, too."""
-    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 11, "max_bad_samples": 5}
+    options: dict[str, Any] = {
+        "batch_size": 4,
+        "shuffle": True,
+        "seed": 11,
+        "recovery": Recovery(max_skipped_samples=5),
+    }
     expected = list(DataLoader[Any](Numbers(18), **options))
     with kind(Numbers(18), **options) as loader:
         for other in (loader, loader.clone(), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
@@ -213,9 +216,9 @@ def test_every_other_name_is_the_subclasss_too(kind: Any, workers: int) -> None:
 def test_what_is_computed_gives_way(kind: Any) -> None:
     """Ours until somebody assigns."""
     loader = kind(Numbers(4))
-    assert (loader.errors, loader.padding) == ([], 0)
-    loader.errors, loader.padding = ["theirs"], "same"
-    assert (loader.errors, loader.padding) == (["theirs"], "same")
+    assert (loader.skipped_samples, loader.padding) == ([], 0)
+    loader.skipped_samples, loader.padding = ["theirs"], "same"
+    assert (loader.skipped_samples, loader.padding) == (["theirs"], "same")
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {

@@ -92,7 +92,7 @@ def test_thread_workers_give_torchs_batches(context: Any, persistent: bool) -> N
     """In this process and outside its main thread, and with a warning that says what to use instead."""
     options = {"multiprocessing_context": context(), "persistent_workers": persistent}
     expected = _batches(torch.utils.data.DataLoader, **options)
-    with pytest.warns(RuntimeWarning, match="makes threads, so torch's own workers serve it.*fetch_threads"):
+    with pytest.warns(RuntimeWarning, match="makes threads, so torch's own workers serve it.*with concurrency="):
         found = _batches(DataLoader, **options)
     assert_same(found, expected)
     assert all((batch[:, 1:] == torch.tensor([os.getpid(), 0])).all() for epoch in found for batch in epoch)
@@ -110,11 +110,11 @@ def test_thread_workers_have_no_position_and_say_so() -> None:
             loader.load_state_dict(state)
 
 
-@pytest.mark.parametrize("options", [{"seed": 1}, {"decode": torch.neg, "fetch_threads": 2}], ids=["seed", "decode"])
+@pytest.mark.parametrize("options", [{"seed": 1}, {"decode": torch.neg}], ids=["seed", "decode"])
 def test_thread_workers_know_no_options_of_ours(options: dict[str, Any]) -> None:
     """Options that torch's workers would pass over are an error that names them."""
     loader = DataLoader(_Here(), num_workers=1, multiprocessing_context=_ThreadContext(), **options)
-    with pytest.raises(ValueError, match=next(iter(options)) + r"=.*num_workers=0 with fetch_threads"):
+    with pytest.raises(ValueError, match=next(iter(options)) + r"=.*num_workers=0 with concurrency="):
         iter(loader)
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import asyncloader
-from asyncloader import AsyncDataLoader, DataLoader
+from asyncloader import AsyncDataLoader, DataLoader, Tuning
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import Numbers, collate_strings
 from tests.integration.running import collect, run_async
@@ -82,28 +82,20 @@ def test_attributes_that_may_not_be_set() -> None:
 
 
 OURS = {
-    "device",
-    "prefetch_device",
-    "device_transform",
-    "static_buffers",
-    "ring_bytes",
     "concurrency",
-    "fetch_threads",
     "decode",
-    "decode_threads",
-    "seed",
-    "rank",
-    "world_size",
-    "on_uneven",
-    "resume",
-    "snapshot_every_n_steps",
-    "run_ahead",
-    "worker_timeout",
+    "device",
+    "device_options",
+    "group",
     "max_worker_restarts",
     "on_error",
-    "bad_samples",
-    "max_bad_samples",
-    "worker_memory_limit",
+    "on_uneven",
+    "rank",
+    "recovery",
+    "seed",
+    "snapshot_every_n_steps",
+    "tuning",
+    "world_size",
 }
 
 
@@ -145,11 +137,13 @@ def test_subclassing() -> None:
 
 def test_rebuilding_from_attributes() -> None:
     """A framework may make a loader anew from the attributes of another, with another sampler."""
-    old = DataLoader[Any](Numbers(10), batch_size=3, num_workers=1, ring_bytes=1 << 20, collate_fn=collate_strings)
+    old = DataLoader[Any](
+        Numbers(10), batch_size=3, num_workers=1, tuning=Tuning(ring_bytes=1 << 20), collate_fn=collate_strings
+    )
     names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor"]
     sampler = BatchSampler(range(9, -1, -1), 5, drop_last=False)
     options = {name: getattr(old, name) for name in names}
-    new = type(old)(old.dataset, batch_sampler=sampler, ring_bytes=old.ring_bytes, **options)
+    new = type(old)(old.dataset, batch_sampler=sampler, tuning=old.tuning, **options)
     assert_same(list(new), collect("torch", Numbers(10), batch_sampler=sampler, collate_fn=collate_strings))
 
 
@@ -158,7 +152,7 @@ def test_rebuilding_from_attributes() -> None:
 @pytest.mark.parametrize("way", ["pickle", "copy", "deepcopy"])
 def test_copies(make: Any, used: bool, way: str) -> None:
     """A loader, used or not, can be pickled and copied; the copy works and has a life of its own."""
-    loader = make(Numbers(7), batch_size=2, num_workers=1, ring_bytes=1 << 20)
+    loader = make(Numbers(7), batch_size=2, num_workers=1, tuning=Tuning(ring_bytes=1 << 20))
     if used:
         _epoch(loader)
     ways: dict[str, Any] = {
@@ -169,7 +163,7 @@ def test_copies(make: Any, used: bool, way: str) -> None:
     twin = ways[way](loader)
     loader.close()
     assert type(twin) is make
-    assert (twin.batch_size, twin.ring_bytes) == (2, 1 << 20)
+    assert (twin.batch_size, twin.tuning) == (2, Tuning(ring_bytes=1 << 20))
     assert_same(_epoch(twin), collect("torch", Numbers(7), batch_size=2))
     assert twin.stats()["data/batches"] == 4
     twin.close()

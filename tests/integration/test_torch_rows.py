@@ -77,7 +77,7 @@ def test_several_faults_at_a_time(kind: str, name: str) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 def test_torchs_faults_come_before_ours(kind: str) -> None:
     """Where both torch and we would refuse, torch's words are heard."""
-    options: dict[str, Any] = {"ring_bytes": 0, "concurrency": 0}
+    options: dict[str, Any] = {"seed": -1, "concurrency": 0}
     for fault in ({"num_workers": -1}, {"batch_size": 0}, {"sampler": [1], "shuffle": True}):
         expected = outcome(torch.utils.data.DataLoader, Numbers(3), **fault)
         assert outcome(MAKERS[kind], Numbers(3), **fault, **options) == expected

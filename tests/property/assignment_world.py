@@ -42,7 +42,7 @@ from asyncloader.state.progress import Progress, Tally
 from asyncloader.state.schema import check_state
 from asyncloader.workers.fetch.assignment_client import WorkerAssignments
 from asyncloader.workers.fetch.reader import Reader
-from asyncloader.workers.fetch.sample_errors import BadSample, ErrorPolicy, NoSamples
+from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples, SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.ipc import wire
 from tests.property.assignment_cases import Case, Shards, plan_of
@@ -97,7 +97,7 @@ class Worker:
     async def _task(self, seq: int) -> None:
         if self._ended:
             return
-        bad: list[BadSample] = []
+        bad: list[SkippedSample] = []
         try:
             batch = await self._reader.fetch_async(None, bad)
             self.outbox.append(("batch", seq, batch, self._reader.cursor()))

@@ -140,7 +140,7 @@ class World:
         """What holds between any two events."""
         scheduler = self.scheduler
         credits = scheduler.credits * scheduler.workers
-        assert scheduler.undelivered <= self.most_credits * scheduler.workers + scheduler.run_ahead
+        assert scheduler.undelivered <= self.most_credits * scheduler.workers + scheduler.reorder_window
         sent = [task.seq for worker in self.workers for task in worker.queue]
         assert len(set(sent)) == len(sent)
         waiting = scheduler.outstanding.keys() - set(sent)
@@ -154,7 +154,9 @@ class World:
         assert not waiting, f"{waiting} are forgotten"
         if not (scheduler.iterable or self.ended_sampler or self.varying):
             ahead = len(scheduler._reorder) if scheduler.assignment == "least_loaded" else 0
-            assert scheduler.undelivered + self.pulls >= credits + min(ahead, scheduler.run_ahead)  # no credit is idle
+            assert scheduler.undelivered + self.pulls >= credits + min(
+                ahead, scheduler.reorder_window
+            )  # no credit is idle
 
     def tries(self, worker: Worker) -> bool:
         """It is over a task that was struck before."""
@@ -359,7 +361,7 @@ def map_world(
     count: int = 12,
     in_order: bool = True,
     assignment: Assignment = "round_robin",
-    run_ahead: int = 0,
+    reorder_window: int = 0,
     first_worker: int = 0,
     concurrent: bool = False,
     max_restarts: int = PLENTY,
@@ -370,15 +372,15 @@ def map_world(
     prompt: bool = False,
     varying: bool = False,
 ) -> World:
-    """A world whose sampler gives the indices below `count`. `run_ahead` and `first_worker` are ignored where they do
-    not apply.
+    """A world whose sampler gives the indices below `count`. `reorder_window` and `first_worker` are ignored where they
+    do not apply.
     """
     scheduler = Scheduler(
         workers=workers,
         credits=credits,
         in_order=in_order,
         assignment=assignment,
-        run_ahead=run_ahead if in_order and assignment == "least_loaded" else 0,
+        reorder_window=reorder_window if in_order and assignment == "least_loaded" else 0,
         first_worker=first_worker % workers,
         max_restarts=max_restarts,
         concurrent=concurrent,

@@ -15,7 +15,7 @@ import torch
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 
-from asyncloader import sample_rng
+from asyncloader import Recovery, sample_rng
 from tests.property.resume_orders import BATCH_ORDERS, FIXED_WORLD, ORDERS, OWN_GENERATOR
 from tests.property.resume_streams import STREAMS, global_draws, own_draws
 
@@ -153,7 +153,7 @@ class Case:
             arguments |= {"seed": self.seed, "rank": rank, "world_size": part.world_size, "on_uneven": self.on_uneven}
         if self.streams:
             arguments["dataset"] = STREAMS[self.dataset](self.length, rank)
-            arguments["resume"] = "replay" if self.dataset == "plain" else "exact"
+            arguments["recovery"] = Recovery(allow_replay=self.dataset == "plain")
         else:
             arguments["dataset"] = DATASETS[self.dataset](self.length)
             arguments |= ORDERS[self.order](self.length, generator_seed)

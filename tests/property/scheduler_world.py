@@ -55,11 +55,11 @@ class World:
     last: list[Action] = field(default_factory=list)
     answers: int = 0  # in order: answered, whether handed on or held back
     handed_on: int = 0
-    raised: bool = False  # `run_ahead` was changed: it counts from the next answer or delivery on
+    raised: bool = False  # `reorder_window` was changed: it counts from the next answer or delivery on
     most: int = 0  # the most tasks that were undelivered at one time
 
     def __post_init__(self) -> None:
-        self.ahead = self.scheduler.run_ahead  # the scheduler's own may be lowered meanwhile
+        self.ahead = self.scheduler.reorder_window  # the scheduler's own may be lowered meanwhile
         self.credits = self.scheduler.credits  # ditto
         self.turn = self.scheduler._next_worker
         self.queues = [deque() for _ in range(self.scheduler.workers)]
@@ -88,7 +88,7 @@ class World:
     def limit(self) -> int:
         """Tasks that may be undelivered or asked for now."""
         held = self.answers - self.handed_on if self.scheduler.assignment == "least_loaded" else 0
-        return self.scheduler.credits * self.scheduler.workers + min(held, self.scheduler.run_ahead)
+        return self.scheduler.credits * self.scheduler.workers + min(held, self.scheduler.reorder_window)
 
     def loads(self) -> list[int]:
         """Undelivered tasks of each worker."""

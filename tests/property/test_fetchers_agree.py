@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from asyncloader.workers.fetch.reader import Reader
-from asyncloader.workers.fetch.sample_errors import BadSample, ErrorPolicy, NoSamples
+from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples, SkippedSample
 from asyncloader.workers.fetch.seeding import sample_rng
 from tests.drawn import scaled
 from tests.unit.workers.fetch.raising import SEEDED, fetch, places, reader
@@ -63,7 +63,7 @@ async def outcomes(one: Reader, batches: Sequence[Any]) -> list[Any]:
     """What comes of each batch, all in hand at a time where that can be."""
 
     async def outcome(index: Any) -> Any:
-        bad: list[BadSample] = []
+        bad: list[SkippedSample] = []
         try:
             made: Any = await fetch(one, index, bad)
         except NoSamples:

@@ -65,18 +65,18 @@ def test_workers_run_ahead_within_their_bound(
     slow: int,
     random: Random,
 ) -> None:
-    """As far as batches are held back, and `run_ahead` allows, more tasks are given out; none is lost, and none stays.
+    """As far as batches are held back, and `reorder_window` allows, more tasks are given out; none is lost, none stays.
 
-    The shell may lower and raise `run_ahead` at any time. One worker answers only when nothing else can happen.
+    The shell may lower and raise `reorder_window` at any time. One worker answers only when nothing else can happen.
     """
-    scheduler = Scheduler(workers=workers, credits=credits, assignment="least_loaded", run_ahead=ahead)
+    scheduler = Scheduler(workers=workers, credits=credits, assignment="least_loaded", reorder_window=ahead)
     world = World(scheduler, random, list(range(100, 100 + count)), [], fifo)
     world.start()
     while moves := world.moves():
         others = [move for move in moves if move != ("answer", slow)]
         world.move(*random.choice(others or moves))
         if varying:
-            scheduler.run_ahead = random.randint(0, ahead)
+            scheduler.reorder_window = random.randint(0, ahead)
             world.raised = True
     check_each_once(world)
 
@@ -84,8 +84,8 @@ def test_workers_run_ahead_within_their_bound(
 @settings(deadline=None)
 @given(workers=st.integers(1, 4), credits=st.integers(1, 3), ahead=st.integers(0, 12), random=randoms)
 def test_a_slow_consumer_holds_nothing_back(workers: int, credits: int, ahead: int, random: Random) -> None:
-    """Answers that come in order are never held back: then `run_ahead` gives nobody another task."""
-    scheduler = Scheduler(workers=workers, credits=credits, assignment="least_loaded", run_ahead=ahead)
+    """Answers that come in order are never held back: then `reorder_window` gives nobody another task."""
+    scheduler = Scheduler(workers=workers, credits=credits, assignment="least_loaded", reorder_window=ahead)
     world = World(scheduler, random, list(range(60)), [], fifo=True)
     world.start()
     while moves := world.moves():

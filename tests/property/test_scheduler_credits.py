@@ -41,7 +41,7 @@ def test_credits_may_change_at_any_time(
         credits=credits,
         in_order=in_order,
         assignment=assignment,
-        run_ahead=ahead if in_order and assignment == "least_loaded" else 0,
+        reorder_window=ahead if in_order and assignment == "least_loaded" else 0,
         first_worker=first_worker % workers,
     )
     world = World(scheduler, random, list(range(100, 100 + count)), [], fifo=False)
@@ -94,7 +94,7 @@ def test_lowered_credits_are_kept_to(
             "count": st.integers(0, 30),
             "in_order": st.booleans(),
             "assignment": assignments,
-            "run_ahead": st.integers(0, 4),
+            "reorder_window": st.integers(0, 4),
             "poison": st.frozensets(st.integers(0, 29), max_size=2),
             "kills": st.integers(0, 5),
             "retirements": st.integers(0, 2),

@@ -35,7 +35,7 @@ class Epoch:
         must_stop: such an error must come.
         ordered: the items come in this order.
         open_end: the consumer may have left at any point.
-        bad: what ``loader.errors`` must have at its end, sorted; None: not known beforehand.
+        bad: what ``loader.skipped_samples`` must have at its end, sorted; None: not known beforehand.
     """
 
     items: list[Item]
@@ -70,7 +70,7 @@ def expected(case: Case, orders: Sequence[Sequence[int]], refilled: Sequence[Seq
 
 def _epoch(case: Case, number: int, orders: Sequence[Sequence[int]], refilled: Sequence[Sequence[Event]]) -> Epoch:
     bad = {index: fault for index, fault in placed_faults(case, orders) if _raises(fault, number)}
-    if case.bad_samples == "refill":
+    if case.on_error == "refill":
         items = [Item(event.indices) for event in refilled[number] if event.kind == "batch"]
     elif case.streams:
         items = _stream_items(case, bad)
@@ -78,8 +78,8 @@ def _epoch(case: Case, number: int, orders: Sequence[Sequence[int]], refilled: S
         items = _map_items(case, orders[number], bad)
     epoch = Epoch(items, ordered=case.in_order, bad=_bad_at_end(case, bad))
     epoch = _with_deaths(case, number, epoch, orders)
-    if case.max_bad_samples is not None and len(bad) > case.max_bad_samples:
-        epoch = replace(epoch, stop=("TooManyBadSamples",), by=len(items), must_stop=True)
+    if case.max_skipped_samples is not None and len(bad) > case.max_skipped_samples:
+        epoch = replace(epoch, stop=("TooManySkippedSamples",), by=len(items), must_stop=True)
     epoch = _with_shortage(case, number, epoch)
     if case.leave in ("exhaust", "resume") or number != case.epochs - 1:
         return epoch
@@ -89,9 +89,9 @@ def _epoch(case: Case, number: int, orders: Sequence[Sequence[int]], refilled: S
 
 
 def _bad_at_end(case: Case, bad: dict[int, Fault]) -> list[int] | None:
-    if case.leave != "exhaust" or case.bad_samples == "refill" or case.streams:
+    if case.leave != "exhaust" or case.on_error == "refill" or case.streams:
         return None
-    if case.max_bad_samples is not None and len(bad) > case.max_bad_samples:
+    if case.max_skipped_samples is not None and len(bad) > case.max_skipped_samples:
         return None
     return [] if case.on_error == "raise" else sorted(bad)
 
@@ -169,7 +169,7 @@ def _with_deaths(case: Case, number: int, epoch: Epoch, orders: Sequence[Sequenc
             given = tuple(-1 - index for index in epoch.items[place].indices or ())
             items[place : place + 1] = [Item(given)] if case.on_error == "callable" else []
         return replace(epoch, items=items)
-    impassable = case.stateless and case.resume == "exact"
+    impassable = case.stateless and not case.allow_replay
     if impassable and restarts and deaths[0][1].at < case.batch_size:
         return epoch  # nothing came of that stream before: there is nothing to be read again
     if restarts == 0 or impassable or (case.workers == 1 and len(deaths) > restarts):

@@ -91,20 +91,20 @@ def _undisturbed(case: Case, folder: Path, problems: list[str]) -> tuple[list[li
         problems += [f"the undisturbed order is no permutation: {order}" for order in wrong]
     faults = tuple(case.having("raise"))
     calm = replace(
-        case, **changed, faults=faults, leave="exhaust", ballast=0, worker_memory_limit=None, max_bad_samples=None
+        case, **changed, faults=faults, leave="exhaust", ballast=0, worker_memory_limit=None, max_skipped_samples=None
     )
     plan = plan_of(str(folder), placed_faults(calm, orders))
     dataset = make_dataset(calm, plan)
     consumer = Consumer(calm, dataset, folder)
     _inline(calm, consumer, dataset)
-    if calm.bad_samples != "refill":
+    if calm.on_error != "refill":
         for number, epoch in enumerate(expected(calm, orders)):
             problems += compare(replace(epoch, ordered=True), consumer.epochs[number], f"undisturbed epoch {number}")
     return orders, consumer.epochs
 
 
 def _orders(case: Case, folder: Path) -> list[list[int]]:
-    calm = replace(case, loader="sync", leave="exhaust", ballast=0, lag=0, on_error="raise", bad_samples="short")
+    calm = replace(case, loader="sync", leave="exhaust", ballast=0, lag=0, on_error="raise")
     dataset = make_dataset(calm, plan_of(str(folder), []))
     consumer = Consumer(calm, dataset, folder)
     _inline(calm, consumer, dataset)
@@ -201,7 +201,7 @@ class _Run:
 
     def _look(self, loader: Any) -> None:
         self.facts = loader.stats()
-        self.bad = [sample.index for sample in loader.errors]
+        self.bad = [sample.index for sample in loader.skipped_samples]
 
 
 def _leaks(before: World) -> list[str]:
@@ -244,5 +244,5 @@ def _told(case: Case, run: _Run, last: Epoch) -> list[str]:
         )
     problems += [f"warned: {text}" for text in run.warnings if text not in lost and "worker processes" not in text]
     if last.bad is not None and sorted(run.bad) != last.bad:
-        problems.append(f"loader.errors has {sorted(run.bad)}, not {last.bad}")
+        problems.append(f"loader.skipped_samples has {sorted(run.bad)}, not {last.bad}")
     return problems

@@ -64,7 +64,7 @@ def workload(rng: random.Random, seed: int, scenario: str) -> Case:
         epochs=epochs,
         consumer=rng.choice(["fast", "fast", "slow", "hoarding"]),
         lag=rng.choice([0, 0, 3, 7]),
-        run_ahead=rng.choice([0, 2, 4]),
+        reorder_window=rng.choice([0, 2, 4]),
         snapshot_every=rng.choice([1, 1, 2, 3]),
         worker_timeout=rng.choice([None, None, 30.0]),
     )
@@ -139,12 +139,12 @@ def healing(rng: random.Random, case: Case, faults: list[Fault]) -> Case:
     given: int | None = max(1, enough)
     if case.seeded and deaths <= 3 and rng.random() < 0.5:
         given = None  # seeded mode's default: 3
-    resume = "replay" if case.stateless else rng.choice(["exact", "exact", "replay"])
+    replays = case.stateless or rng.choice([False, False, True])
     timeout = case.worker_timeout
     if any(fault.kind in ("stop", "hang", "hang in C", "stop worker") for fault in faults):
         timeout = WORKER_TIMEOUT_S
     return replace(
-        case, faults=(*case.faults, *faults), max_worker_restarts=given, resume=resume, worker_timeout=timeout
+        case, faults=(*case.faults, *faults), max_worker_restarts=given, allow_replay=replays, worker_timeout=timeout
     )
 
 

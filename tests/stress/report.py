@@ -59,7 +59,7 @@ TITLES = {
     "poison": "a sample that kills every worker that touches it",
     "poison skipped": 'the same with `on_error="skip"`',
     "bad samples": "samples that raise: raised, skipped, refilled, substituted",
-    "too many bad samples": "more of them than `max_bad_samples`",
+    "too many bad samples": "more of them than `max_skipped_samples`",
     "starved worker": "a worker that gets no more shared memory",
     "short of something": "a main process without descriptors or room for larger rings",
     "cancelled": "`__anext__` cancelled at many points",

@@ -83,10 +83,7 @@ def _bad_samples(rng: random.Random, case: Case) -> Case:
         case = replace(case, workload=rng.choice(["map", "async"]), shares=(), length=sum(case.shares))
     if case.streams:  # a plain generator ends with its first error: nothing to be checked beyond it
         case = replace(case, workload="stateful")
-    if how == "refill":
-        case = replace(case, seeded=True, bad_samples="refill", on_error="skip")
-    else:
-        case = replace(case, on_error=how)
+    case = replace(case, on_error=how, seeded=case.seeded or how == "refill")
     if how == "callable" and case.collate == "default":  # which stacks samples of one size only
         case = replace(case, collate="cat")
     total = sum(case.shares) if case.streams else case.length
@@ -98,7 +95,7 @@ def _bad_samples(rng: random.Random, case: Case) -> Case:
     taken = {task(case, fault) for fault in faults}
     struck = [f for f in own_deaths(rng, case, 1) if task(case, f) not in taken]
     if not struck or rng.random() < 0.5:
-        return replace(case, resume="replay" if case.stateless else "exact")
+        return replace(case, allow_replay=case.stateless)
     return healing(rng, case, struck)
 
 
@@ -113,16 +110,16 @@ def _place(case: Case, place: int, fault: Fault) -> Fault:
 
 def _too_many(rng: random.Random, case: Case) -> Case:
     """A rotten dataset: more samples raise than may."""
-    case = replace(_bad_samples(rng, replace(case, epochs=1, persistent=False)), on_error="skip", bad_samples="short")
+    case = replace(_bad_samples(rng, replace(case, epochs=1, persistent=False)), on_error="skip")
     if case.streams:
         case = replace(case, workload="map", shares=(), length=sum(case.shares))
     bad = [Fault("raise", place) for place in rng.sample(range(case.length), min(case.length, 8))]
-    return replace(case, faults=tuple(replace(f, strikes=0) for f in bad), max_bad_samples=rng.choice([0, 1, 3]))
+    return replace(case, faults=tuple(replace(f, strikes=0) for f in bad), max_skipped_samples=rng.choice([0, 1, 3]))
 
 
 def _starved(rng: random.Random, case: Case) -> Case:
     """A worker that gets no new segments and no pages for its slots any more."""
-    case = replace(case, collate="cat", sizes=rng.choice(["mixed", "growing"]), resume="exact")
+    case = replace(case, collate="cat", sizes=rng.choice(["mixed", "growing"]), allow_replay=False)
     case = replace(case, sample_bytes=max(case.sample_bytes, 3 * SLOT_BYTES // case.batch_size))
     death = rng.choice(own_deaths(rng, case, 1))
     return replace(case, faults=(replace(death, kind="starve", number=rng.choice([0, SLOT_BYTES, -1])),))
@@ -165,15 +162,15 @@ def _left(rng: random.Random, case: Case) -> Case:
 def _resumed(rng: random.Random, case: Case) -> Case:
     """A state is saved in the middle, and another loader goes on from there; workers of either may die."""
     after = rng.randint(0, case.batches - 1)
-    resume = "replay" if case.stateless else "exact"
-    case = replace(case, seeded=True, leave="resume", leave_after=after, resume=resume)
+    replays = case.stateless
+    case = replace(case, seeded=True, leave="resume", leave_after=after, allow_replay=replays)
     return healing(rng, case, deaths(rng, case)) if rng.random() < 0.6 else case
 
 
 def _retired(rng: random.Random, case: Case) -> Case:
     """Workers that grow with every sample, and are retired in time."""
     case = replace(case, ballast=2 << 20, worker_memory_limit=rng.choice([8, 16, 30]) << 20)
-    case = replace(case, method="fork", resume="replay" if case.stateless else "exact")
+    case = replace(case, method="fork", allow_replay=case.stateless)
     return replace(case, max_worker_restarts=rng.choice([None, 1]))
 
 
@@ -202,7 +199,7 @@ def _timed_out(rng: random.Random, case: Case) -> Case:
     place = rng.choice(own_deaths(rng, replace(case, epochs=1), 1))
     fault = replace(place, kind=rng.choice(["stop", "hang", "hang in C"]), number=0)
     case = replace(case, faults=(fault,), method="fork", epochs=1, persistent=False)
-    return replace(case, timeout=3.0, worker_timeout=None, resume="replay" if case.stateless else "exact")
+    return replace(case, timeout=3.0, worker_timeout=None, allow_replay=case.stateless)
 
 
 SCENARIOS: dict[str, tuple[int, Callable[[random.Random, Case], Case]]] = {

@@ -90,12 +90,11 @@ class Case:
     epochs: int = 1
     consumer: str = "fast"  # "fast", "slow", "hoarding"
     lag: int = 0  # every so many samples one takes a few milliseconds; 0: none
-    run_ahead: int = 4
+    reorder_window: int = 4
     snapshot_every: int = 1
-    resume: str = "exact"
-    on_error: str = "raise"  # "raise", "skip", "callable"
-    bad_samples: str = "short"
-    max_bad_samples: int | None = 1000
+    allow_replay: bool = False
+    on_error: str = "raise"  # "raise", "skip", "refill", "callable"
+    max_skipped_samples: int | None = 1000
     worker_timeout: float | None = None
     timeout: float = 0.0
     max_worker_restarts: int | None = None
@@ -118,7 +117,7 @@ class Case:
     @property
     def in_flight(self) -> int:
         """Tasks that may be under way at a time, at most."""
-        return self.workers * self.prefetch + (self.run_ahead if self.seeded and not self.streams else 0)
+        return self.workers * self.prefetch + (self.reorder_window if self.seeded and not self.streams else 0)
 
     def batches_of(self, samples: int) -> int:
         """Batches that so many samples make."""

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 from asyncloader import AsyncDataLoader, DataLoader, sample_rng
+from asyncloader.option_objects import grouped
 from tests.stress.faults import FaultPlan
 from tests.stress.schedule import START, STRIDE, Case
 
@@ -248,18 +249,17 @@ def options(case: Case) -> dict[str, Any]:
         "persistent_workers": case.persistent,
         "ring_bytes": case.ring_bytes,
         "snapshot_every_n_steps": case.snapshot_every,
-        "resume": case.resume,
+        "allow_replay": case.allow_replay,
     }
     if case.seeded:
-        found |= {"seed": case.seed % 1000, "run_ahead": case.run_ahead}
+        found["seed"] = case.seed % 1000
         if not case.streams:
-            found["shuffle"] = case.shuffle
+            found |= {"shuffle": case.shuffle, "reorder_window": case.reorder_window}
     elif not case.streams:
         found["sampler"] = InOrder(order_of(case))
     handling: dict[str, Any] = {
         "on_error": substitute if case.on_error == "callable" else case.on_error,
-        "bad_samples": case.bad_samples,
-        "max_bad_samples": case.max_bad_samples,
+        "max_skipped_samples": case.max_skipped_samples,
         "worker_timeout": case.worker_timeout,
         "timeout": case.timeout,
         "max_worker_restarts": case.max_worker_restarts,
@@ -272,5 +272,5 @@ def options(case: Case) -> dict[str, Any]:
 def make_loader(case: Case, dataset: Any, **changed: Any) -> Any:
     """The case's loader over a dataset, with these options changed."""
     kind = changed.pop("loader", case.loader)
-    arguments: dict[str, Any] = options(case) | {"worker_init_fn": Starter(dataset.plan)} | changed
+    arguments = grouped(options(case) | {"worker_init_fn": Starter(dataset.plan)} | changed)
     return DataLoader(dataset, **arguments) if kind == "sync" else AsyncDataLoader(dataset, **arguments)

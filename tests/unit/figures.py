@@ -23,7 +23,7 @@ FIGURES = frozenset(
         "data/worker_restarts",
         "data/prefetch_depth",
         "data/worker_retirements",
-        "data/bad_samples",
+        "data/skipped_samples",
         "data/refilled_samples",
         "device/page_locked_bytes",
         "device/page_lock_s",

@@ -17,7 +17,7 @@ from torch.utils.data import (
 from torch.utils.data.datapipes.iter import IterableWrapper
 from torch.utils.data.datapipes.map import SequenceWrapper
 
-from asyncloader import AsyncDataLoader, DataLoader, SeededSampler
+from asyncloader import AsyncDataLoader, DataLoader, Recovery, SeededSampler, Tuning
 from asyncloader.clone import constructor_arguments
 from tests.integration.datasets import AsyncNumbers, AsyncStream, CountedStream, Numbers
 
@@ -69,12 +69,11 @@ def test_every_option_is_kept() -> None:
         "collate_fn": len,
         "batch_size": 3,
         "drop_last": True,
-        "ring_bytes": 1 << 20,
+        "tuning": Tuning(ring_bytes=1 << 20, reorder_window=4),
         "concurrency": 7,
         "on_uneven": "error",
-        "resume": "replay",
+        "recovery": Recovery(allow_replay=True),
         "snapshot_every_n_steps": 3,
-        "run_ahead": 4,
     }
     loader = DataLoader[Any](Numbers(9), **options)
     assert arguments(loader) == options
@@ -97,9 +96,9 @@ def test_a_seeded_loader_gets_its_sampler_anew(shuffle: bool) -> None:
 
 def test_a_loader_of_torchs_has_none_of_our_options() -> None:
     """They are then left to the constructor's defaults; `changes` may give them."""
-    assert not {"ring_bytes", "concurrency"} & set(constructor_arguments(Torchs(Numbers(3)), {}))
+    assert not {"tuning", "concurrency"} & set(constructor_arguments(Torchs(Numbers(3)), {}))
     loader = DataLoader[Any].from_torch(Torchs(Numbers(3)), concurrency=9)
-    assert (loader.ring_bytes, loader.concurrency) == (None, 9)
+    assert (loader.tuning, loader.concurrency) == (Tuning(), 9)
 
 
 def test_changes_replace() -> None:

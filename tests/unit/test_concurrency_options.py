@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, Dataset, IterableDataset, SequentialS
 from asyncloader import DataLoader
 from asyncloader.epoch.credits import most_credits
 from asyncloader.epoch_config import EpochConfig
+from asyncloader.option_objects import grouped
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from tests.integration.datasets import AsyncNumbers, AsyncStream, AsyncWholeBatches, Numbers
 
@@ -56,23 +57,18 @@ def described(value: Any) -> str:
 @pytest.mark.parametrize(
     ("dataset", "options", "words"),
     [
-        (Numbers(3), {"fetch_threads": -1}, "fetch_threads=-1"),
-        (Numbers(3), {"fetch_threads": True}, "fetch_threads=True"),
-        (Numbers(3), {"fetch_threads": 1.5}, "fetch_threads=1.5"),
         (Numbers(3), {"decode_threads": -1}, "-1"),
         (Numbers(3), {"decode_threads": "2"}, "'2'"),
-        (AsyncNumbers(3), {"concurrency": 0}, "concurrency=0"),
-        (Stream(), {"fetch_threads": 2}, "needs a map dataset"),
-        (AsyncStream([3]), {"fetch_threads": 2}, "needs a map dataset"),
-        (AsyncNumbers(3), {"fetch_threads": 2}, "this one's samples are awaited"),
-        (Subset(AsyncNumbers(3), [1]), {"fetch_threads": 2}, "this one's samples are awaited"),
+        (Numbers(3), {"concurrency": 0}, "a positive integer or None, but got concurrency=0"),
+        (Numbers(3), {"concurrency": True}, "concurrency=True"),
+        (AsyncNumbers(3), {"concurrency": 1.5}, "concurrency=1.5"),
     ],
     ids=described,
 )
 def test_what_is_refused(dataset: Any, options: dict[str, Any], words: str) -> None:
     """The error has the value, and says why."""
     with pytest.raises(ValueError, match=words):
-        DataLoader[Any](dataset, **options)
+        DataLoader[Any](dataset, **grouped(options))
 
 
 @pytest.mark.parametrize("function", [decode, Decodes(), 3], ids=["coroutine function", "coroutine call", "number"])
@@ -90,9 +86,9 @@ def credits(dataset: Any, **options: Any) -> int:
     ("dataset", "options", "expected"),
     [
         (Numbers(9), {}, 2),
-        (Numbers(9), {"fetch_threads": 16}, 17),
-        (Numbers(9), {"fetch_threads": 16, "batch_size": 10}, 3),
-        (Whole(9), {"fetch_threads": 16, "batch_size": 10}, 17),
+        (Numbers(9), {"concurrency": 16}, 17),
+        (Numbers(9), {"concurrency": 16, "batch_size": 10}, 3),
+        (Whole(9), {"concurrency": 16, "batch_size": 10}, 17),
         (AsyncNumbers(9), {}, 257),
         (AsyncNumbers(9), {"batch_size": None}, 257),
         (AsyncNumbers(9), {"batch_size": 64}, 5),

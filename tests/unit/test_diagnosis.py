@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from asyncloader import DataLoader
+from asyncloader import DataLoader, Recovery
 from asyncloader.counters import Recorder, Stage
 from asyncloader.diagnosis import Run, diagnose
+from asyncloader.epoch_config import EpochConfig
 from tests.integration.datasets import Numbers
 
 BATCHES = 100
@@ -227,12 +228,11 @@ def test_what_bounds_it_and_what_to_change(name: str) -> None:
 def test_what_is_advised_is_an_option(name: str) -> None:
     """Which `clone` takes."""
     of, _, change, _ = RUNS[name]
-    options: dict[str, Any] = {"num_workers": of.workers}
-    if of.memory_limit is not None:
-        options |= {"worker_memory_limit": of.memory_limit, "seed": 1}
-    loader = DataLoader[Any](Numbers(4), **options)
+    loader = DataLoader[Any](
+        Numbers(4), num_workers=of.workers, seed=1, recovery=Recovery(worker_memory_limit=of.memory_limit)
+    )
     clone = loader.clone(**change)
-    assert {option: getattr(clone, option) for option in change} == change
+    assert {option: getattr(EpochConfig.of(clone), option) for option in change} == change
 
 
 @pytest.mark.parametrize(

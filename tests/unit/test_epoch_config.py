@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from asyncloader import AsyncDataLoader, DataLoader, StatefulDataLoader
+from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, Recovery, StatefulDataLoader, Tuning
 from asyncloader.epoch_config import EpochConfig
 from asyncloader.samplers.distributed import Topology
 from tests.integration.datasets import CountedStream, Numbers
@@ -54,18 +54,23 @@ def test_ranks_wait_for_each_other_over_map_datasets_with_a_seed() -> None:
 
 @pytest.mark.parametrize(
     ("options", "ahead"),
-    [({}, 0), ({"seed": 1}, 16), ({"seed": 1, "in_order": False}, 0), ({"seed": 1, "run_ahead": 3}, 3)],
+    [
+        ({}, 0),
+        ({"seed": 1}, 16),
+        ({"seed": 1, "in_order": False}, 0),
+        ({"seed": 1, "tuning": Tuning(reorder_window=3)}, 3),
+    ],
     ids=str,
 )
 def test_batches_run_ahead_in_seeded_order_only(options: dict[str, Any], ahead: int) -> None:
     """Elsewhere torch says which worker makes which batch, or there is no order to keep."""
-    assert config(num_workers=2, **options).run_ahead == ahead
-    assert config(CountedStream(6, said=6), num_workers=2, **options).run_ahead == 0
+    assert config(num_workers=2, **options).reorder_window == ahead
+    assert config(CountedStream(6, said=6), num_workers=2, **options).reorder_window == 0
 
 
 def test_what_is_resumed_exactly() -> None:
     """`resume` decides; torchdata's loader replays whatever it says."""
-    exact, replay = config(), config(resume="replay")
+    exact, replay = config(), config(recovery=Recovery(allow_replay=True))
     assert [(each.exact, each.replays) for each in (exact, replay)] == [(True, False), (False, True)]
     assert not config(kind=StatefulDataLoader).exact
     assert [config(snapshot_every_n_steps=every).snapshot_every for every in (None, 0, 5)] == [0, 0, 5]
@@ -92,7 +97,11 @@ def listening() -> Generator[list[str]]:
         Watched.asked = None
 
 
-OPTIONS: list[dict[str, Any]] = [{}, {"seed": 1}, {"on_error": "skip", "device": "cpu", "static_buffers": True}]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"seed": 1},
+    {"on_error": "skip", "device": "cpu", "device_options": DeviceOptions(static_buffers=True)},
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

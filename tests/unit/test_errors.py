@@ -20,7 +20,7 @@ from asyncloader.errors import (
     ShardError,
     StateError,
     TaskQuarantined,
-    TooManyBadSamples,
+    TooManySkippedSamples,
     UnsupportedPlatform,
     WorkerDied,
     ending,
@@ -32,7 +32,7 @@ ALL = [
     WorkerDied(3, 4711, None, "It was killed.", "Do this.", "a stack"),
     TaskQuarantined([1, 2], [(0, 11, -9), (1, 12, None)], "last words"),
     TaskQuarantined(3, [(0, 11, -9), (1, 12, 3)], advice="The epoch ends with it."),
-    TooManyBadSamples(10, "index 3, ValueError: bad"),
+    TooManySkippedSamples(10, "index 3, ValueError: bad"),
     LoaderTimeout(2.5),
     LoaderClosed("this iterator was closed"),
     RingMemoryError(1 << 30, 1 << 20, "memory limit of control group /a"),
@@ -199,8 +199,8 @@ def test_quarantine_of_many_indices_stays_readable() -> None:
 
 def test_too_many_bad_samples_names_the_limit_and_the_last() -> None:
     """How many there may be, what the last one was, where all of them are, and which option to change."""
-    text = str(TooManyBadSamples(10, "index 3, ValueError: bad jpeg"))
-    for words in ("max_bad_samples=10", "index 3, ValueError: bad jpeg", "loader.errors", "None"):
+    text = str(TooManySkippedSamples(10, "index 3, ValueError: bad jpeg"))
+    for words in ("max_skipped_samples=10", "index 3, ValueError: bad jpeg", "loader.skipped_samples", "None"):
         assert words in text
 
 

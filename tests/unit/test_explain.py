@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader import AsyncDataLoader, DataLoader
+from asyncloader import AsyncDataLoader, DataLoader, Recovery
 from tests.integration.datasets import Numbers
 
 
@@ -14,12 +14,12 @@ from tests.integration.datasets import Numbers
         ({}, "faults: a worker's death ends the epoch; a sample that raises fails its batch"),
         ({"seed": 1}, "a worker that dies is replaced, 3 times an epoch at most; "),
         (
-            {"max_worker_restarts": 5, "worker_timeout": 2.5},
+            {"max_worker_restarts": 5, "recovery": Recovery(worker_timeout=2.5)},
             "replaced, 5 times an epoch at most, one that is at a task",
         ),
-        ({"worker_timeout": 2.5}, "for 2.5 s is killed"),
+        ({"recovery": Recovery(worker_timeout=2.5)}, "for 2.5 s is killed"),
         ({"on_error": "skip"}, "a sample that raises is left out"),
-        ({"on_error": "skip", "bad_samples": "refill", "seed": 1}, "a sample that raises is replaced by another one"),
+        ({"on_error": "refill", "seed": 1}, "a sample that raises is replaced by another one"),
         ({"on_error": lambda index, error: 0}, "a sample that raises is replaced by on_error"),
     ],
 )

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from torch.utils.data import IterableDataset
 
-from asyncloader import AsyncDataLoader, DataLoader
+from asyncloader import AsyncDataLoader, DataLoader, Recovery
 from asyncloader.epoch_config import max_restarts
+from asyncloader.option_objects import grouped
 
 LOADERS = [DataLoader, AsyncDataLoader]
 
@@ -56,15 +57,15 @@ BAD: list[tuple[str, Any]] = [
     ("on_error", "ignore"),
     ("on_error", None),
     ("on_error", ["skip"]),
-    ("bad_samples", "drop"),
-    ("bad_samples", None),
-    ("max_bad_samples", -1),
-    ("max_bad_samples", 0.5),
-    ("max_bad_samples", True),
+    ("max_skipped_samples", -1),
+    ("max_skipped_samples", 0.5),
+    ("max_skipped_samples", True),
     ("worker_memory_limit", 0),
     ("worker_memory_limit", -(1 << 30)),
     ("worker_memory_limit", 1e9),
     ("worker_memory_limit", True),
+    ("worker_memory_limit", "8 giga"),
+    ("allow_replay", "yes"),
 ]
 GOOD: list[tuple[str, Any]] = [
     ("worker_timeout", None),
@@ -77,12 +78,12 @@ GOOD: list[tuple[str, Any]] = [
     ("on_error", "raise"),
     ("on_error", "skip"),
     ("on_error", substitute),
-    ("bad_samples", "short"),
-    ("max_bad_samples", None),
-    ("max_bad_samples", 0),
+    ("max_skipped_samples", None),
+    ("max_skipped_samples", 0),
     ("worker_memory_limit", None),
     ("worker_memory_limit", 1),
     ("worker_memory_limit", 1 << 40),
+    ("worker_memory_limit", "8GiB"),
 ]
 
 
@@ -94,7 +95,7 @@ def test_bad_values_are_refused(loader: Any, name: str, value: Any) -> None:
     """A ValueError with the option's name and value, from both loaders, with workers or without."""
     for workers in (0, 2):
         with pytest.raises(ValueError, match=f"^{name} should be .*, but got {re.escape(f'{name}={value!r}')}$"):
-            loader(Map(), num_workers=workers, **{name: value})
+            loader(Map(), num_workers=workers, **grouped({name: value}))
 
 
 @pytest.mark.parametrize("loader", LOADERS)
@@ -104,7 +105,8 @@ def test_bad_values_are_refused(loader: Any, name: str, value: Any) -> None:
 )
 def test_good_values_are_stored_as_they_are(loader: Any, dataset: Any, name: str, value: Any) -> None:
     """Under their own names, for either kind of dataset."""
-    assert getattr(loader(dataset, **{name: value}), name) is value
+    made = loader(dataset, **grouped({name: value}))
+    assert getattr(made if hasattr(made, name) else made.recovery, name) is value
 
 
 @pytest.mark.parametrize("loader", LOADERS)
@@ -112,12 +114,11 @@ def test_good_values_are_stored_as_they_are(loader: Any, dataset: Any, name: str
 def test_defaults(loader: Any, seed: int | None) -> None:
     """Nothing is killed, left out or retired unless asked for; the number of restarts depends on the mode."""
     made = loader(Map(), seed=seed)
-    assert made.worker_timeout is None
     assert made.max_worker_restarts is None
     assert made.on_error == "raise"
-    assert made.bad_samples == "short"
-    assert made.max_bad_samples == 1000
-    assert made.worker_memory_limit is None
+    assert made.recovery == Recovery(
+        worker_timeout=None, worker_memory_limit=None, max_skipped_samples=1000, allow_replay=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,24 +134,15 @@ def test_restarts(given: int | None, seeded: bool, number: int) -> None:
 
 @pytest.mark.parametrize("loader", LOADERS)
 def test_refill_with_all_that_it_needs(loader: Any) -> None:
-    """Samples are skipped, the order is seeded, and the dataset is a map with a length."""
-    assert loader(Map(), seed=1, on_error="skip", bad_samples="refill").bad_samples == "refill"
-
-
-@pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.parametrize("on_error", ["raise", substitute])
-def test_refill_without_skip_is_refused(loader: Any, on_error: Any) -> None:
-    """Where samples are not left out there is nothing to be refilled."""
-    with pytest.raises(ValueError, match=r"bad_samples='refill' needs on_error='skip', but got on_error=") as caught:
-        loader(Map(), seed=1, on_error=on_error, bad_samples="refill")
-    assert repr(on_error) in str(caught.value)
+    """The order is seeded, and the dataset is a map with a length."""
+    assert loader(Map(), seed=1, on_error="refill").on_error == "refill"
 
 
 @pytest.mark.parametrize("loader", LOADERS)
 def test_refill_without_a_seed_is_refused(loader: Any) -> None:
     """The substitutes are a function of the seed."""
-    with pytest.raises(ValueError, match="bad_samples='refill' needs seed="):
-        loader(Map(), on_error="skip", bad_samples="refill")
+    with pytest.raises(ValueError, match="on_error='refill' needs seed="):
+        loader(Map(), on_error="refill")
 
 
 @pytest.mark.parametrize("loader", LOADERS)
@@ -158,5 +150,5 @@ def test_refill_without_a_seed_is_refused(loader: Any) -> None:
 def test_refill_without_a_length_to_draw_from_is_refused(loader: Any, dataset: Any) -> None:
     """Substitutes are other samples of a map dataset, which must say how many there are."""
     options: dict[str, Any] = {"sampler": range(4)} if isinstance(dataset, Endless) else {}
-    with pytest.raises(ValueError, match="bad_samples='refill' needs a map dataset with a length"):
-        loader(dataset, seed=1, on_error="skip", bad_samples="refill", **options)
+    with pytest.raises(ValueError, match="on_error='refill' needs a map dataset with a length"):
+        loader(dataset, seed=1, on_error="refill", **options)

@@ -21,6 +21,7 @@ from torch.utils.data import (
 from asyncloader import AsyncDataLoader, DataLoader, SeededSampler
 from asyncloader.epoch_config import EpochConfig
 from asyncloader.option_checks import check_options
+from asyncloader.option_objects import flattened
 from asyncloader.options import DEFAULTS, default_sampler
 from asyncloader.samplers.distributed import (
     Share,
@@ -60,7 +61,8 @@ class Wrapped(BatchSampler):
 
 
 def check(*, iterable: bool = False, **changes: Any) -> None:
-    check_options({"dataset": DATA, "generator": None, **DEFAULTS, "seed": 1, **changes}, iterable=iterable)
+    given = {"dataset": DATA, "generator": None, **flattened(DEFAULTS), "seed": 1, **changes}
+    check_options(given, iterable=iterable)
 
 
 ALLOWED: list[dict[str, Any]] = [
@@ -73,10 +75,10 @@ ALLOWED: list[dict[str, Any]] = [
     {"rank": 7, "world_size": 8},
     *({"on_uneven": rule} for rule in ("pad", "repeat", "error")),
     {"iterable": True, "on_uneven": "error"},
-    {"resume": "replay"},
+    {"allow_replay": True},
     {"snapshot_every_n_steps": None},
     {"snapshot_every_n_steps": 0},
-    {"run_ahead": 0},
+    {"reorder_window": 0},
 ]
 
 
@@ -105,11 +107,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"on_uneven": None}, "on_uneven=None"),
     ({"iterable": True, "on_uneven": "pad"}, "on_uneven='pad' needs a map dataset"),
     ({"iterable": True, "on_uneven": "repeat"}, "on_uneven='repeat' needs a map dataset"),
-    ({"resume": "maybe"}, "'exact' or 'replay', but got resume='maybe'"),
+    ({"allow_replay": "maybe"}, "True or False, but got allow_replay='maybe'"),
     ({"snapshot_every_n_steps": -1}, "snapshot_every_n_steps=-1"),
     ({"snapshot_every_n_steps": 0.5}, "snapshot_every_n_steps=0.5"),
-    ({"run_ahead": -1}, "run_ahead=-1"),
-    ({"run_ahead": None}, "run_ahead=None"),
+    ({"reorder_window": -1}, "reorder_window=-1"),
+    ({"reorder_window": None}, "reorder_window=None"),
 ]
 
 

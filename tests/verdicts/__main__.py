@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from asyncloader import AsyncDataLoader, DataLoader
 from asyncloader.cpus import usable_cpus
 from asyncloader.diagnosis import Diagnosis
+from asyncloader.option_objects import grouped
 from tests.verdicts.rows import ROWS, Row
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "verdicts.md"
@@ -59,7 +60,7 @@ class Outcome(NamedTuple):
 def read(row: Row, kind: str, seed: int, options: dict[str, Any]) -> tuple[float, Diagnosis]:
     """Read all epochs. Returns the seconds, and the verdict."""
     if kind == "sync":
-        with row.beside(), DataLoader[Any](row.dataset(seed), **options) as loader:
+        with row.beside(), DataLoader[Any](row.dataset(seed), **grouped(options)) as loader:
             begin = time.perf_counter()
             for _ in range(row.epochs):
                 for batch in loader:
@@ -67,7 +68,7 @@ def read(row: Row, kind: str, seed: int, options: dict[str, Any]) -> tuple[float
             return time.perf_counter() - begin, loader.diagnose()
 
     async def loop() -> tuple[float, Diagnosis]:
-        async with AsyncDataLoader[Any](row.dataset(seed), **options) as loader:
+        async with AsyncDataLoader[Any](row.dataset(seed), **grouped(options)) as loader:
             begin = time.perf_counter()
             for _ in range(row.epochs):
                 async for batch in loader:

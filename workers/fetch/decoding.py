@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import Context
 from time import perf_counter
 from typing import Any
 
 from asyncloader.workers.fetch.threads import JobThreads
 
-__all__ = ["Chain", "Decoder", "check_decode"]
+__all__ = ["Decoder", "check_decode"]
 
 
 def check_decode(decode: Any, decode_threads: Any) -> None:
@@ -41,23 +41,6 @@ def check_decode(decode: Any, decode_threads: Any) -> None:
         raise ValueError(
             f"decode_threads should be a number of threads, 0 to decode inline, but got {decode_threads!r}"
         )
-
-
-class Chain:
-    """Calls functions of one argument one after the other.
-
-    Args:
-        steps: the functions, the first of them first.
-    """
-
-    def __init__(self, steps: Sequence[Callable[[Any], Any]]) -> None:
-        self.steps = steps
-
-    def __call__(self, value: Any) -> Any:
-        """Return the value after the last step."""
-        for step in self.steps:
-            value = step(value)
-        return value
 
 
 class Decoder:

@@ -26,7 +26,7 @@ from typing import Any
 from asyncloader.workers.fetch.error_notes import add_note, describe_batch
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest
-from asyncloader.workers.fetch.sample_errors import BadSample
+from asyncloader.workers.fetch.sample_errors import SkippedSample
 
 __all__ = [
     "AsyncMapFetcher",
@@ -87,7 +87,7 @@ class AsyncMapFetcher(MapFetcher):
         return await self._maker.decoder.decode(sample)
 
     async def _each(
-        self, indices: Sequence[Any], first: int | None, failure: Exception | None, records: list[BadSample]
+        self, indices: Sequence[Any], first: int | None, failure: Exception | None, records: list[SkippedSample]
     ) -> list[Any]:
         maker = self._maker
         if maker.handler is None:
@@ -96,7 +96,7 @@ class AsyncMapFetcher(MapFetcher):
                 len(indices),
                 lambda item, error: maker.note(error, self._request(indices, first, item)),
             )
-        found: list[list[BadSample]] = [[] for _ in indices]
+        found: list[list[SkippedSample]] = [[] for _ in indices]
 
         def start(item: int, _: Context) -> Coroutine[Any, Any, Any]:
             request = self._request(indices, first, item)
@@ -120,7 +120,7 @@ class AsyncMapFetcher(MapFetcher):
         coroutine: Coroutine[Any, Any, Any] = self._maker.dataset[index]
         return coroutine
 
-    async def _make_tolerant(self, request: SampleRequest, records: list[BadSample]) -> Any:
+    async def _make_tolerant(self, request: SampleRequest, records: list[SkippedSample]) -> Any:
         try:
             return await self._maker.make_async(request.index, request.position)
         except Exception as error:

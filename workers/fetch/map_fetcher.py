@@ -25,7 +25,7 @@ from typing import Any
 from asyncloader.workers.fetch.dataset_kinds import fetches_batches
 from asyncloader.workers.fetch.error_notes import add_note, describe_batch, describe_sample, note_collation
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blocking
-from asyncloader.workers.fetch.sample_errors import DROPPED, BadSample, NoSamples
+from asyncloader.workers.fetch.sample_errors import DROPPED, NoSamples, SkippedSample
 
 __all__ = ["MapFetcher"]
 
@@ -45,7 +45,7 @@ class MapFetcher:
         self._collate = collate
         self._batched_get = auto_collation and fetches_batches(maker.dataset)
 
-    def fetch(self, index: Any, records: list[BadSample] | None = None) -> Any:
+    def fetch(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
         """Return the batch of an index; in seeded mode ``(position, index)``. For blocking datasets without threads.
 
         Args:
@@ -66,11 +66,11 @@ class MapFetcher:
             note_collation(error, index, batched=self._auto_collation)
             raise
 
-    async def fetch_async(self, index: Any, records: list[BadSample] | None = None) -> Any:
+    async def fetch_async(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
         """As `fetch`, for asynchronous datasets and threads. Several calls may be in progress at a time."""
         return self.collated(index, await self.samples(index, records))
 
-    async def samples(self, index: Any, records: list[BadSample] | None = None) -> Any:
+    async def samples(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
         """Return what `collated` makes the batch of.
 
         Raises:
@@ -127,7 +127,7 @@ class MapFetcher:
         return samples if self._maker.decoder is None else self._decoded(index, first, samples)
 
     async def _each(
-        self, indices: Sequence[Any], first: int | None, failure: Exception | None, records: list[BadSample]
+        self, indices: Sequence[Any], first: int | None, failure: Exception | None, records: list[SkippedSample]
     ) -> list[Any]:
         """Return the samples in the order of the indices, with `DROPPED` for those that were dropped.
 

@@ -22,7 +22,7 @@ from typing import Any
 from asyncloader.workers.fetch.error_notes import add_note, describe_batch
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blocking
-from asyncloader.workers.fetch.sample_errors import BadSample
+from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.threads import JobThreads
 
 __all__ = ["ThreadMapFetcher"]
@@ -62,10 +62,10 @@ class ThreadMapFetcher(MapFetcher):
         return await self._results(decoding, jobs, index, first)
 
     async def _each(
-        self, indices: Sequence[Any], first: int | None, failure: Exception | None, records: list[BadSample]
+        self, indices: Sequence[Any], first: int | None, failure: Exception | None, records: list[SkippedSample]
     ) -> list[Any]:
         maker = self._maker
-        found: list[list[BadSample]] = [[] for _ in indices]
+        found: list[list[SkippedSample]] = [[] for _ in indices]
         batch = _Batch(self._threads, len(indices))
         # A sample is read by one thread and decoded by another, if decoding has threads of its own.
         decode = None
@@ -89,7 +89,7 @@ class ThreadMapFetcher(MapFetcher):
             for one in found:
                 records += one
 
-    def _on_error(self, request: SampleRequest, records: list[BadSample], error: Exception) -> Any:
+    def _on_error(self, request: SampleRequest, records: list[SkippedSample], error: Exception) -> Any:
         try:
             return run_blocking(self._maker.on_error(request, error, records))
         finally:

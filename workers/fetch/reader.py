@@ -29,7 +29,7 @@ from asyncloader.workers.fetch.map_async import AsyncMapFetcher
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.map_threads import ThreadMapFetcher
 from asyncloader.workers.fetch.sample import SampleMaker
-from asyncloader.workers.fetch.sample_errors import BadSample, NoSamples, SampleErrorHandler
+from asyncloader.workers.fetch.sample_errors import NoSamples, SampleErrorHandler, SkippedSample
 from asyncloader.workers.fetch.seeding import EpochSeeding, GlobalDrawCheck, SampleSeeder, global_generators_kept
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.fetch.stream_fetcher import StreamFetcher, WorkerStreamFetcher
@@ -243,7 +243,7 @@ class Reader:
 
     # --------------------------------------------------------------------------------------------- fetching
 
-    def fetch(self, index: Any, records: list[BadSample] | None = None) -> Any:
+    def fetch(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
         """Return the batch of an index; for a stream: the next batch, whatever the index.
 
         Args:
@@ -265,7 +265,7 @@ class Reader:
         self._record(began)
         return batch
 
-    async def fetch_async(self, index: Any, records: list[BadSample] | None = None) -> Any:
+    async def fetch_async(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
         """As `fetch`, for an asynchronous dataset. StopAsyncIteration at its end."""
         if not self._setup.iterable:
             if not self._ready:
@@ -283,7 +283,7 @@ class Reader:
         self._record(began)
         return result
 
-    async def samples(self, index: Any, records: list[BadSample] | None = None) -> Any:
+    async def samples(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
         """Return what `collated` makes the batch of, for callers that collate later. Asynchronous map datasets only."""
         if not self._ready:
             async with self._lock:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from asyncloader.workers.fetch.dataset_kinds import fetches_samples
 from asyncloader.workers.fetch.decoding import Decoder
 from asyncloader.workers.fetch.error_notes import add_note, describe_sample, note_stream_sample
-from asyncloader.workers.fetch.sample_errors import BadSample, SampleErrorHandler
+from asyncloader.workers.fetch.sample_errors import SampleErrorHandler, SkippedSample
 from asyncloader.workers.fetch.seeding import EpochSeeding
 
 __all__ = ["SampleMaker", "SampleRequest", "run_blocking"]
@@ -134,7 +134,7 @@ class SampleMaker:
 
     # -------------------------------------------------------------------------------------------------- errors
 
-    async def on_error(self, request: SampleRequest, error: Exception, records: list[BadSample]) -> Any:
+    async def on_error(self, request: SampleRequest, error: Exception, records: list[SkippedSample]) -> Any:
         """Apply the error policy to a sample that raised. Never suspends for a blocking dataset.
 
         Args:

@@ -23,10 +23,10 @@ __all__ = [
     "DROPPED",
     "ERROR_CHARACTERS",
     "TRACEBACK_CHARACTERS",
-    "BadSample",
     "ErrorPolicy",
     "NoSamples",
     "SampleErrorHandler",
+    "SkippedSample",
     "dropped_count",
     "substitute_index",
 ]
@@ -40,7 +40,7 @@ DROPPED: Any = object()
 """Stands for a sample that is dropped from its batch."""
 
 
-class BadSample(NamedTuple):
+class SkippedSample(NamedTuple):
     """A sample that raised, and what was done.
 
     Attributes:
@@ -66,7 +66,7 @@ class BadSample(NamedTuple):
     substitute: Any
 
 
-def dropped_count(records: Sequence[BadSample]) -> int:
+def dropped_count(records: Sequence[SkippedSample]) -> int:
     """Return by how many samples a batch is short, given its records."""
     skipped = [record.position for record in records if record.action == "skipped"]
     if None in skipped:
@@ -136,7 +136,7 @@ class SampleErrorHandler:
         index: Any,
         position: int | None,
         error: Exception,
-        records: list[BadSample],
+        records: list[SkippedSample],
         make: Callable[[Any], Any] | None = None,
     ) -> Any:
         """Handle a sample that raised. For a blocking dataset this never suspends.
@@ -195,9 +195,9 @@ class SampleErrorHandler:
 
     def _record(
         self, index: Any, position: int | None, error: Exception, action: str, substitute: Any = None
-    ) -> BadSample:
+    ) -> SkippedSample:
         text, trace = _texts(error)
-        return BadSample(index, position, self.worker, os.getpid(), text, trace, action, substitute)
+        return SkippedSample(index, position, self.worker, os.getpid(), text, trace, action, substitute)
 
 
 def _texts(error: Exception) -> tuple[str, str]:

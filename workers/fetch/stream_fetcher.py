@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 from asyncloader.workers.fetch.decoding import Decoder
 from asyncloader.workers.fetch.error_notes import note_stream_collation, note_stream_sample
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blocking
-from asyncloader.workers.fetch.sample_errors import DROPPED, BadSample, NoSamples
+from asyncloader.workers.fetch.sample_errors import DROPPED, NoSamples, SkippedSample
 from asyncloader.workers.fetch.stream_errors import StreamErrors
 
 __all__ = ["StreamFetcher", "WorkerStreamFetcher", "WorkerStreamLike"]
@@ -68,7 +68,7 @@ class StreamFetcher:
         self._end = StopAsyncIteration if maker.asynchronous else StopIteration
         self._torch = maker.seeding is None and maker.decoder is None and maker.handler is None
 
-    def fetch(self, index: Sequence[Any] | None, records: list[BadSample] | None = None) -> Any:
+    def fetch(self, index: Sequence[Any] | None, records: list[SkippedSample] | None = None) -> Any:
         """Return the next batch. For blocking datasets.
 
         Args:
@@ -97,7 +97,7 @@ class StreamFetcher:
             note_stream_collation(error, first, self.samples, self._maker.worker)
             raise
 
-    async def fetch_async(self, index: Sequence[Any] | None, records: list[BadSample] | None = None) -> Any:
+    async def fetch_async(self, index: Sequence[Any] | None, records: list[SkippedSample] | None = None) -> Any:
         """As `fetch`, for asynchronous streams. A lock has several calls read one at a time, in their order.
 
         Raises:
@@ -140,7 +140,7 @@ class StreamFetcher:
             raise StopIteration
         return data if self._auto_collation else data[0]
 
-    async def _batch(self, size: int, records: list[BadSample]) -> list[Any] | None:
+    async def _batch(self, size: int, records: list[SkippedSample]) -> list[Any] | None:
         """Return the next `size` samples; fewer where the stream ends or samples were dropped. None: it has ended.
 
         With an error policy, a sample that raises counts towards the size of its batch.
@@ -207,7 +207,7 @@ class StreamFetcher:
         finally:
             del dead  # it refers to this frame
 
-    async def _begin_decoding(self, decoder: Decoder, sample: Any, records: list[BadSample]) -> Any:
+    async def _begin_decoding(self, decoder: Decoder, sample: Any, records: list[SkippedSample]) -> Any:
         """Decode the sample that was read last; for an asynchronous stream only begin, and go on in `_decoded`."""
         request = SampleRequest(None, self.samples - 1)
         if self._maker.asynchronous:
@@ -220,7 +220,7 @@ class StreamFetcher:
         except Exception as error:
             return await self._maker.on_error(request, error, records)
 
-    async def _decoded(self, decoder: Decoder, data: list[Any], records: list[BadSample]) -> list[Any]:
+    async def _decoded(self, decoder: Decoder, data: list[Any], records: list[SkippedSample]) -> list[Any]:
         kept: list[Any] = []
         for item in data:
             if not isinstance(item, _ReadSample):
@@ -259,7 +259,7 @@ def _retrieve_error(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-def _by_position(record: BadSample) -> int:
+def _by_position(record: SkippedSample) -> int:
     return -1 if record.position is None else record.position
 
 
@@ -293,7 +293,7 @@ class WorkerStreamFetcher(StreamFetcher):
 
     dataset_iter: WorkerStreamLike
 
-    async def _batch(self, size: int, records: list[BadSample]) -> list[Any] | None:
+    async def _batch(self, size: int, records: list[SkippedSample]) -> list[Any] | None:
         before = len(records)
         self.dataset_iter.next_batch()
         await self.dataset_iter.refill()  # an error here belongs to no sample, so no sample is dropped for it
@@ -304,7 +304,7 @@ class WorkerStreamFetcher(StreamFetcher):
             raise NoSamples
         return None
 
-    async def _filled(self, size: int, records: list[BadSample]) -> list[Any]:
+    async def _filled(self, size: int, records: list[SkippedSample]) -> list[Any]:
         data: list[Any] = []
         before = len(records)
         while len(data) < size and not self.ended:
@@ -332,7 +332,7 @@ class WorkerStreamFetcher(StreamFetcher):
         return data
 
     async def _decode(
-        self, decoder: Decoder, first: int, samples: list[Any], data: list[Any], records: list[BadSample]
+        self, decoder: Decoder, first: int, samples: list[Any], data: list[Any], records: list[SkippedSample]
     ) -> None:
         """Decode the samples concurrently, as far as there are threads; append them in their order."""
         decoding: list[asyncio.Task[Any]] = []

@@ -24,7 +24,7 @@ class RingOptions(NamedTuple):
 
     credits: int
     ring_bytes: int | None
-    run_ahead: int
+    reorder_window: int
     workers: int
     least_credits: int | None
 

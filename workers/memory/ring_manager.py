@@ -7,7 +7,7 @@ worker is sent a larger ring. The old ring is freed with its last reference, whe
 lease ends; it is not closed explicitly.
 
 How many outstanding batches find a slot depends on how large they turn out to be. The manager says how many there may
-be (`credits`, `run_ahead`), and the scheduler keeps to that.
+be (`credits`, `reorder_window`), and the scheduler keeps to that.
 
 The manager knows the slot of each unanswered task, so that the slots of tasks that will never be answered (the dataset
 ended, the epoch was abandoned) are freed.
@@ -48,8 +48,8 @@ class RingManager:
         credits: tasks that the worker may have outstanding, as long as slots for them fit into `ring_bytes` or, without
             a bound, into `CREDIT_BYTES`.
         ring_bytes: upper bound on the ring's size; None: no bound.
-        run_ahead: batches that may wait for an earlier one, in addition to the credits. They get slots as long as these
-            fit into `ring_bytes` or, without a bound, into `RUN_AHEAD_BYTES`.
+        reorder_window: batches that may wait for an earlier one, in addition to the credits. They get slots as long as
+            these fit into `ring_bytes` or, without a bound, into `RUN_AHEAD_BYTES`.
         workers: number of workers with such a ring, to check that the rings of all of them fit.
         least_credits: tasks that may be outstanding however large batches are; default: `credits`.
 
@@ -61,12 +61,12 @@ class RingManager:
         self,
         credits: int,
         ring_bytes: int | None,
-        run_ahead: int = 0,
+        reorder_window: int = 0,
         workers: int = 1,
         least_credits: int | None = None,
     ) -> None:
         self._workers = workers
-        self._most_ahead = run_ahead
+        self._most_ahead = reorder_window
         self._least_credits = credits if least_credits is None else least_credits
         self._most_extra = credits - self._least_credits
         self._least_slots = slot_count(self._least_credits)
@@ -86,7 +86,7 @@ class RingManager:
         self._number = -1  # of the newest ring
 
     @property
-    def run_ahead(self) -> int:
+    def reorder_window(self) -> int:
         """Batches that may wait for an earlier one, in addition to the credits."""
         return self._ahead
 

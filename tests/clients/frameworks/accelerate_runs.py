@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 
 import asyncloader
+from asyncloader import Tuning
 from asyncloader.integrations.accelerate import prepare
 from tests.clients.frameworks.helping import draws, seed_all
 
@@ -15,7 +16,7 @@ __all__ = ["OURS", "OWN", "STOCK", "accelerator", "both", "epochs", "prepared"]
 
 STOCK: Any = torch.utils.data.DataLoader
 OURS: Any = asyncloader.DataLoader
-OWN: dict[str, Any] = {"ring_bytes": 1 << 20, "concurrency": 3}
+OWN: dict[str, Any] = {"tuning": Tuning(ring_bytes=1 << 20), "concurrency": 3}
 
 
 def accelerator(**options: Any) -> Accelerator:

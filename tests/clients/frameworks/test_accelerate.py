@@ -30,7 +30,7 @@ def test_prepare_keeps_the_wrapper_and_puts_our_loader_inside() -> None:
     assert isinstance(shard, STOCK)
     inside = shard.base_dataloader
     assert type(inside) is OURS
-    assert (inside.dataset, inside.ring_bytes, inside.concurrency) == (dataset, 1 << 20, 3)
+    assert (inside.dataset, inside.tuning.ring_bytes, inside.concurrency) == (dataset, 1 << 20, 3)
     assert (inside.num_workers, inside.prefetch_factor, inside.persistent_workers) == (2, 3, True)
     assert len(shard) == 3
     assert shard.total_batch_size == 8

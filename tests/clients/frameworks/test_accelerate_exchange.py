@@ -31,7 +31,7 @@ def test_skip_first_batches_of_a_prepared_loader(shuffle: bool) -> None:
     expected, got = accelerate.skip_first_batches(stock, 2), skip_first_batches(ours, 2)
     assert type(got).__name__ == DataLoaderShard.__name__
     inside = got.base_dataloader
-    assert (type(inside), inside.ring_bytes, inside.concurrency) == (OURS, 1 << 20, 3)
+    assert (type(inside), inside.tuning.ring_bytes, inside.concurrency) == (OURS, 1 << 20, 3)
     assert_same(epochs(got, 1), epochs(expected, 1))
     assert len(list(got)) == 3
     assert batches_given(inside) == 6
@@ -81,7 +81,7 @@ def test_adopt_exchanges_a_stock_loader() -> None:
     shard: Any = accelerator().prepare(STOCK(dataset, 8, num_workers=2))
     assert adopt(shard) is shard
     inside = shard.base_dataloader
-    assert (type(inside), inside.dataset, inside.ring_bytes, inside.concurrency) == (OURS, dataset, None, 256)
+    assert (type(inside), inside.dataset, inside.tuning.ring_bytes, inside.concurrency) == (OURS, dataset, None, None)
     assert adopt(shard).base_dataloader is inside
     assert len(list(shard)) == 3
 

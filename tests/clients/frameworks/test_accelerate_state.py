@@ -16,7 +16,7 @@ from accelerate import DataLoaderConfiguration
 from accelerate.data_loader import DataLoaderShard
 from torch.utils.data import IterableDataset
 
-from asyncloader import StateError, StatefulDataLoader
+from asyncloader import Recovery, StateError, StatefulDataLoader, Tuning
 from asyncloader.integrations.accelerate import adopt, prepare, skip_first_batches
 from tests.clients.frameworks.accelerate_runs import OURS, STOCK, accelerator, prepared
 from tests.clients.frameworks.helping import Rows, RowStream, batches_given, seed_all
@@ -181,9 +181,9 @@ def test_streams_without_a_state(tmp_path: Path) -> None:
     _, shard = brought(OURS(RowStream(ROWS), BATCH, seed=1))
     expected = list(shard)
     run_and_save(*brought(OURS(RowStream(ROWS), BATCH, seed=1)), (0, 3), tmp_path)
-    with pytest.raises(StateError, match="resume='replay'"):
+    with pytest.raises(StateError, match="allow_replay"):
         resumed(OURS(RowStream(ROWS), BATCH, seed=1), tmp_path, 0)
-    got, _ = resumed(OURS(RowStream(ROWS), BATCH, seed=1, resume="replay"), tmp_path, 1)
+    got, _ = resumed(OURS(RowStream(ROWS), BATCH, seed=1, recovery=Recovery(allow_replay=True)), tmp_path, 1)
     assert_same(got, [expected[3:]])
 
 
@@ -229,15 +229,14 @@ def test_prepare_begins_with_the_loaders_epoch() -> None:
 def test_all_own_options_are_kept() -> None:
     """The loader inside has each of our options as the user gave it."""
     own: dict[str, Any] = {
-        "ring_bytes": 1 << 20,
+        "tuning": Tuning(ring_bytes=1 << 20, reorder_window=2),
         "concurrency": 3,
         "seed": 4,
         "rank": 1,
         "world_size": 2,
         "on_uneven": "repeat",
-        "resume": "replay",
+        "recovery": Recovery(allow_replay=True),
         "snapshot_every_n_steps": 5,
-        "run_ahead": 2,
     }
     inside = prepared(OURS(Rows(20), 8, num_workers=1, **own)).base_dataloader
     assert {name: getattr(inside, name) for name in own} == own

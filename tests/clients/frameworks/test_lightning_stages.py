@@ -11,7 +11,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.loggers.logger import Logger
 
-from asyncloader import NeverIteratedWarning
+from asyncloader import NeverIteratedWarning, Tuning
 from asyncloader.integrations.lightning import LoaderCallback
 from tests.clients.frameworks.helping import Rows, batches_given, seed_all
 from tests.clients.frameworks.lightning_runs import OURS, STOCK, Recorder, Validated, fit, trainer
@@ -59,13 +59,13 @@ def test_other_stages_see_torchs_batches(stage: str) -> None:
 def test_predict_makes_the_loader_anew_with_its_own_options() -> None:
     """`predict` needs a batch sampler of its own: the new loader is of our class and keeps all options."""
     dataset = Rows(20)
-    loader = OURS(dataset, 8, num_workers=2, prefetch_factor=3, ring_bytes=1 << 20, concurrency=3)
+    loader = OURS(dataset, 8, num_workers=2, prefetch_factor=3, tuning=Tuning(ring_bytes=1 << 20), concurrency=3)
     run = trainer()
     predictions: Any = run.predict(Recorder(), loader)
     used: Any = run.predict_dataloaders
     assert used is not loader
     assert type(used) is OURS
-    assert (used.dataset, used.ring_bytes, used.concurrency) == (dataset, 1 << 20, 3)
+    assert (used.dataset, used.tuning.ring_bytes, used.concurrency) == (dataset, 1 << 20, 3)
     assert (used.num_workers, used.prefetch_factor) == (2, 3)
     assert [len(p) for p in predictions] == [8, 8, 4]
     assert batches_given(used) == 3
@@ -123,7 +123,7 @@ def test_loaders_of_a_data_module() -> None:
     assert_same(runs[1], runs[0])
     used: Any = run.predict_dataloaders
     assert type(used) is OURS
-    assert (used.ring_bytes, used.concurrency) == (1 << 20, 5)
+    assert (used.tuning.ring_bytes, used.concurrency) == (1 << 20, 5)
 
 
 # -------------------------------------------------------------------------------------------- metrics, Fabric
@@ -248,7 +248,7 @@ def test_two_processes_share_the_dataset_out(tmp_path: Path) -> None:
                 assert sorted(rows) == list(range(16)), rows
                 loader = self.trainer.train_dataloader
                 assert type(loader) is DataLoader
-                assert (loader.ring_bytes, loader.concurrency, loader.num_workers) == (1 << 20, 3, 1)
+                assert (loader.tuning.ring_bytes, loader.concurrency, loader.num_workers) == (1 << 20, 3, 1)
                 assert type(loader.sampler).__name__ == "DistributedSampler"
                 assert loader.stats()["data/batches"] == 2
                 if self.global_rank == 0:
@@ -259,7 +259,7 @@ def test_two_processes_share_the_dataset_out(tmp_path: Path) -> None:
 
         if __name__ == "__main__":
             data = torch.arange(16.0).reshape(16, 1)
-            loader = DataLoader(data, 4, shuffle=True, num_workers=1, ring_bytes=1 << 20, concurrency=3)
+            loader = DataLoader(data, 4, shuffle=True, num_workers=1, tuning=Tuning(ring_bytes=1 << 20), concurrency=3)
             trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", max_epochs=1, logger=False,
                 enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
             trainer.fit(Model(), loader)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, TensorDataset
 
-from asyncloader import DataLoader
+from asyncloader import DataLoader, Tuning
 from asyncloader.integrations.ray import shard
 from tests.clients.frameworks.helping import RowStream
 
@@ -24,10 +24,14 @@ def values(loader: Any) -> list[list[int]]:
 def test_ranks_share_the_dataset_as_under_a_stock_loader(world_size: int, shuffle: bool) -> None:
     """Every rank gets what a stock loader with torch's DistributedSampler gives it, shuffled if the loader was."""
     for rank in range(world_size):
-        ours = shard(DataLoader[Any](DATA, 4, shuffle=shuffle, num_workers=1, ring_bytes=1 << 20), world_size, rank)
+        ours = shard(
+            DataLoader[Any](DATA, 4, shuffle=shuffle, num_workers=1, tuning=Tuning(ring_bytes=1 << 20)),
+            world_size,
+            rank,
+        )
         sampler: DistributedSampler[Any] = DistributedSampler(DATA, world_size, rank, shuffle=shuffle)
         assert isinstance(ours, DataLoader)
-        assert ours.ring_bytes == 1 << 20
+        assert ours.tuning.ring_bytes == 1 << 20
         assert values(ours) == values(torch.utils.data.DataLoader(DATA, 4, sampler=sampler))
 
 

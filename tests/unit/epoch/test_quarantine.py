@@ -9,7 +9,7 @@ from asyncloader.epoch.quarantine import Quarantine
 from asyncloader.errors import TaskQuarantined, WorkerDied
 from asyncloader.events import Poisoned, PositionedIndex, Task
 from asyncloader.options import OnError
-from asyncloader.workers.fetch.sample_errors import BadSample, dropped_count
+from asyncloader.workers.fetch.sample_errors import SkippedSample, dropped_count
 
 
 def poisoned(index: Any, trace: str = "") -> Poisoned:
@@ -19,7 +19,7 @@ def poisoned(index: Any, trace: str = "") -> Poisoned:
 
 def settled(
     index: Any, on_error: OnError, *, batched: bool = True, replicas: int = 1, trace: str = ""
-) -> tuple[Any, list[BadSample]]:
+) -> tuple[Any, list[SkippedSample]]:
     quarantine = Quarantine(on_error, tuple, batched=batched, replicas=replicas)
     return quarantine.settle(poisoned(index, trace))
 
@@ -91,7 +91,7 @@ def test_without_batches_a_task_is_one_sample(placed: bool) -> None:
 
 
 def test_records_are_bounded() -> None:
-    """They keep to the lengths that `BadSample` promises, whatever the workers wrote."""
+    """They keep to the lengths that `SkippedSample` promises, whatever the workers wrote."""
     _, records = settled(list(range(1000)), "skip", trace="x" * 100_000)
     assert max(len(record.error) for record in records) <= 1000
     assert max(len(record.traceback) for record in records) <= 16_000

@@ -87,7 +87,12 @@ def test_a_stream_without_a_state_is_an_obstacle() -> None:
     where = resume_points()
     answer(where, b"")
     text = where.obstacle(0)
-    for words in ("not replaced", "state_dict and load_state_dict", "asyncloader.Stateful", "resume='replay'"):
+    for words in (
+        "not replaced",
+        "state_dict and load_state_dict",
+        "asyncloader.Stateful",
+        "Recovery(allow_replay=True)",
+    ):
         assert words in text
 
 
@@ -97,7 +102,7 @@ def test_a_state_that_could_not_be_taken_is_an_obstacle() -> None:
     answer(where, pickled(cursor(1, "TypeError: cannot pickle 'generator' object")))
     text = where.obstacle(0)
     assert "state_dict() TypeError: cannot pickle 'generator' object" in text
-    assert "resume='replay'" in text
+    assert "Recovery(allow_replay=True)" in text
 
 
 def test_replay_reads_from_the_beginning() -> None:

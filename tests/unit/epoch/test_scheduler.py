@@ -73,13 +73,15 @@ def test_least_loaded_prefers_the_worker_with_fewest_unanswered() -> None:
     assert s.handle(Offered("c")) == [Assign(1, Task(0, 2, "c"))]
 
 
-def ahead(run_ahead: int, credits: int = 1) -> Scheduler:
+def ahead(reorder_window: int, credits: int = 1) -> Scheduler:
     """Two workers, of which worker 0 has not answered task 0 yet, and worker 1 is through with its first tasks."""
-    return started(workers=2, credits=credits, offers=2 * credits, assignment="least_loaded", run_ahead=run_ahead)
+    return started(
+        workers=2, credits=credits, offers=2 * credits, assignment="least_loaded", reorder_window=reorder_window
+    )
 
 
 def test_held_back_batches_let_others_run_ahead() -> None:
-    """While the head of the line is slow, each batch that waits for it makes room for one more, up to `run_ahead`."""
+    """While the head of the line is slow, each batch that waits makes room for one more, up to `reorder_window`."""
     s = ahead(2)
     assert s.handle(Completed(1, 1, "B")) == [Pull(1)]
     assert s.handle(Offered("c")) == [Assign(1, Task(0, 2, "c"))]
@@ -90,7 +92,7 @@ def test_held_back_batches_let_others_run_ahead() -> None:
 
 
 def test_without_run_ahead_the_head_of_the_line_stops_all() -> None:
-    """`run_ahead` 0 gives out no more than the credits."""
+    """`reorder_window` 0 gives out no more than the credits."""
     s = ahead(0)
     assert s.handle(Completed(1, 1, "B")) == []
 
@@ -124,9 +126,9 @@ def test_run_ahead_may_be_lowered() -> None:
     s = ahead(2)
     s.handle(Completed(1, 1, "B"))
     s.handle(Offered("c"))
-    s.run_ahead = 1
+    s.reorder_window = 1
     assert s.handle(Completed(1, 2, "C")) == []
-    s.run_ahead = 2
+    s.reorder_window = 2
     assert s.handle(Completed(0, 0, "A"))[-1] == Deliver(2, 1, "C")
     assert s.handle(Delivered(0)) == []
     assert s.handle(Delivered(1)) == [Pull(1)]
@@ -141,15 +143,15 @@ def test_nobody_runs_ahead_past_the_samplers_end() -> None:
 
 def test_nobody_runs_ahead_out_of_order_or_in_turn() -> None:
     """Nothing is held back with in_order=False; in torch's turns batches are bound to workers."""
-    s = started(workers=2, credits=1, offers=2, assignment="least_loaded", in_order=False, run_ahead=2)
+    s = started(workers=2, credits=1, offers=2, assignment="least_loaded", in_order=False, reorder_window=2)
     assert s.handle(Completed(1, 1, "B")) == [Deliver(1, 1, "B")]
-    s = started(workers=2, credits=1, offers=2, run_ahead=2)
+    s = started(workers=2, credits=1, offers=2, reorder_window=2)
     assert s.handle(Completed(1, 1, "B")) == []
 
 
 def test_one_worker_does_not_hold_everything() -> None:
-    """A worker has at most its credits, and `run_ahead`, undelivered: as many slots its ring has."""
-    s = started(workers=2, credits=1, offers=2, assignment="least_loaded", run_ahead=1)
+    """A worker has at most its credits, and `reorder_window`, undelivered: as many slots its ring has."""
+    s = started(workers=2, credits=1, offers=2, assignment="least_loaded", reorder_window=1)
     s.handle(Completed(1, 1, "B"))
     assert s.handle(Offered("c")) == [Assign(1, Task(0, 2, "c"))]
     s.handle(Completed(1, 2, "C"))

@@ -129,7 +129,7 @@ def test_what_is_pulled_for_a_poisoned_task_comes_behind_what_was_lost() -> None
     """A pull may be answered while the other actions are still to be done: it is the last, so that each worker has its
     tasks in the order that tells over which of them it died.
     """
-    s = started(workers=2, credits=2, offers=4, assignment="least_loaded", run_ahead=4)
+    s = started(workers=2, credits=2, offers=4, assignment="least_loaded", reorder_window=4)
     # Worker 0 has tasks 0 and 2; worker 1 has 1 and 3.
     dies(s, 1, 17, 18)  # over task 1; task 3 goes to worker 0
     s.handle(Offered(4))
@@ -265,7 +265,7 @@ def test_a_stream_that_ends_on_trial_leaves_no_suspects() -> None:
 
 def test_run_ahead_goes_on_beside_a_trial() -> None:
     """An answer that is held back lets a worker run ahead, also where it sends a suspect off."""
-    s = started(workers=2, credits=2, offers=4, assignment="least_loaded", run_ahead=2, concurrent=True)
+    s = started(workers=2, credits=2, offers=4, assignment="least_loaded", reorder_window=2, concurrent=True)
     s.handle(death(1, 17))  # over tasks 1 and 3
     assert s.handle(Replaced(1)) == [Assign(1, task(1), suspect=True)]
     assert s.handle(Completed(1, 1, "B")) == [Assign(1, task(3), suspect=True), Pull(1)]

@@ -83,7 +83,7 @@ async def test_a_prefix_is_all_known_shards_below_it(tmp_path: Path, written: st
 async def test_names_that_are_no_text(tmp_path: Path, written: str) -> None:
     """A file's name may be any bytes; the URL that it is listed with leads to it."""
     (tmp_path / os.fsdecode(b"caf\xe9.jsonl")).write_bytes(b'{"n": 7}\n')
-    loader = AsyncDataLoader[Any](RemoteIterableDataset(written.format(tmp_path), decode=itemgetter("n")), batch_size=2)
+    loader = AsyncDataLoader[Any](RemoteIterableDataset(written.format(tmp_path)), batch_size=2, decode=itemgetter("n"))
     assert [batch.tolist() async for batch in loader] == [[7]]
 
 

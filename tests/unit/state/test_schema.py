@@ -372,7 +372,7 @@ def test_another_ranks_stream_is_refused() -> None:
 
 def test_exact_resuming_needs_a_place_in_every_stream() -> None:
     """A copy that gave batches and has no cursor is refused with the way out; one that gave none is at its start."""
-    with pytest.raises(StateError, match=r"resume='replay'.*5 batches"):
+    with pytest.raises(StateError, match=r"Recovery\(allow_replay=True\).*5 batches"):
         check_exact(workers(), stream=True)
     check_exact(workers(given=[3, 0]), stream=True)
     check_exact(workers(given=[2, 0]), stream=False)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader.workers.fetch.reader import Reader
-from asyncloader.workers.fetch.sample_errors import BadSample, ErrorPolicy, NoSamples
+from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples, SkippedSample
 from asyncloader.workers.fetch.seeding import sample_rng
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
 
@@ -158,7 +158,7 @@ def reader(dataset: Any, policy: ErrorPolicy | None = None, **changes: Any) -> R
     return made
 
 
-async def fetch(one: Reader, index: Any = None, bad: list[BadSample] | None = None) -> Any:
+async def fetch(one: Reader, index: Any = None, bad: list[SkippedSample] | None = None) -> Any:
     """Blocking or not. The end of a stream is StopAsyncIteration."""
     if one.asynchronous:
         return await one.fetch_async(index, bad)
@@ -168,11 +168,11 @@ async def fetch(one: Reader, index: Any = None, bad: list[BadSample] | None = No
         raise StopAsyncIteration from None
 
 
-async def rest(one: Reader, bad: list[BadSample] | None = None) -> list[Any]:
+async def rest(one: Reader, bad: list[SkippedSample] | None = None) -> list[Any]:
     """All batches; None for one without samples."""
     found: list[Any] = []
     while True:
-        records: list[BadSample] = []
+        records: list[SkippedSample] = []
         try:
             found.append(await fetch(one, None, records))
         except NoSamples:
@@ -200,7 +200,7 @@ def indices(batch: Any) -> list[int]:
     return [sample[0] for sample in batch]
 
 
-def places(bad: list[BadSample]) -> list[Any]:
+def places(bad: list[SkippedSample]) -> list[Any]:
     """What of the records does not depend on the process."""
     return [(record.index, record.position, record.action) for record in bad]
 

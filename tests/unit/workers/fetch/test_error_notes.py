@@ -16,7 +16,7 @@ from asyncloader.workers.fetch.error_notes import add_note, index_text, note_col
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample import SampleMaker
-from asyncloader.workers.fetch.sample_errors import BadSample
+from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.fetch.stream_fetcher import StreamFetcher
 from tests.unit.workers.fetch.raising import (
@@ -155,7 +155,7 @@ async def test_an_error_of_collation_names_the_batch(mode: str, policy: Any) -> 
     """It is no sample's, so it is never skipped, and nothing is recorded."""
 
     async def found(one: Reader, index: Any = None) -> list[str]:
-        bad: list[BadSample] = []
+        bad: list[SkippedSample] = []
         with pytest.raises(TypeError, match="does not collate") as caught:
             await fetch(one, index, bad)
         assert bad == []

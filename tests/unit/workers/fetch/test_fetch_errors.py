@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import Subset
 
-from asyncloader.workers.fetch.sample_errors import BadSample, ErrorPolicy, NoSamples, substitute_index
+from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples, SkippedSample, substitute_index
 from asyncloader.workers.fetch.seeding import sample_rng
 from asyncloader.workers.fetch.setup import EpochStart
 from tests.unit.workers.fetch.raising import (
@@ -39,7 +39,7 @@ from tests.unit.workers.fetch.raising import (
 async def test_a_batch_comes_without_its_bad_samples(kind: Any, mode: str) -> None:
     """In order, with a record each in the batch's order; the others have the numbers that they have anyway."""
     batch = [0, 9, 4, 3, 7]
-    bad: list[BadSample] = []
+    bad: list[SkippedSample] = []
     found = await fetch(reader(kind(9, 3), SKIP, seeded=MODES[mode]), at(mode, 20, batch), bad)
     assert indices(found) == [0, 4, 7]
     seeded = mode == "seeded"
@@ -56,7 +56,7 @@ async def test_a_batch_comes_without_its_bad_samples(kind: Any, mode: str) -> No
 @pytest.mark.parametrize("kind", [Map, AsyncMap, Getitems, AsyncGetitems])
 async def test_a_good_batch_is_the_same_with_a_policy(kind: Any, mode: str) -> None:
     """Nothing is recorded, and every number is that of a loader without a policy."""
-    bad: list[BadSample] = []
+    bad: list[SkippedSample] = []
     torch.manual_seed(5)
     found = await fetch(reader(kind(), SKIP, seeded=MODES[mode]), at(mode, 20, [3, 1, 2]), bad)
     assert bad == []
@@ -74,7 +74,7 @@ async def test_a_good_batch_is_the_same_with_a_policy(kind: Any, mode: str) -> N
 async def test_a_batch_without_any_sample_left_is_none(kind: Any, mode: str) -> None:
     """All are recorded; an empty batch of the sampler's own making is one."""
     one = reader(kind(1, 2), SKIP, seeded=MODES[mode])
-    bad: list[BadSample] = []
+    bad: list[SkippedSample] = []
     with pytest.raises(NoSamples):
         await fetch(one, at(mode, 0, [2, 1]), bad)
     assert [record.index for record in bad] == [2, 1]
@@ -89,7 +89,7 @@ async def test_a_batch_without_any_sample_left_is_none(kind: Any, mode: str) -> 
 @pytest.mark.parametrize("kind", [OnlyGetitems, AsyncOnlyGetitems])
 async def test_without_getitem_the_whole_batch_is_bad(kind: Any, mode: str) -> None:
     """The error of `Dataset.__getitem__` is not taken for the samples' own."""
-    bad: list[BadSample] = []
+    bad: list[SkippedSample] = []
     with pytest.raises(NoSamples):
         await fetch(reader(kind(), REFILL, seeded=MODES[mode]), at(mode, 0, [2, 1]), bad)
     assert [(record.index, record.error) for record in bad] == [(2, "OSError: no batch"), (1, "OSError: no batch")]
@@ -110,7 +110,7 @@ async def test_samples_are_found_through_torchs_views(kind: Any, mode: str) -> N
             return super().sample(index)
 
     dataset = Counting(12)
-    bad: list[BadSample] = []
+    bad: list[SkippedSample] = []
     one = reader(Subset(dataset, range(10, 20)), SKIP, seeded=MODES[mode])
     assert indices(await fetch(one, at(mode, 0, [1, 2, 3]), bad)) == [11, 13]
     assert [record.index for record in bad] == [2]
@@ -126,7 +126,7 @@ async def test_stop_iteration_of_a_map_dataset_is_an_error_like_any_other() -> N
                 raise StopIteration
             return index
 
-    bad: list[BadSample] = []
+    bad: list[SkippedSample] = []
     assert reader(Stopping(), SKIP).fetch([0, 1, 2], bad) == [0, 2]
     assert bad[0].error == "StopIteration"
 
@@ -139,7 +139,7 @@ def test_what_is_no_exception_goes_through(kind: Any) -> None:
         def __getitem__(self, index: int) -> Any:
             raise kind
 
-    bad: list[BadSample] = []
+    bad: list[SkippedSample] = []
     with pytest.raises(kind):
         reader(Interrupted(), SKIP).fetch([0, 1], bad)
     assert bad == []
@@ -148,7 +148,7 @@ def test_what_is_no_exception_goes_through(kind: Any) -> None:
 async def test_concurrent_batches_have_their_own_records() -> None:
     """Whatever is fetched at the same time, and whichever ends first."""
     one = reader(AsyncMap(*range(0, 40, 3)), SKIP, seeded=SEEDED)
-    lists: list[list[BadSample]] = [[] for _ in range(4)]
+    lists: list[list[SkippedSample]] = [[] for _ in range(4)]
     batches = [list(range(first, first + 10)) for first in range(0, 40, 10)]
     found = await asyncio.gather(*(one.fetch_async((b[0], b), bad) for b, bad in zip(batches, lists, strict=True)))
     for batch, samples, bad in zip(batches, found, lists, strict=True):
@@ -167,7 +167,7 @@ async def test_a_cancelled_fetch_is_not_skipped() -> None:
             began.set()
             await asyncio.get_running_loop().create_future()
 
-    bad: list[BadSample] = []
+    bad: list[SkippedSample] = []
     task = asyncio.ensure_future(reader(Waiting(), SKIP).fetch_async([1, 2], bad))
     await began.wait()
     task.cancel()
@@ -184,7 +184,7 @@ async def test_lost_samples_are_refilled(kind: Any) -> None:
     """By the index that (seed, epoch, position) gives, under the numbers of the position, however batches are cut."""
     raising = [index for index in range(LENGTH) if index % 4 == 1]
     batch = [0, 1, 2, 5]
-    bad: list[BadSample] = []
+    bad: list[SkippedSample] = []
     one = reader(kind(*raising), REFILL, seeded=SEEDED)
     found = await fetch(one, (30, batch), bad)
     assert len(found) == 4
@@ -211,7 +211,7 @@ async def test_a_function_replaces(kind: Any, mode: str) -> None:
     def ask(index: Any, error: Exception) -> Any:
         return -index, sample_rng().random.random()
 
-    bad: list[BadSample] = []
+    bad: list[SkippedSample] = []
     found = await fetch(reader(kind(4, 6), ErrorPolicy(ask), seeded=MODES[mode]), at(mode, 7, [3, 4, 6]), bad)
     assert indices(found) == [3, -4, -6]
     assert [record.action for record in bad] == ["replaced"] * 2
@@ -245,7 +245,7 @@ async def test_what_a_function_raises_fails_the_batch(kind: Any) -> None:
 
     stream = issubclass(kind, Stream)
     one = reader(kind(4, 1, 3) if stream else kind(1, 3), ErrorPolicy(ask))
-    bad: list[BadSample] = []
+    bad: list[SkippedSample] = []
     with pytest.raises(LookupError, match="enough") as caught:
         await fetch(one, [0, 1, 2, 3], bad)
     assert isinstance(caught.value.__cause__, ValueError)

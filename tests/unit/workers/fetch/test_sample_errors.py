@@ -15,9 +15,9 @@ from asyncloader.workers.fetch.sample import run_blocking
 from asyncloader.workers.fetch.sample_errors import (
     ATTEMPTS,
     DROPPED,
-    BadSample,
     ErrorPolicy,
     SampleErrorHandler,
+    SkippedSample,
     dropped_count,
     substitute_index,
 )
@@ -51,7 +51,7 @@ class Nasty(Exception):
 
 def test_a_record_says_what_where_and_why() -> None:
     """Everything that one needs to find the sample; it pickles."""
-    bad: list[BadSample] = []
+    bad: list[SkippedSample] = []
     assert run_blocking(handler(ErrorPolicy()).handle("a.jpg", None, raised(ValueError("bad jpeg")), bad)) is DROPPED
     (record,) = bad
     assert record[:5] == ("a.jpg", None, 3, os.getpid(), "ValueError: bad jpeg")
@@ -73,7 +73,7 @@ def test_a_record_says_what_where_and_why() -> None:
 )
 def test_texts_are_bounded_and_always_there(error: Exception, text: str) -> None:
     """An exception without a text, or whose text cannot be had, or is far too long."""
-    bad: list[BadSample] = []
+    bad: list[SkippedSample] = []
     run_blocking(handler(ErrorPolicy()).handle(0, None, raised(error), bad))
     assert bad[0].error == text
     assert 0 < len(bad[0].traceback) <= 16_000
@@ -81,7 +81,7 @@ def test_texts_are_bounded_and_always_there(error: Exception, text: str) -> None
 
 def test_the_end_of_a_long_traceback_is_kept() -> None:
     """The innermost frame and the message are kept."""
-    bad: list[BadSample] = []
+    bad: list[SkippedSample] = []
     run_blocking(handler(ErrorPolicy()).handle(0, None, raised(ValueError("y" * 50_000 + " last words")), bad))
     assert len(bad[0].traceback) == 16_000
     assert bad[0].traceback.endswith(" last words\n")
@@ -98,7 +98,7 @@ def test_a_function_gives_the_substitute() -> None:
     def ask(index: Any, error: Exception) -> Any:
         seen.append((index, error))
 
-    bad: list[BadSample] = []
+    bad: list[SkippedSample] = []
     assert run_blocking(handler(ErrorPolicy(ask)).handle(7, 5, error, bad)) is None
     assert seen == [(7, error)]
     assert (bad[0].index, bad[0].position, bad[0].action) == (7, 5, "replaced")
@@ -110,7 +110,7 @@ async def test_what_a_function_raises_is_raised(asynchronous: bool) -> None:
     error = raised(ValueError("bad"))
 
     async def lose(ask: Any) -> Exception:
-        bad: list[BadSample] = []
+        bad: list[SkippedSample] = []
         one = handler(ErrorPolicy(ask), asynchronous=asynchronous)
         with pytest.raises(Exception) as caught:
             await one.handle(7, None, error, bad)
@@ -143,7 +143,7 @@ def test_a_coroutine_function_needs_an_async_dataset() -> None:
 
     with pytest.raises(TypeError, match="on_error gives a coroutine, but the dataset is not asynchronous"):
         handler(ErrorPolicy(ask))
-    bad: list[BadSample] = []
+    bad: list[SkippedSample] = []
     hidden = handler(ErrorPolicy(Hidden(ask)))
     with pytest.raises(TypeError, match="on_error gives a coroutine"):
         run_blocking(hidden.handle(1, None, raised(ValueError("bad")), bad))
@@ -157,7 +157,7 @@ async def test_a_coroutine_function_is_awaited() -> None:
         return index, str(error)
 
     for function in (ask, lambda index, error: (index, str(error))):
-        bad: list[BadSample] = []
+        bad: list[SkippedSample] = []
         one = handler(ErrorPolicy(function), asynchronous=True)
         assert await one.handle(1, None, raised(ValueError("bad")), bad) == (1, "bad")
         assert [record.action for record in bad] == ["replaced"]
@@ -213,7 +213,7 @@ async def test_substitutes_are_tried_in_their_order(asynchronous: bool) -> None:
     order = [substitute_index(9, 2, 40, attempt, 50) for attempt in range(ATTEMPTS)]
     made: list[int] = []
     one = make({order[2]}, made)
-    bad: list[BadSample] = []
+    bad: list[SkippedSample] = []
     error = raised(ValueError("bad"))
     if asynchronous:
 
@@ -235,7 +235,7 @@ async def test_substitutes_are_tried_in_their_order(asynchronous: bool) -> None:
 
 def test_places_are_counted_and_not_records() -> None:
     """A position whose substitutes failed, too, counts once; a refilled one does not count, whatever failed."""
-    bad: list[BadSample] = []
+    bad: list[SkippedSample] = []
     one = handler(REFILL)
     run_blocking(one.handle(7, 40, raised(ValueError("bad")), bad, make(set(), [])))
     good = substitute_index(9, 2, 41, 1, 50)
@@ -254,7 +254,7 @@ def test_places_are_counted_and_not_records() -> None:
 def test_after_16_substitutes_the_sample_is_skipped() -> None:
     """A dataset all of whose samples raise does not keep the worker."""
     made: list[int] = []
-    bad: list[BadSample] = []
+    bad: list[SkippedSample] = []
     assert run_blocking(handler(REFILL).handle(7, 40, raised(ValueError("bad")), bad, make(set(), made))) is DROPPED
     assert len(made) == ATTEMPTS == 16
     assert [record.action for record in bad] == ["skipped"] * 17

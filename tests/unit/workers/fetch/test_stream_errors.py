@@ -11,7 +11,7 @@ import pytest
 
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.reader import Reader
-from asyncloader.workers.fetch.sample_errors import BadSample, ErrorPolicy, NoSamples
+from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples, SkippedSample
 from asyncloader.workers.fetch.seeding import sample_rng
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.fetch.stream_errors import MAX_CONSECUTIVE, StreamErrors
@@ -39,7 +39,7 @@ async def test_a_stream_goes_on_past_bad_samples(kind: Any, drop_last: bool, mod
     """A bad sample counts towards its batch's size, so all other samples and their random numbers are unchanged."""
     options: dict[str, Any] = {"seeded": MODES[mode], "drop_last": drop_last}
     raising = {1, 4, 5, 6, 7, 10}
-    bad: list[BadSample] = []
+    bad: list[SkippedSample] = []
     found = await rest(reader(kind(15, *raising), SKIP, **options), bad)
     assert [batch and indices(batch) for batch in found] == [[0, 2, 3], None, [8, 9, 11], [12, 13, 14]][
         : 3 if drop_last else 4
@@ -54,7 +54,7 @@ async def test_a_stream_goes_on_past_bad_samples(kind: Any, drop_last: bool, mod
 @pytest.mark.parametrize("kind", [Stream, AsyncStream])
 async def test_records_before_the_end_are_not_lost(kind: Any, drop_last: bool) -> None:
     """Where no batch is left to carry them, an empty one comes before the end."""
-    bad: list[BadSample] = []
+    bad: list[SkippedSample] = []
     found = await rest(reader(kind(6, 4, 5), SKIP, drop_last=drop_last), bad)
     assert [batch and indices(batch) for batch in found] == [[0, 1, 2, 3], None]
     assert [record.position for record in bad] == [4, 5]
@@ -67,7 +67,7 @@ async def test_records_before_the_end_are_not_lost(kind: Any, drop_last: bool) -
 @pytest.mark.parametrize("kind", [Stream, AsyncStream])
 async def test_a_stream_sample_by_sample(kind: Any) -> None:
     """Without automatic batching each bad sample is a batch that does not come."""
-    bad: list[BadSample] = []
+    bad: list[SkippedSample] = []
     one = reader(kind(4, 1, 3), SKIP, batch_size=None, collate_fn=tuple)
     found = await rest(one, bad)
     assert [sample and sample[0] for sample in found] == [0, None, 2, None]
@@ -98,7 +98,7 @@ async def test_a_generator_that_raised_is_no_streams_end(kind: Any, batch_size: 
 async def test_a_stream_that_only_raises_is_given_up(kind: Any) -> None:
     """After 1000 failures one after the other, over all batches."""
     one = reader(kind(5000, *range(1, 5000)), SKIP)
-    bad: list[BadSample] = []
+    bad: list[SkippedSample] = []
     batches = 0
     with pytest.raises(ValueError, match="bad 1000") as caught:  # noqa: PT012 - its batches come first
         while True:
@@ -121,8 +121,8 @@ async def test_a_stream_with_bad_samples_goes_on_at_any_batch(kind: Any, every: 
     def made(start: EpochStart) -> Reader:
         return reader(kind(19, *raising), policy, seeded=SEEDED, snapshot_every=every, start=start)
 
-    async def step(one: Reader) -> tuple[Any, list[BadSample]]:
-        bad: list[BadSample] = []
+    async def step(one: Reader) -> tuple[Any, list[SkippedSample]]:
+        bad: list[SkippedSample] = []
         try:
             return await fetch(one, None, bad), bad
         except NoSamples:

@@ -60,10 +60,10 @@ def test_credits_are_given_up_for_large_batches(manager: RingManager) -> None:
 
 def test_what_runs_ahead_has_memory_of_its_own() -> None:
     """Beside the credits."""
-    manager = RingManager(credits=40, ring_bytes=None, run_ahead=16, least_credits=2)
+    manager = RingManager(credits=40, ring_bytes=None, reorder_window=16, least_credits=2)
     sent(manager)
     seen(manager, 0, 20 * MIB)
-    assert (manager.credits, manager.run_ahead) == (11, 2)
+    assert (manager.credits, manager.reorder_window) == (11, 2)
     ring = sent(manager)
     assert 2 * ring.slot_bytes <= RUN_AHEAD_BYTES
     manager.close()
@@ -74,25 +74,25 @@ def test_what_runs_ahead_has_memory_of_its_own() -> None:
     pages=st.integers(8, 2000),
     least=st.integers(1, 2),
     extra=st.integers(0, 300),
-    run_ahead=st.sampled_from([0, 3, 16]),
+    reorder_window=st.sampled_from([0, 3, 16]),
     sizes=st.lists(st.integers(1, 40 * PAGE), max_size=8),
 )
 def test_ring_bytes_is_a_bound_whatever_the_credits(
-    pages: int, least: int, extra: int, run_ahead: int, sizes: list[int]
+    pages: int, least: int, extra: int, reorder_window: int, sizes: list[int]
 ) -> None:
     """No ring is larger than `ring_bytes`, however batches grow; the credits fall, and never below the least; they come
     before what runs ahead.
     """
-    manager = RingManager(least + extra, pages * PAGE, run_ahead, least_credits=least)
+    manager = RingManager(least + extra, pages * PAGE, reorder_window, least_credits=least)
     before = manager.credits
     for seq, nbytes in enumerate([1, *sizes]):
         ring = manager.replacement()
         if ring is not None:
             ring.close_fd()
             assert ring.nbytes <= pages * PAGE
-            assert ring.slots == slot_count(manager.credits) + manager.run_ahead
+            assert ring.slots == slot_count(manager.credits) + manager.reorder_window
         assert least <= manager.credits <= before
-        assert manager.credits == least + extra or not manager.run_ahead
+        assert manager.credits == least + extra or not manager.reorder_window
         before = manager.credits
         _, slot = manager.assign(0, seq)
         assert manager.ring is not None

@@ -213,12 +213,12 @@ def test_close_closes_the_descriptor() -> None:
     assert view.raw == bytes(4)
 
 
-# ----------------------------------------------------------------------------------------------- run_ahead
+# ----------------------------------------------------------------------------------------------- reorder_window
 
 
 @pytest.fixture
 def ahead() -> Iterator[RingManager]:
-    manager = RingManager(credits=2, ring_bytes=None, run_ahead=16)
+    manager = RingManager(credits=2, ring_bytes=None, reorder_window=16)
     yield manager
     manager.close()
 
@@ -227,21 +227,21 @@ def test_batches_that_run_ahead_have_slots(ahead: RingManager) -> None:
     """The ring has as many slots more, and its headroom stays."""
     ring = sent(ahead)
     assert (ring.slots, ring.credits) == (slot_count(2) + 16, 2 + 16)
-    assert ahead.run_ahead == 16
+    assert ahead.reorder_window == 16
 
 
 def test_slots_for_running_ahead_are_given_up_for_large_batches(ahead: RingManager) -> None:
     """As batches grow, those that run ahead are bounded by memory: fewer, at last none; the credits keep theirs."""
     sent(ahead)
     expected = {1 << 20: 16, 7 << 20: 8, 30 << 20: 1, 100 << 20: 0}
-    for seq, (nbytes, run_ahead) in enumerate(expected.items()):
+    for seq, (nbytes, reorder_window) in enumerate(expected.items()):
         ahead.assign(0, seq)
         ahead.answered(0, seq, wire.ONEOFF, nbytes)
-        assert ahead.run_ahead == run_ahead  # before the new ring is there: tasks may go out no faster
+        assert ahead.reorder_window == reorder_window  # before the new ring is there: tasks may go out no faster
         ring = sent(ahead)
-        assert ring.slots == slot_count(2) + run_ahead
+        assert ring.slots == slot_count(2) + reorder_window
         assert ring.slot_bytes == grown_slot_bytes(nbytes)
-        assert run_ahead * ring.slot_bytes <= RUN_AHEAD_BYTES
+        assert reorder_window * ring.slot_bytes <= RUN_AHEAD_BYTES
 
 
 def test_running_ahead_does_not_come_back(ahead: RingManager) -> None:
@@ -251,34 +251,34 @@ def test_running_ahead_does_not_come_back(ahead: RingManager) -> None:
     ring = sent(ahead)
     ahead.assign(0, 1)
     ahead.answered(0, 1, wire.ONEOFF, 10)
-    assert (ahead.run_ahead, ahead.replacement()) == (1, None)
+    assert (ahead.reorder_window, ahead.replacement()) == (1, None)
     assert ring.slots == slot_count(2) + 1
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1, 16, 1000])
+@pytest.mark.parametrize("reorder_window", [0, 1, 16, 1000])
 @pytest.mark.parametrize("pages", [8, 9, 10, 25, 100, 1000])
-def test_ring_bytes_is_a_bound_whatever_runs_ahead(pages: int, run_ahead: int) -> None:
+def test_ring_bytes_is_a_bound_whatever_runs_ahead(pages: int, reorder_window: int) -> None:
     """No ring is larger than `ring_bytes`, from the first one on, however batches grow; credits keep their slots."""
-    manager = RingManager(credits=2, ring_bytes=pages * PAGE, run_ahead=run_ahead)
-    before = run_ahead
+    manager = RingManager(credits=2, ring_bytes=pages * PAGE, reorder_window=reorder_window)
+    before = reorder_window
     for seq in range(40):
         ring = manager.replacement()
         if ring is not None:
             ring.close_fd()
             assert ring.nbytes <= pages * PAGE
-            assert ring.slots == slot_count(2) + manager.run_ahead
-        assert 0 <= manager.run_ahead <= before
-        before = manager.run_ahead
+            assert ring.slots == slot_count(2) + manager.reorder_window
+        assert 0 <= manager.reorder_window <= before
+        before = manager.reorder_window
         manager.assign(0, seq)
         manager.answered(0, seq, wire.ONEOFF, 100 << seq // 2)
     manager.close()
 
 
 def test_without_running_ahead_nothing_changes() -> None:
-    """`run_ahead` 0 is the ring of torch mode, with a bound and without."""
+    """`reorder_window` 0 is the ring of torch mode, with a bound and without."""
     for ring_bytes in (None, 100 * PAGE):
         one, other = RingManager(2, ring_bytes), RingManager(2, ring_bytes, 0)
-        assert one.run_ahead == other.run_ahead == 0
+        assert one.reorder_window == other.reorder_window == 0
         for manager in (one, other):
             sent(manager)
         assert (one.nbytes, one.ring and one.ring.slots) == (other.nbytes, slot_count(2))

@@ -4,18 +4,18 @@ import pickle
 
 import pytest
 
-from asyncloader.errors import TooManyBadSamples
-from asyncloader.statistics import BadSampleLog
-from asyncloader.workers.fetch.sample_errors import BadSample
+from asyncloader.errors import TooManySkippedSamples
+from asyncloader.statistics import SkippedSampleLog
+from asyncloader.workers.fetch.sample_errors import SkippedSample
 
 
-def bad(*indices: int) -> list[BadSample]:
-    return [BadSample(index, None, 1, 99, f"ValueError: {index}", "", "skipped", None) for index in indices]
+def bad(*indices: int) -> list[SkippedSample]:
+    return [SkippedSample(index, None, 1, 99, f"ValueError: {index}", "", "skipped", None) for index in indices]
 
 
 def test_samples_are_kept_in_the_order_of_their_batches() -> None:
     """Each record stays as it is, and none is lost."""
-    log = BadSampleLog(10)
+    log = SkippedSampleLog(10)
     assert log.samples == []
     log.add(bad(5, 3))
     log.add([])
@@ -25,32 +25,32 @@ def test_samples_are_kept_in_the_order_of_their_batches() -> None:
 
 def test_the_limit_may_be_reached() -> None:
     """So many may raise; one more is too many, and the error names the limit and the last one."""
-    log = BadSampleLog(3)
+    log = SkippedSampleLog(3)
     log.add(bad(0, 1, 2))
-    with pytest.raises(TooManyBadSamples, match=r"max_bad_samples=3 .* index 7, ValueError: 7") as caught:
+    with pytest.raises(TooManySkippedSamples, match=r"max_skipped_samples=3 .* index 7, ValueError: 7") as caught:
         log.add(bad(7))
     assert caught.value.limit == 3
 
 
 def test_the_batch_beyond_the_limit_is_recorded_whole() -> None:
     """Who looks at the log afterwards finds all that is known."""
-    log = BadSampleLog(1)
-    with pytest.raises(TooManyBadSamples, match="index 3"):
+    log = SkippedSampleLog(1)
+    with pytest.raises(TooManySkippedSamples, match="index 3"):
         log.add(bad(1, 2, 3))
     assert log.samples == bad(1, 2, 3)
 
 
 def test_none_at_all_may_raise() -> None:
     """With a limit of 0 the first is too many; no record is none too many."""
-    log = BadSampleLog(0)
+    log = SkippedSampleLog(0)
     log.add([])
-    with pytest.raises(TooManyBadSamples, match="max_bad_samples=0"):
+    with pytest.raises(TooManySkippedSamples, match="max_skipped_samples=0"):
         log.add(bad(1))
 
 
 def test_without_a_limit_there_is_no_end() -> None:
     """None means any number."""
-    log = BadSampleLog(None)
+    log = SkippedSampleLog(None)
     for start in range(0, 5000, 100):
         log.add(bad(*range(start, start + 100)))
     assert [record.index for record in log.samples] == list(range(5000))
@@ -58,8 +58,8 @@ def test_without_a_limit_there_is_no_end() -> None:
 
 def test_the_error_pickles() -> None:
     """It comes out of another process with its text."""
-    log = BadSampleLog(0)
-    with pytest.raises(TooManyBadSamples) as caught:
+    log = SkippedSampleLog(0)
+    with pytest.raises(TooManySkippedSamples) as caught:
         log.add(bad(1))
     copy = pickle.loads(pickle.dumps(caught.value))
-    assert (type(copy), str(copy)) == (TooManyBadSamples, str(caught.value))
+    assert (type(copy), str(copy)) == (TooManySkippedSamples, str(caught.value))
