@@ -12,7 +12,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +33,7 @@ class RankGroup:
     """A gloo group of the ranks that share a stream, for one loader and its epochs.
 
     Args:
-        group: a process group of torch.distributed.
+        group: a process group of torch.distributed, or its gloo backend.
     """
 
     def __init__(self, group: Any) -> None:
@@ -76,7 +76,9 @@ class RankGroup:
         if self._broken is None:
             both[0], both[1] = number, -number
             try:
-                torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MIN, group=self._group)
+                options: Any = torch.distributed.AllreduceOptions()
+                options.reduceOp = torch.distributed.ReduceOp.MIN
+                self._group.allreduce([both], options).wait()
                 return int(both[0]), -int(both[1])
             except Exception as error:
                 self._broken = str(error)
@@ -96,6 +98,9 @@ class RankGroup:
         self._finalizer()
         destroy_unused()
 
+
+# How many groups each set of ranks has made; the members count alike, because they make theirs in the same order.
+_made: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 
 # Groups that are no longer used: the process that made it, the group, its tensor.
 _unused: deque[tuple[int, Any, torch.Tensor]] = deque()
@@ -118,7 +123,7 @@ def destroy_unused() -> None:
 
 def _destroy(unused: list[tuple[int, Any, torch.Tensor]]) -> None:
     _, group, numbers = unused.pop()  # this thread now has the last reference
-    with contextlib.suppress(Exception):  # torch.distributed was shut down already
+    with contextlib.suppress(Exception):  # torch.distributed was shut down already, or does not know the group
         torch.distributed.destroy_process_group(group)
     del group  # before the tensor: see `RankGroup`
     del numbers
@@ -153,6 +158,21 @@ def make_group(topology: Topology, members: Any, old: RankGroup | None = None) -
     destroy_unused()
     if members is None:
         return RankGroup(distributed.new_group(backend="gloo", timeout=_TIMEOUT))
-    ranks = distributed.get_process_group_ranks(members)
-    # The other ranks do not take part: they make groups of their own at the same time.
-    return RankGroup(distributed.new_group(ranks, _TIMEOUT, "gloo", use_local_synchronization=True))
+    return RankGroup(_of_members(members))
+
+
+def _of_members(members: Any) -> Any:
+    """A gloo group of a process group's ranks, in which no other rank takes part.
+
+    `new_group` is for all ranks at once, and among the members alone it needs each of them to have as many groups: it
+    names the new one after their number.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    distributed: Any = torch.distributed
+    ranks = "_".join(map(str, distributed.get_process_group_ranks(members)))
+    made = _made.setdefault(distributed.group.WORLD, Counter())
+    made[ranks] += 1
+    store = distributed.PrefixStore(f"asyncloader/{ranks}/{made[ranks]}", _get_default_store())
+    rank, size = distributed.get_rank(members), distributed.get_world_size(members)
+    return distributed.ProcessGroupGloo(store, rank, size, _TIMEOUT)

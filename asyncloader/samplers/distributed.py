@@ -289,16 +289,15 @@ def check_group(given: Any) -> None:
     if given is None:
         return
     group = process_group(given)
-    if not (torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)):
-        raise TypeError(
-            "group should be a torch.distributed process group or a DeviceMesh of one dimension, but got "
-            f"group={given!r}"
-        )
-    if torch.distributed.get_rank(group) < 0:
-        ranks = torch.distributed.get_process_group_ranks(group)
+    distributed = torch.distributed
+    if distributed.is_available() and group == distributed.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
-            f"group should be one that this process is in, but got that of the ranks {ranks} in the process of rank "
-            f"{torch.distributed.get_rank()}"
+            "group should be one that this process is in, but torch.distributed.new_group made it of other ranks than "
+            f"this one, {distributed.get_rank()}"
+        )
+    if not (distributed.is_available() and isinstance(group, distributed.ProcessGroup)):
+        raise TypeError(
+            f"group should be a torch.distributed process group or a DeviceMesh of one dimension, but got {given!r}"
         )
 
 

@@ -224,6 +224,15 @@ class Place:
         """That `stream_resumed` made."""
         return self.kept
 
+    def grouped(self, url: str, members: list[list[int]], **options: Any) -> list[Ended]:
+        """`shards` where each of these groups of ranks has all shards for itself."""
+        groups = [torch.distributed.new_group(ranks) for ranks in members]
+        own = next(group for group, ranks in zip(groups, members, strict=True) if self.rank in ranks)
+        try:
+            return self.shards(url, group=own, **options)
+        finally:
+            torch.distributed.destroy_process_group(own)
+
     def refusal(self, state: dict[str, Any]) -> str:
         """What a loader over this rank's shard says to a state."""
         with Stepwise("sync", Shard(self.rank, 9), batch_size=2, seed=3, recovery=Recovery(allow_replay=True)) as run:

@@ -12,6 +12,7 @@ import pytest
 from asyncloader import AsyncDataLoader, DataLoader
 from tests.integration.rank_group import RankGroup
 from tests.integration.ranks_script import Shard
+from tests.integration.remote_folders import make_shards
 from tests.integration.running import BOTH, run_async
 from tests.integration.seeded_datasets import AllDraws
 from tests.integration.seeded_runs import Stepwise, epochs_of
@@ -68,6 +69,19 @@ def test_three_ranks_train_while_their_loaders_run_ahead(three: RankGroup) -> No
     """The loader's reductions never meet the trainer's, which go on in the default group meanwhile."""
     ranks = three("stream", [90, 61, 80], epochs=2, num_workers=2, train=True, prefetch_factor=4)
     assert steps_and_ends(ranks) == [[(31, "end")] * 2] * 3
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_group_has_the_whole_stream(three: RankGroup, workers: int, tmp_path: Path) -> None:
+    """With `group`, ranks 0 and 2 share the shards and end together, and rank 1 reads all of them alone."""
+    url = make_shards(tmp_path, (9, 4, 12, 7))
+    first, alone, third = three("grouped", url, [[0, 2], [1]], epochs=2, num_workers=workers)
+    assert [sorted(n for batch in batches for n in batch) for batches, _ in alone] == [list(range(32))] * 2
+    for ours, theirs in zip(first, third, strict=True):
+        assert (ours[1], theirs[1], len(ours[0])) == ("end", "end", len(theirs[0]))
+        samples = [n for batches, _ in (ours, theirs) for batch in batches for n in batch]
+        assert len(samples) == len(set(samples)) > 20
 
 
 @pytest.mark.thorough

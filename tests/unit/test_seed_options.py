@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import (
     BatchSampler,
@@ -175,6 +176,32 @@ def test_torch_distributed_says_who_we_are(process_group: None) -> None:
     assert topology(DataLoader(DATA, seed=1)) == Topology(2, 5)
     assert topology(DataLoader(DATA, seed=1, rank=0, world_size=3)) == Topology(0, 3)
     assert len(DataLoader(DATA, seed=1, batch_size=2)) == 2
+
+
+def test_a_group_says_who_we_are(process_group: None) -> None:
+    """Of its ranks alone, as a process group or as a mesh's dimension; it goes before torch.distributed's own."""
+    some = torch.distributed.new_group([0, 2])
+    assert topology(DataLoader(DATA, seed=1, group=some)) == Topology(1, 2)
+    mesh = init_device_mesh("cpu", (5,), mesh_dim_names=("dp",))
+    loader = DataLoader(DATA, seed=1, group=mesh)
+    assert topology(loader) == Topology(2, 5)
+    assert loader.group is mesh
+    assert topology(loader.clone(batch_size=2)) == Topology(2, 5)
+
+
+def test_groups_that_are_refused(process_group: None) -> None:
+    """The error says which ranks the group has, or which dimension to take."""
+    others = torch.distributed.new_group([0, 1])
+    with pytest.raises(ValueError, match="made it of other ranks than this one, 2"):
+        DataLoader(DATA, seed=1, group=others)
+    mesh = init_device_mesh("cpu", (1, 5), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match=r"of one dimension, but got one of 2\. .*mesh\['dp'\]"):
+        DataLoader(DATA, seed=1, group=mesh)
+    mine = torch.distributed.new_group([2, 3])
+    with pytest.raises(ValueError, match=r"group and rank=0, world_size=2 exclude one another"):
+        DataLoader(DATA, seed=1, group=mine, rank=0, world_size=2)
+    with pytest.raises(ValueError, match="needs seed="):
+        DataLoader(DATA, group=mine)
 
 
 def share_of(loader: DataLoader[Any]) -> Share:
