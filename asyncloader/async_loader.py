@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import weakref
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -28,9 +28,11 @@ from asyncloader.metrics import Metric, metrics
 from asyncloader.options import (
     OPTION_NAMES,
     OUR_OPTION_NAMES,
+    B_co,
     LoaderOptions,
     LoaderSpec,
     OverridableProperty,
+    T_co,
     fixed_option,
     own_constructor,
 )
@@ -43,8 +45,6 @@ from asyncloader.workers.memory.kept_rings import KeptRings
 from asyncloader.workers.pool import WorkerPool
 
 __all__ = ["AsyncDataLoader"]
-
-T_co = TypeVar("T_co", covariant=True)
 
 _SPEC_NAMES = frozenset(OPTION_NAMES) - {"shuffle"}
 _SETTABLE = _SPEC_NAMES - set(OUR_OPTION_NAMES)
@@ -64,7 +64,7 @@ _RUNNING = frozenset(
 )
 
 
-class AsyncDataLoader(LoaderOptions[T_co]):
+class AsyncDataLoader(LoaderOptions[T_co, B_co]):
     """Loads batches in worker processes and gives them to ``async for``.
 
     Takes all arguments of `torch.utils.data.DataLoader`, with their meanings, defaults and errors; then, by keyword,
@@ -91,10 +91,10 @@ class AsyncDataLoader(LoaderOptions[T_co]):
         self._statistics = Statistics()
         self._keeper = StateKeeper()
         # Weak: an iterator that is dropped must be freed at once, and its workers with it.
-        self._iterators: weakref.WeakSet[AsyncLoaderIterator | AsyncInlineIterator] = weakref.WeakSet()
+        self._iterators: weakref.WeakSet[AsyncLoaderIterator[Any] | AsyncInlineIterator[Any]] = weakref.WeakSet()
         self._pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
         self._outdated: weakref.WeakSet[WorkerPool] = weakref.WeakSet()  # pools that must not be used for another epoch
-        self._newest: weakref.ref[AsyncLoaderIterator | AsyncInlineIterator] | None = None
+        self._newest: weakref.ref[AsyncLoaderIterator[Any] | AsyncInlineIterator[Any]] | None = None
         self._kept: tuple[TorchIterator, EpochConfig] | None = None  # what the persistent workers were started with
         self._idle_pool: WorkerPool | None = None
         self._claim: weakref.ref[_LoaderPoolCache] | None = None
@@ -129,7 +129,7 @@ class AsyncDataLoader(LoaderOptions[T_co]):
         """Batches in an epoch. TypeError when the sampler or dataset has no length."""
         return len(self._spec)
 
-    def __aiter__(self) -> AsyncLoaderIterator | AsyncInlineIterator:
+    def __aiter__(self) -> AsyncLoaderIterator[B_co] | AsyncInlineIterator[B_co]:
         """A new epoch. Random numbers are drawn now, as torch's loader does at ``iter()``; workers start at the first
         ``anext()``.
 
@@ -140,7 +140,7 @@ class AsyncDataLoader(LoaderOptions[T_co]):
         if self._closed:
             raise LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
         spec = self._spec
-        iterator: AsyncLoaderIterator | AsyncInlineIterator
+        iterator: AsyncLoaderIterator[B_co] | AsyncInlineIterator[B_co]
         if has_thread_workers(spec):
             raise ValueError(refusal(spec, "`async for` cannot read"))
         if spec.num_workers:
@@ -219,7 +219,7 @@ class AsyncDataLoader(LoaderOptions[T_co]):
             rings.close()
         self._keeper.retire_group()
 
-    def _newest_iterator(self) -> AsyncLoaderIterator | AsyncInlineIterator | None:
+    def _newest_iterator(self) -> AsyncLoaderIterator[Any] | AsyncInlineIterator[Any] | None:
         return None if self._newest is None else self._newest()
 
     def state_dict(self) -> dict[str, Any]:

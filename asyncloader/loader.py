@@ -9,7 +9,7 @@ import os
 import sys
 import weakref
 from collections.abc import AsyncIterator, Callable
-from typing import Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self
 
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -26,7 +26,15 @@ from asyncloader.errors import LoaderClosed, StateError
 from asyncloader.explain import as_html, as_text, diagnose_run, explain
 from asyncloader.metrics import Metric, metrics
 from asyncloader.never_iterated import warn_if_replaced
-from asyncloader.options import OUR_OPTION_NAMES, LoaderSpec, OverridableProperty, async_index_source, fixed_option
+from asyncloader.options import (
+    OUR_OPTION_NAMES,
+    B_co,
+    LoaderSpec,
+    OverridableProperty,
+    T_co,
+    async_index_source,
+    fixed_option,
+)
 from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.statistics import Statistics
@@ -35,10 +43,15 @@ from asyncloader.workers.tracebacks import hide_our_frames
 
 __all__ = ["DataLoader"]
 
-T_co = TypeVar("T_co", covariant=True)
+if TYPE_CHECKING:
+
+    class BatchIterator(_BaseDataLoaderIter, Generic[B_co]):
+        """What `iter()` gives, to type checkers: torch's iterator, whose batches have a type."""
+
+        def __next__(self) -> B_co: ...
 
 
-class DataLoader(LoaderSpec[T_co]):
+class DataLoader(LoaderSpec[T_co, B_co]):
     """torch's DataLoader, with batches that arrive through shared-memory rings.
 
     Signature, checks, attributes and batches are torch's; asyncloader's own arguments come last, by keyword only (see
@@ -57,11 +70,11 @@ class DataLoader(LoaderSpec[T_co]):
             state = self.__dict__["_asyncloader_state"] = _FacadeState()
         return state
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> BatchIterator[B_co]:
         if isinstance(self._iterator, WorkerIterator) and not self._iterator.owned:
             self._iterator = None  # it has the persistent workers of the parent process
         try:
-            return super().__iter__()
+            return super().__iter__()  # type: ignore[return-value]
         except Exception as error:
             hide_our_frames(error)
             raise

@@ -18,13 +18,15 @@ import os
 import re
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
+from collections.abc import AsyncIterable, Callable, Collection, Iterable, Iterator
+from multiprocessing.context import BaseContext
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias
 
 import torch
 import torch.utils.data
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Sampler
 from torch.utils.data import _DatasetKind as DatasetKind
+from typing_extensions import TypeVar
 
 from asyncloader.cpus import affinity, cpu_quota
 from asyncloader.delivery.transfer import DeviceLike
@@ -60,25 +62,29 @@ OnError: TypeAlias = Literal["raise", "skip", "refill"] | Callable[[Any, Excepti
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+B_co = TypeVar("B_co", covariant=True, default=Any)
 
 
-class LoaderOptions(Generic[T_co]):
-    """The loaders' options: the base of every loader, which inherits the constructor and says what becomes of them."""
+class LoaderOptions(Generic[T_co, B_co]):
+    """The loaders' options: the base of every loader, which inherits the constructor and says what becomes of them.
+
+    Generic in the samples that `collate_fn` gets and in the batches that it returns; without one batches are `Any`.
+    """
 
     def __init__(
         self,
-        dataset: Dataset[T_co],
+        dataset: Dataset[T_co] | AsyncIterable[T_co],
         batch_size: int | None = 1,
         shuffle: bool | None = None,
-        sampler: Any = None,
-        batch_sampler: Any = None,
+        sampler: Sampler[Any] | Iterable[Any] | AsyncIterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | AsyncIterable[list[Any]] | None = None,
         num_workers: int = 0,
-        collate_fn: Any = None,
+        collate_fn: Callable[[list[T_co]], B_co] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
         timeout: float = 0,
-        worker_init_fn: Any = None,
-        multiprocessing_context: Any = None,
+        worker_init_fn: Callable[[int], Any] | None = None,
+        multiprocessing_context: BaseContext | str | None = None,
         generator: torch.Generator | None = None,
         *,
         prefetch_factor: int | None = None,
@@ -246,7 +252,7 @@ for _name, _default in DEFAULTS.items():
     setattr(_Defaults, _name, _default)
 
 
-class LoaderSpec(LoaderOptions[T_co], torch.utils.data.DataLoader[T_co], _Defaults):
+class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _Defaults):
     """torch's loader with torch's options and ours. All can be read, unmodified, under their own names. The instance's
     `vars` hold those of our options that differ from the defaults, for code that makes a loader from them.
 

@@ -11,21 +11,19 @@ torchdata, and here the base seed, as in torch). States mean the same at every m
 from __future__ import annotations
 
 import warnings
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 
 from asyncloader.loader import DataLoader
-from asyncloader.options import own_constructor
+from asyncloader.options import B_co, T_co, own_constructor
 from asyncloader.samplers.generators import draws_when_iterated
 from asyncloader.samplers.stateful import StatefulRandomSampler
 
 __all__ = ["StatefulDataLoader"]
 
-T_co = TypeVar("T_co", covariant=True)
 
-
-class StatefulDataLoader(DataLoader[T_co]):
+class StatefulDataLoader(DataLoader[T_co, B_co]):
     """`DataLoader` in torch mode whose ``shuffle=True`` resumes exactly, in later epochs too.
 
     Takes the arguments of `DataLoader` except those of seeded mode: `seed`, `rank`, `world_size`, `group` and

@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any
+from typing import Any, Generic, Self
 
 import torch
 
@@ -26,7 +26,7 @@ from asyncloader.epoch.fetch_place import HOLD_SECONDS, FetchPlace
 from asyncloader.epoch.inline import InlineEpoch, close_reader, warn_of_exit
 from asyncloader.epoch.plan import TorchIterator, warn_over_length
 from asyncloader.errors import LoaderClosed, TooManySkippedSamples
-from asyncloader.options import LoaderSpec
+from asyncloader.options import B_co, LoaderSpec
 from asyncloader.ranks.agreement import Agreement, in_daemon
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.statistics import Statistics
@@ -37,7 +37,7 @@ from asyncloader.workers.tracebacks import hide_our_frames
 __all__ = ["AsyncInlineIterator"]
 
 
-class AsyncInlineIterator:
+class AsyncInlineIterator(Generic[B_co]):
     """Iterates once over a loader without workers. A cancelled `__anext__` loses no batch."""
 
     queue_depth = 0
@@ -64,7 +64,7 @@ class AsyncInlineIterator:
         self._agreeing = False  # while waiting for the other ranks
         self._ended: str | None = None  # why there are no more batches, as in async_iterator.py
 
-    def __aiter__(self) -> AsyncInlineIterator:
+    def __aiter__(self) -> Self:
         return self
 
     def __len__(self) -> int:
@@ -76,7 +76,8 @@ class AsyncInlineIterator:
     def __reduce__(self) -> Any:
         raise NotImplementedError("{} cannot be pickled", type(self).__name__)
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> B_co:
+        batch: B_co
         try:
             while True:
                 # A batch that is pending in the thread comes first, and the dataset is not called beside it.

@@ -28,7 +28,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, Self
 
 from asyncloader.counters import recording
 from asyncloader.delivery.transfer import DeviceTransfer
@@ -49,6 +49,7 @@ from asyncloader.epoch.shard_assignment import open_assignment
 from asyncloader.epoch_config import EpochConfig
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManySkippedSamples
 from asyncloader.events import Action, Deliver, Fail, Finish
+from asyncloader.options import B_co
 from asyncloader.state.progress import Progress
 from asyncloader.statistics import SkippedSampleLog, Statistics
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
@@ -90,7 +91,7 @@ class PoolCache(Protocol):
         ...
 
 
-class AsyncLoaderIterator:
+class AsyncLoaderIterator(Generic[B_co]):
     """Iterates once over a loader with workers. Made by ``aiter(loader)``; belongs to the loop that first awaits it.
 
     `__anext__` may be cancelled at any point; the batch that it would have given comes with the next one. Dropping the
@@ -142,7 +143,7 @@ class AsyncLoaderIterator:
             begun=begun,
         )
 
-    def __aiter__(self) -> AsyncLoaderIterator:
+    def __aiter__(self) -> Self:
         return self
 
     def __len__(self) -> int:
@@ -202,11 +203,12 @@ class AsyncLoaderIterator:
 
     # ------------------------------------------------------------------------------------------- iterating
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> B_co:
         if os.getpid() != self._owner:
             raise LoaderClosed("this iterator belongs to the process that this one was forked from; make a new one")
         begin = perf_counter()
         items = self._queue.items
+        batch: B_co
         try:
             while True:  # once, unless several tasks share this iterator, or all samples of a batch were dropped
                 self._consumer.drain_notices()

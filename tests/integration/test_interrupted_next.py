@@ -170,7 +170,7 @@ def test_ctrl_c_at_every_place(case: str) -> None:
         held: deque[Any] = deque(maxlen=CASES[case][2])
         undisturbed = iter(plain)
         torch.manual_seed(SEED)
-        batches = iter(loader)
+        batches: Any = iter(loader)
         got = [_next(batches, held) for _ in range(4)]
         expected = [_next(undisturbed, deque(maxlen=1)) for _ in range(4)]
         struck = at = 0
@@ -208,7 +208,7 @@ def test_an_epoch_left_after_ctrl_c_at_every_place(case: str) -> None:
         struck = at = 0
         while struck == at:
             at += 1
-            batches = iter(loader)
+            batches: Any = iter(loader)
             held.append(next(batches))
             try:
                 with Interruption(at):
@@ -216,7 +216,7 @@ def test_an_epoch_left_after_ctrl_c_at_every_place(case: str) -> None:
             except KeyboardInterrupt:
                 struck += 1
         assert struck > 40
-        batches = iter(loader)
+        batches: Any = iter(loader)
         assert [int(batch[0, -1]) for batch in batches] == list(range(BATCHES))
         held.clear()
         (ring,) = (manager.ring for manager in batches._pool.rings)

@@ -128,7 +128,7 @@ def test_warning_that_is_an_error_loses_no_batch(tmp_path: Path) -> None:
     got, raised = [], 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        batches = iter(loader)
+        batches: Any = iter(loader)
         while True:
             try:
                 got.append(int(next(batches)["index"]))
@@ -252,7 +252,7 @@ def test_async_stateful_stream_goes_on(tmp_path: Path) -> None:
 def results(dataset: Any, **options: Any) -> list[Any]:
     """One epoch's batches as lists, and the texts of the errors that came in between."""
     found: list[Any] = []
-    batches = iter(DataLoader[Any](dataset, **options))
+    batches: Any = iter(DataLoader[Any](dataset, **options))
     while True:
         try:
             found.append(next(batches)["index"].tolist())
@@ -330,7 +330,7 @@ def test_close_while_a_worker_is_being_replaced(method: str, tmp_path: Path) -> 
     """An epoch that is given up during a heal leaves nothing behind."""
     dataset = Faulty(40, Faults(tmp_path, {4: "SIGKILL"}))
     loader = DataLoader[Any](dataset, num_workers=1, seed=1, multiprocessing_context=method)
-    batches = iter(loader)
+    batches: Any = iter(loader)
     for _ in range(3):
         next(batches)
     (process,) = batches._workers

@@ -131,7 +131,7 @@ def test_start_methods(method: str, tars: str) -> None:
 def test_workers_are_not_forked_by_themselves(tars: str) -> None:
     """Where the user says nothing the start method is no fork: a store's client would not survive it."""
     with DataLoader[Any](dataset_of(tars), num_workers=1, batch_size=4, decode=number_of) as loader:
-        batches = iter(loader)
+        batches: Any = iter(loader)
         next(batches)
         assert "forkserver" in str(type(batches._workers[0])).lower()
 
