@@ -169,9 +169,8 @@ class DataLoader(LoaderSpec[T_co, B_co]):
 
     @OverridableProperty
     def epoch(self) -> int:
-        """Number of the epoch that is iterated, from 0; after its end, and before the first one, of the next epoch.
-
-        In seeded mode it determines the order; `set_epoch` sets it. Only epochs that were delivered completely count.
+        """The number of the newest iterator's epoch, from 0; once that was delivered, and before the first, the next
+        one's. An epoch that is left early does not count. In seeded mode the number determines the order.
         """
         return self._asyncloader_state.keeper.epoch(self)
 

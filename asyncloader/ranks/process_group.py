@@ -37,7 +37,7 @@ class RankGroup:
     """
 
     def __init__(self, group: Any) -> None:
-        self._group = group
+        self._group: Any = group
         # One tensor for all reductions, kept until the group is destroyed. A gloo thread drops a reduction only after
         # that has returned; with the last reference to the tensor it would need the GIL to free it, and torch 2.6
         # holds the GIL while it waits for gloo's threads to end.

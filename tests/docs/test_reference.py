@@ -54,7 +54,8 @@ def test_a_constructor_documents_its_own_options(loader: Any) -> None:
 def test_options_page_says_what_the_stateful_loader_lacks() -> None:
     """torchdata's loader knows no seeded mode."""
     missing = inspect.signature(DataLoader).parameters.keys() - inspect.signature(StatefulDataLoader).parameters.keys()
-    assert set(re.findall("`([a-z_]+)`", PAGE.read_text().partition("all but those of seeded mode")[2].partition("##")[0])) == missing
+    said = PAGE.read_text().partition("all but those of seeded mode")[2].partition("##")[0]
+    assert set(re.findall("`([a-z_]+)`", said)) == missing
     assert set(re.findall("`([a-z_]+)`", (StatefulDataLoader.__doc__ or "").partition("seeded mode:")[2])) >= missing
     kind: Any = StatefulDataLoader
     for name in missing:

@@ -226,7 +226,7 @@ class Place:
 
     def grouped(self, url: str, members: list[list[int]], **options: Any) -> list[Ended]:
         """`shards` where each of these groups of ranks has all shards for itself."""
-        groups = [torch.distributed.new_group(ranks) for ranks in members]
+        groups: list[Any] = [torch.distributed.new_group(ranks) for ranks in members]
         own = next(group for group, ranks in zip(groups, members, strict=True) if self.rank in ranks)
         try:
             return self.shards(url, group=own, **options)

@@ -216,7 +216,7 @@ def test_an_epoch_left_after_ctrl_c_at_every_place(case: str) -> None:
             except KeyboardInterrupt:
                 struck += 1
         assert struck > 40
-        batches: Any = iter(loader)
+        batches = iter(loader)
         assert [int(batch[0, -1]) for batch in batches] == list(range(BATCHES))
         held.clear()
         (ring,) = (manager.ring for manager in batches._pool.rings)

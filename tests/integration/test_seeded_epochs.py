@@ -69,6 +69,30 @@ def test_an_epoch_whose_last_batch_was_delivered_is_complete(
         assert_same(run.epoch(), epochs[3])
 
 
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("seed", [None, 5])
+def test_the_loader_says_its_epoch(kind: str, seed: int | None) -> None:
+    """That of the batches that come, then the next one's; one left early does not count, and a state has its own."""
+    with Stepwise(kind, AllDraws(N), batch_size=4, num_workers=1, seed=seed) as run:
+        assert run.loader.epoch == 0
+        run.begin()
+        run.step()
+        assert run.loader.epoch == 0
+        run.rest()
+        assert run.loader.epoch == 1
+        run.begin()
+        run.step()
+        state = run.loader.state_dict()
+        assert run.loader.epoch == 1
+        run.epoch()
+        assert run.loader.epoch == 2
+        run.loader.load_state_dict(state)
+        assert run.loader.epoch == 1
+        run.epoch()
+        run.loader.set_epoch(7)
+        assert run.loader.epoch == 7
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("where", ["loader", "sampler"])

@@ -180,7 +180,7 @@ def test_torch_distributed_says_who_we_are(process_group: None) -> None:
 
 def test_a_group_says_who_we_are(process_group: None) -> None:
     """Of its ranks alone, as a process group or as a mesh's dimension; it goes before torch.distributed's own."""
-    some = torch.distributed.new_group([0, 2])
+    some: Any = torch.distributed.new_group([0, 2])
     assert topology(DataLoader(DATA, seed=1, group=some)) == Topology(1, 2)
     mesh = init_device_mesh("cpu", (5,), mesh_dim_names=("dp",))
     loader = DataLoader(DATA, seed=1, group=mesh)
@@ -191,13 +191,13 @@ def test_a_group_says_who_we_are(process_group: None) -> None:
 
 def test_groups_that_are_refused(process_group: None) -> None:
     """The error says which ranks the group has, or which dimension to take."""
-    others = torch.distributed.new_group([0, 1])
+    others: Any = torch.distributed.new_group([0, 1])
     with pytest.raises(ValueError, match="made it of other ranks than this one, 2"):
         DataLoader(DATA, seed=1, group=others)
     mesh = init_device_mesh("cpu", (1, 5), mesh_dim_names=("dp", "tp"))
     with pytest.raises(ValueError, match=r"of one dimension, but got one of 2\. .*mesh\['dp'\]"):
         DataLoader(DATA, seed=1, group=mesh)
-    mine = torch.distributed.new_group([2, 3])
+    mine: Any = torch.distributed.new_group([2, 3])
     with pytest.raises(ValueError, match=r"group and rank=0, world_size=2 exclude one another"):
         DataLoader(DATA, seed=1, group=mine, rank=0, world_size=2)
     with pytest.raises(ValueError, match="needs seed="):
