@@ -150,7 +150,8 @@ def test_third_party_imports_are_declared() -> None:
     """What a module needs at import is a runtime dependency; what it needs late may be an extra."""
 
     def names(requirements: list[str]) -> set[str]:
-        return {re.split(r"[<>=!;\[ ]", line, maxsplit=1)[0].lower() for line in requirements}
+        """Of the modules: a distribution's name may have a hyphen instead of an underscore."""
+        return {re.split(r"[<>=!;\[ ]", line, maxsplit=1)[0].lower().replace("-", "_") for line in requirements}
 
     runtime = names(PROJECT["project"]["dependencies"])
     extras = set().union(*(names(lines) for lines in PROJECT["project"]["optional-dependencies"].values()))
