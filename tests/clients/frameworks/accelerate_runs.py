@@ -16,7 +16,7 @@ __all__ = ["OURS", "OWN", "STOCK", "accelerator", "both", "epochs", "prepared"]
 
 STOCK: Any = torch.utils.data.DataLoader
 OURS: Any = asyncloader.DataLoader
-OWN: dict[str, Any] = {"tuning": Tuning(ring_bytes=1 << 20), "concurrency": 3}
+OWN: dict[str, Any] = {"tuning": Tuning(ring_bytes=1 << 20), "snapshot_every_n_steps": 3}
 
 
 def accelerator(**options: Any) -> Accelerator:

@@ -30,7 +30,7 @@ def test_prepare_keeps_the_wrapper_and_puts_our_loader_inside() -> None:
     assert isinstance(shard, STOCK)
     inside = shard.base_dataloader
     assert type(inside) is OURS
-    assert (inside.dataset, inside.tuning.ring_bytes, inside.concurrency) == (dataset, 1 << 20, 3)
+    assert (inside.dataset, inside.tuning.ring_bytes, inside.snapshot_every_n_steps) == (dataset, 1 << 20, 3)
     assert (inside.num_workers, inside.prefetch_factor, inside.persistent_workers) == (2, 3, True)
     assert len(shard) == 3
     assert shard.total_batch_size == 8
@@ -150,7 +150,7 @@ def test_prepared_loader_pickles() -> None:
     """A prepared loader can be sent to another process, with ours inside."""
     again = pickle.loads(pickle.dumps(prepared(OURS(Rows(8), 4, **OWN))))
     assert type(again).__name__ == DataLoaderShard.__name__
-    assert (type(again.base_dataloader), again.base_dataloader.concurrency) == (OURS, 3)
+    assert (type(again.base_dataloader), again.base_dataloader.snapshot_every_n_steps) == (OURS, 3)
     assert len(list(again)) == 2
 
 

@@ -31,7 +31,7 @@ def test_skip_first_batches_of_a_prepared_loader(shuffle: bool) -> None:
     expected, got = accelerate.skip_first_batches(stock, 2), skip_first_batches(ours, 2)
     assert type(got).__name__ == DataLoaderShard.__name__
     inside = got.base_dataloader
-    assert (type(inside), inside.tuning.ring_bytes, inside.concurrency) == (OURS, 1 << 20, 3)
+    assert (type(inside), inside.tuning.ring_bytes, inside.snapshot_every_n_steps) == (OURS, 1 << 20, 3)
     assert_same(epochs(got, 1), epochs(expected, 1))
     assert len(list(got)) == 3
     assert batches_given(inside) == 6
@@ -42,7 +42,7 @@ def test_skip_first_batches_of_a_plain_loader() -> None:
     """An unprepared loader of ours gives an unprepared loader of ours."""
     got = skip_first_batches(OURS(Rows(36), 8, num_workers=2, **OWN), 3)
     expected = accelerate.skip_first_batches(STOCK(Rows(36), 8, num_workers=2), 3)
-    assert (type(got), got.concurrency) == (OURS, 3)
+    assert (type(got), got.snapshot_every_n_steps) == (OURS, 3)
     assert_same(epochs(got), epochs(expected))
 
 
@@ -61,7 +61,7 @@ def test_skip_first_batches_of_a_plain_stream() -> None:
     got = skip_first_batches(OURS(RowStream(40), 8, num_workers=2, **OWN), 2)
     expected = accelerate.skip_first_batches(STOCK(RowStream(40), 8, num_workers=2), 2)
     assert type(got).__name__ == SkipDataLoader.__name__
-    assert (type(got.base_dataloader), got.base_dataloader.concurrency) == (OURS, 3)
+    assert (type(got.base_dataloader), got.base_dataloader.snapshot_every_n_steps) == (OURS, 3)
     assert_same(epochs(got), epochs(expected))
 
 
@@ -81,7 +81,12 @@ def test_adopt_exchanges_a_stock_loader() -> None:
     shard: Any = accelerator().prepare(STOCK(dataset, 8, num_workers=2))
     assert adopt(shard) is shard
     inside = shard.base_dataloader
-    assert (type(inside), inside.dataset, inside.tuning.ring_bytes, inside.concurrency) == (OURS, dataset, None, None)
+    assert (type(inside), inside.dataset, inside.tuning.ring_bytes, inside.snapshot_every_n_steps) == (
+        OURS,
+        dataset,
+        None,
+        1,
+    )
     assert adopt(shard).base_dataloader is inside
     assert len(list(shard)) == 3
 

@@ -230,7 +230,7 @@ def test_all_own_options_are_kept() -> None:
     """The loader inside has each of our options as the user gave it."""
     own: dict[str, Any] = {
         "tuning": Tuning(ring_bytes=1 << 20, reorder_window=2),
-        "concurrency": 3,
+        "max_worker_restarts": 3,
         "seed": 4,
         "rank": 1,
         "world_size": 2,

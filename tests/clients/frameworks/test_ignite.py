@@ -73,12 +73,19 @@ def test_engine_on_a_stream(ignite: Any) -> None:
 def test_deterministic_engine_makes_the_loader_anew(ignite: Any) -> None:
     """It passes every public attribute to our constructor: own options survive, nothing else is public."""
     dataset = Rows(36)
-    loader = OURS(dataset, 8, num_workers=2, prefetch_factor=3, tuning=Tuning(ring_bytes=1 << 20), concurrency=3)
+    loader = OURS(
+        dataset, 8, num_workers=2, prefetch_factor=3, tuning=Tuning(ring_bytes=1 << 20), snapshot_every_n_steps=3
+    )
     engine, seen = run(ignite.DeterministicEngine, loader, max_epochs=2)
     used = engine.state.dataloader
     assert used is not loader
     assert type(used) is OURS
-    assert (used.dataset, used.tuning.ring_bytes, used.concurrency, used.prefetch_factor) == (dataset, 1 << 20, 3, 3)
+    assert (used.dataset, used.tuning.ring_bytes, used.snapshot_every_n_steps, used.prefetch_factor) == (
+        dataset,
+        1 << 20,
+        3,
+        3,
+    )
     assert type(used.batch_sampler).__name__ == "ReproducibleBatchSampler"
     assert batches_given(used) == len(seen) == 10
 

@@ -184,14 +184,19 @@ def test_several_loaders() -> None:
 def test_overfit_batches_keeps_the_loader() -> None:
     """`overfit_batches` replaces the sampler, hence makes the loader anew: it is ours, with its own options."""
     dataset = Rows(40)
-    loader = OURS(dataset, 8, shuffle=True, num_workers=2, tuning=Tuning(ring_bytes=1 << 20), concurrency=3)
+    loader = OURS(dataset, 8, shuffle=True, num_workers=2, tuning=Tuning(ring_bytes=1 << 20), snapshot_every_n_steps=3)
     model, run = Recorder(), trainer(max_epochs=2, overfit_batches=2)
     with pytest.warns(UserWarning, match="turning off the train dataloader shuffling"):
         run.fit(model, loader)
     used: Any = run.train_dataloader
     assert used is not loader
     assert type(used) is OURS
-    assert (used.dataset, used.tuning.ring_bytes, used.concurrency, used.num_workers) == (dataset, 1 << 20, 3, 2)
+    assert (used.dataset, used.tuning.ring_bytes, used.snapshot_every_n_steps, used.num_workers) == (
+        dataset,
+        1 << 20,
+        3,
+        2,
+    )
     assert batches_given(used) == 4
     assert [len(batch["x"]) for batch in model.seen["train"]] == [8] * 4
 

@@ -59,13 +59,15 @@ def test_other_stages_see_torchs_batches(stage: str) -> None:
 def test_predict_makes_the_loader_anew_with_its_own_options() -> None:
     """`predict` needs a batch sampler of its own: the new loader is of our class and keeps all options."""
     dataset = Rows(20)
-    loader = OURS(dataset, 8, num_workers=2, prefetch_factor=3, tuning=Tuning(ring_bytes=1 << 20), concurrency=3)
+    loader = OURS(
+        dataset, 8, num_workers=2, prefetch_factor=3, tuning=Tuning(ring_bytes=1 << 20), snapshot_every_n_steps=3
+    )
     run = trainer()
     predictions: Any = run.predict(Recorder(), loader)
     used: Any = run.predict_dataloaders
     assert used is not loader
     assert type(used) is OURS
-    assert (used.dataset, used.tuning.ring_bytes, used.concurrency) == (dataset, 1 << 20, 3)
+    assert (used.dataset, used.tuning.ring_bytes, used.snapshot_every_n_steps) == (dataset, 1 << 20, 3)
     assert (used.num_workers, used.prefetch_factor) == (2, 3)
     assert [len(p) for p in predictions] == [8, 8, 4]
     assert batches_given(used) == 3
@@ -106,7 +108,7 @@ class Module(LightningDataModule):
     def predict_dataloader(self) -> Any:
         loader = self.make(Rows(24), batch_size=8, num_workers=2)
         if isinstance(loader, OURS):
-            loader = loader.clone(ring_bytes=1 << 20, concurrency=5)
+            loader = loader.clone(ring_bytes=1 << 20, snapshot_every_n_steps=5)
         return loader
 
 
@@ -123,7 +125,7 @@ def test_loaders_of_a_data_module() -> None:
     assert_same(runs[1], runs[0])
     used: Any = run.predict_dataloaders
     assert type(used) is OURS
-    assert (used.tuning.ring_bytes, used.concurrency) == (1 << 20, 5)
+    assert (used.tuning.ring_bytes, used.snapshot_every_n_steps) == (1 << 20, 5)
 
 
 # -------------------------------------------------------------------------------------------- metrics, Fabric
@@ -231,7 +233,7 @@ def test_two_processes_share_the_dataset_out(tmp_path: Path) -> None:
 
         warnings.simplefilter("ignore")  # Lightning advises on much when it is imported and set up
         from lightning.pytorch import LightningModule, Trainer
-        from asyncloader import DataLoader
+        from asyncloader import DataLoader, Tuning
 
         class Model(LightningModule):
             def __init__(self):
@@ -248,7 +250,7 @@ def test_two_processes_share_the_dataset_out(tmp_path: Path) -> None:
                 assert sorted(rows) == list(range(16)), rows
                 loader = self.trainer.train_dataloader
                 assert type(loader) is DataLoader
-                assert (loader.tuning.ring_bytes, loader.concurrency, loader.num_workers) == (1 << 20, 3, 1)
+                assert (loader.tuning.ring_bytes, loader.snapshot_every_n_steps, loader.num_workers) == (1 << 20, 3, 1)
                 assert type(loader.sampler).__name__ == "DistributedSampler"
                 assert loader.stats()["data/batches"] == 2
                 if self.global_rank == 0:
@@ -259,7 +261,8 @@ def test_two_processes_share_the_dataset_out(tmp_path: Path) -> None:
 
         if __name__ == "__main__":
             data = torch.arange(16.0).reshape(16, 1)
-            loader = DataLoader(data, 4, shuffle=True, num_workers=1, tuning=Tuning(ring_bytes=1 << 20), concurrency=3)
+            own = {"tuning": Tuning(ring_bytes=1 << 20), "snapshot_every_n_steps": 3}
+            loader = DataLoader(data, 4, shuffle=True, num_workers=1, **own)
             trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", max_epochs=1, logger=False,
                 enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
             trainer.fit(Model(), loader)
