@@ -84,6 +84,16 @@ def test_every_public_name_is_on_a_page() -> None:
     assert [name for name in asyncloader.__all__ if not re.search(rf"\b{name}\b", text)] == []
 
 
+@pytest.mark.parametrize("loader", [AsyncDataLoader, DataLoader], ids=lambda loader: loader.__name__)
+def test_the_api_page_has_every_member(loader: type) -> None:
+    """Every public method and attribute of our own, but for the options, which have a page of their own."""
+    page = (REFERENCE / "api.md").read_text()
+    entry = page.partition(f".. autoclass:: asyncloader.{loader.__name__}\n")[2].partition("autoclass")[0]
+    own = {name for name in dir(loader) if not name.startswith("_")} - set(dir(torch.utils.data.DataLoader))
+    documented = set(re.findall(r"auto(?:method|property):: ([a-z]\w*)", entry))
+    assert documented == own - inspect.signature(loader).parameters.keys()
+
+
 def test_names_page_lists_torchs_names() -> None:
     """Every public name of `torch.utils.data` has a row, and *torch's* means the same object."""
     listed = {row[0]: row[-1] for row in rows("names.md") if len(row) == 4}
