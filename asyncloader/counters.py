@@ -82,6 +82,21 @@ BLOCK_BYTES = 8 * _DOUBLES
 """Size of a recorder's block."""
 
 
+def _bucket(us: float) -> int:
+    mantissa, exponent = frexp(us)
+    return min(_LAST, max(0, 4 * exponent + int(8.0 * mantissa) - 8))
+
+
+def _quarters(bucket: int) -> int:
+    """The least quarters of a microsecond in a bucket."""
+    return (4 + bucket % 4) << bucket // 4 if bucket else 0
+
+
+# The buckets of times below 4 ms, by quarters of a microsecond: to look one up takes half as long as to compute it.
+_SHORT_S = _quarters(48) / 4e6
+_SHORT = b"".join(bytes([bucket]) * (_quarters(bucket + 1) - _quarters(bucket)) for bucket in range(48))
+
+
 class Recorder:
     """The counts and times of one process.
 
@@ -108,12 +123,7 @@ class Recorder:
 
     def time(self, stage: Stage, seconds: float) -> None:
         """Record that a batch spent so long in a stage."""
-        mantissa, exponent = frexp(seconds * 1e6)
-        bucket = 4 * exponent + int(8.0 * mantissa) - 8
-        if bucket < 0:
-            bucket = 0
-        elif bucket > _LAST:
-            bucket = _LAST
+        bucket = _SHORT[int(seconds * 4e6)] if 0.0 <= seconds < _SHORT_S else _bucket(seconds * 1e6)
         base, block = _BASE[stage], self.block
         block[base] += seconds
         block[base + 1 + bucket] += 1.0

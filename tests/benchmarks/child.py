@@ -214,6 +214,13 @@ def _median(values: Iterable[float]) -> float:
     return statistics.median(values)
 
 
+def recording(job: Job) -> dict[str, Any]:
+    """Seconds that the statistics take, for a batch and for a decoded sample."""
+    from . import recording as probe
+
+    return probe.recording(job)
+
+
 def _seeded(name: str) -> Callable[[Job], dict[str, Any]]:
     def probe(job: Job) -> dict[str, Any]:
         from . import seeded
@@ -233,7 +240,7 @@ def remote(job: Job) -> dict[str, Any]:
 
 PROBES: dict[str, Callable[[Job], dict[str, Any]]] = {
     probe.__name__: probe
-    for probe in (throughput, inline, first_batch, second_epoch, memory, reference, memcpy, peers, remote)
+    for probe in (throughput, inline, first_batch, second_epoch, memory, reference, memcpy, peers, remote, recording)
 } | {name: _seeded(name) for name in ("shuffle", "cost", "state", "line")}
 
 

@@ -162,7 +162,7 @@ def test_rows_select_jobs() -> None:
     """Every row feeds on at least one job, peers add jobs, and an unknown row is refused."""
     for row in ROWS:
         measured = {job.loader.partition(",")[0] for job in jobs((row,), 1.0, peers=False, full=False)}
-        assert measured >= ({TORCH} if row != "seeded" else set(OURS))
+        assert measured >= (set(OURS) if row in ("seeded", "statistics") else {TORCH})
     assert len(jobs(ROWS, 1.0, peers=True, full=False)) > len(jobs(ROWS, 1.0, peers=False, full=False))
     with pytest.raises(SystemExit):
         parse(["--rows", "nonsense"])
