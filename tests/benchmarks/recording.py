@@ -21,7 +21,7 @@ CALLS, TURNS = 20_000, 15
 
 
 def recording(job: Job) -> dict[str, Any]:
-    """Seconds that the statistics take: of the main process and of a worker for each batch, and for a decoded sample."""
+    """Seconds that the statistics take: of a batch in the main process, of one in a worker, of a decoded sample."""
     main, workers = _entries(job.loader)
     price = _entry_s()
     return {"main": main * price, "worker": workers * price, "decode": _decoded_s()}

@@ -281,8 +281,8 @@ METHOD = f"""\
 - The shuffled epoch's dataset gives its indices; memory is the growth of the process's largest resident size. The
   uneven batches wait instead of computing (5 and 100 ms), so that two workers do not need two cores. What seeded mode
   costs a sample is measured without workers, where nothing hides it, over batches of 32 dicts.
-- What the statistics cost is too little to be seen in a run: the entries that a run leaves for each batch are counted, and
-  multiplied by the price of one, two clock readings included.
+- What the statistics cost is too little to be seen in a run: the entries that a run leaves for each batch are counted,
+  and multiplied by the price of one, two clock readings included.
 - CPU seconds are the main process's, all threads, consumer included.
 - `{FACADE}` and `{ASYNC}` are asyncloader's; torch `file_system` is torch's with that sharing strategy.
 - Peers whose workers do not outlive an epoch (nodes, grain, spdl) read an endless repetition of it, and
