@@ -42,6 +42,7 @@ class Statistics:
         "_lock",
         "_look_at",
         "_mark",
+        "_silent",
         "_starting",
         "_told_slow_start",
         "_workers",
@@ -97,6 +98,7 @@ class Statistics:
         self.skipped_samples = 0
         self.refilled = 0
         self.log = SkippedSampleLog(None)  # of the newest iterator
+        self._silent: set[str] = set()  # stores that workers say do not answer
         self.first_batch_s = 0.0
         self.waiting_since: float | None = None  # the consumer waits for a batch since then
         self.recorder = Recorder()
@@ -157,6 +159,14 @@ class Statistics:
             "dataset, %.1f s for its first samples; persistent_workers=True spends that once, not in each epoch",
             *(self.first_batch_s, process, imports, dataset, first_read),
         )
+
+    def relay(self, level: int, text: str, store: str | None, *, silent: bool) -> None:
+        """Log a worker's line. That a store is silent, or answers again, is logged once, whoever else says it."""
+        if store is not None:
+            if silent == (store in self._silent):
+                return
+            (self._silent.add if silent else self._silent.discard)(store)
+        _log.log(level, "%s", text)
 
     def add_skipped_samples(self, records: Sequence[SkippedSample]) -> None:
         """Record samples that raised.

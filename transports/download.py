@@ -100,13 +100,13 @@ class RetryingClient(ABC, Generic[_C]):
         """Whether the store has answered this process, with whatever it was."""
         return self._contact.answered
 
-    def answered(self) -> None:
-        """Note that the store has answered."""
+    def answered(self, *, busy: bool = False) -> None:
+        """Note that the store has answered. `busy`: that it cannot serve the request now; so it is not back yet."""
         contact = self._contact
         contact.answered = True
-        if contact.silent:
+        if contact.silent and not busy:
             contact.silent = False
-            _log.warning("%s answers again", self.where(None))
+            _log.warning("%s answers again", self.where(None), extra={"store": self.server, "silent": False})
 
     def patience(self, seconds: float) -> float:
         """Return how long to wait for an answer: so many seconds, but less as long as there was none at all."""
@@ -154,6 +154,7 @@ class RetryingClient(ABC, Generic[_C]):
             _log.warning(
                 "%s has not answered for %.0f s (%s); it is tried for %g s, then the read fails",
                 *(self.where(None), attempts.waited(now), failed.text, policy.budget_s),
+                extra={"store": self.server, "silent": True},
             )
         self.counts.retry(failed.kind, verdict.delay)
         return verdict.delay

@@ -162,7 +162,7 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
             except UnicodeError:  # from the name look-up: a label is empty, or longer than 63 letters
                 text = f"{safe_url(str(url))} has a host that is no legal name"
                 raise RequestFailed("request", text, retryable=False) from None
-            self.answered()
+            self.answered(busy=response.status in self._retry.statuses)
             if response.status not in _REDIRECTS or "Location" not in response.headers:
                 return response
             response.release()

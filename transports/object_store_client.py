@@ -225,7 +225,7 @@ class StoreClient(RetryingClient[OpenStore]):
         """As the function `classify_error`, with the root and the policy's statuses."""
         failed = classify_error(error, path, self.location.url, self._retry.statuses)
         if failed is not None and failed.kind.startswith("status"):
-            self.answered()
+            self.answered(busy=failed.retryable)
         return failed
 
     async def _until_done(self, path: str | None, step: Callable[[Scope], Awaitable[_R]]) -> _R:

@@ -75,6 +75,9 @@ class Inbox:
                 if watchdog is not None:
                     watchdog.asked(self._worker)
                 listener.on_ask(self._worker, number, batch, pickle.loads(left))
+        elif kind == wire.LOG:
+            if listener is not None:
+                listener.on_log(*pickle.loads(body))
         elif kind == wire.BAD_SAMPLES:
             self._records = wire.unpack_answer(body)[3]
         elif kind in _ANSWERS:

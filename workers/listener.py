@@ -69,6 +69,10 @@ class Listener(ABC):
         """The worker requests assignment `number`; answer by `WorkerPool.send_assignment`. See `ShardAssigner.ask`."""
 
     @abstractmethod
+    def on_log(self, level: int, text: str, store: str | None, silent: bool) -> None:
+        """The worker has a line for the log; of a store, whether that has gone silent, or answers again."""
+
+    @abstractmethod
     def on_death(self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None, outside: bool) -> None:
         """The worker ended without being asked to; everything that it had sent was reported before.
 

@@ -17,7 +17,6 @@ import inspect
 import os
 import pickle
 import random
-import select
 import warnings
 from collections.abc import Callable
 from time import perf_counter, process_time
@@ -425,9 +424,7 @@ class TaskRunner:
 
     def channel_send(self, frame: bytes, fds: list[int] | None = None) -> None:
         """Send a frame; waits while the socket is full."""
-        if not self.channel.send(frame, fds or ()):
-            while not self.channel.flush():
-                select.select([], [self.channel.sock], [])
+        self.channel.send_all(frame, fds or ())
 
 
 class _StartError(Exception):

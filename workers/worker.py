@@ -36,6 +36,7 @@ from asyncloader.workers import stacks
 from asyncloader.workers.fetch.setup import Links, WorkerSetup
 from asyncloader.workers.ipc import lifeline, wire
 from asyncloader.workers.ipc.channel import Channel
+from asyncloader.workers.log_relay import relay_log
 from asyncloader.workers.memory import segment
 from asyncloader.workers.setup_payload import InheritedFd, Payload
 from asyncloader.workers.task_runner import TaskRunner
@@ -65,6 +66,7 @@ def worker_main(started: float, entered: float, worker_id: int, links: Links, se
     record_process(recorder)
     recorder.time("start_process", entered - started)
     channel = Channel(socket.socket(fileno=links.control.fd))
+    relay_log(channel.send_all)
     try:
         runner = TaskRunner(worker_id, channel, setup, recorder, entered)
         tune(concurrent=runner.asynchronous)

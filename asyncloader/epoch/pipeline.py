@@ -262,6 +262,10 @@ class Pipeline(Listener):
             raise ValueError(f"broken stream: worker {worker} asks for shards, and the dataset has none to assign")
         self._send_assignments(self._assigner.ask(worker, number, batch, left))
 
+    def on_log(self, level: int, text: str, store: str | None, silent: bool) -> None:
+        """See `Listener`."""
+        self._statistics.relay(level, text, store, silent=silent)
+
     def _made_batch(self, worker: int) -> None:
         if self._assigner is not None:
             self._send_assignments(self._assigner.answered(worker))

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from asyncloader import DataLoader, RemoteIterableDataset
+from asyncloader import AsyncDataLoader, DataLoader, Dataset, RemoteIterableDataset
 from asyncloader.transports import HttpTransport, ReadFailed, RetryPolicy, download
 
 pytestmark = pytest.mark.network
@@ -28,6 +31,9 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     writer.write(ANSWER)
     await writer.drain()
     writer.close()
+
+
+PATIENT = RetryPolicy(first_delay_s=0.01, cap_s=0.02)
 
 
 class Told(logging.Handler):
@@ -75,24 +81,74 @@ def test_a_loader_tells_it_too(workers: int) -> None:
         next(iter(DataLoader(dataset, num_workers=workers)))
 
 
-async def test_a_store_that_comes_back_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def told() -> Iterator[Told]:
+    handler, log = Told(), logging.getLogger("asyncloader")
+    log.addHandler(handler)
+    yield handler
+    log.removeHandler(handler)
+
+
+async def test_a_store_that_comes_back_is_told(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line when it has not answered for some seconds, one when it does, and none in a healthy run."""
     monkeypatch.setattr(download, "_SILENT_S", -1.0)
-    told, port = Told(), free_port()
+    port = free_port()
     root = f"http://127.0.0.1:{port}"
-    log = logging.getLogger("asyncloader")
-    log.addHandler(told)
-    try:
-        retry = RetryPolicy(first_delay_s=0.01, cap_s=0.02)
-        async with HttpTransport(root, retry=retry) as transport:
-            reading = asyncio.ensure_future(transport.read("a"))
-            await told.event.wait()
-            async with await asyncio.start_server(answer, "127.0.0.1", port):
-                assert await reading == b"hi"
-                assert await transport.read("a") == b"hi"
-    finally:
-        log.removeHandler(told)
+    async with HttpTransport(root, retry=PATIENT) as transport:
+        reading = asyncio.ensure_future(transport.read("a"))
+        await told.event.wait()
+        async with await asyncio.start_server(answer, "127.0.0.1", port):
+            assert await reading == b"hi"
+            assert await transport.read("a") == b"hi"
     assert len(told.lines) == 2
     assert told.lines[0].startswith(f"WARNING {root} has not answered for ")
     assert told.lines[0].endswith("; it is tried for 15 s, then the read fails")
     assert told.lines[1] == f"WARNING {root} answers again"
+
+
+class Objects(Dataset[Any]):
+    """Three objects of a store, one for each worker."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def __len__(self) -> int:
+        return 3
+
+    async def __aenter__(self) -> None:
+        self.transport = HttpTransport(self.url, retry=PATIENT)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.transport.aclose()
+
+    async def __getitem__(self, index: int) -> int:
+        return len(await self.transport.read(str(index)))
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+async def test_what_three_workers_see_is_told_once(told: Told, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the log of the main process, wherever the workers were started."""
+    monkeypatch.setattr(download, "_SILENT_S", -1.0)
+    asked: Counter[bytes] = Counter()
+
+    async def down_at_first(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked[(await reader.readuntil(b"\r\n\r\n")).split()[1]] += 1
+        up = len(asked) == 3 and min(asked.values()) > 1  # by then each worker has told that it is down
+        writer.write(ANSWER if up else b"HTTP/1.1 503 Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(down_at_first, "127.0.0.1", 0) as server:
+        root = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        options: dict[str, Any] = {"num_workers": 3, "multiprocessing_context": method, "worker_init_fn": impatient}
+        async with AsyncDataLoader(Objects(root), **options) as loader:
+            assert [batch.tolist() async for batch in loader] == [[2]] * 3
+    assert len(told.lines) == 2
+    assert told.lines[0].startswith(f"WARNING {root} has not answered for ")
+    assert told.lines[1] == f"WARNING {root} answers again"
+
+
+def impatient(worker: int) -> None:
+    """A worker that is not forked has not the test's changes."""
+    download._SILENT_S = -1.0

@@ -12,6 +12,7 @@ from __future__ import annotations
 import array
 import contextlib
 import os
+import select
 import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -100,6 +101,12 @@ class Channel:
             return True
         self._unsent.append((frame[sent:], tuple(os.dup(fd) for fd in fds) if sent == 0 else ()))
         return False
+
+    def send_all(self, frame: bytes, fds: Sequence[int] = ()) -> None:
+        """Send a frame; waits while the socket is full. Errors as `send`."""
+        if not self.send(frame, fds):
+            while not self.flush():
+                select.select([], [self.sock], [])
 
     def flush(self) -> bool:
         """Send what is unsent; returns True if nothing is left."""

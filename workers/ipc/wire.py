@@ -21,6 +21,7 @@ __all__ = [
     "BAD_SAMPLES",
     "ERROR",
     "EXHAUSTED",
+    "LOG",
     "NO_SLOT",
     "ONEOFF",
     "READY",
@@ -74,6 +75,8 @@ RETIRING = 19
 pickled RNG state."""
 ASK = 20
 """The worker requests its next assignment of shards."""
+LOG = 21
+"""A line for the main process's log: pickled level, text, the store that it is about, and whether that is silent."""
 
 NO_SLOT = -1
 """In a task: no slot was free. In a result: the batch has no bytes in shared memory."""
