@@ -19,7 +19,7 @@ from asyncloader.delivery.transfer import DeviceLike
 from asyncloader.options import DEFAULTS, FIELD_NAMES, LoaderSpec, OnError, is_iterable
 from asyncloader.samplers.async_sampler import AsyncIndexSource
 from asyncloader.samplers.distributed import OnUneven, Topology, plain_sampler, process_group, topology
-from asyncloader.sizes import Size, size
+from asyncloader.sizes import optional_size
 from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset, is_concurrent
 
@@ -132,8 +132,8 @@ class EpochConfig:
             "snapshot_every": every,
             # After a resume unordered shards are assigned in another order: a replayed stream has other batches.
             "dataset_snapshot_every": 1 if assigned and not loader.in_order else every,
-            "ring_bytes": _size("ring_bytes", ours.ring_bytes),
-            "worker_memory_limit": _size("worker_memory_limit", ours.worker_memory_limit),
+            "ring_bytes": optional_size("ring_bytes", ours.ring_bytes),
+            "worker_memory_limit": optional_size("worker_memory_limit", ours.worker_memory_limit),
             "max_restarts": max_restarts(ours.max_worker_restarts, seeded=seeded),
         }
         as_given = {
@@ -166,7 +166,3 @@ def max_restarts(given: int | None, *, seeded: bool) -> int:
     if given is not None:
         return given
     return _SEEDED_RESTARTS if seeded else 0
-
-
-def _size(name: str, given: Size | None) -> int | None:
-    return None if given is None else size(name, given)

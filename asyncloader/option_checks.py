@@ -20,14 +20,14 @@ import torch
 
 from asyncloader.errors import NoEffectWarning
 from asyncloader.samplers.distributed import ON_UNEVEN, check_group
-from asyncloader.sizes import size
+from asyncloader.sizes import optional_size
 from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.decoding import check_decode
 
 __all__ = ["CHECKS", "check_num_workers", "check_options", "is_seed", "warn_only_of", "warn_without_effect"]
 
-Check: TypeAlias = Callable[[str, Any], None]
+Check: TypeAlias = Callable[[str, Any], object]
 """A function of an option's name and value that raises if the value is out of range."""
 
 
@@ -108,14 +108,9 @@ def _device(name: str, value: Any) -> None:
         raise ValueError(f"{name} should be what torch.device takes, but got {name}={value!r}: {error}") from None
 
 
-def _size(name: str, value: Any) -> None:
-    if value is not None:
-        size(name, value)
-
-
 # In the order in which they are made: of several mistakes the first one is raised.
 CHECKS: dict[str, Check] = {
-    "ring_bytes": _size,
+    "ring_bytes": optional_size,
     "concurrency": _should_be("a positive integer or None", _optional(_number_of(1))),
     "decode": lambda _, value: check_decode(value, 0),
     "decode_threads": lambda _, value: check_decode(None, value),
@@ -130,7 +125,7 @@ CHECKS: dict[str, Check] = {
     "worker_timeout": _should_be("a positive number of seconds or None", _optional(_is_duration)),
     "max_worker_restarts": _should_be("a non-negative integer or None", _optional(_number_of(0))),
     "max_skipped_samples": _should_be("a non-negative integer or None", _optional(_number_of(0))),
-    "worker_memory_limit": _size,
+    "worker_memory_limit": optional_size,
     "on_error": _should_be(
         "'raise', 'skip', 'refill' or a function of an index and an exception",
         lambda value: value in ("raise", "skip", "refill") or callable(value),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import TypeAlias
 
-__all__ = ["Size", "bytes_of", "size"]
+__all__ = ["Size", "bytes_of", "optional_size", "size"]
 
 Size: TypeAlias = int | str
 """Bytes, or a text of a number and a unit: B; kB, MB, GB, TB (powers of 1000); KiB, MiB, GiB, TiB (of 1024)."""
@@ -42,3 +42,8 @@ def size(name: str, value: Size, *, least: int = 1) -> int:
             f"{name}={value!r}"
         )
     return found
+
+
+def optional_size(name: str, value: Size | None) -> int | None:
+    """`size`, for an argument that may be None."""
+    return None if value is None else size(name, value)

@@ -23,7 +23,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Self, TypeVar
 
-from asyncloader.sizes import Size, size
+from asyncloader.sizes import Size, optional_size
 from asyncloader.transports.base import ObjectInfo, Transport
 from asyncloader.transports.blocking import BlockingPool
 from asyncloader.transports.cache_layout import hash_key, object_url
@@ -88,7 +88,7 @@ class CachedTransport(Transport):
         revalidate: bool = True,
         threads: int | None = None,
     ) -> None:
-        limit = None if cache_bytes is None else size("cache_bytes", cache_bytes)
+        limit = optional_size("cache_bytes", cache_bytes)
         self.inner = inner
         self.url = url
         self.cache_dir = os.path.abspath(os.fspath(cache_dir))  # noqa: PTH100 - Path.resolve would be I/O

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from asyncloader.sizes import Size, size
+from asyncloader.sizes import Size, optional_size
 from asyncloader.transports import Transport, open_transport
 from asyncloader.transports.checks import check_path
 from asyncloader.transports.errors import InvalidPath
@@ -107,7 +107,7 @@ class Stores:
         self._options = dict(options or {})
         self._transport = transport
         self._cache_dir = None if cache_dir is None else os.path.abspath(os.fspath(cache_dir))  # noqa: PTH100 - no I/O
-        self._cache_bytes = None if cache_bytes is None else size("cache_bytes", cache_bytes)
+        self._cache_bytes = optional_size("cache_bytes", cache_bytes)
         self._cache_revalidate = cache_revalidate
         self._folder = os.getcwd()  # noqa: PTH109 - what relative paths are relative to, also in a worker
         self._open: dict[str, Transport] = {}
