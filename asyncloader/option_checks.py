@@ -282,7 +282,7 @@ def _without_effect(options: Mapping[str, Any], asked: Mapping[str, Any], iterab
     if options["on_error"] == "raise" and asked.get("max_skipped_samples", 0) != 0:
         yield (
             f"{_named(['max_skipped_samples'], asked)} nothing with on_error='raise', which raises the first sample's "
-            "error. Set on_error='skip' or a function"
+            "error. Set on_error='skip', 'refill' or a function"
         )
     if "on_uneven" in asked and seed is None and not assigned:
         yield f"{_named(['on_uneven'], asked)} nothing without seed=: the loader then leaves sharding to the sampler"

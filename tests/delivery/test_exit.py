@@ -17,7 +17,7 @@ from tests.pairwise import quickly
 
 PREAMBLE = """
 import asyncio, threading, torch
-from asyncloader import AsyncDataLoader, DataLoader
+from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions
 
 class Numbers(torch.utils.data.Dataset):
     def __len__(self):
@@ -28,7 +28,8 @@ class Numbers(torch.utils.data.Dataset):
 def negated(batch):
     return -batch
 
-OPTIONS = dict(num_workers=2, device="cpu", device_transform=negated, device_prefetch=3)
+DEVICE = DeviceOptions(device_transform=negated, device_prefetch=3)
+OPTIONS = dict(num_workers=2, device="cpu", device_options=DEVICE)
 
 if __name__ == "__main__":
 """

@@ -79,11 +79,11 @@ def test_descriptors_after_many_batches(name: str, hold: bool) -> None:
     for before, now in zip(early, [open_descriptors(pid) for pid in workers], strict=True):
         assert [target for target in now if target != MEMORY] == [target for target in before if target != MEMORY]
         # a worker may be seen while it has a segment, and maps it, for a batch that is larger than its slot
-        assert now.count(MEMORY) <= before.count(MEMORY) + 2 * ("ring_bytes" in options)
+        assert now.count(MEMORY) <= before.count(MEMORY) + 2 * ("tuning" in options)
     grown = len(open_descriptors(os.getpid())) - main_early
     # What is larger than a slot has a segment of its own on its way here: at most one a credit (2 x 2), and a few
     # may be lent as they are. Never one a batch.
-    assert grown <= (4 + 16 if "ring_bytes" in options else 0)
+    assert grown <= (4 + 16 if "tuning" in options else 0)
 
 
 @pytest.mark.thorough

@@ -15,7 +15,7 @@ from tests.pairwise import quickly
 
 PREAMBLE = """
 import asyncio, sys, threading, torch
-from asyncloader import AsyncDataLoader, DataLoader
+from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions
 
 class Plain(torch.utils.data.Dataset):
     def __len__(self):
@@ -67,8 +67,8 @@ SOURCES = {
     "async dataset": "Async()",
     "async stream": "Stream()",
     "async sampler": "Plain(), sampler=Sampler()",
-    "threads": "Plain(), fetch_threads=2",
-    "device stage": "Plain(), device='cpu', device_transform=negated",
+    "threads": "Plain(), concurrency=2",
+    "device stage": "Plain(), device='cpu', device_options=DeviceOptions(device_transform=negated)",
 }
 
 

@@ -53,7 +53,7 @@ class Mistake(NamedTuple):
     warnings: str = "error"
 
 
-IMPORTS = "import asyncio\nfrom asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset\n"
+IMPORTS = "import asyncio\nfrom asyncloader import AsyncDataLoader, DataLoader, Recovery, RemoteIterableDataset\n"
 READ = "async def main():\n    async for _ in {}: pass\nasyncio.run(main())\n"
 FAILING = """
 from torch.utils.data import IterableDataset
@@ -183,7 +183,7 @@ OF_OPTIONS = {
     ),
     "a policy that there is not": Mistake(
         'DataLoader([5], on_error="ignore")',
-        "ValueError: on_error should be 'raise', 'skip' or a function of an index and an exception, but got "
+        "ValueError: on_error should be 'raise', 'skip', 'refill' or a function of an index and an exception, but got "
         "on_error='ignore'",
     ),
     "a decode that is awaited": Mistake(
@@ -194,10 +194,9 @@ OF_OPTIONS = {
         15,
     ),
     "an option that can do nothing": Mistake(
-        "DataLoader([5], concurrency=64)",
-        "asyncloader.errors.NoEffectWarning: concurrency=64 does nothing for a dataset without async methods, whose "
-        "samples are fetched one after the other. Set fetch_threads, raise num_workers, or give it an async "
-        "__getitem__",
+        "DataLoader([5], recovery=Recovery(max_skipped_samples=10))",
+        "asyncloader.errors.NoEffectWarning: max_skipped_samples=10 does nothing with on_error='raise', which raises "
+        "the first sample's error. Set on_error='skip', 'refill' or a function",
     ),
     "no such device": Mistake(
         'import os\nos.environ["CUDA_VISIBLE_DEVICES"] = ""\niter(DataLoader([5], device="cuda"))',
@@ -224,7 +223,7 @@ OF_SAMPLES = {
         "for _ in DataLoader([5, 6], sampler=[0, 7]): pass", "while fetching sample index 7 (item 0 of the batch)", 30
     ),
     "too many bad samples": Mistake(
-        f'{MAP}\nfor _ in DataLoader(Map(), on_error="skip", max_skipped_samples=1): pass',
+        f'{MAP}\nfor _ in DataLoader(Map(), on_error="skip", recovery=Recovery(max_skipped_samples=1)): pass',
         "asyncloader.errors.TooManySkippedSamples: more than max_skipped_samples=1 samples of this epoch raised, the "
         "last one: "
         "index 3, IndexError: list index out of range. Look at loader.skipped_samples, mend the dataset, or raise "

@@ -41,8 +41,10 @@ def test_absurd_ring_bytes(kind: str) -> None:
 LIMITED = """
 import resource, sys
 import torch
-from asyncloader import AsyncDataLoader, DataLoader, RingMemoryError
+from asyncloader import AsyncDataLoader, DataLoader, RingMemoryError, Tuning
 import asyncio
+
+TUNING = Tuning(ring_bytes=RING)
 
 class Large:
     def __len__(self):
@@ -55,7 +57,7 @@ def used():
         return int(file.read().split()[0]) * resource.getpagesize()
 
 async def run():
-    async with AsyncDataLoader(Large(), num_workers=1, ring_bytes=RING) as loader:
+    async with AsyncDataLoader(Large(), num_workers=1, tuning=TUNING) as loader:
         async for batch in loader:
             pass
 
@@ -63,7 +65,7 @@ asyncio.run(asyncio.sleep(0))
 list(DataLoader(torch.arange(4), num_workers=1))  # what is loaded late is loaded now
 limit = used() + (300 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-for use in (lambda: list(DataLoader(Large(), num_workers=1, ring_bytes=RING)), lambda: asyncio.run(run())):
+for use in (lambda: list(DataLoader(Large(), num_workers=1, tuning=TUNING)), lambda: asyncio.run(run())):
     try:
         use()
     except RingMemoryError as error:
@@ -197,7 +199,7 @@ def test_eight_megabytes_of_shared_memory(tmp_path: Path) -> None:
 FEW_DESCRIPTORS = """
 import resource
 import torch
-from asyncloader import DataLoader
+from asyncloader import DataLoader, Tuning
 
 class Rows:
     def __len__(self):
@@ -206,7 +208,7 @@ class Rows:
         return torch.full((5000,), index)
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-for options in ({}, {"ring_bytes": 1}):
+for options in ({}, {"tuning": Tuning(ring_bytes=1)}):
     kept = list(DataLoader(Rows(), num_workers=2, **options))
     assert [int(batch[0, -1]) for batch in kept] == list(range(2000))
 print("done")
