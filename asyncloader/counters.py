@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextvars import ContextVar
 from math import frexp
+from struct import Struct
 from typing import Any, Literal, NamedTuple
 
 __all__ = [
     "BLOCK_BYTES",
     "KEYS",
+    "LANE_KEY",
     "PROCESS_KEYS",
     "STAGES",
     "Recorder",
@@ -71,12 +73,18 @@ Stage = Literal[
 STAGES: tuple[Stage, ...] = Stage.__args__  # type: ignore[attr-defined]
 """The stages in the order in which a batch passes them; at the end those of a worker's start."""
 
-_SUMS = KEYS + PROCESS_KEYS
+LANE_KEY = "lane"
+"""In a process of a service, whose task it carries out: the number of a lane, from 1; 0: nobody's."""
+
+_SUMS = (*KEYS, *PROCESS_KEYS, LANE_KEY)
 _BUCKETS = 124
 _LAST = _BUCKETS - 1
 _BASE: dict[str, int] = {stage: len(_SUMS) + number * (1 + _BUCKETS) for number, stage in enumerate(STAGES)}
 _INDEX = {key: number for number, key in enumerate(_SUMS)}
 _DOUBLES = len(_SUMS) + len(STAGES) * (1 + _BUCKETS)
+
+_OWN = len(_SUMS)  # from here on a worker's own, where several workers share a process
+_ENTRY = Struct("<Hd")
 
 BLOCK_BYTES = 8 * _DOUBLES
 """Size of a recorder's block."""
@@ -112,6 +120,26 @@ class Recorder:
     def keep(self) -> None:
         """Go on with a private copy of the block, so that its memory may go."""
         self.block = memoryview(bytearray(self.block)).cast("d")
+
+    def packed(self) -> bytes:
+        """The stages' part of the block, for a process that cannot read it: number and value of each that is not 0."""
+        return b"".join(
+            _ENTRY.pack(number, value) for number, value in enumerate(self.block) if value and number >= _OWN
+        )
+
+    def take(self, data: bytes) -> None:
+        """Set what another process has packed.
+
+        Raises:
+            ValueError: these are no such bytes.
+        """
+        if len(data) % _ENTRY.size:
+            raise ValueError(f"broken stream: {len(data)} bytes of counts")
+        entries = list(_ENTRY.iter_unpack(data))
+        if any(not (_OWN <= number < _DOUBLES and 0.0 <= value < 1e300) for number, value in entries):
+            raise ValueError("broken stream: counts that cannot be")
+        for number, value in entries:
+            self.block[number] = value
 
     def add(self, key: str, number: float = 1) -> None:
         """Add `number` to a sum."""

@@ -40,6 +40,7 @@ __all__ = [
     "PageLockError",
     "RanksDisagree",
     "RingMemoryError",
+    "ServiceUnavailable",
     "ShardError",
     "StateError",
     "TaskQuarantined",
@@ -316,6 +317,10 @@ class PageLockError(LoaderError, MemoryError):
             text
             + "Lower num_workers, prefetch_factor or Tuning(ring_bytes=...), or use pin_memory=True instead of device=."
         )
+
+
+class ServiceUnavailable(LoaderError, ConnectionError):
+    """No node of a service gave a worker in time. The text has each address, and what it answered."""
 
 
 class ShardError(LoaderError, ValueError):

@@ -108,7 +108,7 @@ class Died(NamedTuple):
 
     `at_work`: it had finished its start-up, so a task may have killed it. `retired`: it exited by itself because its
     memory had grown too large. `obstacle`: why a replacement cannot resume where it was; empty if it can. `outside`:
-    another process killed it, so no task is to blame.
+    another process killed it, so no task is to blame. `lost`: only the connection to it is gone.
     """
 
     worker: int
@@ -117,6 +117,7 @@ class Died(NamedTuple):
     retired: bool = False
     obstacle: str = ""
     outside: bool = False
+    lost: bool = False
 
 
 class Replaced(NamedTuple):

@@ -9,7 +9,6 @@ that contradicts what was assigned to the worker raises `ValueError`, and change
 from __future__ import annotations
 
 import os
-import pickle
 from time import perf_counter
 
 from asyncloader.workers.ipc import wire
@@ -17,7 +16,7 @@ from asyncloader.workers.listener import Answer, Listener
 from asyncloader.workers.memory.codec import Template
 from asyncloader.workers.memory.ring import Ring
 from asyncloader.workers.memory.ring_manager import RingManager
-from asyncloader.workers.process import WorkerProcess
+from asyncloader.workers.source import WorkerHandle
 from asyncloader.workers.watchdog import TaskWatchdog
 
 __all__ = ["Inbox"]
@@ -33,10 +32,11 @@ class Inbox:
         rings: the manager of its rings.
     """
 
-    def __init__(self, process: WorkerProcess, rings: RingManager) -> None:
+    def __init__(self, process: WorkerHandle, rings: RingManager) -> None:
         self._process = process
         self._worker = process.worker_id
         self._rings = rings
+        self._dialect = process.dialect
         self._template: Template | None = None
         self._records = b""  # bad-sample records of the task that is answered next
 
@@ -66,7 +66,9 @@ class Inbox:
                 if watchdog is not None:
                     watchdog.started(self._worker)
                 if listener is not None:
-                    listener.on_started(self._worker, error, cursor)
+                    listener.on_started(
+                        self._worker, self._dialect.load_error(error) if error else None, self._kept(cursor)
+                    )
         elif kind == wire.RETIRING:
             process.retired = body
         elif kind == wire.ASK:
@@ -74,12 +76,14 @@ class Inbox:
             if sent_epoch == epoch and listener is not None:
                 if watchdog is not None:
                     watchdog.asked(self._worker)
-                listener.on_ask(self._worker, number, batch, pickle.loads(left))
+                listener.on_ask(self._worker, number, batch, self._dialect.loads(left))
+        elif kind == wire.COUNTS:
+            process.recorder.take(body)
         elif kind == wire.LOG:
             if listener is not None:
-                listener.on_log(*pickle.loads(body))
+                listener.on_log(*self._dialect.loads(body))
         elif kind == wire.BAD_SAMPLES:
-            self._records = wire.unpack_answer(body)[3]
+            self._records = self._kept(wire.unpack_answer(body)[3])
         elif kind in _ANSWERS:
             self._answer_without_batch(kind, body, epoch, listener, watchdog)
         else:
@@ -105,7 +109,7 @@ class Inbox:
                 os.close(fd)
             raise
         records = self._answered(result.epoch == epoch, result.seq, watchdog)
-        answer = Answer(result, template, ring, fd, cursor, records, perf_counter())
+        answer = Answer(result, template, ring, fd, self._kept(cursor), records, perf_counter())
         if result.epoch == epoch and listener is not None:
             listener.on_answer(self._worker, answer)
         else:
@@ -117,7 +121,7 @@ class Inbox:
             size = os.fstat(fd).st_size
             raise ValueError(f"a worker's answer is broken: {result.nbytes} bytes in a segment of {size}")
         self._check_expected(result.epoch, result.seq, epoch)
-        template = self._template if result.same else Template(data)
+        template = self._template if result.same else self._dialect.template(data)
         if template is None:
             raise ValueError(f"a worker's answer is broken: worker {self._worker} has sent no template before")
         ring = self._rings.answered(result.epoch, result.seq, result.slot, result.nbytes)
@@ -144,11 +148,14 @@ class Inbox:
             self._rings.void()
             if watchdog is not None:
                 watchdog.forget(worker)
-            listener.on_exhausted(worker, seq, payload)
+            listener.on_exhausted(worker, seq, self._kept(payload))
         elif kind == wire.ALL_DROPPED:
-            listener.on_empty_batch(worker, seq, busy, payload, records)
+            listener.on_empty_batch(worker, seq, busy, self._kept(payload), records)
         else:
-            listener.on_error(worker, seq, busy, pickle.loads(payload), records)
+            listener.on_error(worker, seq, busy, self._dialect.load_error(payload), records)
+
+    def _kept(self, cursor: bytes) -> bytes:
+        return self._dialect.to_pickle(cursor) if cursor else b""
 
     def _answered(self, current: bool, seq: int, watchdog: TaskWatchdog | None) -> bytes:
         """Note that a task of the current epoch or an older one was answered. Returns its records of bad samples."""

@@ -45,8 +45,8 @@ class Listener(ABC):
     """Receives a pool's notifications. Called in the loop's thread, never concurrently."""
 
     @abstractmethod
-    def on_started(self, worker: int, error: bytes, cursor: bytes) -> None:
-        """The worker has begun the epoch, with a pickled error, if any, and the pickled cursor of its dataset."""
+    def on_started(self, worker: int, error: Any, cursor: bytes) -> None:
+        """The worker has begun the epoch: with an error as in `on_error`, or None, and its dataset's pickled cursor."""
 
     @abstractmethod
     def on_answer(self, worker: int, answer: Answer) -> None:
@@ -73,11 +73,13 @@ class Listener(ABC):
         """The worker has a line for the log; of a store, whether that has gone silent, or answers again."""
 
     @abstractmethod
-    def on_death(self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None, outside: bool) -> None:
+    def on_death(
+        self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None, outside: bool, lost: bool
+    ) -> None:
         """The worker ended without being asked to; everything that it had sent was reported before.
 
         `at_work`: its start-up was over. `retired`: its RNG state, if it left because it exceeded its memory limit.
-        `outside`: see `WorkerProcess.outside`.
+        `outside`: see `WorkerProcess.outside`. `lost`: the worker may be well, only the connection to it is gone.
         """
 
     @abstractmethod

@@ -19,7 +19,6 @@ import atexit
 import contextlib
 import functools
 import os
-import pickle
 import sys
 import threading
 import weakref
@@ -29,18 +28,15 @@ from typing import Any, Protocol
 
 from asyncloader.errors import LoaderClosed, WorkerDied
 from asyncloader.statistics import Statistics
-from asyncloader.workers import shutdown
 from asyncloader.workers.fetch.dataset_kinds import is_concurrent
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.inbox import Inbox
 from asyncloader.workers.ipc import wire
-from asyncloader.workers.ipc.lifeline import Lifeline
 from asyncloader.workers.listener import Listener
 from asyncloader.workers.memory.kept_rings import KeptRings, RingOptions
 from asyncloader.workers.memory.ring import install_fork_hook
 from asyncloader.workers.memory.ring_manager import RingManager
-from asyncloader.workers.process import WorkerProcess, hang_up
-from asyncloader.workers.setup_payload import Payload, dump, import_worker_code, preload_in_fork_server
+from asyncloader.workers.source import WorkerHandle, WorkerSource
 from asyncloader.workers.watchdog import TaskWatchdog
 
 __all__ = [
@@ -59,7 +55,7 @@ class WorkerPool:
     """The running workers of one loader.
 
     Args:
-        context: a multiprocessing context (or `torch.multiprocessing`).
+        source: makes and ends the workers.
         setup: the set-up that all workers share.
         credits: outstanding tasks per worker, as long as batches are small.
         ring_bytes: upper bound on the size of each ring; None: no bound.
@@ -71,12 +67,12 @@ class WorkerPool:
 
     Raises:
         RingMemoryError: rings of this size can never fit.
-        Exception: the set-up cannot be pickled (spawn, forkserver); the cause names the part.
+        Exception: a worker cannot be made.
     """
 
     def __init__(
         self,
-        context: Any,
+        source: WorkerSource,
         setup: WorkerSetup,
         credits: int,
         ring_bytes: int | None,
@@ -86,22 +82,22 @@ class WorkerPool:
         kept: KeptRings | None = None,
         statistics: Statistics | None = None,
     ) -> None:
-        self.start_method: str = context.get_start_method()
+        self.start_method = source.start_method
         self.concurrent = is_concurrent(setup.dataset, setup.fetch_threads)
         """Whether a worker carries out several tasks at a time."""
         # Threads take samples in task order, and streams are read by one task after the other: there a slow task
         # delays the tasks behind it, which must not be blamed.
         self._all_at_once = self.concurrent and not setup.fetch_threads and not setup.iterable
         self.epoch = 0
-        self._context = context
+        self._source = source
         self._worker_timeout = worker_timeout
         self._watchdog: TaskWatchdog | None = None
         self._failed = False
-        self._unkillable: list[WorkerProcess] = []  # killed, but not ended yet
-        self._spare: set[WorkerProcess] = set()  # made, but not adopted yet
+        self._unkillable: list[WorkerHandle] = []  # killed, but not ended yet
+        self._spare: set[WorkerHandle] = set()  # made, but not adopted yet
         self._making = threading.Lock()
         self._vacant: set[int] = set()  # ids of workers that died and have no replacement yet
-        self.processes: list[WorkerProcess] = []
+        self.processes: list[WorkerHandle] = []
         self._kept = kept
         self._statistics = statistics
         if statistics is not None:
@@ -117,7 +113,6 @@ class WorkerPool:
         self._stop_lock = threading.RLock()  # a signal handler may close the loader, too
         self._owner = os.getpid()
         self._used = False
-        self._lifeline = Lifeline()
         self._stopped = False  # from here on `stop` has work to do
         install_fork_hook()
         stop_at_exit(self)
@@ -129,33 +124,23 @@ class WorkerPool:
             self.stop()
             raise
 
-    def make(self, workers: Iterable[int], setup: WorkerSetup) -> list[WorkerProcess]:
+    def make(self, workers: Iterable[int], setup: WorkerSetup) -> list[WorkerHandle]:
         """Start processes for these workers. Blocks; any thread. Pass each to `adopt` or `discard`.
 
         Raises:
             LoaderClosed: the pool was stopped meanwhile.
         """
-        shared: WorkerSetup | Payload = setup
-        if self.start_method == "fork":
-            import_worker_code()
-        else:
-            shared = dump(setup)
-        if self.start_method == "forkserver":
-            preload_in_fork_server(self._context)
-        pidfd: int | None = None
-        made: list[WorkerProcess] = []
+        made: list[WorkerHandle] = []
         try:
-            if hasattr(os, "pidfd_open"):
-                pidfd = os.pidfd_open(os.getpid())
-            for worker in workers:
-                process = WorkerProcess(self._context, worker, shared, self._lifeline.fd, pidfd)
-                made.append(process)
-                if self._statistics is not None:
-                    self._statistics.add_worker(worker, process.recorder)
-                with self._making:  # `stop` ends what is in `_spare` by then; a later process is ended here
-                    self._spare.add(process)
-                    if self._stopped:
-                        raise LoaderClosed("the workers were stopped")
+            with self._source.making(workers, setup) as processes:
+                for process in processes:
+                    made.append(process)
+                    if self._statistics is not None:
+                        self._statistics.add_worker(process.worker_id, process.recorder)
+                    with self._making:  # `stop` ends what is in `_spare` by then; a later process is ended here
+                        self._spare.add(process)
+                        if self._stopped:
+                            raise LoaderClosed("the workers were stopped")
         except BaseException:
             with self._making:
                 if not self._stopped:
@@ -163,23 +148,18 @@ class WorkerPool:
             for process in made:
                 self.discard(process)
             raise
-        finally:
-            if pidfd is not None:
-                os.close(pidfd)
-            if isinstance(shared, Payload):
-                shared.close()
         return made
 
-    def discard(self, process: WorkerProcess) -> None:
+    def discard(self, process: WorkerHandle) -> None:
         """End a process from `make` that will not be used. Blocks until it has ended, a few seconds at most."""
         with self._making:
             if process not in self._spare:
                 return  # `stop` has taken it
             self._spare.discard(process)
         process.kill()
-        shutdown.run([process])
+        self._source.end([process])
 
-    def adopt(self, process: WorkerProcess) -> bool:
+    def adopt(self, process: WorkerHandle) -> bool:
         """Replace the worker that died by a process from `make`. In the loop's thread, while attached.
 
         Returns False if it has been replaced already: `discard` this process then.
@@ -239,7 +219,7 @@ class WorkerPool:
         self._used = True
         return self.epoch
 
-    def _listen_to(self, loop: asyncio.AbstractEventLoop, process: WorkerProcess) -> None:
+    def _listen_to(self, loop: asyncio.AbstractEventLoop, process: WorkerHandle) -> None:
         loop.add_reader(process.channel.fileno(), self._on_readable, process)
         loop.add_reader(process.death_fd, self._on_death, process)
         if self._watchdog is not None:
@@ -260,7 +240,7 @@ class WorkerPool:
         for process in self.processes:
             self._unlisten(loop, process)
 
-    def _unlisten(self, loop: asyncio.AbstractEventLoop, process: WorkerProcess) -> None:
+    def _unlisten(self, loop: asyncio.AbstractEventLoop, process: WorkerHandle) -> None:
         if process.channel.fileno() >= 0:  # otherwise it has been released
             loop.remove_reader(process.channel.fileno())
             loop.remove_writer(process.channel.fileno())
@@ -279,8 +259,8 @@ class WorkerPool:
     def assign(self, worker: int, epoch: int, seq: int, index: Any, *, suspect: bool = False) -> None:
         """Send a task, with a slot if one is free. `suspect`: capture what the task writes to standard error."""
         process, manager = self.processes[worker], self.rings[worker]
-        if suspect:
-            self._send(process, wire.pack(wire.SUSPECT), [process.suspected()])
+        if suspect and (stderr := process.suspected()) is not None:
+            self._send(process, wire.pack(wire.SUSPECT), [stderr])
         grown = manager.replacement()
         if grown is not None:
             assert grown.fd is not None
@@ -296,16 +276,16 @@ class WorkerPool:
         """Answer the worker's request for assignment `number`."""
         if self._watchdog is not None:
             self._watchdog.assignment_sent(worker)
-        self._send(self.processes[worker], wire.pack_assignment(epoch, number, pickle.dumps(answer, 5)))
+        self._send(self.processes[worker], wire.pack_assignment(epoch, number, self.processes[worker].dumps(answer)))
 
-    def _send(self, process: WorkerProcess, frame: bytes, fds: list[int] | None = None) -> None:
+    def _send(self, process: WorkerHandle, frame: bytes, fds: list[int] | None = None) -> None:
         try:
             if not process.channel.send(frame, fds or ()) and self._loop is not None:
                 self._loop.add_writer(process.channel.fileno(), self._on_writable, process)
         except ConnectionError:
             pass  # it is dying; its pidfd reports that
 
-    def _on_writable(self, process: WorkerProcess) -> None:
+    def _on_writable(self, process: WorkerHandle) -> None:
         try:
             done = process.channel.flush()
         except ConnectionError:
@@ -313,7 +293,7 @@ class WorkerPool:
         if done and self._loop is not None:
             self._loop.remove_writer(process.channel.fileno())
 
-    def _on_readable(self, process: WorkerProcess) -> None:
+    def _on_readable(self, process: WorkerHandle) -> None:
         try:
             self._drain(process)
         except Exception as error:  # the loop would only log it, and the consumer would wait forever
@@ -321,14 +301,14 @@ class WorkerPool:
         if process.channel.ended and self._loop is not None:
             self._loop.remove_reader(process.channel.fileno())  # whether and how it died is reported by the pidfd
 
-    def _drain(self, process: WorkerProcess) -> None:
+    def _drain(self, process: WorkerHandle) -> None:
         inbox = self._inboxes[process.worker_id]
         for kind, body in process.channel.receive():
             inbox.frame(kind, body, self.epoch, self._listener, self._watchdog)
             if kind == wire.RETIRING and self._loop is not None:
                 self._loop.call_later(_LEAVE_SECONDS, self._on_exit_overdue, process)
 
-    def _on_death(self, process: WorkerProcess) -> None:
+    def _on_death(self, process: WorkerHandle) -> None:
         # Frames that it sent before it died are still in the socket.
         try:
             before = -1
@@ -351,19 +331,19 @@ class WorkerPool:
         assert loop is not None  # there is a watchdog only while attached
         loop.call_later(_DEATH_SECONDS, self._on_unkillable, process)
 
-    def _on_exit_overdue(self, process: WorkerProcess) -> None:
+    def _on_exit_overdue(self, process: WorkerHandle) -> None:
         """The worker announced that it leaves, but has not ended in time."""
         if not process.released:
             process.kill()
 
-    def _on_unkillable(self, process: WorkerProcess) -> None:
+    def _on_unkillable(self, process: WorkerHandle) -> None:
         """SIGKILL has not ended the worker: it hangs in a system call, and none of its code runs any more."""
         if self.processes[process.worker_id] is not process or process.channel.fileno() < 0 or self._loop is None:
             return
         self._unkillable.append(process)
         self._on_exited(process, WorkerDied(process.worker_id, process.pid, None, process.kill_reason))
 
-    def _on_exited(self, process: WorkerProcess, death: WorkerDied) -> None:
+    def _on_exited(self, process: WorkerHandle, death: WorkerDied) -> None:
         """The worker is gone: stop listening, void its tasks, and report the death."""
         worker = process.worker_id
         if self._loop is not None:
@@ -374,7 +354,12 @@ class WorkerPool:
             self._watchdog.forget(worker)
         if self._listener is not None:
             self._listener.on_death(
-                worker, death, at_work=process.started, retired=process.retired, outside=process.outside
+                worker,
+                death,
+                at_work=process.started,
+                retired=process.retired,
+                outside=process.outside,
+                lost=process.lost,
             )
 
     def _fail(self, error: Exception) -> None:
@@ -395,7 +380,7 @@ class WorkerPool:
         see `process.hang_up`. `stop` must be running in another thread, or follow.
         """
         if os.getpid() == self._owner:
-            hang_up(self.processes, shutdown.BUDGET)
+            self._source.hang_up(self.processes)
 
     def stop_soon(self) -> None:
         """Run `stop` in a new thread, for callers that may not block. Idle workers end at once."""
@@ -429,9 +414,9 @@ class WorkerPool:
             at_rest = self._loop is None and not self._failed
             try:
                 self.detach()
-                shutdown.run([process for process in every if not process.released])
+                self._source.end([process for process in every if not process.released])
             finally:
-                self._lifeline.close()
+                self._source.close()
                 if self._kept is not None and at_rest:
                     self._keep_rings(self._kept)
                 for manager in self.rings:

@@ -17,13 +17,14 @@ import pickle
 import select
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import monotonic, perf_counter
 from typing import Any
 
 from asyncloader.counters import BLOCK_BYTES, Recorder
 from asyncloader.errors import WorkerDied
 from asyncloader.workers.bootstrap import Bootstrap, gc_paused
+from asyncloader.workers.dialect import PICKLE, Dialect
 from asyncloader.workers.fetch.setup import Links, WorkerSetup
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel, channel_pair
@@ -56,7 +57,7 @@ class WorkerProcess:
     """
 
     def __init__(
-        self, context: Any, worker_id: int, setup: WorkerSetup | Payload, lifeline: int, own_pidfd: int | None
+        self, context: Any, worker_id: int, setup: WorkerSetup | Payload | Any, lifeline: int, own_pidfd: int | None
     ) -> None:
         self.worker_id = worker_id
         self.ready = False
@@ -69,16 +70,14 @@ class WorkerProcess:
         """Why the loader killed it; empty if it did not."""
         self.outside = False
         """It was killed by a SIGKILL or SIGTERM, neither from the loader nor from the out-of-memory killer."""
+        self.lost = False
         self.suspect: int | None = None
         """File with the captured standard error of a suspected task."""
         self.released = False
         self.asked = False
         """It was asked to end."""
-        sent = setup.sent if isinstance(setup, Payload) else None
-        self.dumps: Callable[[Any], bytes] = (
-            functools.partial(pickle.dumps, protocol=5) if sent is None else functools.partial(dump_message, {**sent})
-        )
-        """Pickles a value that is sent to it."""
+        self.dialect: Dialect = PICKLE
+        self._session = {**setup.sent} if isinstance(setup, Payload) and setup.sent is not None else None
         self.process: Any = None  # the fork hook of another thread may read it before there is one
         self._pidfd: int | None = None
         with contextlib.ExitStack() as undo:  # if no descriptors are left
@@ -122,12 +121,17 @@ class WorkerProcess:
             os.close(theirs_stacks)
             os.close(records)
         self.pid: int = self.process.pid
+        self.place = f"pid {self.pid}"
         self._memory_kills = MemoryKills.of(self.pid)
         self._direct = context.get_start_method() != "forkserver"
         self._imports_main = context.get_start_method() != "fork"
         if self._direct and hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):
                 self._pidfd = os.pidfd_open(self.pid)
+
+    def dumps(self, value: Any) -> bytes:
+        """Pickle a value that is sent to it."""
+        return pickle.dumps(value, 5) if self._session is None else dump_message(self._session, value)
 
     @property
     def death_fd(self) -> int:

@@ -5,7 +5,7 @@ Data path: channel -> [task_runner: fetch -> collate -> ring slot] -> channel.
 `TaskRunner` holds a worker's state: its copy of the dataset, its ring, its process-global random numbers. How frames
 are waited for is decided in `worker.py`.
 
-`pickle_error` turns an exception into what the main process raises. `save_rng_state` and `restore_rng_state` hand the
+`save_rng_state` and `restore_rng_state` hand the
 state of the process-global generators from a worker that leaves to its replacement. That is needed in torch mode only:
 in seeded mode random numbers belong to samples, not to workers. A worker that is killed saves nothing.
 """
@@ -20,11 +20,10 @@ import random
 import warnings
 from collections.abc import Callable
 from time import perf_counter, process_time
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch._utils import ExceptionWrapper
 from torch.utils.data import IterDataPipe
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data.graph_settings import apply_random_seed
@@ -32,28 +31,27 @@ from torch.utils.data.graph_settings import apply_random_seed
 from asyncloader.counters import Recorder
 from asyncloader.errors import LoaderError
 from asyncloader.events import bare_index
+from asyncloader.workers.dialect import PICKLE, Dialect
 from asyncloader.workers.fetch.assignment_client import WorkerAssignments
 from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation
 from asyncloader.workers.fetch.dataset_state import is_stateful
-from asyncloader.workers.fetch.error_notes import add_note, note_collation, take_notes
+from asyncloader.workers.fetch.error_notes import add_note, note_collation
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup, install_worker_info, seed_worker
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
 from asyncloader.workers.memory import segment
-from asyncloader.workers.memory.codec import Encoded, Encoder
+from asyncloader.workers.memory.codec import Encoded
 from asyncloader.workers.memory.collate import Collator, use_private_memory
 from asyncloader.workers.memory.ring import WorkerRing
 from asyncloader.workers.memory_use import PrivateMemory
 from asyncloader.workers.processor_use import ProcessorUse
-from asyncloader.workers.setup_payload import Payload
 from asyncloader.workers.stderr_capture import captured_stderr
-from asyncloader.workers.tracebacks import hide_our_frames
 
 __all__ = [
+    "LateSetup",
     "TaskRunner",
-    "pickle_error",
     "restore_rng_state",
     "save_rng_state",
 ]
@@ -62,6 +60,14 @@ _LOOK_S = 0.02  # between two looks at how much CPU time was used: one takes 5 u
 
 _CHECKED_BYTES = 64 << 20
 """From this size on, the free memory is checked before a batch gets a segment of its own; a check takes 50 us."""
+
+
+class LateSetup(Protocol):
+    """A set-up that is made in the worker. What that raises answers every task."""
+
+    def load(self) -> WorkerSetup:
+        """Make it."""
+        ...
 
 
 class TaskRunner:
@@ -73,6 +79,7 @@ class TaskRunner:
         setup: the common set-up.
         recorder: gets what the worker counts and times.
         entered: when the process began.
+        dialect: how values come and go.
 
     An error at start-up (a dataset that does not unpickle, `worker_init_fn`, `__aenter__`, `__iter__`) is kept and
     answers every task of the epoch; torch answers the first one so. With persistent workers the next epoch tries
@@ -80,9 +87,16 @@ class TaskRunner:
     """
 
     def __init__(
-        self, worker_id: int, channel: Channel, setup: WorkerSetup | Payload, recorder: Recorder, entered: float
+        self,
+        worker_id: int,
+        channel: Channel,
+        setup: WorkerSetup | LateSetup,
+        recorder: Recorder,
+        entered: float,
+        dialect: Dialect = PICKLE,
     ) -> None:
         self.worker_id = worker_id
+        self._dialect = dialect
         self._time = recorder.time
         self._processor_use = ProcessorUse(recorder)
         self._look_at = 0.0  # when to record it again
@@ -95,7 +109,7 @@ class TaskRunner:
         self._ring: WorkerRing | None = None
         self._ring_number = -1
         self._assignments = WorkerAssignments(self.channel_send)
-        self._encoder = Encoder()
+        self._encoder = dialect.encoder()
         self._last_template = b""
         self._samples = 0
         self._epoch = 0
@@ -113,10 +127,10 @@ class TaskRunner:
         use_private_memory()
         self.channel_send(wire.pack(wire.READY))  # from here on the user's code may run
         try:
-            self._setup = setup.load() if isinstance(setup, Payload) else setup
+            self._setup = setup if isinstance(setup, WorkerSetup) else setup.load()
             self._start(self._setup)
         except Exception as error:
-            self._start_error = pickle_error(error, self.worker_id)
+            self._start_error = self._dialect.dump_error(error, self.worker_id)
         if not self.opens:
             self._send_started()
 
@@ -137,7 +151,7 @@ class TaskRunner:
             await self._context.open()
         except Exception as error:
             if self._start_error is None:
-                self._start_error = pickle_error(error, self.worker_id)
+                self._start_error = self._dialect.dump_error(error, self.worker_id)
 
     async def close(self) -> None:
         """Exit the dataset's context, in bounded time."""
@@ -157,7 +171,10 @@ class TaskRunner:
         cursor = b""
         if self._start_error is None and self._reader is not None and not self.asynchronous:
             cursor = self._reader.first_cursor()
-        self.channel_send(wire.pack_started(self._epoch, self._start_error or b"", cursor))
+        self.channel_send(wire.pack_started(self._epoch, self._start_error or b"", self._sent_cursor(cursor)))
+
+    def _sent_cursor(self, cursor: bytes) -> bytes:
+        return self._dialect.from_pickle(cursor) if cursor else b""
 
     def _start(self, setup: WorkerSetup) -> None:
         self._epoch = self._assignments.epoch = setup.attachment
@@ -272,12 +289,12 @@ class TaskRunner:
         if self._setup.iterable or is_stateful(reader.dataset):
             self._worked = False  # no cursor of its dataset is known before its first answer in this epoch
         self._start_error = None
-        start = EpochStart(*pickle.loads(payload))
+        start = EpochStart(*self._dialect.loads(payload))
         try:
             reader.dataset = self._reseed_datapipe(reader.dataset, start.shared_seed)
             reader.begin(start)
         except Exception as error:
-            self._start_error = pickle_error(error, self.worker_id)
+            self._start_error = self._dialect.dump_error(error, self.worker_id)
         self._send_started()
 
     def task(self, body: bytes) -> None:
@@ -291,10 +308,10 @@ class TaskRunner:
         try:
             reader = self._reader_or_error()
             if self._suspect is None:
-                encoded = reader.fetch(pickle.loads(index), records)
+                encoded = reader.fetch(self._dialect.loads(index), records)
             else:
                 with self._stderr_capture():
-                    encoded = reader.fetch(pickle.loads(index), records)
+                    encoded = reader.fetch(self._dialect.loads(index), records)
             if records:
                 self._send_skipped_samples(epoch, seq, records)
             fetched = perf_counter()
@@ -318,7 +335,7 @@ class TaskRunner:
                 await self._enter_context()
             reader = self._reader_or_error()
             with self._stderr_capture(), UnexpectedCancellation("the dataset's"):
-                encoded = await reader.fetch_async(pickle.loads(index), records)
+                encoded = await reader.fetch_async(self._dialect.loads(index), records)
             # A task that ignored its cancellation and outlived its epoch must not write: its slot has been given away.
             if epoch == self._epoch:
                 if records:
@@ -362,7 +379,7 @@ class TaskRunner:
             raise
         except Exception as error:
             if not self._setup.iterable:
-                bare = bare_index(pickle.loads(index))
+                bare = bare_index(self._dialect.loads(index))
                 note_collation(error, bare, batched=self._setup.auto_collation)
             raise
 
@@ -370,6 +387,7 @@ class TaskRunner:
         self, epoch: int, seq: int, written: tuple[int, list[int]], encoded: Encoded, cursor: bytes, busy: float
     ) -> None:
         slot, fds = written
+        cursor = self._sent_cursor(cursor)
         same = encoded.template == self._last_template
         result = wire.Result(
             *(epoch, seq, slot, encoded.nbytes, encoded.pickled, self._samples, busy, same, len(cursor), perf_counter())
@@ -399,7 +417,7 @@ class TaskRunner:
             payload = pickle.dumps(records, 5)
         except Exception:  # an index that cannot be pickled (inherited by fork): send its text
             payload = pickle.dumps([each._replace(index=repr(each.index)) for each in records], 5)
-        self.channel_send(wire.pack_answer(wire.BAD_SAMPLES, epoch, seq, 0.0, payload))
+        self.channel_send(wire.pack_answer(wire.BAD_SAMPLES, epoch, seq, 0.0, self._dialect.from_pickle(payload)))
 
     def _answer_error(
         self, epoch: int, seq: int, busy: Callable[[], float], error: Exception, records: list[SkippedSample]
@@ -408,14 +426,14 @@ class TaskRunner:
             self._send_skipped_samples(epoch, seq, records)
         if isinstance(error, NoSamples):
             cursor = self._reader.cursor() if self._reader is not None else b""
-            self.channel_send(wire.pack_answer(wire.ALL_DROPPED, epoch, seq, busy(), cursor))
+            self.channel_send(wire.pack_answer(wire.ALL_DROPPED, epoch, seq, busy(), self._sent_cursor(cursor)))
             return
         if self._setup_iterable() and isinstance(error, (StopIteration, StopAsyncIteration)):
             self._ended = True
             cursor = self._reader.last_cursor() if self._reader is not None else b""
-            self.channel_send(wire.pack_answer(wire.EXHAUSTED, epoch, seq, busy(), cursor))
+            self.channel_send(wire.pack_answer(wire.EXHAUSTED, epoch, seq, busy(), self._sent_cursor(cursor)))
             return
-        payload = error.payload if isinstance(error, _StartError) else pickle_error(error, self.worker_id)
+        payload = error.payload if isinstance(error, _StartError) else self._dialect.dump_error(error, self.worker_id)
         self.channel_send(wire.pack_answer(wire.ERROR, epoch, seq, busy(), payload))
 
     def _setup_iterable(self) -> bool:
@@ -447,36 +465,6 @@ def _write_oneoff(encoded: Encoded) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def pickle_error(error: Exception, worker_id: int) -> bytes:
-    """Pickle an error as the main process raises it: a `LoaderError` as it is, others in torch's wrapper."""
-    where = f"in DataLoader worker process {worker_id}"
-    notes = [] if isinstance(error, LoaderError) else take_notes(error)
-    hide_our_frames(error)
-    wrapper: Any = ExceptionWrapper(exc_info=(type(error), error, error.__traceback__), where=where)
-    if isinstance(error, LoaderError):
-        error.add_note(f"Raised {where}.\nOriginal {wrapper.exc_msg}")
-        return pickle.dumps(error.with_traceback(None))
-    # Kept apart from torch's text, whose last line must be the exception's own; `raise_worker_error` adds them.
-    wrapper.notes = [f"{note}, in worker {worker_id} (pid {os.getpid()})" for note in notes]
-    try:
-        data = pickle.dumps(wrapper)
-        pickle.loads(data)
-    except Exception:  # a local type, or one that does not unpickle: keep its name and text
-        wrapper.exc_type = _UnpicklableType(type(error).__name__)
-        data = pickle.dumps(wrapper)
-    return data
-
-
-class _UnpicklableType:
-    """Stands for an exception type that cannot be pickled. Calling it raises, so torch makes a RuntimeError instead."""
-
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
-
-    def __call__(self, *_: Any) -> Any:
-        raise TypeError(f"{self.__name__} could not be pickled")
 
 
 def save_rng_state() -> bytes:

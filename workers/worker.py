@@ -29,7 +29,8 @@ import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, runtime_checkable
 
 from asyncloader.counters import BLOCK_BYTES, Recorder, record_process
 from asyncloader.workers import stacks
@@ -42,12 +43,26 @@ from asyncloader.workers.setup_payload import InheritedFd, Payload
 from asyncloader.workers.task_runner import TaskRunner
 
 __all__ = [
+    "Program",
+    "run_task_loop",
+    "serve_async",
     "tune",
     "worker_main",
 ]
 
 
-def worker_main(started: float, entered: float, worker_id: int, links: Links, setup: WorkerSetup | Payload) -> None:
+@runtime_checkable
+class Program(Protocol):
+    """What a process does instead of one worker's tasks: a service's, which serves several workers."""
+
+    def run(self, channel: Channel, recorder: Recorder, entered: float) -> None:
+        """Do it, until the main process closes the channel."""
+        ...
+
+
+def worker_main(
+    started: float, entered: float, worker_id: int, links: Links, setup: WorkerSetup | Payload | Program
+) -> None:
     """Entry point of a worker process.
 
     Args:
@@ -55,7 +70,7 @@ def worker_main(started: float, entered: float, worker_id: int, links: Links, se
         entered: when it began.
         worker_id: 0 to ``num_workers - 1``.
         links: the descriptors shared with the main process.
-        setup: the common set-up, pickled unless the process was forked.
+        setup: the common set-up, pickled unless the process was forked; or another program.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C and stops its workers
     lifeline.hold(links.lifeline.fd)
@@ -68,10 +83,13 @@ def worker_main(started: float, entered: float, worker_id: int, links: Links, se
     channel = Channel(socket.socket(fileno=links.control.fd))
     relay_log(channel.send_all)
     try:
+        if isinstance(setup, Program):
+            setup.run(channel, recorder, entered)
+            return
         runner = TaskRunner(worker_id, channel, setup, recorder, entered)
         tune(concurrent=runner.asynchronous)
         if runner.asynchronous:
-            _serve_async(runner)
+            serve_async(lambda: run_task_loop(runner))
         else:
             _serve_blocking(runner)
     except ConnectionError:
@@ -139,9 +157,10 @@ def _receive(channel: Channel, inbox: deque[tuple[int, bytes]], *, wait: bool) -
         inbox.append((kind, body))
 
 
-def _serve_async(runner: TaskRunner) -> None:
+def serve_async(serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a coroutine on an event loop of its own, uvloop's where there is one."""
     with asyncio.Runner(loop_factory=_loop_factory()) as loop_runner:
-        loop_runner.run(_run_task_loop(runner))
+        loop_runner.run(serve())
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -229,7 +248,8 @@ class _AsyncTaskLoop:
             self._done.set_exception(error)
 
 
-async def _run_task_loop(runner: TaskRunner) -> None:
+async def run_task_loop(runner: TaskRunner) -> None:
+    """Carry out an asynchronous worker's tasks until it is stopped, or its channel ends."""
     await _AsyncTaskLoop(runner).run()
 
 

@@ -56,7 +56,7 @@ from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer, Listener
 from asyncloader.workers.pool import WorkerPool
-from asyncloader.workers.process import WorkerProcess
+from asyncloader.workers.source import WorkerHandle
 
 _log = logging.getLogger("asyncloader")
 
@@ -129,7 +129,7 @@ class Pipeline(Listener):
         self._handovers: dict[int, bytes | None] = {}  # RNG states of workers that retired; None: the worker was killed
         self._unbegun: set[int] = set()  # workers that have not begun the epoch yet
         self._begun = asyncio.Event()
-        self._start_error = b""
+        self._start_error: Any = None
         self.notices: deque[Notice | WorkerBegun] = deque()
         """For the consumer's thread: replaced workers, and started ones."""
 
@@ -181,9 +181,10 @@ class Pipeline(Listener):
             reader.cancel()
         return reader
 
-    async def begun(self) -> bytes:
-        """Wait until every worker has begun the epoch. Returns the pickled error of one that could not. Also returns
-        when a worker dies or the pipeline stops; the consumer then gets that error with its next item.
+    async def begun(self) -> Any:
+        """Wait until every worker has begun the epoch. Returns the error of one that could not, as `raise_worker_error`
+        takes it, or None. Also returns when a worker dies or the pipeline stops; the consumer then gets that error with
+        its next item.
         """
         if self._unbegun:
             await self._begun.wait()
@@ -195,15 +196,16 @@ class Pipeline(Listener):
 
     # ---------------------------------------------------------------------------------- called by the pool
 
-    def on_started(self, worker: int, error: bytes, cursor: bytes) -> None:
+    def on_started(self, worker: int, error: Any, cursor: bytes) -> None:
         """See `Listener`."""
         if worker not in self._unbegun:
             return  # a replacement: it begins behind answers that are not delivered yet
         self._unbegun.discard(worker)
         if cursor:
             self.notices.append(WorkerBegun(worker, cursor))
-        self._start_error = self._start_error or error
-        if error or not self._unbegun:
+        if self._start_error is None:
+            self._start_error = error
+        if error is not None or not self._unbegun:
             self._begun.set()
 
     def on_answer(self, worker: int, answer: Answer) -> None:
@@ -276,7 +278,9 @@ class Pipeline(Listener):
                 reply.worker, self._pool.epoch, reply.number, (reply.assignment, reply.over, reply.last)
             )
 
-    def on_death(self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None, outside: bool) -> None:
+    def on_death(
+        self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None, outside: bool, lost: bool
+    ) -> None:
         """See `Listener`."""
         self._handovers[worker] = retired
         self._deaths[worker] = death
@@ -284,7 +288,7 @@ class Pipeline(Listener):
         if self._assigner is not None:
             self._assigner.died(worker)
         obstacle = "" if self._resume_points is None else self._resume_points.obstacle(worker)
-        self._handle(Died(worker, death, at_work, retired is not None, obstacle, outside))
+        self._handle(Died(worker, death, at_work, retired is not None, obstacle, outside, lost))
 
     def on_failure(self, error: Exception) -> None:
         """See `Listener`."""
@@ -310,7 +314,7 @@ class Pipeline(Listener):
         )
         self._respawner.request(Request(worker, start, rng_state, self._pool.epoch))
 
-    def _on_made(self, made: WorkerProcess | Exception) -> None:
+    def _on_made(self, made: WorkerHandle | Exception) -> None:
         """Take a replacement, or the reason why there is none."""
         try:
             if isinstance(made, Exception):
@@ -406,23 +410,23 @@ _SECONDS = 1.0
 async def report(pool: WorkerPool, scheduler: Scheduler) -> str:
     """Describe the oldest task, and each worker: its state, tasks, ring, and the Python stacks of its threads."""
     processes = list(pool.processes)  # a worker may be replaced while the answers are awaited
-    alive = [process for process in processes if not process.released]
+    asked = {p.worker_id: stacks.Target(p.pid, p.death_fd, p.stacks) for p in processes if p.stacks and not p.released}
     lines = [_head(scheduler)]  # before the signal, which may interrupt what a worker waits for
-    answers = await stacks.ask([stacks.Target(p.pid, p.death_fd, p.stacks) for p in alive], _SECONDS)
-    found = {process.worker_id: answer for process, answer in zip(alive, answers, strict=True)}
+    found = dict(zip(asked, await stacks.ask(list(asked.values()), _SECONDS), strict=True))
     for process in processes:
         worker = process.worker_id
-        if process.released or worker not in found:
-            lines.append(f"worker {worker} (pid {process.pid}) has died and is being replaced")
+        if process.released or (process.stacks and worker not in found):
+            lines.append(f"worker {worker} ({process.place}) has died and is being replaced")
             continue
-        state, text = found[worker]
+        state, text = found.get(worker, ("there", ""))
         at = "" if process.started else ", still at its start-up code"
         lines.append(
-            f"worker {worker} (pid {process.pid}) is {state}{at}; "
+            f"worker {worker} ({process.place}) is {state}{at}; "
             f"{scheduler.unanswered(worker)} tasks unanswered; ring: {pool.rings[worker].ring or 'none yet'}"
         )
-        lines.append(textwrap.indent(stacks.worker_calls(text), "    "))
-        process.stacks.clear()  # or they would be reported again if it died
+        if process.stacks:
+            lines.append(textwrap.indent(stacks.worker_calls(text), "    "))
+            process.stacks.clear()  # or they would be reported again if it died
     lines.append(_advice(scheduler))
     return "\n".join(lines)
 

@@ -42,6 +42,7 @@ from asyncloader.workers.fetch.seeding import derive
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
 from asyncloader.workers.memory.kept_rings import KeptRings
 from asyncloader.workers.pool import WorkerPool
+from asyncloader.workers.source import LocalWorkers, WorkerSource
 
 __all__ = [
     "TorchIterator",
@@ -69,8 +70,8 @@ def worker_context(config: EpochConfig) -> Any:
 
 
 def start_method(config: EpochConfig) -> str:
-    """The start method of the workers."""
-    return str(worker_context(config).get_start_method())
+    """The start method of the workers; "service" if they are elsewhere."""
+    return str(worker_context(config).get_start_method()) if config.workers is None else "service"
 
 
 def check_workers(config: EpochConfig) -> None:
@@ -162,7 +163,7 @@ def make_pool(config: EpochConfig, setup: WorkerSetup, kept: KeptRings | None, s
         statistics: the loader's counters.
     """
     return WorkerPool(
-        worker_context(config),
+        _worker_source(config),
         setup,
         most_credits(config),
         config.ring_bytes,
@@ -172,6 +173,14 @@ def make_pool(config: EpochConfig, setup: WorkerSetup, kept: KeptRings | None, s
         kept=kept,
         statistics=statistics,
     )
+
+
+def _worker_source(config: EpochConfig) -> WorkerSource:
+    if config.workers is None:
+        return LocalWorkers(worker_context(config))
+    from asyncloader.service.client import ServiceWorkers
+
+    return ServiceWorkers(config.dataset.service, config.dataset.defined, most_credits(config))
 
 
 def make_scheduler(config: EpochConfig, first_worker: int) -> Scheduler:

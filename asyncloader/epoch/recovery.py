@@ -57,9 +57,10 @@ class Recovery:
         in_hand = len(lost) - len(self._waiting[worker])  # the rest had not been sent
         self._waiting[worker].clear()
         self._alone[worker] = None
-        if not event.retired:
+        blameless = event.retired or event.lost
+        if not blameless:
             self._restarts[worker] += 1
-        blames = event.at_work and not event.retired
+        blames = event.at_work and not blameless
         self.struck = lost[: in_hand if self._concurrent else min(1, in_hand)] if blames else ()
         for seq in self.struck:
             self._deaths.setdefault(seq, []).extend([] if event.outside else [event.error])

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.pool import WorkerPool
-from asyncloader.workers.process import WorkerProcess
+from asyncloader.workers.source import WorkerHandle
 
 __all__ = ["Request", "WorkerRespawner", "weakly"]
 
@@ -64,11 +64,11 @@ class WorkerRespawner:
         self._setup = setup
         self._wake = wake
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._done: Callable[[WorkerProcess | Exception], None] | None = None
+        self._done: Callable[[WorkerHandle | Exception], None] | None = None
         self.requests: deque[Request] = deque()
         """Pending requests, for the iterating thread."""
 
-    def attach(self, done: Callable[[WorkerProcess | Exception], None]) -> None:
+    def attach(self, done: Callable[[WorkerHandle | Exception], None]) -> None:
         """Set the callback for new processes and errors. It runs in the loop's thread, where this is called, too."""
         self._loop, self._done = asyncio.get_running_loop(), done
 
@@ -93,7 +93,7 @@ class WorkerRespawner:
                 self.requests.popleft()
 
     def _make(self, request: Request) -> None:
-        made: WorkerProcess | Exception
+        made: WorkerHandle | Exception
         try:
             setup = self._setup(request)
             if setup is None:
@@ -108,18 +108,18 @@ class WorkerRespawner:
         except RuntimeError:  # the loop is closed
             self._discard(made)
 
-    def _give(self, made: WorkerProcess | Exception) -> None:
+    def _give(self, made: WorkerHandle | Exception) -> None:
         if self._done is None:
             self.discard_soon(made)
         else:
             self._done(made)
 
-    def discard_soon(self, made: WorkerProcess | Exception) -> None:
+    def discard_soon(self, made: WorkerHandle | Exception) -> None:
         """Discard a process that is not needed, in a thread that waits for its end."""
         threading.Thread(target=self._discard, args=(made,), name="asyncloader-stop", daemon=True).start()
 
-    def _discard(self, made: WorkerProcess | Exception) -> None:
-        if isinstance(made, WorkerProcess):
+    def _discard(self, made: WorkerHandle | Exception) -> None:
+        if not isinstance(made, Exception):
             self._pool.discard(made)
 
     def close(self) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import pickle
 import queue
 import sys
 import threading
@@ -186,9 +185,9 @@ class WorkerIterator(CountedNext):
         except TimeoutError:
             raise self._timed_out() from None
         consumer.drain_notices()
-        if error:
+        if error is not None:
             self._shutdown_workers()
-            raise_worker_error(pickle.loads(error))
+            raise_worker_error(error)
 
     def _next_data(self) -> Any:
         if self._ended is not None:

@@ -19,6 +19,7 @@ __all__ = [
     "ASK",
     "ASSIGNMENT",
     "BAD_SAMPLES",
+    "COUNTS",
     "ERROR",
     "EXHAUSTED",
     "LOG",
@@ -75,6 +76,8 @@ RETIRING = 19
 pickled RNG state."""
 ASK = 20
 """The worker requests its next assignment of shards."""
+COUNTS = 22
+"""What a worker that shares no memory with the main process has counted: `Recorder.packed`."""
 LOG = 21
 """A line for the main process's log: pickled level, text, the store that it is about, and whether that is silent."""
 

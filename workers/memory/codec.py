@@ -22,7 +22,7 @@ import copyreg
 import io
 import mmap
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -107,18 +107,27 @@ class Encoder:
             Exception: whatever pickling raises.
         """
         self._leaves = []
-        stream = io.BytesIO()
-        pickler = pickle.Pickler(stream, protocol=5, buffer_callback=self._on_buffer)
-        pickler.dispatch_table = {**copyreg.dispatch_table, **self._dispatch}
         try:
-            pickler.dump(value)
-            return self._lay_out(stream.getvalue())
+            return self._lay_out(self._structure(value))
         finally:
             self.discard()
 
+    def _structure(self, value: Any) -> bytes:
+        """Return the structure around the leaves that are found in it."""
+        stream = io.BytesIO()
+        pickler = pickle.Pickler(stream, protocol=5, buffer_callback=self._on_buffer)
+        pickler.dispatch_table = {**copyreg.dispatch_table, **self._dispatch}
+        pickler.dump(value)
+        return stream.getvalue()
+
+    def _table(self, specs: list[LeafSpec], inside: int, length: int) -> bytes:
+        """Return the table of leaves; the structure of this length is at `inside`, or follows if that is negative."""
+        table = (tuple((LEAF_SPECS.index(type(spec)), tuple(spec)) for spec in specs), inside, length)
+        return pickle.dumps(table, protocol=5)
+
     def _lay_out(self, structure: bytes) -> Encoded:
         offset = 0
-        specs: list[tuple[int, LeafSpec]] = []
+        specs: list[LeafSpec] = []
         writes: list[tuple[Callable[[mmap.mmap, int], None], int]] = []
         for shared in self._storages:
             shared.offset = offset
@@ -126,7 +135,7 @@ class Encoder:
             offset = align(offset + shared.nbytes)
         for leaf in self._leaves:
             spec = leaf.spec(offset)
-            specs.append((LEAF_SPECS.index(type(spec)), spec))
+            specs.append(spec)
             if leaf.write is not None:
                 writes.append((leaf.write, offset))
                 offset = align(offset + leaf.nbytes)
@@ -135,8 +144,7 @@ class Encoder:
             inside = offset
             writes.append((_raw_writer(memoryview(structure)), offset))
             offset = align(offset + len(structure))
-        table = (tuple((kind, tuple(spec)) for kind, spec in specs), inside, len(structure))
-        head = pickle.dumps(table, protocol=5)
+        head = self._table(specs, inside, len(structure))
         template = len(head).to_bytes(4, "little") + head + (structure if inside < 0 else b"")
         return Encoded(template, offset, writes, len(structure))
 
@@ -223,8 +231,8 @@ class Template:
         try:
             if len(template) < 4 + size:
                 raise ValueError(f"{len(template)} bytes with a table of {size}")
-            specs, inside, length = pickle.loads(template[4 : 4 + size])
-            self._specs: tuple[LeafSpec, ...] = tuple(LEAF_SPECS[kind](*values) for kind, values in specs)
+            specs, inside, length = self._read_table(template[4 : 4 + size])
+            self._specs: tuple[LeafSpec, ...] = tuple(specs)
             self._inside, self._size = int(inside), int(length)
             self._extent = extent((*self._specs, Raw(max(0, self._inside), self._size if self._inside >= 0 else 0)))
         except Exception as error:
@@ -237,6 +245,15 @@ class Template:
         )
         if len(self._simple) != len(self._specs):
             self._simple = ()
+
+    def _read_table(self, table: bytes) -> tuple[Iterable[LeafSpec], int, int]:
+        """Read what `Encoder._table` made."""
+        specs, inside, length = pickle.loads(table)
+        return (LEAF_SPECS[kind](*values) for kind, values in specs), inside, length
+
+    def _assemble(self, structure: bytes, leaves: list[Any]) -> Any:
+        """Return the structure with the leaves in their places."""
+        return pickle.loads(structure, buffers=leaves)
 
     def build(self, anchor: Memory | None) -> Any:
         """Return the object, with leaves that are views of the anchor's memory (None if there are no bytes).
@@ -259,7 +276,7 @@ class Template:
         else:
             storages: dict[int, torch.UntypedStorage] = {}
             leaves = [_build_leaf(spec, anchor, storages) for spec in self._specs]
-        return pickle.loads(structure, buffers=leaves)
+        return self._assemble(structure, leaves)
 
 
 def _build_leaf(spec: LeafSpec, anchor: Memory | None, storages: dict[int, torch.UntypedStorage]) -> Any:

@@ -1,0 +1,231 @@
+"""Where a pool's workers come from: the interface between a pool and what makes, watches and ends workers.
+
+Data path: pool -> [source] -> worker process, or a service's.
+
+`WorkerHandle` is one worker as the pool sees it, `WorkerSource` makes and ends them. `LocalWorkers` makes processes of
+this machine; a service's client makes connections to workers elsewhere. The pool, its rings, what reads the answers and
+all above it are the same for both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+from asyncloader.counters import Recorder
+from asyncloader.errors import WorkerDied
+from asyncloader.workers import shutdown
+from asyncloader.workers.dialect import Dialect
+from asyncloader.workers.fetch.setup import WorkerSetup
+from asyncloader.workers.ipc.lifeline import Lifeline
+from asyncloader.workers.process import WorkerProcess, hang_up
+from asyncloader.workers.setup_payload import Payload, dump, import_worker_code, preload_in_fork_server
+from asyncloader.workers.stacks import StackReader
+
+__all__ = ["LocalWorkers", "WorkerHandle", "WorkerSource"]
+
+
+class WorkerHandle(Protocol):
+    """One worker."""
+
+    ready: bool
+    """It has reported that it runs; before that it runs no user code."""
+    started: bool
+    """The user's start-up code is over."""
+    retired: bytes | None
+    """Set once it announced that it leaves because of its memory limit: its saved RNG state."""
+
+    @property
+    def worker_id(self) -> int:
+        """0 to ``num_workers - 1``."""
+        ...
+
+    @property
+    def pid(self) -> int:
+        """Its process's id, on the machine where that is."""
+        ...
+
+    @property
+    def place(self) -> str:
+        """How a report calls it, as in "pid 17"."""
+        ...
+
+    @property
+    def process(self) -> Any:
+        """The `multiprocessing.Process` of a local worker, which torch's loader shows in `_workers`."""
+        ...
+
+    @property
+    def channel(self) -> Any:
+        """A `Channel`, or what looks like one."""
+        ...
+
+    @property
+    def dialect(self) -> Dialect:
+        """How values come from it."""
+        ...
+
+    @property
+    def recorder(self) -> Recorder:
+        """What it counts."""
+        ...
+
+    @property
+    def stacks(self) -> StackReader | None:
+        """Where what its threads do can be read; None: it is not on this machine."""
+        ...
+
+    @property
+    def kill_reason(self) -> str:
+        """Why the loader killed it; empty if it did not."""
+        ...
+
+    @property
+    def outside(self) -> bool:
+        """It was killed from outside; see `WorkerProcess.outside`. Known after `death`."""
+        ...
+
+    @property
+    def lost(self) -> bool:
+        """It may be well, and only the connection to it is gone. Known after `death`."""
+        ...
+
+    @property
+    def suspect(self) -> int | None:
+        """File with the standard error of a suspected task."""
+        ...
+
+    @property
+    def released(self) -> bool:
+        """What this side held is closed."""
+        ...
+
+    @property
+    def death_fd(self) -> int:
+        """File descriptor that is readable once the worker has ended."""
+        ...
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs. Does not wait."""
+        ...
+
+    @property
+    def left(self) -> bool:
+        """Whether it has certainly ended in order."""
+        ...
+
+    def dumps(self, value: Any, /) -> bytes:
+        """Pack a value that is sent to it."""
+        ...
+
+    def death(self) -> WorkerDied:
+        """Return the error of its end. Call when `death_fd` is readable."""
+        ...
+
+    def suspected(self) -> int | None:
+        """Return a descriptor for the standard error of its next task, which has killed a worker before; or None."""
+        ...
+
+    def cleared(self) -> None:
+        """The suspected task was answered."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once."""
+        ...
+
+    def kill_for(self, reason: str) -> None:
+        """End it at once; `reason` becomes part of its error."""
+        ...
+
+    def request_stop(self) -> None:
+        """Ask it to end. Does not wait."""
+        ...
+
+    def release(self) -> None:
+        """Close what this side holds; it has ended. Idempotent."""
+        ...
+
+
+class WorkerSource(Protocol):
+    """Makes the workers of one pool, and ends them."""
+
+    start_method: str
+    """"fork" if workers must be made in the iterating thread."""
+
+    def making(
+        self, workers: Iterable[int], setup: WorkerSetup
+    ) -> contextlib.AbstractContextManager[Iterator[WorkerHandle]]:
+        """Context with an iterator that makes these workers, one at each step. Blocks; any thread.
+
+        Raises:
+            Exception: one cannot be made.
+        """
+        ...
+
+    def end(self, workers: Sequence[Any]) -> None:
+        """End all of these, and wait for that, a few seconds at most."""
+        ...
+
+    def hang_up(self, workers: Sequence[Any]) -> None:
+        """Make them end and wait for that; for finalizers. `end` follows."""
+        ...
+
+    def close(self) -> None:
+        """Close what the source itself holds. No worker is left."""
+        ...
+
+
+class LocalWorkers:
+    """Worker processes of this machine.
+
+    Args:
+        context: a multiprocessing context (or `torch.multiprocessing`).
+    """
+
+    def __init__(self, context: Any) -> None:
+        self.start_method: str = context.get_start_method()
+        self._context = context
+        self._lifeline: Lifeline | None = None
+
+    @contextlib.contextmanager
+    def making(self, workers: Iterable[int], setup: WorkerSetup) -> Generator[Iterator[WorkerHandle]]:
+        """As `WorkerSource`.
+
+        Raises:
+            Exception: the set-up cannot be pickled (spawn, forkserver); the cause names the part.
+        """
+        lifeline = self._lifeline = self._lifeline or Lifeline()
+        shared: WorkerSetup | Payload = setup
+        if self.start_method == "fork":
+            import_worker_code()
+        else:
+            shared = dump(setup)
+        if self.start_method == "forkserver":
+            preload_in_fork_server(self._context)
+        pidfd: int | None = None
+        try:
+            if hasattr(os, "pidfd_open"):
+                pidfd = os.pidfd_open(os.getpid())
+            yield (WorkerProcess(self._context, worker, shared, lifeline.fd, pidfd) for worker in workers)
+        finally:
+            if pidfd is not None:
+                os.close(pidfd)
+            if isinstance(shared, Payload):
+                shared.close()
+
+    def end(self, workers: Sequence[WorkerProcess]) -> None:
+        """As `WorkerSource`: see `shutdown.py`."""
+        shutdown.run(list(workers))
+
+    def hang_up(self, workers: Sequence[WorkerProcess]) -> None:
+        """As `WorkerSource`: see `process.hang_up`."""
+        hang_up(workers, shutdown.BUDGET)
+
+    def close(self) -> None:
+        """As `WorkerSource`."""
+        if self._lifeline is not None:
+            self._lifeline.close()
