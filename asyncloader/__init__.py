@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         PageLockError,
         RanksDisagree,
         RingMemoryError,
+        ServiceUnavailable,
         ShardError,
         StateError,
         TaskQuarantined,
@@ -74,6 +75,9 @@ if TYPE_CHECKING:
     from asyncloader.samplers.mixture import MixtureSampler
     from asyncloader.samplers.seeded import SeededSampler
     from asyncloader.samplers.stateful import StatefulDistributedSampler, StatefulRandomSampler
+    from asyncloader.service.client import Service
+    from asyncloader.service.definition import definition
+    from asyncloader.service.values import register_batch_type
     from asyncloader.shared.share import SharedDict, SharedList, share
     from asyncloader.stateful_loader import StatefulDataLoader
     from asyncloader.workers.fetch.dataset_state import Stateful
@@ -104,6 +108,8 @@ _OWN = {
     "RemoteIterableDataset": "asyncloader.remote.dataset",
     "RingMemoryError": "asyncloader.errors",
     "SeededSampler": "asyncloader.samplers.seeded",
+    "Service": "asyncloader.service.client",
+    "ServiceUnavailable": "asyncloader.errors",
     "ShardError": "asyncloader.errors",
     "SharedDict": "asyncloader.shared.share",
     "SharedList": "asyncloader.shared.share",
@@ -119,7 +125,9 @@ _OWN = {
     "Tuning": "asyncloader.option_objects",
     "UnsupportedPlatform": "asyncloader.errors",
     "WorkerDied": "asyncloader.errors",
+    "definition": "asyncloader.service.definition",
     "install": "asyncloader.integrations.install",
+    "register_batch_type": "asyncloader.service.values",
     "sample_rng": "asyncloader.workers.fetch.seeding",
     "share": "asyncloader.shared.share",
 }
@@ -159,6 +167,8 @@ __all__ = [
     "Sampler",
     "SeededSampler",
     "SequentialSampler",
+    "Service",
+    "ServiceUnavailable",
     "ShardError",
     "SharedDict",
     "SharedList",
@@ -183,12 +193,14 @@ __all__ = [
     "argument_validation",
     "default_collate",
     "default_convert",
+    "definition",
     "functional_datapipe",
     "get_worker_info",
     "guaranteed_datapipes_determinism",
     "install",
     "non_deterministic",
     "random_split",
+    "register_batch_type",
     "runtime_validation",
     "runtime_validation_disabled",
     "sample_rng",

@@ -94,6 +94,8 @@ class EpochConfig:
     ring_bytes: int | None
     worker_timeout: float | None
     worker_memory_limit: int | None
+    workers: Any
+    """A service that has the workers; None: they are processes of this machine."""
     max_restarts: int
     """How often each worker may be replaced."""
     on_error: OnError

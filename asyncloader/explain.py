@@ -81,10 +81,8 @@ def _workers(config: EpochConfig) -> str:
     if not config.num_workers:
         return f"no workers, {kind} dataset read in this process"
     keep = "persistent" if config.persistent_workers else "for one epoch"
-    return (
-        f"{config.num_workers} workers by {start_method(config)}, {keep}, {most_credits(config)} batches ahead each, "
-        f"{kind} dataset"
-    )
+    where = f"by {start_method(config)}" if config.workers is None else f"at {config.dataset.service.url}"
+    return f"{config.num_workers} workers {where}, {keep}, {most_credits(config)} batches ahead each, {kind} dataset"
 
 
 def _concurrency(config: EpochConfig, statistics: Statistics) -> list[str]:

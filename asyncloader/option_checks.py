@@ -130,6 +130,7 @@ CHECKS: dict[str, Check] = {
         "'raise', 'skip', 'refill' or a function of an index and an exception",
         lambda value: value in ("raise", "skip", "refill") or callable(value),
     ),
+    "workers": _anything,  # `service/served.py` has read it before
     "device_prefetch": _should_be("a number of batches, at least 1", _number_of(1)),
     "device_transform": _device_transform,
     "static_buffers": _anything,
@@ -263,6 +264,9 @@ def _without_effect(options: Mapping[str, Any], asked: Mapping[str, Any], iterab
     if of_workers and not options["num_workers"]:
         yield f"{_named(of_workers, asked)} nothing with num_workers=0, where there are no workers"
 
+    if asked.get("worker_memory_limit") and options["workers"] is not None:
+        yield f"{_named(['worker_memory_limit'], asked)} nothing with workers=: a service's processes are its own"
+
     if iterable and (asked.get("concurrency") or 1) > 1:
         yield (
             f"{_named(['concurrency'], asked)} nothing for an iterable dataset, whose samples are read one after the "
@@ -271,7 +275,7 @@ def _without_effect(options: Mapping[str, Any], asked: Mapping[str, Any], iterab
 
     if asked.get("decode_threads", 0) > 1:
         text = f"{_named(['decode_threads'], asked)} nothing"
-        if options["decode"] is None:
+        if options["decode"] is None and options["workers"] is None:
             yield f"{text} without decode="
         elif not awaited and (iterable or options["concurrency"] is None):
             yield (

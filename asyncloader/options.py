@@ -36,6 +36,8 @@ from asyncloader.samplers.async_sampler import AsyncIndexSource, as_async_source
 from asyncloader.samplers.distributed import OnUneven, RankGroupLike, rank_view, topology
 from asyncloader.samplers.generators import drawing_generator
 from asyncloader.samplers.seeded import SeededSampler
+from asyncloader.service.definition import Defined
+from asyncloader.service.served import ServedDataset, located
 from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_stream
 from asyncloader.workers.fetch.error_notes import add_note
@@ -101,6 +103,7 @@ class LoaderOptions(Generic[T_co, B_co]):
         decode: Callable[[Any], Any] | None = None,
         on_error: OnError = "raise",
         max_worker_restarts: int | None = None,
+        workers: Any = None,
         device: DeviceLike = None,
         recovery: Recovery = Recovery(),
         tuning: Tuning = Tuning(),
@@ -156,6 +159,9 @@ class LoaderOptions(Generic[T_co, B_co]):
                 where the sample would have been made.
             max_worker_restarts: How often a worker that dies is replaced in an epoch, and its tasks repeated; `None`:
                 3 with `seed`, where the batches stay the same, else 0.
+            workers: Where the workers are: `None`: processes of this machine; the address of a service, as
+                `"tcp://host:7070"`, several with commas between them, or a `Service`. The dataset is then a definition,
+                and `seed` is needed. `num_workers` counts logical workers, which share the service's processes.
             device: The device where batches are delivered, as torch takes it: `"cuda"`, `"cuda:1"`, a `torch.device`;
                 `None`: in the CPU's memory. For CUDA they are copied straight from page-locked rings, ahead of the
                 consumer.
@@ -174,7 +180,7 @@ class LoaderOptions(Generic[T_co, B_co]):
             self.group: RankGroupLike = group
             self.on_uneven: OnUneven = on_uneven  # named, because pyright would infer `str` for the literals
             self.on_error: OnError = on_error
-            self.max_worker_restarts, self.device = max_worker_restarts, device
+            self.max_worker_restarts, self.workers, self.device = max_worker_restarts, workers, device
             self.recovery, self.tuning, self.device_options = recovery, tuning, device_options
         self._asyncloader_construct(arguments)
 
@@ -269,6 +275,8 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
     _asyncloader_options: OurOptions
 
     def _asyncloader_construct(self, arguments: dict[str, Any]) -> None:
+        if arguments["workers"] is not None or isinstance(arguments["dataset"], Defined):
+            arguments = located(arguments)
         dataset, given = arguments["dataset"], dict(arguments)
         check_num_workers(given["num_workers"])
         stream = is_async_stream(dataset)
@@ -339,6 +347,8 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
 
     def check_worker_number_rationality(self) -> None:
         """Give torch's warning about too many workers, but also consider a container's CPU quota."""
+        if isinstance(self.dataset, ServedDataset):
+            return  # its workers are logical ones, elsewhere
         quota = cpu_quota()
         if not self.num_workers or quota is None or quota >= affinity():
             super().check_worker_number_rationality()

@@ -26,8 +26,8 @@ __all__ = ["StatefulDataLoader"]
 class StatefulDataLoader(DataLoader[T_co, B_co]):
     """`DataLoader` in torch mode whose ``shuffle=True`` resumes exactly, in later epochs too.
 
-    Takes the arguments of `DataLoader` except those of seeded mode: `seed`, `rank`, `world_size`, `group` and
-    `on_uneven`.
+    Takes the arguments of `DataLoader` except those of seeded mode: `seed`, `rank`, `world_size`, `group`, `on_uneven`
+    and `workers`.
 
     ``iter()`` waits until the workers have begun, and raises an error of `worker_init_fn` or of the dataset's
     ``__iter__`` in a worker.
@@ -71,5 +71,5 @@ class StatefulDataLoader(DataLoader[T_co, B_co]):
 own_constructor(
     StatefulDataLoader,
     "StatefulDataLoader",
-    without=("seed", "rank", "world_size", "group", "on_uneven"),
+    without=("seed", "rank", "world_size", "group", "on_uneven", "workers"),
 )

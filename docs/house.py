@@ -27,14 +27,14 @@ FLOORS = [
     "events bridge formats transports workers.memory never_iterated",
     "workers.fetch",
     "samplers shared statistics metrics diagnosis workers",
-    "delivery ranks remote",
+    "delivery ranks remote service",
     "option_checks option_objects options epoch_config",
     "state clone",
     "epoch",
     "explain",
     "loader async_loader",
     "stateful_loader",
-    "integrations asyncloader",
+    "integrations asyncloader __main__",
 ]
 FLOOR = {
     "asyncloader" if each == "asyncloader" else f"asyncloader.{each}": floor

@@ -1,0 +1,211 @@
+"""Definitions: functions, known by name on both sides, that make the dataset which a service reads.
+
+    @asyncloader.definition
+    def train(root: str = "/data"):
+        return Images(root)
+
+Calling one only notes its arguments. A loader without `workers=` then makes the dataset itself; with `workers=` it
+sends the name and the arguments, and the service, where the same module is installed, makes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import json
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["Defined", "Definition", "Made", "converted", "definition", "load_definition"]
+
+FUNCTIONS = ("collate_fn", "worker_init_fn", "decode")
+"""The loader's arguments that run in workers, and so come with the definition."""
+
+_PLAIN = (str, int, float, bool, type(None), list, dict)
+
+
+class Made(NamedTuple):
+    """What a definition made: the dataset, and the functions that run in workers, by the loader's names for them."""
+
+    dataset: Any
+    functions: Mapping[str, Any]
+
+
+class Defined:
+    """A definition with its arguments: what a loader takes in the place of a dataset."""
+
+    def __init__(self, made_by: Definition, arguments: dict[str, Any]) -> None:
+        self.definition = made_by
+        self.arguments = arguments
+
+    def make(self) -> Made:
+        """Make the dataset here.
+
+        Raises:
+            TypeError: the definition returned neither a dataset, nor a dataset and a dictionary of functions.
+        """
+        made = self.definition.function(**self.arguments)
+        functions: Mapping[str, Any] = {}
+        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], dict):
+            made, functions = made
+        unknown = sorted(set(functions) - set(FUNCTIONS))
+        if unknown:
+            raise TypeError(
+                f"{self.definition.name} returned {unknown[0]!r} beside its dataset: {', '.join(FUNCTIONS)} can be"
+            )
+        if made is None:
+            raise TypeError(f"{self.definition.name} returned None, and not a dataset")
+        return Made(made, functions)
+
+    def packed_arguments(self) -> str:
+        """The arguments as JSON.
+
+        Raises:
+            TypeError: one of them is no plain value.
+        """
+        for name, value in self.arguments.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError):
+                raise TypeError(
+                    f"{self.definition.name}({name}={value!r:.60}) cannot be sent to a service: arguments are numbers, "
+                    "texts, lists and dictionaries of these"
+                ) from None
+        return json.dumps(self.arguments, sort_keys=True)
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
+        return f"{self.definition.name}({given})"
+
+
+class Definition:
+    """A function that makes a dataset, with a name that a service can be asked for. Calling it makes a `Defined`."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.name = function.__name__
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Note the arguments.
+
+        Raises:
+            TypeError: the function does not take these.
+        """
+        bound = inspect.signature(self.function).bind(*args, **kwargs)
+        if any(
+            kind.kind in (kind.VAR_POSITIONAL, kind.POSITIONAL_ONLY) for kind in bound.signature.parameters.values()
+        ):
+            raise TypeError(f"{self.name}: the parameters of a definition have names, by which they are sent")
+        return Defined(self, dict(bound.arguments))
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of its parameters."""
+        return tuple(inspect.signature(self.function).parameters)
+
+    def fingerprint(self) -> str:
+        """Says which code this is: the same on both sides if the function's source is."""
+        try:
+            source = inspect.getsource(self.function)
+        except (OSError, TypeError):
+            source = ""
+        return hashlib.sha256(source.encode()).hexdigest()[:16]
+
+    def __repr__(self) -> str:
+        return f"<definition {self.function.__module__}.{self.name}>"
+
+
+def definition(function: Callable[..., Any]) -> Definition:
+    """Make a function that returns a dataset a `Definition`, for use as decorator.
+
+    The function returns the dataset, or the dataset and a dictionary of functions that run in workers (`collate_fn`,
+    `worker_init_fn`, `decode`). It stands at the top of a module that is installed where the workers are, and its
+    arguments are plain values: numbers, texts, and lists and dictionaries of these.
+    """
+    return Definition(function)
+
+
+def load_definition(target: str) -> Definition:
+    """Return the definition that ``"module:name"`` names. Modules are found from the current folder, too.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    module_name, _, name = target.partition(":")
+    if not name:
+        raise ValueError(f"{target!r} names no definition: give module:name, as in data:train")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{target!r}: there is no module {error.name!r} in {Path.cwd()} or among the installed ones"
+        ) from error
+    found = getattr(module, name, None)
+    if not isinstance(found, Definition):
+        known = [key for key, value in vars(module).items() if isinstance(value, Definition)]
+        what = f"it has {', '.join(known)}" if known else "decorate a function with @asyncloader.definition"
+        raise ValueError(f"{target!r}: {module_name} has no definition {name!r}; {what}")  # noqa: TRY004
+    return found
+
+
+def converted(made_by: Definition, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Check arguments against the definition's signature and annotations; texts become what the annotation says.
+
+    Raises:
+        ValueError: an argument is unknown, missing or of another type. The text names the argument.
+    """
+    signature = inspect.signature(made_by.function)
+    try:
+        hints = typing.get_type_hints(made_by.function)
+    except Exception:  # a name that only a type checker knows
+        hints = {}
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        raise ValueError(f"{made_by.name}{signature}: {error}") from None
+    return {name: _converted(made_by.name, name, value, hints.get(name, Any)) for name, value in given.items()}
+
+
+def _converted(owner: str, name: str, value: Any, hint: Any) -> Any:
+    kinds = (
+        typing.get_args(hint)
+        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+        else (hint,)
+    )
+    problem = f"{owner}({name}=): {value!r:.60} is no {getattr(hint, '__name__', hint)}"
+    for kind in kinds:
+        plain = typing.get_origin(kind) or kind
+        if plain is Any or (plain is type(None) and value is None):
+            return value
+        if plain is float and type(value) is int:
+            return float(value)
+        if plain in _PLAIN and type(value) is plain:
+            return value
+        if type(value) is str and plain is Path:
+            return Path(value)
+    if type(value) is not str:
+        raise ValueError(problem)
+    for kind in kinds:
+        plain = typing.get_origin(kind) or kind
+        if plain is bool and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        if plain in (int, float):
+            try:
+                return plain(value)
+            except ValueError:
+                continue
+        if plain in (list, dict):
+            try:
+                return json.loads(value)
+            except ValueError:
+                continue
+    raise ValueError(problem)

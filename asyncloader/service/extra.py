@@ -1,0 +1,17 @@
+"""Says what to install where the service's requirements are missing."""
+
+from __future__ import annotations
+
+import importlib.util
+
+__all__ = ["check_extra"]
+
+
+def check_extra() -> None:
+    """Check that the service's modules can be imported.
+
+    Raises:
+        ImportError: a requirement is not installed.
+    """
+    if importlib.util.find_spec("msgspec") is None:
+        raise ImportError("a service needs msgspec, which is not installed: pip install 'asyncloader[service]'")

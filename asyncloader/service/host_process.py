@@ -1,0 +1,246 @@
+"""The node's side of its worker processes: starts them, opens lanes in them, and replaces those that die.
+
+Data path: node -> [host_process] -> lane_host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from asyncloader.counters import LANE_KEY, total
+from asyncloader.service.lane_host import FACTS, OPEN, Facts, HostSetup, LaneOpening
+from asyncloader.workers import shutdown
+from asyncloader.workers.ipc import wire
+from asyncloader.workers.ipc.channel import channel_pair
+from asyncloader.workers.ipc.lifeline import Lifeline
+from asyncloader.workers.process import WorkerProcess
+from asyncloader.workers.setup_payload import preload_in_fork_server
+
+__all__ = ["Death", "HostProcesses", "LaneEnd"]
+
+_log = logging.getLogger("asyncloader")
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0
+
+
+class Death(NamedTuple):
+    """What a loader is told of a process that died.
+
+    Attributes:
+        pid: its process id.
+        exitcode: as of `WorkerDied`.
+        reason: as of `WorkerDied`.
+        trace: as of `WorkerDied`.
+        blamed: whether it died at this lane's task, and at no other's.
+        shared: whether it may have been at another lane's task, too.
+    """
+
+    pid: int
+    exitcode: int | None
+    reason: str
+    trace: str
+    blamed: bool
+    shared: bool
+
+
+class LaneEnd(Protocol):
+    """What holds the node's end of a lane."""
+
+    def died(self, death: Death) -> None:
+        """The lane's process died."""
+        ...
+
+
+class _Process:
+    def __init__(self, process: WorkerProcess) -> None:
+        self.process = process
+        self.lanes: dict[int, LaneEnd] = {}
+        self.ready = False
+
+
+class HostProcesses:
+    """The processes of one definition with one set of arguments.
+
+    Args:
+        setup: what they are started with.
+        number: how many there are.
+        forkserver: how they are started.
+    """
+
+    def __init__(self, setup: HostSetup, number: int) -> None:
+        self.setup = setup
+        self.number = number
+        self.deaths = 0
+        self.lanes_opened = 0
+        self._context = multiprocessing.get_context("forkserver")
+        self._lifeline = Lifeline()
+        self._processes: dict[int, _Process] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._facts: asyncio.Future[Facts] | None = None
+        self._ready = asyncio.Event()
+        self._closed = False
+
+    def start(self) -> None:
+        """Start the processes, without waiting for them. In the node's loop."""
+        self._loop = asyncio.get_running_loop()
+        self._facts = self._loop.create_future()
+        for number in range(self.number):
+            self._keep(number)
+
+    async def facts(self) -> Facts:
+        """What the dataset is, as soon as one process has made it."""
+        assert self._facts is not None
+        return await asyncio.shield(self._facts)
+
+    @property
+    def lanes(self) -> int:
+        """How many there are."""
+        return sum(len(each.lanes) for each in self._processes.values())
+
+    @property
+    def running(self) -> int:
+        """How many processes are ready."""
+        return sum(each.ready for each in self._processes.values())
+
+    def blocks(self) -> dict[int, list[float]]:
+        """What each process has counted."""
+        return {number: list(each.process.recorder.block) for number, each in self._processes.items()}
+
+    def _keep(self, number: int, pause: float = 0.0) -> None:
+        assert self._loop is not None
+        task = self._loop.create_task(self._start(number, pause))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _start(self, number: int, pause: float) -> None:
+        await asyncio.sleep(pause)
+        try:
+            process = await asyncio.to_thread(self._make, number)
+        except OSError as error:
+            _log.warning("process %d of %s cannot be started: %s", number, self.setup.target, error)
+            self._keep(number, min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * pause)))
+            return
+        if self._closed:
+            await asyncio.to_thread(shutdown.run, [process])
+            return
+        made = self._processes[number] = _Process(process)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(process.channel.fileno(), self._read, made)
+        loop.add_reader(process.death_fd, self._died, number, made, pause)
+
+    def _make(self, number: int) -> WorkerProcess:
+        preload_in_fork_server(self._context)
+        pidfd = os.pidfd_open(os.getpid()) if hasattr(os, "pidfd_open") else None
+        try:
+            return WorkerProcess(self._context, number, self.setup, self._lifeline.fd, pidfd)
+        finally:
+            if pidfd is not None:
+                os.close(pidfd)
+
+    def _read(self, made: _Process) -> None:
+        for kind, body in made.process.channel.receive():
+            if kind == FACTS:
+                facts: Facts = pickle.loads(body)
+                made.ready = not facts.problem
+                if made.ready:
+                    self._ready.set()
+                assert self._facts is not None
+                if not self._facts.done():
+                    self._facts.set_result(facts)
+            elif kind == wire.LOG:
+                level, text, _, _ = pickle.loads(body)
+                _log.log(level, "%s", text)
+        if made.process.channel.ended:
+            asyncio.get_running_loop().remove_reader(made.process.channel.fileno())
+
+    def _died(self, number: int, made: _Process, pause: float) -> None:
+        process = made.process
+        with contextlib.suppress(ValueError):
+            self._read(made)
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(process.death_fd)
+        if process.channel.fileno() >= 0:
+            loop.remove_reader(process.channel.fileno())
+        error = process.death()
+        at = int(total(process.recorder.block, LANE_KEY))
+        self.deaths += 1
+        for lane, end in list(made.lanes.items()):
+            alone = lane == at or (not at and len(made.lanes) == 1)
+            shared = not at and len(made.lanes) > 1 and self._asynchronous
+            end.died(Death(error.pid, error.exitcode, error.reason, error.trace, alone, shared))
+        del self._processes[number]
+        if not any(each.ready for each in self._processes.values()):
+            self._ready.clear()
+        process.release()
+        if self._closed or (self._facts is not None and self._facts.done() and self._facts.result().problem):
+            return
+        _log.warning("process %d of %s died and is replaced: %s", number, self.setup.target, error)
+        # One that dies at its start, again and again, is not worth a processor.
+        self._keep(number, 0.0 if made.ready else min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * pause)))
+
+    @property
+    def _asynchronous(self) -> bool:
+        return self._facts is not None and self._facts.done() and self._facts.result().asynchronous
+
+    # ---------------------------------------------------------------------------------------------- lanes
+
+    async def open(
+        self, session: str, worker: int, setup: Any, end: Callable[[Any, int], LaneEnd]
+    ) -> tuple[LaneEnd, int, int]:
+        """Open a lane in the process that has the fewest. Returns the node's end, the number, and the process's id.
+
+        Args:
+            session: the loader's name for itself.
+            worker: the logical worker's number.
+            setup: its options.
+            end: makes the node's end, of the socket and the lane's number.
+        """
+        await self._ready.wait()
+        made = min((each for each in self._processes.values() if each.ready), key=lambda each: len(each.lanes))
+        self.lanes_opened += 1
+        number = self.lanes_opened
+        ours, theirs = channel_pair()
+        try:
+            body = pickle.dumps(LaneOpening(number, session, worker, setup))
+            made.process.channel.send(wire.pack(OPEN, body), [theirs.fileno()])
+            made.lanes[number] = lane = end(ours, number)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return lane, number, made.process.pid
+
+    def close_lane(self, number: int) -> None:
+        """The node's end of this lane is closed."""
+        for made in self._processes.values():
+            made.lanes.pop(number, None)
+
+    def kill(self, number: int, reason: str) -> None:
+        """Kill the process of this lane, if it is at this lane's task."""
+        for made in self._processes.values():
+            at = int(total(made.process.recorder.block, LANE_KEY))
+            if number in made.lanes and (at == number or (not at and len(made.lanes) == 1)):
+                made.process.kill_for(reason)
+
+    async def close(self) -> None:
+        """End all processes, and wait for that."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        loop = asyncio.get_running_loop()
+        processes = [each.process for each in self._processes.values()]
+        for process in processes:
+            loop.remove_reader(process.death_fd)
+            loop.remove_reader(process.channel.fileno())
+        self._processes.clear()
+        await asyncio.to_thread(shutdown.run, processes)
+        self._lifeline.close()

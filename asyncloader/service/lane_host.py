@@ -1,0 +1,347 @@
+"""The main function of a service's worker process: carries out the tasks of several logical workers.
+
+Data path: node -> lane -> [lane_host: fetch -> collate -> slot] -> lane -> node or loader.
+
+A *lane* is one logical worker of one loader: a socket, with a `TaskRunner` behind it. A process has any number of
+them. Those of a blocking dataset take turns, task by task: next is a lane of the session that has had the least time.
+Those of an asynchronous dataset run on one event loop.
+
+A blocking map dataset, whose samples depend on nothing but their index, is made once and shared by all lanes. Any
+other is made for each lane, because it may keep a position, or open connections.
+
+The node opens lanes, over the process's own channel. A lane ends with its socket, or on STOP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import select
+import socket
+from collections import deque
+from contextvars import ContextVar
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import IterableDataset
+from torch.utils.data._utils import worker as torch_worker
+
+from asyncloader.counters import LANE_KEY, Recorder
+from asyncloader.service.definition import Defined, Made, load_definition
+from asyncloader.service.dialect import PLAIN
+from asyncloader.workers.fetch.assignment_client import assigns_shards
+from asyncloader.workers.fetch.dataset_kinds import is_async_dataset, is_async_stream
+from asyncloader.workers.fetch.dataset_state import is_stateful
+from asyncloader.workers.fetch.setup import WorkerSetup
+from asyncloader.workers.ipc import wire
+from asyncloader.workers.ipc.channel import Channel
+from asyncloader.workers.task_runner import TaskRunner
+from asyncloader.workers.worker import run_task_loop, serve_async, tune
+
+__all__ = ["FACTS", "OPEN", "Facts", "HostSetup", "LaneOpening"]
+
+FACTS, OPEN = 40, 41
+"""Frames between the node and its process, both pickled, as both are the node's own: what the dataset is, and a new
+lane, whose socket comes with the frame."""
+
+
+_COUNTS_S = 0.25
+
+
+class Facts(NamedTuple):
+    """What a loader must know of a dataset to plan an epoch.
+
+    Attributes:
+        iterable: whether it is iterated.
+        length: its length; None if it has none.
+        asynchronous: whether it is read on an event loop.
+        stateful: whether it has a state of its own.
+        problem: why it cannot be served, or could not be made; empty if all is well.
+    """
+
+    iterable: bool = False
+    length: int | None = None
+    asynchronous: bool = False
+    stateful: bool = False
+    problem: str = ""
+
+
+class LaneOpening(NamedTuple):
+    """A new lane.
+
+    Attributes:
+        number: the node's number for it, from 1.
+        session: the loader that it belongs to.
+        worker: its number among the loader's workers.
+        setup: the loader's options, without dataset and functions.
+    """
+
+    number: int
+    session: str
+    worker: int
+    setup: WorkerSetup
+
+
+class HostSetup(NamedTuple):
+    """What a process of the service is started with: a definition, by its name, and its arguments."""
+
+    target: str
+    arguments: dict[str, Any]
+
+    def run(self, channel: Channel, recorder: Recorder, entered: float) -> None:
+        """Serve lanes until the node ends this process. Raises what its channel raises."""
+        recorder.time("start_import", perf_counter() - entered)
+        began = perf_counter()
+        torch.multiprocessing._set_thread_name("asyncloader_lane")
+        torch.set_num_threads(1)
+        host, facts = None, Facts()
+        try:
+            defined = Defined(load_definition(self.target), self.arguments)
+            made = defined.make()
+            facts = facts_of(made.dataset)
+            host = _Host(channel, recorder, defined, made, facts)
+        except Exception as error:
+            facts = Facts(problem=f"{self.target} raised {type(error).__name__}: {error}")
+        recorder.time("start_dataset", perf_counter() - began)
+        channel.send_all(wire.pack(FACTS, pickle.dumps(facts)))
+        if facts.problem or host is None:
+            channel.receive(wait=True)  # until the node ends this process
+            return
+        tune(concurrent=facts.asynchronous)
+        if facts.asynchronous:
+            serve_async(host.run_async)
+        else:
+            host.run()
+
+
+def facts_of(dataset: Any) -> Facts:
+    """Look at a dataset."""
+    iterable = isinstance(dataset, IterableDataset) or is_async_stream(dataset)
+    problem = ""
+    if assigns_shards(dataset):
+        problem = "a dataset whose shards a loader assigns cannot be served; read it from the loader's own workers"
+    try:
+        length = len(dataset)
+    except (TypeError, NotImplementedError, AttributeError):
+        length = None
+    if not iterable and length is None:
+        problem = f"{type(dataset).__name__} has no length, without which no order can be made of its samples"
+    return Facts(iterable, length, is_async_dataset(dataset), is_stateful(dataset), problem)
+
+
+class _LaneChannel(Channel):
+    """A channel whose `send_all` does not wait: one lane's reader must not hold up the others. How much is unsent is
+    bounded by the tasks that the loader has outstanding.
+    """
+
+    def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop | None) -> None:
+        super().__init__(sock)
+        self.recorder = Recorder()
+        """What this lane's worker counts. The loader gets it now and then, before an answer."""
+        self._loop = loop  # sends the rest; None: the host does
+        self._counts_due = 0.0
+
+    def send_all(self, frame: bytes, fds: Any = ()) -> None:
+        """Send what the socket takes; the rest follows when it takes more."""
+        now = perf_counter()
+        if now >= self._counts_due:
+            self._counts_due = now + _COUNTS_S
+            self.send(wire.pack(wire.COUNTS, self.recorder.packed()))
+        if not self.send(frame, fds) and self._loop is not None:
+            self._loop.add_writer(self.fileno(), self._writable)
+
+    def _writable(self) -> None:
+        try:
+            done = self.flush()
+        except ConnectionError:  # the loader is gone, which the reader notices
+            done = True
+        if done and self._loop is not None:
+            self._loop.remove_writer(self.fileno())
+
+    @property
+    def unsent(self) -> bool:
+        """Whether something waits to be sent."""
+        return bool(self._unsent)
+
+
+class _Lane:
+    def __init__(self, opening: LaneOpening, channel: _LaneChannel, runner: TaskRunner) -> None:
+        self.number = opening.number
+        self.session = opening.session
+        self.channel = channel
+        self.runner = runner
+        self.frames: deque[tuple[int, bytes]] = deque()
+        self.info = torch_worker._worker_info
+
+
+class _LaneSetup(NamedTuple):
+    """A lane's set-up, with the process's dataset or one of its own."""
+
+    options: WorkerSetup
+    defined: Defined
+    made: Made | None
+
+    def load(self) -> WorkerSetup:
+        dataset, functions = self.made or self.defined.make()
+        collate_fn, seeded = functions.get("collate_fn"), self.options.seeded
+        assert seeded is not None  # a service serves seeded loaders only
+        return self.options._replace(
+            dataset=dataset,
+            worker_init_fn=functions.get("worker_init_fn"),
+            decode=functions.get("decode"),
+            collate_fn=collate_fn or self.options.collate_fn,
+            seeded=seeded._replace(seed_collate=collate_fn is not None),
+        )
+
+
+class _Host:
+    def __init__(self, channel: Channel, recorder: Recorder, defined: Defined, made: Made, facts: Facts) -> None:
+        self._channel = channel
+        self._recorder = recorder
+        self._defined = defined
+        self._made = made
+        self._fresh = True  # `made` was given to no lane yet
+        self._shared = not (facts.iterable or facts.asynchronous or facts.stateful)
+        self._lanes: dict[int, _Lane] = {}  # by descriptor
+        self._used: dict[str, float] = {}  # seconds of each session that has lanes here
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended = False
+
+    # ------------------------------------------------------------------------------------------- lanes
+
+    def _control(self) -> list[_Lane]:
+        """Read the process's own channel. Returns the lanes that are new."""
+        opened = []
+        for kind, body in self._channel.receive():
+            if kind == wire.STOP:
+                self._ended = True
+            elif kind == OPEN:
+                lane = self._open(pickle.loads(body), self._channel.take_fd())
+                if lane is not None:
+                    opened.append(lane)
+        self._ended = self._ended or self._channel.ended
+        return opened
+
+    def _open(self, opening: LaneOpening, fd: int) -> _Lane | None:
+        sock = socket.socket(fileno=fd)
+        sock.setblocking(False)
+        channel = _LaneChannel(sock, self._loop)
+        made = self._made if self._shared or self._fresh else None
+        self._fresh = False
+        setup = _LaneSetup(opening.setup, self._defined, made)
+        try:
+            runner = TaskRunner(opening.worker, channel, setup, channel.recorder, perf_counter(), PLAIN)
+        except ConnectionError:  # the loader is gone
+            channel.close()
+            return None
+        lane = _Lane(opening, channel, runner)
+        self._add(lane)
+        return lane
+
+    def _add(self, lane: _Lane) -> None:
+        # A session that comes late does not get the time that it was not there for.
+        self._used.setdefault(lane.session, min(self._used.values(), default=0.0))
+        self._lanes[lane.channel.fileno()] = lane
+
+    def _close(self, lane: _Lane) -> None:
+        self._lanes.pop(lane.channel.fileno(), None)
+        lane.channel.close()
+        if all(other.session != lane.session for other in self._lanes.values()):
+            self._used.pop(lane.session, None)
+
+    # ------------------------------------------------------------------------------------------- blocking
+
+    def run(self) -> None:
+        """Carry out the lanes' tasks, one after the other."""
+        poll = select.poll()
+        poll.register(self._channel.fileno(), select.POLLIN)
+        while not self._ended:
+            busy = any(lane.frames for lane in self._lanes.values())
+            for fd, _ in poll.poll(0 if busy else None):
+                if fd == self._channel.fileno():
+                    for lane in self._control():
+                        poll.register(lane.channel.fileno(), select.POLLIN)
+                    continue
+                self._exchange(self._lanes[fd])
+            following = self._next()
+            if following is not None:
+                self._carry_out(following)
+            for lane in [lane for lane in self._lanes.values() if lane.channel.ended or lane.runner.stopped]:
+                poll.unregister(lane.channel.fileno())
+                self._close(lane)
+            for lane in self._lanes.values():
+                poll.modify(lane.channel.fileno(), select.POLLIN | (select.POLLOUT if lane.channel.unsent else 0))
+
+    def _next(self) -> _Lane | None:
+        """The lane whose turn it is: of those with something to do, one of the session that has had the least time."""
+        ready = [lane for lane in self._lanes.values() if lane.frames]
+        return min(ready, key=lambda lane: self._used[lane.session], default=None)
+
+    def _exchange(self, lane: _Lane) -> None:
+        """Send and receive what the lane's socket takes and has."""
+        try:
+            lane.channel.flush()
+            lane.frames += lane.channel.receive()
+        except (ConnectionError, ValueError):
+            lane.channel.ended = True
+
+    def _carry_out(self, lane: _Lane) -> None:
+        kind, body = lane.frames.popleft()
+        torch_worker._worker_info = lane.info
+        began = perf_counter()
+        self._recorder.put(LANE_KEY, lane.number)
+        try:
+            if kind == wire.TASK:
+                lane.runner.task(body)
+            else:
+                lane.runner.control(kind, body)
+        except Exception:  # the loader is gone, or sent what is no frame of ours: the other lanes go on
+            lane.channel.ended = True
+        self._recorder.put(LANE_KEY, 0)
+        self._used[lane.session] += perf_counter() - began
+
+    # ------------------------------------------------------------------------------------------- asynchronous
+
+    async def run_async(self) -> None:
+        """Carry out the lanes' tasks, all at a time."""
+        loop = self._loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        current: Any = _CurrentInfo()
+
+        def readable() -> None:
+            opened = self._control()
+            torch_worker._worker_info = current  # each new lane has put its own there
+            for lane in opened:
+                _info.set(lane.info)
+                group.create_task(self._run_lane(lane))
+            if self._ended and not done.done():
+                done.set_result(None)
+
+        async with asyncio.TaskGroup() as group:
+            loop.add_reader(self._channel.fileno(), readable)
+            try:
+                await done
+            finally:
+                loop.remove_reader(self._channel.fileno())
+                for lane in self._lanes.values():
+                    lane.runner.stopped = True
+                    lane.channel.sock.shutdown(socket.SHUT_RDWR)
+
+    async def _run_lane(self, lane: _Lane) -> None:
+        try:
+            await run_task_loop(lane.runner)
+        except Exception:  # as in `_carry_out`
+            lane.channel.ended = True
+        finally:
+            self._close(lane)
+
+
+_info: ContextVar[Any] = ContextVar("asyncloader_worker_info", default=None)
+
+
+class _CurrentInfo:
+    """What `torch.utils.data.get_worker_info` returns where several lanes run on one loop: the current lane's."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_info.get(), name)

@@ -1,0 +1,91 @@
+"""A node's HTTP endpoint: ``/metrics`` for Prometheus, ``/healthz`` and ``/readyz`` for who runs it.
+
+It answers GET with one of three short texts and closes the connection, which takes no web framework.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from asyncloader.service.node import Node
+
+__all__ = ["MetricsEndpoint"]
+
+_REQUEST_S = 5.0
+_HELP = {
+    "sessions": "Loaders that read here.",
+    "lanes": "Logical workers of all loaders.",
+    "refused": "Loaders that were refused since the start.",
+    "processes": "Worker processes that are ready.",
+    "deaths": "Worker processes that died since the start.",
+}
+_COUNTERS = ("refused", "deaths")
+
+
+class MetricsEndpoint:
+    """Serves a node's figures.
+
+    Args:
+        node: the node.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._server: asyncio.Server | None = None
+        self.ready = False
+        """Whether loaders may come."""
+        self.address = ""
+        """Where it listens."""
+
+    async def listen(self, address: str) -> None:
+        """Listen at ``host:port``. Raises OSError."""
+        parts = urlsplit(f"//{address}")
+        if parts.port is None:
+            raise ValueError(f"--metrics {address}: give host:port")
+        self._server = await asyncio.start_server(self._answer, parts.hostname, parts.port, limit=1 << 13)
+        host, port = self._server.sockets[0].getsockname()[:2]
+        self.address = f"http://{host}:{port}"
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, ValueError, TimeoutError, asyncio.IncompleteReadError):
+            async with asyncio.timeout(_REQUEST_S):
+                request = (await reader.readuntil(b"\r\n")).split()
+                while await reader.readuntil(b"\r\n") != b"\r\n":
+                    pass
+                status, text = self._page(request)
+                data = text.encode()
+                head = (
+                    f"HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4\r\nContent-Length: {len(data)}\r\n"
+                )
+                writer.write(f"{head}Connection: close\r\n\r\n".encode() + data)
+                await writer.drain()
+        writer.close()
+
+    def _page(self, request: list[bytes]) -> tuple[str, str]:
+        if len(request) != 3 or request[0] != b"GET":
+            return "405 Method Not Allowed", "GET only\n"
+        if request[1] == b"/healthz":
+            return "200 OK", "ok\n"
+        if request[1] == b"/readyz":
+            return ("200 OK", "ready\n") if self.ready else ("503 Service Unavailable", "not ready\n")
+        if request[1] != b"/metrics":
+            return "404 Not Found", "there are /metrics, /healthz and /readyz\n"
+        lines = []
+        for name, value in self._node.figures().items():
+            kind, full = (
+                ("counter", f"asyncloader_node_{name}_total")
+                if name in _COUNTERS
+                else ("gauge", f"asyncloader_node_{name}")
+            )
+            lines += [f"# HELP {full} {_HELP[name]}", f"# TYPE {full} {kind}", f"{full} {value}"]
+        return "200 OK", "\n".join([*lines, ""])
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()

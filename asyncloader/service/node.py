@@ -1,0 +1,459 @@
+"""A service's node: listens for loaders, checks who they are, and gives each a lane in one of its processes.
+
+Data path: loader -> connection -> [node] -> lane.
+
+Each connection is one logical worker of one loader. Its handshake is a coroutine with a deadline; after that the lane's
+callbacks have it. Nothing that came over a connection is unpickled, and nothing but the served definitions is called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import ssl
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import asyncloader
+from asyncloader.service import frames
+from asyncloader.service.definition import Definition, converted
+from asyncloader.service.handshake import (
+    PROTOCOL,
+    Hello,
+    Opening,
+    Welcome,
+    nonce,
+    proof,
+    proves,
+    read_opening,
+    read_record,
+)
+from asyncloader.service.host_process import HostProcesses, LaneEnd
+from asyncloader.service.lane_host import HostSetup
+from asyncloader.service.link import Link
+from asyncloader.service.node_lanes import ForwardedLane, PassedLane
+from asyncloader.service.values import pack
+
+__all__ = ["Node", "Refused", "Served", "read_address"]
+
+_log = logging.getLogger("asyncloader")
+
+HANDSHAKE_S = 10.0
+"""Seconds that a connection may take until its lane is open, besides the time in which a process makes its dataset."""
+_MOST_HANDSHAKE_BODY = 1 << 20
+_MOST_CONNECTIONS = 4096
+_MOST_DATASETS = 8
+_TCP = {"TCP_USER_TIMEOUT": 3000, "TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+
+
+class _Proof(NamedTuple):
+    proof: Any
+
+
+class Refused(Exception):
+    """A loader is not served; the text says why, to it.
+
+    Args:
+        text: why.
+        for_now: whether it may be served later.
+    """
+
+    def __init__(self, text: str, *, for_now: bool = False) -> None:
+        super().__init__(text)
+        self.for_now = for_now
+
+
+@dataclass
+class Served:
+    """A definition that is served.
+
+    Attributes:
+        target: where it is, as ``module:name``.
+        definition: it.
+        arguments: with which it is called, unless a loader may choose.
+        open: whether loaders give its arguments.
+    """
+
+    target: str
+    definition: Definition
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    open: bool = False
+
+
+class Node:
+    """Serves definitions.
+
+    Args:
+        served: what.
+        workers: processes for each definition and set of arguments.
+        token: what loaders must prove to have; None: nothing.
+        tls: the server's side of TLS; None: plain connections.
+    """
+
+    def __init__(
+        self, served: Sequence[Served], workers: int, token: str | None = None, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._served = {each.definition.name: each for each in served}
+        self._workers = workers
+        self._token = token
+        self._tls = tls
+        self._hosts: dict[tuple[str, str], HostProcesses] = {}
+        self._connections: set[asyncio.Task[None]] = set()
+        self._lanes: set[ForwardedLane | PassedLane] = set()
+        self._listeners: list[asyncio.Task[None]] = []
+        self._sockets: list[socket.socket] = []
+        self._paths: list[str] = []
+        self._sessions: dict[str, int] = {}  # lanes of each
+        self.draining = False
+        self.refusals = 0
+        self.name = f"{socket.gethostname()}:{os.getpid()}"
+
+    # ---------------------------------------------------------------------------------------------- life
+
+    async def start(self) -> None:
+        """Start the processes of what is served with fixed arguments, and wait until each dataset is made.
+
+        Raises:
+            ValueError: a dataset cannot be made, or not be served.
+        """
+        for served in self._served.values():
+            if not served.open:
+                facts = await self._host(served, served.arguments).facts()
+                if facts.problem:
+                    raise ValueError(facts.problem)
+
+    def _host(self, served: Served, arguments: Mapping[str, Any]) -> HostProcesses:
+        key = served.target, json.dumps(arguments, sort_keys=True, default=str)
+        host = self._hosts.get(key)
+        if host is None:
+            if served.open and len(self._hosts) >= len(self._served) + _MOST_DATASETS:
+                raise Refused(f"loaders have chosen {_MOST_DATASETS} datasets here already, and it makes no more")
+            host = self._hosts[key] = HostProcesses(HostSetup(served.target, dict(arguments)), self._workers)
+            host.start()
+        return host
+
+    async def listen(self, address: str) -> str:
+        """Listen at ``tcp://host:port`` or ``unix:/path``. Returns the address, with the port if that was 0.
+
+        Raises:
+            OSError: it cannot.
+        """
+        sock, name = await _bound(address)
+        sock.setblocking(False)
+        sock.listen(1024)
+        if sock.family == socket.AF_UNIX:
+            self._paths.append(address.removeprefix("unix:"))
+        self._sockets.append(sock)
+        self._listeners.append(asyncio.get_running_loop().create_task(self._accept(sock)))
+        return name
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:  # no descriptors are left: those that are connected go on
+                _log.warning("a connection could not be accepted: %s", error)
+                await asyncio.sleep(0.1)
+                continue
+            if len(self._connections) + len(self._lanes) >= _MOST_CONNECTIONS:
+                sock.close()
+                continue
+            task = loop.create_task(self._greet(sock))
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more loaders and no more tasks; finish those in work, `seconds` at most. Loaders go elsewhere."""
+        self.draining = True
+        self._stop_listening()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await asyncio.gather(*(lane.drain() for lane in list(self._lanes)))
+
+    def _stop_listening(self) -> None:
+        for task in self._listeners:
+            task.cancel()
+        for sock in self._sockets:
+            sock.close()
+        self._sockets.clear()
+        for path in self._paths:
+            Path(path).unlink(missing_ok=True)
+        self._paths.clear()
+
+    async def close(self) -> None:
+        """End all: listeners, connections, processes."""
+        self._stop_listening()
+        for task in (*self._listeners, *self._connections):
+            task.cancel()
+        await asyncio.gather(*self._listeners, *self._connections, return_exceptions=True)
+        for lane in list(self._lanes):
+            lane.close()
+        await asyncio.gather(*(host.close() for host in self._hosts.values()))
+
+    def figures(self) -> dict[str, float]:
+        """Numbers for an exporter."""
+        return {
+            "sessions": len(self._sessions),
+            "lanes": len(self._lanes),
+            "refused": self.refusals,
+            "processes": sum(host.running for host in self._hosts.values()),
+            "deaths": sum(host.deaths for host in self._hosts.values()),
+        }
+
+    # ---------------------------------------------------------------------------------------------- a connection
+
+    async def _greet(self, sock: socket.socket) -> None:
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                sock = await self._secured(sock)
+                link = Link(sock, _MOST_HANDSHAKE_BODY)
+        except (OSError, TimeoutError) as error:
+            _log.debug("a connection ended in its handshake: %r", error)
+            sock.close()
+            return
+        opened = False
+        try:
+            opened = await self._handshake(link)
+        except (Refused, ValueError) as error:
+            self.refusals += 1
+            _log.info("a loader was refused: %s", error)
+            with contextlib.suppress(OSError):
+                link.send(frames.REFUSED, pack((str(error), getattr(error, "for_now", False))))
+                sock.shutdown(socket.SHUT_WR)
+        except (OSError, TimeoutError) as error:
+            _log.debug("a connection ended in its handshake: %r", error)
+        finally:
+            if not opened:
+                link.close()
+
+    async def _secured(self, sock: socket.socket) -> socket.socket:
+        sock.setblocking(False)
+        if sock.family == socket.AF_UNIX:
+            _check_peer(sock)
+            return sock
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a loader that lost its power says nothing
+        for name, value in _TCP.items():
+            if hasattr(socket, name):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        if self._tls is None:
+            return sock
+        secured = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        try:
+            while (wants := _shaken(secured)) is not None:
+                await _ready(secured, read=wants)
+        except BaseException:
+            secured.close()
+            raise
+        return secured
+
+    async def _handshake(self, link: Link) -> bool:
+        """Returns whether a lane was opened, which has the link now."""
+        async with asyncio.timeout(HANDSHAKE_S):
+            hello: Hello = read_record(Hello, await _message(link, frames.HELLO)).checked()
+            mine = nonce()
+            link.send(frames.CHALLENGE, pack((self._token is not None, mine)))
+            (given,) = read_record(_Proof, await _message(link, frames.PROOF))
+            if not proves(given, self._token, "loader", hello.nonce, mine):
+                raise Refused("the token is wrong, or was not given: set token=, or ASYNCLOADER_TOKEN")
+        served, arguments = self._asked(hello)
+        host = self._host(served, arguments)
+        facts = await host.facts()
+        if facts.problem:
+            raise Refused(facts.problem)
+        fingerprint = served.definition.fingerprint()
+        answer = Welcome(proof(self._token, "node", hello.nonce, mine), tuple(facts), fingerprint, self.name)
+        link.send(frames.WELCOME, pack(tuple(answer)))
+        async with asyncio.timeout(HANDSHAKE_S):
+            body = await _message(link, frames.OPENING)
+        await self._open(link, host, served, read_opening(body))
+        return True
+
+    def _asked(self, hello: Hello) -> tuple[Served, Mapping[str, Any]]:
+        if self.draining:
+            raise Refused("this node is about to end", for_now=True)
+        if hello.protocol != PROTOCOL:
+            raise Refused(f"the loader speaks protocol {hello.protocol}, and this node {PROTOCOL}")
+        if hello.version != asyncloader.__version__:
+            raise Refused(f"the loader has asyncloader {hello.version}, and this node {asyncloader.__version__}")
+        served = self._served.get(hello.name)
+        if served is None:
+            raise Refused(f"{hello.name!r:.60} is not served here; {', '.join(sorted(self._served))} is")
+        fingerprint = served.definition.fingerprint()
+        if hello.fingerprint != fingerprint:
+            raise Refused(
+                f"the definition {hello.name} differs: its source has the fingerprint {hello.fingerprint:.16} at the "
+                f"loader, and {fingerprint} at this node. Install the same module on both sides"
+            )
+        given = json.loads(hello.arguments)
+        if served.open:
+            return served, converted(served.definition, {**served.arguments, **given})
+        wanted = converted(served.definition, given)
+        if any(name not in served.arguments or served.arguments[name] != value for name, value in wanted.items()):
+            raise Refused(
+                f"{hello.name} is served with {_as_text(served.arguments)}, and the loader asks for "
+                f"{_as_text(wanted)}. A node that is started with --open {hello.name} lets loaders choose"
+            )
+        return served, served.arguments
+
+    async def _open(self, link: Link, host: HostProcesses, served: Served, opening: Opening) -> None:
+        lane: ForwardedLane | PassedLane | None = None
+        passed: list[socket.socket] = []
+
+        def ended() -> None:
+            if lane is not None:
+                self._lanes.discard(lane)
+                host.close_lane(number)
+                self._forget(opening.session)
+
+        def end(sock: socket.socket, number: int) -> LaneEnd:
+            nonlocal lane
+            kill = partial(host.kill, number)
+            if link.sock.family == socket.AF_UNIX:
+                passed.append(sock)
+                lane = PassedLane(link, ended, kill)
+            else:
+                lane = ForwardedLane(link, sock, opening.credits, ended, kill)
+            return lane
+
+        _, number, pid = await host.open(opening.session, opening.worker, opening.setup, end)
+        assert lane is not None
+        self._lanes.add(lane)
+        if opening.session not in self._sessions:
+            _log.info("session %s reads %s with %s", opening.session, served.target, _as_text(host.setup.arguments))
+        self._sessions[opening.session] = self._sessions.get(opening.session, 0) + 1
+        link.most_body = frames.MOST_BODY
+        try:
+            link.send(frames.OPENED, pack(pid), fd=passed[0].fileno() if passed else -1)
+        except OSError:
+            lane.close()
+        finally:
+            for sock in passed:
+                sock.close()
+
+    def _forget(self, session: str) -> None:
+        left = self._sessions.get(session, 0) - 1
+        if left > 0:
+            self._sessions[session] = left
+        elif self._sessions.pop(session, None) is not None:
+            _log.info("session %s has ended", session)
+
+
+def _shaken(secured: ssl.SSLSocket) -> bool | None:
+    """Go on with the TLS handshake. Returns whether it waits to read (or else to write); None: it is over."""
+    try:
+        secured.do_handshake()
+    except ssl.SSLWantReadError:
+        return True
+    except ssl.SSLWantWriteError:
+        return False
+    return None
+
+
+async def _message(link: Link, kind: int) -> bytes:
+    """Wait for a message of this kind; returns its body.
+
+    Raises:
+        ValueError: another one came.
+        ConnectionError: none came.
+    """
+    while True:
+        for message in link.receive():
+            if message.header.kind != kind:
+                raise ValueError(f"broken stream: a message of kind {message.header.kind}, where {kind} was due")
+            return message.body
+        if link.ended:
+            raise ConnectionError("the loader closed the connection")
+        await _ready(link.sock, read=True)
+
+
+async def _ready(sock: socket.socket, *, read: bool) -> None:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+
+    def done() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    (loop.add_reader if read else loop.add_writer)(sock.fileno(), done)
+    try:
+        await ready
+    finally:
+        (loop.remove_reader if read else loop.remove_writer)(sock.fileno())
+
+
+def _check_peer(sock: socket.socket) -> None:
+    """Raise OSError if the other end is another user's."""
+    if hasattr(socket, "SO_PEERCRED"):
+        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        if uid not in (os.getuid(), 0):
+            raise PermissionError(f"a process of user {uid} connected, and this node is user {os.getuid()}'s")
+
+
+def read_address(address: str) -> str | tuple[str, int]:
+    """The path of ``unix:/path``, or host and port of ``tcp://host:port``, where ``tcp://`` may be left out.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if address.startswith("unix:/"):
+        return address.removeprefix("unix:")
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(address if "://" in address else f"tcp://{address}")
+        if parts.scheme == "tcp" and parts.hostname and parts.port is not None:
+            return parts.hostname, parts.port
+    raise ValueError(f"--listen {address} is no address: give host:port or unix:/path")
+
+
+async def _bound(address: str) -> tuple[socket.socket, str]:
+    place = read_address(address)
+    if isinstance(place, str):
+        path = place
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            await _unlink_stale(path)
+            mask = os.umask(0o177)  # for this user alone, from the beginning
+            try:
+                sock.bind(path)
+            finally:
+                os.umask(mask)
+        except BaseException:
+            sock.close()
+            raise
+        return sock, address
+    found = await asyncio.get_running_loop().getaddrinfo(*place, type=socket.SOCK_STREAM)
+    family, kind, protocol, _, where = found[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(where)
+    except BaseException:
+        sock.close()
+        raise
+    host, port = sock.getsockname()[:2]
+    return sock, f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+async def _unlink_stale(path: str) -> None:
+    """Remove the socket of a node that was killed; one that answers is left, and the bind fails."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(probe, path)
+        except ConnectionRefusedError:
+            Path(path).unlink()  # noqa: ASYNC240 - it waits for no disk
+        except OSError:  # nothing is there; or what is, is no socket, and the bind says so
+            return
+
+
+def _as_text(arguments: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in arguments.items()) or "no arguments"

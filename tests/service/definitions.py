@@ -1,0 +1,264 @@
+"""What the tests' nodes serve."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+import asyncloader
+
+
+class Pair(NamedTuple):
+    """A registered batch type."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@dataclass
+class Box:
+    """One that is not registered."""
+
+    x: torch.Tensor
+
+
+asyncloader.register_batch_type(Pair)
+
+
+class Numbers(Dataset[Any]):
+    """Samples that depend on the index and on the sample's random numbers."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Any:
+        return {
+            "index": index,
+            "noise": torch.full((50,), float(index)) + torch.rand(50),
+            "array": np.random.rand(3),
+            "name": f"sample {index}",
+        }
+
+
+@asyncloader.definition
+def numbers(n: int = 40) -> Any:
+    """A blocking map dataset."""
+    return Numbers(n)
+
+
+@asyncloader.definition
+def with_functions(n: int = 40) -> Any:
+    """The same with functions of its own."""
+    return Numbers(n), {"collate_fn": as_pair, "worker_init_fn": note_worker, "decode": doubled}
+
+
+def as_pair(samples: list[Any]) -> Pair:
+    """Put samples together."""
+    return Pair(torch.tensor([each["index"] for each in samples]), torch.stack([each["noise"] for each in samples]))
+
+
+def doubled(sample: Any) -> Any:
+    """The user's decode."""
+    return {**sample, "noise": 2 * sample["noise"]}
+
+
+_begun: list[int] = []
+
+
+def note_worker(worker: int) -> None:
+    """The user's worker_init_fn."""
+    _begun.append(worker)
+
+
+class Awaited(Numbers):
+    """The same, awaited."""
+
+    async def __getitem__(self, index: int) -> Any:
+        await asyncio.sleep(0)
+        return {"index": index, "noise": torch.rand(50, generator=asyncloader.sample_rng().torch)}
+
+
+@asyncloader.definition
+def awaited(n: int = 40) -> Any:
+    """An asynchronous map dataset."""
+    return Awaited(n)
+
+
+class Stream(IterableDataset[Any]):
+    """Each worker has its part, and a state."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        while self.at * step + first < self.n:
+            self.at += 1
+            yield (self.at - 1) * step + first + float(torch.rand(()))
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+@asyncloader.definition
+def stream(n: int = 41) -> Any:
+    """A stateful stream."""
+    return Stream(n)
+
+
+class AsyncStream:
+    """A stream that is awaited; its part depends on the worker's number, which it asks for late."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        await asyncio.sleep(0)
+        info = get_worker_info()
+        assert info is not None
+        for index in range(info.id, self.n, info.num_workers):
+            await asyncio.sleep(0)
+            yield index
+
+
+@asyncloader.definition
+def async_stream(n: int = 41) -> Any:
+    """An asynchronous stream."""
+    return AsyncStream(n)
+
+
+class Broken(Numbers):
+    """Some samples raise."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index % 10 == 7:
+            raise OddError(f"sample {index}")
+        if index % 10 == 8:
+            raise KeyError(index)
+        return super().__getitem__(index)
+
+
+class OddError(Exception):
+    """A type that the loader's process must not make."""
+
+
+@asyncloader.definition
+def broken(n: int = 40) -> Any:
+    """A dataset whose samples raise."""
+    return Broken(n)
+
+
+class Deadly(Numbers):
+    """A sample that kills its process: once if there is a folder for a mark, else always."""
+
+    def __init__(self, n: int, marks: str) -> None:
+        super().__init__(n)
+        self.marks = marks
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 13:
+            mark = Path(self.marks) / "struck"
+            if not self.marks or not mark.exists():
+                if self.marks:
+                    mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL if self.marks else signal.SIGSEGV)
+        return super().__getitem__(index)
+
+
+@asyncloader.definition
+def deadly(n: int = 40, marks: str = "") -> Any:
+    """A dataset with such a sample."""
+    return Deadly(n, marks)
+
+
+class Hanging(Numbers):
+    """A sample that takes for ever, once."""
+
+    def __init__(self, n: int, marks: str) -> None:
+        super().__init__(n)
+        self.marks = marks
+
+    def __getitem__(self, index: int) -> Any:
+        mark = Path(self.marks) / "hung"
+        if index == 13 and not mark.exists():
+            mark.touch()
+            threading.Event().wait()
+        return super().__getitem__(index)
+
+
+@asyncloader.definition
+def hanging(n: int = 40, marks: str = "") -> Any:
+    """A dataset with such a sample."""
+    return Hanging(n, marks)
+
+
+@asyncloader.definition
+def impossible() -> Any:
+    """A definition that raises."""
+    raise OSError("no disk")
+
+
+class Endless(Dataset[Any]):
+    """A map dataset without a length."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+
+@asyncloader.definition
+def endless() -> Any:
+    """A dataset that no order can be made of."""
+    return Endless()
+
+
+class Odd(Numbers):
+    """Samples of a type that no service sends, or of one that is not registered."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"box": Box(torch.zeros(2))} if index % 2 else {"deep": [object()]}
+
+
+@asyncloader.definition
+def odd() -> Any:
+    """A dataset of such samples."""
+    return Odd(4), {"collate_fn": first}
+
+
+def first(samples: list[Any]) -> Any:
+    """A batch of one."""
+    return samples[0]
+
+
+class Large(Dataset[Any]):
+    """Batches that grow beyond their slots."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((1 << min(8 + index, 22),), index, dtype=torch.uint8)
+
+
+@asyncloader.definition
+def large() -> Any:
+    """Batches of very different sizes."""
+    return Large()

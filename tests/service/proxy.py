@@ -1,0 +1,99 @@
+"""A TCP proxy that loses things: resets connections, or goes silent in one direction or both."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Generator
+
+__all__ = ["Proxy", "proxied"]
+
+
+class Proxy:
+    """Forwards connections to an address.
+
+    Args:
+        target: ``tcp://host:port``.
+    """
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.removeprefix("tcp://").rpartition(":")
+        self._target = host, int(port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.to_node, self.to_loader = threading.Event(), threading.Event()
+        self.to_node.set()
+        self.to_loader.set()
+        self.forwarded = threading.Semaphore(0)
+        """Released for each piece that went to the loader."""
+        self._sockets: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+        self._run(self._accept)
+
+    def _run(self, function: object, *args: object) -> None:
+        thread = threading.Thread(target=function, args=args)  # type: ignore[arg-type]
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                try:
+                    far = socket.create_connection(self._target)
+                except OSError:
+                    near.close()
+                    continue
+                self._sockets |= {near, far}
+                self._run(self._pump, near, far, self.to_node, False)
+                self._run(self._pump, far, near, self.to_loader, True)
+
+    def _pump(self, source: socket.socket, target: socket.socket, allowed: threading.Event, counts: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                allowed.wait()
+                target.sendall(data)
+                if counts:
+                    self.forwarded.release()
+        if not allowed.is_set():
+            allowed.wait()  # a silent network does not tell of an end, either
+        for sock in (source, target):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def reset(self) -> None:
+        """Break all connections."""
+        for sock in list(self._sockets):
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def refuse(self) -> None:
+        """Take no more connections."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def close(self) -> None:
+        """End it."""
+        self.refuse()
+        self.to_node.set()
+        self.to_loader.set()
+        self.reset()
+        for thread in self._threads:
+            thread.join()
+        for sock in self._sockets:
+            sock.close()
+
+
+@contextlib.contextmanager
+def proxied(target: str) -> Generator[Proxy]:
+    """A proxy for this address."""
+    proxy = Proxy(target)
+    try:
+        yield proxy
+    finally:
+        proxy.close()

@@ -1,0 +1,92 @@
+"""Starts nodes as users do, with the command line, and ends them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tests.integration.running import PATIENCE_S, ROOT, environment
+
+__all__ = ["ALL", "NodeProcess", "serving"]
+
+MODULE = "tests.service.definitions"
+ALL = [
+    "numbers",
+    "with_functions",
+    "awaited",
+    "stream",
+    "async_stream",
+    "broken",
+    "deadly",
+    "odd",
+    "large",
+]
+
+
+class NodeProcess:
+    """A running `asyncloader serve`."""
+
+    def __init__(self, process: subprocess.Popen[str], said: dict[str, Any]) -> None:
+        self.process = process
+        self.said = said
+        self.addresses: list[str] = said["addresses"]
+
+    @property
+    def tcp(self) -> str:
+        """Its TCP address."""
+        return next(each for each in self.addresses if each.startswith("tcp:"))
+
+    @property
+    def unix(self) -> str:
+        """Its Unix socket."""
+        return next(each for each in self.addresses if each.startswith("unix:"))
+
+    def kill(self) -> None:
+        """As a machine that loses its power, for all that its loaders see."""
+        self.process.kill()
+        self.process.wait(PATIENCE_S)
+
+
+@contextmanager
+def serving(
+    folder: Path, names: Sequence[str] = ALL, *flags: str, listen: Sequence[str] = (), workers: int = 2
+) -> Generator[NodeProcess]:
+    """A node that serves these definitions, at a TCP port and a Unix socket unless told otherwise.
+
+    At the end it is asked to end, and must do so in order.
+    """
+    places = list(listen) or ["127.0.0.1:0", f"unix:{folder}/node.sock"]
+    command = [sys.executable, "-m", "asyncloader", "serve", *(f"{MODULE}:{name}" for name in names)]
+    command += [part for place in places for part in ("--listen", place)]
+    log = folder / f"node-{os.urandom(4).hex()}.log"
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [*command, "--workers", str(workers), *flags],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            cwd=ROOT,
+            env=environment() | {"PYTHONPATH": str(ROOT)},
+        )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, log.read_text()
+        yield NodeProcess(process, json.loads(line))
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE_S) == 0, log.read_text()
+            assert "Traceback" not in log.read_text(), log.read_text()
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        process.wait(PATIENCE_S)
+        if process.stdout is not None:
+            process.stdout.close()

@@ -1,0 +1,234 @@
+"""What a network does to an epoch: nothing that its batches show."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from asyncloader import AsyncDataLoader, DataLoader, Service, ServiceUnavailable
+from asyncloader.service import frames
+from tests.integration.comparing import assert_same
+from tests.integration.running import run_async
+from tests.service import definitions
+from tests.service.certificates import make_authority
+from tests.service.proxy import proxied
+from tests.service.serving import NodeProcess, serving
+
+OPTIONS: dict[str, Any] = {"batch_size": 2, "seed": 5, "num_workers": 2, "shuffle": True}
+LENGTH = 400
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    with serving(tmp_path_factory.mktemp("node"), ["numbers", "stream"], "--open", "numbers") as made:
+        yield made
+
+
+def numbers() -> Any:
+    return definitions.numbers(n=LENGTH)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Any]:
+    with DataLoader[Any](numbers(), **OPTIONS) as loader:
+        return list(loader)
+
+
+def test_a_node_that_is_killed(node: NodeProcess, expected: list[Any], tmp_path: Path) -> None:
+    """Its workers go on elsewhere; a stream's, too, from where they were. No restart is charged."""
+    for defined, names in ((numbers(), ["numbers"]), (definitions.stream(), ["stream"])):
+        flags = ["--open", "numbers"] if names == ["numbers"] else []
+        options = {**OPTIONS, "shuffle": None} if names == ["stream"] else OPTIONS
+        with DataLoader[Any](defined, **options) as loader:
+            whole = expected if names == ["numbers"] else list(loader)
+        with serving(tmp_path, names, *flags, listen=["127.0.0.1:0"]) as other:
+            both = f"{other.tcp},{node.tcp}"
+            with DataLoader[Any](defined, **options, max_worker_restarts=0, workers=both) as loader:
+                batches = iter(loader)
+                head = [next(batches) for _ in range(3)]
+                other.kill()
+                assert_same([*head, *batches], whole)
+
+
+@pytest.mark.thorough
+def test_a_node_that_comes_back(expected: list[Any], tmp_path: Path) -> None:
+    """With no node left the loader waits for one, and uses it."""
+    path = tmp_path / "node.sock"
+    where = [f"unix:{path}"]
+    with serving(tmp_path, ["numbers"], "--open", "numbers", listen=where) as first:
+        loader = DataLoader[Any](numbers(), **OPTIONS, workers=where[0])
+        batches = iter(loader)
+        head = [next(batches) for _ in range(3)]
+        first.kill()
+    with serving(tmp_path, ["numbers"], "--open", "numbers", listen=where), loader:
+        assert_same([*head, *batches], expected)
+
+
+@pytest.mark.thorough
+def test_a_node_that_is_asked_to_end(node: NodeProcess, expected: list[Any], tmp_path: Path) -> None:
+    """It finishes what it has, and hands over the rest."""
+    with serving(tmp_path, ["numbers"], "--open", "numbers", listen=["127.0.0.1:0"]) as other:
+        both = f"{other.tcp},{node.tcp}"
+        with DataLoader[Any](numbers(), **OPTIONS, max_worker_restarts=0, workers=both) as loader:
+            batches = iter(loader)
+            head = [next(batches) for _ in range(3)]
+            other.process.terminate()
+            assert_same([*head, *batches], expected)
+        assert other.process.wait(30) == 0
+
+
+def test_a_node_that_is_replaced_between_epochs(expected: list[Any], tmp_path: Path) -> None:
+    """Persistent workers are then those of the new one."""
+    where = f"unix:{tmp_path}/node.sock"
+    with serving(tmp_path, ["numbers"], "--open", "numbers", listen=[where]) as first:
+        loader = DataLoader[Any](numbers(), **OPTIONS, persistent_workers=True, workers=where)
+        assert_same(list(loader), expected)
+        loader.set_epoch(0)
+        first.kill()
+    with serving(tmp_path, ["numbers"], "--open", "numbers", listen=[where]), loader:
+        assert_same(list(loader), expected)
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_connections_that_are_reset(turns: int, node: NodeProcess, expected: list[Any]) -> None:
+    """As often as the network likes."""
+    with (
+        proxied(node.tcp) as proxy,
+        DataLoader[Any](numbers(), **OPTIONS, max_worker_restarts=0, workers=proxy.address) as loader,
+    ):
+        got = []
+        for batch in loader:
+            got.append(batch)
+            if len(got) in range(10, 10 + 40 * turns, 40):
+                proxy.reset()
+        assert_same(got, expected)
+
+
+@pytest.mark.parametrize("silent", ["to_node", "to_loader", "both"])
+def test_a_network_that_goes_silent(silent: str, node: NodeProcess, expected: list[Any]) -> None:
+    """In one direction or in both, without a word: noticed within seconds, and another way is taken."""
+
+    async def run() -> None:
+        with proxied(node.tcp) as proxy:
+            both = f"{proxy.address},{node.tcp}"
+            async with AsyncDataLoader[Any](numbers(), **OPTIONS, max_worker_restarts=0, workers=both) as loader:
+                batches = aiter(loader)
+                got = [await anext(batches) for _ in range(3)]
+                for direction in ("to_node", "to_loader") if silent == "both" else (silent,):
+                    getattr(proxy, direction).clear()
+                proxy.refuse()
+                began = monotonic()
+                got += [batch async for batch in batches]
+                assert monotonic() - began < 15
+                assert_same(got, expected)
+
+    run_async(run())
+
+
+@pytest.mark.thorough
+def test_nobody_is_there(caplog: pytest.LogCaptureFixture) -> None:
+    """After a while the log says so; then an error names each address and what it answered."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with caplog.at_level(logging.WARNING, "asyncloader"), pytest.raises(ServiceUnavailable) as caught:
+        DataLoader[Any](numbers(), **OPTIONS, workers=Service(f"tcp://127.0.0.1:{port},unix:/nowhere", wait=4))
+    assert f"tcp://127.0.0.1:{port}: Connection refused" in str(caught.value)
+    assert "unix:/nowhere: No such file or directory" in str(caught.value)
+    assert "has been there for" in caplog.text
+
+
+# ------------------------------------------------------------------------------------------------ who is there
+
+
+def refused(workers: Any) -> str:
+    with pytest.raises(ServiceUnavailable) as caught:
+        DataLoader[Any](numbers(), **OPTIONS, workers=workers)
+    return str(caught.value)
+
+
+@pytest.mark.thorough
+def test_tokens(tmp_path: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides must have the same one; whoever has none, or another one, is told at once."""
+    token = tmp_path / "token"
+    token.write_text("correct horse\n")
+    with serving(
+        tmp_path, ["numbers"], "--open", "numbers", "--token-file", str(token), listen=["127.0.0.1:0"]
+    ) as node:
+        assert "it asks for a token" in refused(node.tcp)
+        assert "the token is wrong" in refused(Service(node.tcp, token="battery staple"))
+        assert "battery" not in repr(Service(node.tcp, token="battery staple"))
+        with DataLoader[Any](numbers(), **OPTIONS, workers=Service(node.tcp, token="correct horse")) as loader:
+            assert_same(list(loader), expected)
+        monkeypatch.setenv("ASYNCLOADER_TOKEN_FILE", str(token))
+        assert len(DataLoader[Any](numbers(), **OPTIONS, workers=node.tcp)) == LENGTH // 2
+
+
+def test_a_service_without_the_token(node: NodeProcess) -> None:
+    """Is not believed: who was given a token wants proof."""
+    assert "cannot prove that it is the right service" in refused(Service(node.tcp, token="correct horse"))
+
+
+@pytest.mark.thorough
+def test_certificates(tmp_path: Path) -> None:
+    """Each side checks the other's: an unknown authority, a missing certificate and a plain connection are refused."""
+    files, others = make_authority(tmp_path), make_authority(tmp_path, "other")
+    tls = ["--tls-cert", files["node_cert"], "--tls-key", files["node_key"], "--tls-ca", files["ca"]]
+    mine: dict[str, Any] = {"tls_cert": files["loader_cert"], "tls_key": files["loader_key"]}
+    theirs: dict[str, Any] = {"tls_cert": others["loader_cert"], "tls_key": others["loader_key"]}
+    with serving(tmp_path, ["numbers"], "--open", "numbers", *tls, listen=["127.0.0.1:0"]) as node:
+        good = Service(node.tcp, tls_ca=files["ca"], **mine)
+        assert len(DataLoader[Any](numbers(), **OPTIONS, workers=good)) == LENGTH // 2
+        assert "certificate verify failed" in refused(Service(node.tcp, tls_ca=others["ca"], wait=1, **mine))
+        for wrong in ({}, theirs):
+            refused(Service(node.tcp, tls_ca=files["ca"], wait=1, **wrong))
+        refused(Service(node.tcp, wait=1))
+
+
+def test_definitions_that_differ(node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both fingerprints are named; so are what is served, and arguments that are not the node's."""
+    assert "stream is served with no arguments, and the loader asks for n=5" in refused_of(
+        definitions.stream(n=5), node
+    )
+    assert "n" in refused_of(definitions.numbers(n="many"), node)
+    assert "'awaited' is not served here; numbers, stream is" in refused_of(definitions.awaited(), node)
+    kind = type(definitions.numbers)
+    monkeypatch.setattr(kind, "fingerprint", lambda _: "0123456789abcdef")
+    text = refused_of(definitions.numbers(), node)
+    assert "0123456789abcdef at the loader, and " in text
+
+
+def refused_of(defined: Any, node: NodeProcess) -> str:
+    with pytest.raises(ServiceUnavailable) as caught:
+        DataLoader[Any](defined, **OPTIONS, workers=node.tcp)
+    return str(caught.value)
+
+
+GARBAGE = {
+    "another protocol": b"GET / HTTP/1.1\r\nHost: node\r\n\r\n",
+    "a gigabyte announced": struct.pack("<4sB3xIIQQ", b"ALS1", frames.HELLO, 1 << 30, 0, 0, 0),
+    "a payload announced": struct.pack("<4sB3xIIQQ", b"ALS1", frames.HELLO, 0, 0, 0, 1 << 40),
+    "a task before the handshake": struct.pack("<4sB3xIIQQ", b"ALS1", 1, 0, 0, 0, 0),
+    "a hello of nothing": struct.pack("<4sB3xIIQQ", b"ALS1", frames.HELLO, 1, 0, 0, 0) + b"\xc0",
+    "an end in the header": b"ALS1",
+}
+
+
+@pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
+def test_garbage_is_refused(data: bytes, node: NodeProcess) -> None:
+    """The connection ends, with a reason if it got that far, and the node serves on."""
+    host, _, port = node.tcp.removeprefix("tcp://").rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as sock:
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+        answer = b""
+        while piece := sock.recv(1 << 16):
+            answer += piece
+        assert len(answer) < 1 << 12
+    assert len(DataLoader[Any](numbers(), **OPTIONS, workers=node.tcp)) == LENGTH // 2

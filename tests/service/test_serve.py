@@ -1,0 +1,135 @@
+"""The command `asyncloader serve`: what it says, where its options come from, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncloader import DataLoader
+from tests.integration.running import PATIENCE_S, ROOT, environment, run_script
+from tests.service import definitions
+from tests.service.serving import MODULE, serving
+
+NUMBERS = f"{MODULE}:numbers"
+
+
+def serve(folder: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    program = f"""
+import os, sys
+from asyncloader.service.cli import main
+if __name__ == "__main__":
+    os.environ.update({variables!r})
+    sys.exit(main(["serve", *{flags!r}]))
+"""
+    return run_script(folder, program)
+
+
+MISTAKES = {
+    "nothing": ([], "nothing to serve: give module:definition, as in data:train"),
+    "no such definition": ([f"{MODULE}:nothing"], "has no definition 'nothing'; it has numbers"),
+    "an argument that nobody takes": ([NUMBERS, "--arg", "m=1"], "--arg m: no definition that is served has"),
+    "an argument without a value": ([NUMBERS, "--arg", "n"], "--arg n: give name=value"),
+    "an argument of another type": ([NUMBERS, "--arg", "n=many"], "numbers(n=): 'many' is no int"),
+    "an open definition that is not served": ([NUMBERS, "--open", "train"], "--open train: numbers is served"),
+    "the whole world": ([NUMBERS, "--listen", "0.0.0.0:0"], "can be reached from other machines: give --token-file"),
+    "no port": ([NUMBERS, "--listen", "127.0.0.1"], "is no address: give host:port or unix:/path"),
+    "no workers": ([NUMBERS, "--workers", "0"], "--workers 0: give a number of processes, at least 1"),
+    "a key without a certificate": ([NUMBERS, "--tls-key", "key"], "--tls-key and --tls-ca need --tls-cert"),
+    "no such file": ([NUMBERS, "--token-file", "/nowhere"], "No such file or directory: '/nowhere'"),
+    "a dataset that cannot be made": ([f"{MODULE}:impossible"], "impossible raised OSError: no disk"),
+    "a dataset without a length": ([f"{MODULE}:endless"], "Endless has no length"),
+}
+
+
+@pytest.mark.parametrize(("flags", "text"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes(flags: list[str], text: str, tmp_path: Path) -> None:
+    """One line, which says what to do, and exit code 2."""
+    done = serve(tmp_path, *flags)
+    assert (done.returncode, done.stdout) == (2, "")
+    *_, last = done.stderr.splitlines()
+    assert last.startswith("asyncloader serve: ")
+    assert text in last
+
+
+def figures(address: str) -> dict[str, float]:
+    with urllib.request.urlopen(f"{address}/metrics", timeout=PATIENCE_S) as answer:
+        lines = answer.read().decode().splitlines()
+    return {name: float(value) for name, _, value in (line.partition(" ") for line in lines if line[0] != "#")}
+
+
+@pytest.mark.thorough
+def test_figures_and_a_loader_that_is_killed(tmp_path: Path) -> None:
+    """The endpoints say what runs; a loader that is killed holds nothing."""
+    program = """
+import sys
+from asyncloader import DataLoader
+from tests.service import definitions
+batches = iter(DataLoader(definitions.numbers(), 2, seed=1, num_workers=3, workers=sys.argv[1]))
+next(batches)
+print("reading", flush=True)
+sys.stdin.read()
+"""
+    with serving(tmp_path, ["numbers"], "--metrics", "127.0.0.1:0") as node:
+        metrics = node.said["metrics"]
+        for page, text in (("healthz", b"ok"), ("readyz", b"ready")):
+            with urllib.request.urlopen(f"{metrics}/{page}", timeout=PATIENCE_S) as answer:
+                assert answer.read().strip() == text
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"{metrics}/other", timeout=PATIENCE_S)
+        for address in (node.tcp, node.unix):
+            with subprocess.Popen(
+                [sys.executable, "-c", program, address],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+                env=environment() | {"PYTHONPATH": str(ROOT)},
+            ) as loader:
+                assert loader.stdout is not None
+                assert loader.stdout.readline() == "reading\n"
+                now = figures(metrics)
+                assert now["asyncloader_node_lanes"] == 3
+                assert now["asyncloader_node_sessions"] == 1
+                assert now["asyncloader_node_processes"] == 2
+                loader.send_signal(signal.SIGKILL)
+            while figures(metrics)["asyncloader_node_lanes"]:
+                pass
+        options: dict[str, Any] = {"batch_size": 2, "seed": 1, "num_workers": 2}
+        assert len(list(DataLoader[Any](definitions.numbers(), **options, workers=node.tcp))) == 20
+
+
+@pytest.mark.thorough
+def test_options_from_environment_and_file(tmp_path: Path) -> None:
+    """A flag goes before the environment, and that before the file."""
+    config = tmp_path / "node.toml"
+    config.write_text(f'target = ["{NUMBERS}"]\nlisten = ["unix:{tmp_path}/a"]\narg = ["n=6"]\nworkers = 1\n')
+    for variables, flags, listening, length in [
+        ({}, [], f"unix:{tmp_path}/a", 6),
+        ({"ASYNCLOADER_LISTEN": f"unix:{tmp_path}/b"}, ["--arg", "n=8"], f"unix:{tmp_path}/b", 8),
+    ]:
+        command = [sys.executable, "-m", "asyncloader", "serve", "--config", str(config), *flags]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment() | variables
+        ) as node:
+            assert node.stdout is not None
+            said = json.loads(node.stdout.readline())
+            assert said["listening"] == listening
+            assert said["pid"] == node.pid
+            loader = DataLoader[Any](definitions.numbers(), 2, seed=1, num_workers=1, workers=listening)
+            assert len(loader) == length // 2
+            os.kill(node.pid, signal.SIGTERM)
+            assert node.wait(PATIENCE_S) == 0
+        assert not Path(listening.removeprefix("unix:")).exists()
+    done = serve(tmp_path, "--config", str(config), ASYNCLOADER_WORKERS="none")
+    assert "--workers none" in done.stderr
+    config.write_text("worker = 3")
+    assert "there is no option 'worker'" in serve(tmp_path, "--config", str(config)).stderr

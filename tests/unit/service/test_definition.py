@@ -1,0 +1,111 @@
+"""Definitions: what a loader may be given in the place of a dataset, and how a node calls it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncloader import DataLoader, Service, definition
+from asyncloader.service.definition import Definition, converted, load_definition
+from tests.service import definitions
+
+
+@definition
+def many(
+    n: int, scale: float = 1.0, *, root: Path | None = None, flag: bool = False, names: list[str] | None = None
+) -> Any:
+    """Something with parameters."""
+    return [n * scale] * n, {"collate_fn": sum}
+
+
+def test_a_definition_without_a_service_is_its_dataset() -> None:
+    """With its functions; the same line of code runs both ways."""
+    loader: Any = DataLoader(many(4, scale=2), batch_size=2)
+    assert loader.dataset == [8] * 4
+    assert list(loader) == [16, 16]
+    assert list(loader.clone(batch_size=4)) == [32]
+    assert repr(many(4, scale=2)) == "many(n=4, scale=2)"
+    assert many.__doc__ == "Something with parameters."
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"n": "4"}, {"n": 4}),
+        ({"n": 4, "scale": 2}, {"n": 4, "scale": 2.0}),
+        ({"n": 4, "scale": "0.5", "flag": "True"}, {"n": 4, "scale": 0.5, "flag": True}),
+        ({"n": 4, "root": "/data"}, {"n": 4, "root": Path("/data")}),
+        ({"n": 4, "root": None, "names": '["a"]'}, {"n": 4, "root": None, "names": ["a"]}),
+    ],
+)
+def test_arguments_become_what_the_annotations_say(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    """From the command line, and from a loader's JSON."""
+    found = converted(many, given)
+    assert found == expected
+    assert [type(value) for value in found.values()] == [type(value) for value in expected.values()]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({}, "missing a required argument: 'n'"),
+        ({"n": 1, "m": 2}, "unexpected keyword argument 'm'"),
+        ({"n": "four"}, r"many\(n=\): 'four' is no int"),
+        ({"n": True}, r"many\(n=\): True is no int"),
+        ({"n": 1, "flag": "yes"}, r"many\(flag=\): 'yes' is no bool"),
+        ({"n": 1, "names": {"a": 1}}, r"many\(names=\)"),
+    ],
+)
+def test_arguments_of_another_type(given: dict[str, Any], text: str) -> None:
+    """Are an error that names the argument."""
+    with pytest.raises(ValueError, match=text):
+        converted(many, given)
+
+
+def test_mistakes_where_a_loader_is_made() -> None:
+    """Each says what to do."""
+    options: dict[str, Any] = {"num_workers": 1, "seed": 1, "workers": "tcp://127.0.0.1:9"}
+    mistakes: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"dataset": [1, 2]}, TypeError, "put what makes it into a function with @asyncloader.definition"),
+        ({"seed": None}, ValueError, "needs seed="),
+        ({"num_workers": 0}, ValueError, "needs num_workers, the number of logical workers"),
+        ({"collate_fn": sum}, ValueError, "collate_fn runs in the service's workers: return it from numbers"),
+        ({"worker_init_fn": print}, ValueError, "worker_init_fn runs in the service's workers"),
+        ({"on_error": print}, ValueError, "use 'skip' or 'refill'"),
+        ({"workers": "127.0.0.1:9"}, ValueError, "is no address: give tcp://host:port"),
+        ({"dataset": definitions.numbers(n=object())}, TypeError, r"numbers\(n=<object .*cannot be sent to a service"),
+    ]
+    for change, kind, text in mistakes:
+        with pytest.raises(kind, match=text):
+            DataLoader[Any](**{"dataset": definitions.numbers(), **options, **change})
+    with pytest.raises(ValueError, match="collate_fn comes from with_functions already"):
+        DataLoader[Any](definitions.with_functions(), collate_fn=sum)
+    with pytest.raises(ValueError, match="wait=0"):
+        Service("unix:/x", wait=0)
+
+
+def test_mistakes_in_a_definition() -> None:
+    """What it returns is looked at."""
+    for made, text in [(None, "returned None"), (([1], {"collate": sum}), "returned 'collate' beside its dataset")]:
+        with pytest.raises(TypeError, match=text):
+            DataLoader[Any](Definition(lambda made=made: made)())
+    with pytest.raises(TypeError):
+        many(1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("data", "give module:name"),
+        ("no_such_module:train", "there is no module 'no_such_module'"),
+        ("tests.service.definitions:train", "has no definition 'train'; it has numbers, with_functions"),
+        ("json:dumps", "decorate a function with @asyncloader.definition"),
+    ],
+)
+def test_names_of_definitions(target: str, text: str) -> None:
+    """A wrong one is an error with those that there are."""
+    with pytest.raises(ValueError, match=text):
+        load_definition(target)
+    assert load_definition("tests.service.definitions:numbers") is definitions.numbers

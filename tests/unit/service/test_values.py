@@ -1,0 +1,204 @@
+"""Values that travel to a service and back: the same afterwards, and nothing that is received is executed."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections import OrderedDict
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as stn
+
+from asyncloader import register_batch_type
+from asyncloader.events import PositionedIndex
+from asyncloader.service.values import Unsendable, pack, unpack
+from asyncloader.workers.fetch.dataset_state import Cursor
+from tests.integration.comparing import assert_same
+
+
+@register_batch_type
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@register_batch_type
+@dataclass
+class Boxed:
+    x: Any
+    hidden: int = field(default=3, init=False)
+
+
+class Unregistered(NamedTuple):
+    x: Any
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.binary()
+    | st.complex_numbers()
+    | stn.arrays(stn.scalar_dtypes(), stn.array_shapes(min_dims=0, min_side=0, max_side=3)),
+    lambda inner: (
+        st.lists(inner)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text() | st.integers() | st.tuples(st.integers()), inner)
+        | st.builds(Point, inner, inner)
+        | st.builds(Boxed, inner)
+        | st.builds(PositionedIndex, st.integers(), inner)
+    ),
+    max_leaves=20,
+)
+
+
+@given(PLAIN)
+def test_plain_values_come_back(value: Any) -> None:
+    """With their types, at any depth, the sign of zero and the bits of NaN included."""
+    back = unpack(pack(value))
+    assert pickle.dumps(_exact(back)) == pickle.dumps(_exact(value))
+
+
+def _exact(value: Any) -> Any:
+    """Something whose pickle tells apart what `==` does not, and is the same for equal values."""
+    if isinstance(value, np.ndarray):
+        return ["array", value.dtype.str, value.shape, value.tobytes()]
+    if isinstance(value, dict):
+        return ["dict", [(_exact(key), _exact(item)) for key, item in value.items()]]
+    if isinstance(value, tuple | list):
+        return [type(value).__name__, [_exact(item) for item in value]]
+    if isinstance(value, Boxed):
+        return ["Boxed", _exact(value.x), value.hidden]
+    if isinstance(value, float) and math.isnan(value):
+        return ["nan"]
+    return [type(value).__name__, repr(value)]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1, 2},
+        frozenset("ab"),
+        OrderedDict(b=1, a=2),
+        bytearray(b"x"),
+        torch.Size([2, 3]),
+        torch.bfloat16,
+        np.float32(1.5),
+        np.int64(-3),
+        np.array(["a", "bc"]),
+        np.datetime64("2026-01-01"),
+        torch.tensor(3.5),
+        torch.arange(6).reshape(2, 3).t(),
+        torch.zeros(0, 3),
+        torch.ones(3, dtype=torch.bfloat16),
+        Cursor(1, 2, False, {"at": torch.tensor([1, 2])}, None),
+        1 << 200,
+        -(1 << 63) - 1,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_other_values_come_back(value: Any) -> None:
+    """With their types and dtypes."""
+    back = unpack(pack(value))
+    assert type(back) is type(value)
+    assert_same(back, value)
+
+
+UNSENDABLE = {
+    "an object": ({"a": [1, object()]}, r"\['a'\]\[1\] is a builtins.object, which a service does not send"),
+    "a function": (Point(1, len), r"\.y is a builtins.builtin_function_or_method"),
+    "an array of objects": ([np.array([None])], r"\[0\] is an array of dtype object"),
+    "a subclass": ((Sub([1.0]),), r"\[0\] is a .*Sub"),
+    "a sparse tensor": (torch.zeros(2).to_sparse(), "it is a tensor that is not a plain dense one"),
+    "half a character": ({"name": "a\udc80"}, "not valid Unicode"),
+}
+
+
+@pytest.mark.parametrize(("value", "text"), UNSENDABLE.values(), ids=UNSENDABLE)
+def test_what_cannot_be_sent_is_named(value: Any, text: str) -> None:
+    """By the way to it and by its type."""
+    with pytest.raises(Unsendable, match=text):
+        pack(value)
+
+
+def test_a_value_that_contains_itself() -> None:
+    """Is an error, and no endless loop."""
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(Unsendable, match="refers to itself"):
+        pack(value)
+
+
+def test_only_registered_types_are_made() -> None:
+    """A type that this process did not register is named, with what to do."""
+    with pytest.raises(ValueError, match=r"register_batch_type\(Unregistered\)"):
+        unpack(pack(Unregistered(1)))
+    with pytest.raises(TypeError, match="named tuple or a dataclass"):
+        register_batch_type(dict)
+
+
+NESTED: Any = [0]
+for _ in range(100):
+    NESTED = [0, NESTED]
+
+BROKEN = {
+    "nothing": b"",
+    "no MessagePack": b"\xc1",
+    "a map": msgspec.msgpack.encode({"a": 1}),
+    "an empty array": msgspec.msgpack.encode([]),
+    "no tag": msgspec.msgpack.encode(["a"]),
+    "an unknown tag": msgspec.msgpack.encode([99]),
+    "a list as tag": msgspec.msgpack.encode([[0]]),
+    "an odd dictionary": msgspec.msgpack.encode([2, 1]),
+    "a key that cannot be hashed": msgspec.msgpack.encode([2, [0], 1]),
+    "a leaf": msgspec.msgpack.encode([15, 0]),
+    "too deep": msgspec.msgpack.encode(NESTED),
+    "a size of bytes": msgspec.msgpack.encode([8, 1 << 40]),
+    "an array of objects": msgspec.msgpack.encode([11, "O", [1, 1], b"12345678"]),
+    "an array that is too long": msgspec.msgpack.encode([11, "<i4", [1, 1 << 40], b"1234"]),
+    "an array of negative length": msgspec.msgpack.encode([11, "<i4", [1, -1, -1], b"1234"]),
+    "a tensor of no dtype": msgspec.msgpack.encode([12, "nn", [1, 1], b"1234"]),
+    "a pickle": pickle.dumps(print),
+}
+
+
+@pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN)
+def test_broken_values(data: bytes) -> None:
+    """Are a ValueError, whatever is wrong with them."""
+    with pytest.raises(ValueError):
+        unpack(data)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes(data: bytes) -> None:
+    """Give a value or a ValueError."""
+    with suppress(ValueError):
+        unpack(data)
+
+
+TREES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 63) - 1) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.tuples(st.integers(-1, 17), inner, inner).map(list),
+    max_leaves=10,
+)
+
+
+@given(TREES)
+def test_any_tree(tree: Any) -> None:
+    """So does any tree of values, with any tags."""
+    with suppress(ValueError):
+        unpack(msgspec.msgpack.encode(tree))
