@@ -74,7 +74,11 @@ class Hello(NamedTuple):
         texts = (self.name, self.arguments, self.fingerprint, self.version, self.torch)
         if type(self.protocol) is not int or not all(type(each) is str for each in texts):
             raise ValueError("broken stream: a HELLO that cannot be read")
-        if type(self.nonce) is not bytes or len(self.nonce) != _NONCE or type(json.loads(self.arguments)) is not dict:
+        try:
+            given = json.loads(self.arguments)
+        except RecursionError:
+            given = None
+        if type(self.nonce) is not bytes or len(self.nonce) != _NONCE or type(given) is not dict:
             raise ValueError("broken stream: a HELLO that cannot be read")
         return self
 

@@ -70,7 +70,6 @@ class HostProcesses:
     Args:
         setup: what they are started with.
         number: how many there are.
-        forkserver: how they are started.
     """
 
     def __init__(self, setup: HostSetup, number: int) -> None:
@@ -100,18 +99,9 @@ class HostProcesses:
         return await asyncio.shield(self._facts)
 
     @property
-    def lanes(self) -> int:
-        """How many there are."""
-        return sum(len(each.lanes) for each in self._processes.values())
-
-    @property
     def running(self) -> int:
         """How many processes are ready."""
         return sum(each.ready for each in self._processes.values())
-
-    def blocks(self) -> dict[int, list[float]]:
-        """What each process has counted."""
-        return {number: list(each.process.recorder.block) for number, each in self._processes.items()}
 
     def _keep(self, number: int, pause: float = 0.0) -> None:
         assert self._loop is not None
@@ -168,6 +158,7 @@ class HostProcesses:
         loop.remove_reader(process.death_fd)
         if process.channel.fileno() >= 0:
             loop.remove_reader(process.channel.fileno())
+            loop.remove_writer(process.channel.fileno())
         error = process.death()
         at = int(total(process.recorder.block, LANE_KEY))
         self.deaths += 1
@@ -209,7 +200,8 @@ class HostProcesses:
         ours, theirs = channel_pair()
         try:
             body = pickle.dumps(LaneOpening(number, session, worker, setup))
-            made.process.channel.send(wire.pack(OPEN, body), [theirs.fileno()])
+            if not made.process.channel.send(wire.pack(OPEN, body), [theirs.fileno()]):
+                asyncio.get_running_loop().add_writer(made.process.channel.fileno(), self._flush, made)
             made.lanes[number] = lane = end(ours, number)
         except BaseException:
             ours.close()
@@ -217,6 +209,13 @@ class HostProcesses:
         finally:
             theirs.close()
         return lane, number, made.process.pid
+
+    def _flush(self, made: _Process) -> None:
+        done = True
+        with contextlib.suppress(ConnectionError):  # it is dying, which its sentinel reports
+            done = made.process.channel.flush()
+        if done:
+            asyncio.get_running_loop().remove_writer(made.process.channel.fileno())
 
     def close_lane(self, number: int) -> None:
         """The node's end of this lane is closed."""
@@ -241,6 +240,7 @@ class HostProcesses:
         for process in processes:
             loop.remove_reader(process.death_fd)
             loop.remove_reader(process.channel.fileno())
+            loop.remove_writer(process.channel.fileno())
         self._processes.clear()
         await asyncio.to_thread(shutdown.run, processes)
         self._lifeline.close()

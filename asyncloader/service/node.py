@@ -232,6 +232,8 @@ class Node:
                 sock.shutdown(socket.SHUT_WR)
         except (OSError, TimeoutError) as error:
             _log.debug("a connection ended in its handshake: %r", error)
+        except Exception:  # a fault of ours must not take the node with it
+            _log.exception("a loader's handshake failed")
         finally:
             if not opened:
                 link.close()

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+import asyncloader
 from asyncloader import AsyncDataLoader, DataLoader, Service, ServiceUnavailable
 from asyncloader.service import frames
+from asyncloader.service.values import pack
 from tests.integration.comparing import assert_same
 from tests.integration.running import run_async
 from tests.service import definitions
@@ -210,12 +212,19 @@ def refused_of(defined: Any, node: NodeProcess) -> str:
     return str(caught.value)
 
 
+def _hello(arguments: str) -> bytes:
+    body = pack((1, "numbers", arguments, "", asyncloader.__version__, "", bytes(32)))
+    return frames.pack_header(frames.HELLO, len(body)) + body
+
+
 GARBAGE = {
     "another protocol": b"GET / HTTP/1.1\r\nHost: node\r\n\r\n",
     "a gigabyte announced": struct.pack("<4sB3xIIQQ", b"ALS1", frames.HELLO, 1 << 30, 0, 0, 0),
     "a payload announced": struct.pack("<4sB3xIIQQ", b"ALS1", frames.HELLO, 0, 0, 0, 1 << 40),
     "a task before the handshake": struct.pack("<4sB3xIIQQ", b"ALS1", 1, 0, 0, 0, 0),
     "a hello of nothing": struct.pack("<4sB3xIIQQ", b"ALS1", frames.HELLO, 1, 0, 0, 0) + b"\xc0",
+    "arguments without an end": _hello("[" * 200_000),
+    "arguments that are a list": _hello("[]"),
     "an end in the header": b"ALS1",
 }
 
