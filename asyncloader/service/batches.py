@@ -72,7 +72,7 @@ class BatchEncoder(Encoder):
     def _table(self, specs: list[LeafSpec], inside: int, length: int) -> bytes:
         rows = []
         for spec in specs:
-            values = list(spec)
+            values: list[Any] = list(spec)
             if isinstance(spec, Dense | Strided):
                 values[2] = _NAMES[spec.dtype]
             rows.append((LEAF_SPECS.index(type(spec)), values))

@@ -122,7 +122,7 @@ def facts_of(dataset: Any) -> Facts:
     if assigns_shards(dataset):
         problem = "a dataset whose shards a loader assigns cannot be served; read it from the loader's own workers"
     try:
-        length = len(dataset)
+        length = len(dataset)  # pyright: ignore[reportArgumentType] - or the error says that it has none
     except (TypeError, NotImplementedError, AttributeError):
         length = None
     if not iterable and length is None:

@@ -77,7 +77,7 @@ def register_batch_type(kind: _T) -> _T:
     if not (dataclasses.is_dataclass(kind) or _is_named_tuple(kind)):
         raise TypeError(f"register_batch_type takes a named tuple or a dataclass, but got {kind!r}")
     _registered[_name(kind)] = kind
-    return kind
+    return kind  # pyright: ignore[reportReturnType] - it narrows the type by the test above
 
 
 def pack(value: Any, special: Callable[[Any], Any] | None = None) -> bytes:

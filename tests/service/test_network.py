@@ -47,7 +47,7 @@ def test_a_node_that_is_killed(node: NodeProcess, expected: list[Any], tmp_path:
     """Its workers go on elsewhere; a stream's, too, from where they were. No restart is charged."""
     for defined, names in ((numbers(), ["numbers"]), (definitions.stream(), ["stream"])):
         flags = ["--open", "numbers"] if names == ["numbers"] else []
-        options = {**OPTIONS, "shuffle": None} if names == ["stream"] else OPTIONS
+        options: dict[str, Any] = {**OPTIONS, "shuffle": None} if names == ["stream"] else OPTIONS
         with DataLoader[Any](defined, **options) as loader:
             whole = expected if names == ["numbers"] else list(loader)
         with serving(tmp_path, names, *flags, listen=["127.0.0.1:0"]) as other:

@@ -159,7 +159,7 @@ def test_an_epoch_that_is_left_early(place: str, places: Places) -> None:
 @pytest.mark.parametrize("place", PLACES[1:])
 def test_what_cannot_be_sent(place: str, places: Places) -> None:
     """Is an error of its batch, which names the field, or the type to be registered; the next ones come."""
-    options = {**OPTIONS, "batch_size": 1, "num_workers": 1, "shuffle": False}
+    options: dict[str, Any] = {**OPTIONS, "batch_size": 1, "num_workers": 1, "shuffle": False}
     with DataLoader[Any](definitions.odd(), **options, workers=places.of(place)) as loader:
         with pytest.raises(TypeError, match=r"\['deep'\]\[0\] is a builtins.object, which a service does not send"):
             list(loader)

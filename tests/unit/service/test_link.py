@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ MESSAGES = st.lists(st.tuples(st.integers(0, 63), st.binary(max_size=60), st.bin
 
 
 @contextmanager
-def connected(**options: Any) -> Iterator[tuple[socket.socket, Link]]:
+def connected(**options: Any) -> Generator[tuple[socket.socket, Link]]:
     ours, theirs = socket.socketpair()
     link = Link(theirs, **options)
     try:

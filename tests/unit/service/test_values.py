@@ -151,9 +151,9 @@ def test_only_registered_types_are_made() -> None:
         register_batch_type(dict)
 
 
-NESTED: Any = [0]
-for _ in range(100):
-    NESTED = [0, NESTED]
+def nested(depth: int) -> Any:
+    return [0, nested(depth - 1)] if depth else [0]
+
 
 BROKEN = {
     "nothing": b"",
@@ -166,7 +166,7 @@ BROKEN = {
     "an odd dictionary": msgspec.msgpack.encode([2, 1]),
     "a key that cannot be hashed": msgspec.msgpack.encode([2, [0], 1]),
     "a leaf": msgspec.msgpack.encode([15, 0]),
-    "too deep": msgspec.msgpack.encode(NESTED),
+    "too deep": msgspec.msgpack.encode(nested(100)),
     "a size of bytes": msgspec.msgpack.encode([8, 1 << 40]),
     "an array of objects": msgspec.msgpack.encode([11, "O", [1, 1], b"12345678"]),
     "an array that is too long": msgspec.msgpack.encode([11, "<i4", [1, 1 << 40], b"1234"]),
