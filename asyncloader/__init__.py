@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from asyncloader.samplers.mixture import MixtureSampler
     from asyncloader.samplers.seeded import SeededSampler
     from asyncloader.samplers.stateful import StatefulDistributedSampler, StatefulRandomSampler
-    from asyncloader.service.client import Service
+    from asyncloader.service.address import Service
     from asyncloader.service.definition import definition
     from asyncloader.service.values import register_batch_type
     from asyncloader.shared.share import SharedDict, SharedList, share
@@ -108,7 +108,7 @@ _OWN = {
     "RemoteIterableDataset": "asyncloader.remote.dataset",
     "RingMemoryError": "asyncloader.errors",
     "SeededSampler": "asyncloader.samplers.seeded",
-    "Service": "asyncloader.service.client",
+    "Service": "asyncloader.service.address",
     "ServiceUnavailable": "asyncloader.errors",
     "ShardError": "asyncloader.errors",
     "SharedDict": "asyncloader.shared.share",

@@ -115,7 +115,8 @@ def located(arguments: dict[str, Any]) -> dict[str, Any]:
     if not arguments["num_workers"]:
         raise ValueError(f"workers={workers!r} needs num_workers, the number of logical workers: at least 1")
     check_extra()
-    from asyncloader.service.client import Service, ask_facts
+    from asyncloader.service.address import Service
+    from asyncloader.service.dialing import ask_facts
 
     service = workers if isinstance(workers, Service) else Service(workers)
     facts = ask_facts(service, defined)

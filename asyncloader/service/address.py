@@ -1,0 +1,75 @@
+"""Where a service is: addresses, and what its nodes ask for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+__all__ = ["Service"]
+
+
+@dataclass(frozen=True)
+class Service:
+    """Where a service is, and how to connect to it.
+
+    Attributes:
+        url: addresses, separated by commas: ``tcp://host:port``, ``unix:/path``, or ``dns+tcp://name:port``, which is
+            all addresses of that name.
+        token: what the service asks for; None: the environment's ``ASYNCLOADER_TOKEN``, or what is in the file that
+            ``ASYNCLOADER_TOKEN_FILE`` names; without either, none.
+        tls_ca: file with the certificates that nodes' certificates are checked against; None: no TLS.
+        tls_cert: file with the certificate that this side shows; None: none.
+        tls_key: file with its key.
+        wait: seconds to look for a node before an error is raised.
+    """
+
+    url: str
+    token: str | None = None
+    tls_ca: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    wait: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.url, str) or not self.url.strip():
+            raise ValueError(f"workers={self.url!r} is no address: give tcp://host:port or unix:/path")
+        for address in self.addresses:
+            _check_address(address)
+        if not self.wait > 0:
+            raise ValueError(f"wait should be a number of seconds above 0, but got wait={self.wait!r}")
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The parts of the URL."""
+        return tuple(part.strip() for part in self.url.split(","))
+
+    def secret(self) -> str | None:
+        """The token, wherever it is given.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        if self.token is not None:
+            return self.token
+        path = os.environ.get("ASYNCLOADER_TOKEN_FILE")
+        if path and "ASYNCLOADER_TOKEN" not in os.environ:
+            return Path(path).read_text().strip()
+        return os.environ.get("ASYNCLOADER_TOKEN") or None
+
+    def __repr__(self) -> str:  # without the token
+        return f"Service({self.url!r})"
+
+
+def _check_address(address: str) -> None:
+    if address.startswith("unix:"):
+        if len(address) > len("unix:"):
+            return
+    else:
+        parts = urlsplit(address)
+        with contextlib.suppress(ValueError):
+            if parts.scheme in ("tcp", "dns+tcp") and parts.hostname and parts.port:
+                return
+    raise ValueError(f"workers={address!r} is no address: give tcp://host:port, dns+tcp://name:port or unix:/path")

@@ -1,0 +1,226 @@
+"""Finds a node of a service, connects to it, and shakes hands, from the loader's side.
+
+Data path: none; before a worker of a service is there.
+
+All of this blocks, in threads that may wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from time import monotonic
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from asyncloader.errors import ServiceUnavailable
+from asyncloader.service import frames
+from asyncloader.service.address import Service
+from asyncloader.service.definition import Defined
+from asyncloader.service.handshake import Hello, Welcome, proof, proves, read_record
+from asyncloader.service.lane_host import Facts
+from asyncloader.service.link import Link
+from asyncloader.service.values import pack, unpack
+
+__all__ = ["NodeConnection", "Unreachable", "answer_of", "ask_facts", "on_any_node"]
+
+_log = logging.getLogger("asyncloader")
+
+_CONNECT_S = 3.0
+_ANSWER_S = 30.0  # a node may be making the dataset
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+_SAY_AFTER_S = 3.0
+_USER_TIMEOUT_MS = 3000
+
+_T = TypeVar("_T")
+
+
+class Unreachable(Exception):
+    """An address did not give a lane; the text says why. `final`: to ask again is of no use."""
+
+    def __init__(self, text: str, *, final: bool = False) -> None:
+        super().__init__(text)
+        self.final = final
+
+
+class NodeConnection:
+    """A connection whose handshake is over."""
+
+    def __init__(self, address: str, link: Link, facts: Facts) -> None:
+        self.address = address
+        self.link = link
+        self.facts = facts
+
+
+def _places(address: str) -> list[tuple[str, Any]]:
+    """Resolve an address: names with what a socket connects to."""
+    if address.startswith("unix:"):
+        return [(address, address.removeprefix("unix:"))]
+    parts = urlsplit(address)
+    try:
+        found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise Unreachable(f"{address}: {error.strerror or error}") from None
+    if parts.scheme == "tcp":
+        return [(address, found)]
+    named = []
+    for place in found:
+        where: Any = place[4]
+        named.append((f"tcp://{where[0]}:{where[1]}", [place]))
+    return named
+
+
+def _connect(service: Service, address: str, place: Any) -> socket.socket:
+    if isinstance(place, str):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(_CONNECT_S)
+            sock.connect(place)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+    failure: OSError | None = None
+    for family, kind, protocol, _, where in place:
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(_CONNECT_S)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+            sock.connect(where)
+            return sock if service.tls_ca is None else _secured(service, sock, str(urlsplit(address).hostname))
+        except OSError as error:
+            sock.close()
+            failure = error
+    raise failure or OSError("no address")
+
+
+def _secured(service: Service, sock: socket.socket, host: str) -> ssl.SSLSocket:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_verify_locations(service.tls_ca)
+    if service.tls_cert is not None:
+        context.load_cert_chain(service.tls_cert, service.tls_key)
+    return context.wrap_socket(sock, server_hostname=host)
+
+
+def _greet(service: Service, defined: Defined, address: str, place: Any) -> NodeConnection:
+    """Connect to a node, up to its WELCOME.
+
+    Raises:
+        Unreachable: it is not there, or refuses.
+    """
+    link: Link | None = None
+    token, hello = service.secret(), Hello.of(defined)
+    try:
+        link = Link(_connect(service, address, place))
+        link.send(frames.HELLO, pack(tuple(hello)))
+        needed, theirs = unpack(answer_of(link, frames.CHALLENGE))
+        if needed and token is None:
+            raise Unreachable("it asks for a token: set Service(token=), or ASYNCLOADER_TOKEN", final=True)
+        if token is not None and not needed:
+            text = "a token was given, and it has none, so it cannot prove that it is the right service"
+            raise Unreachable(text, final=True)
+        link.send(frames.PROOF, pack((proof(token, "loader", hello.nonce, theirs),)))
+        welcome: Welcome = read_record(Welcome, answer_of(link, frames.WELCOME))
+        if not proves(welcome.proof, token, "node", hello.nonce, theirs):
+            raise Unreachable("it could not prove that it has the token", final=True)
+        return NodeConnection(address, link, welcome.checked_facts())
+    except (OSError, ValueError, TypeError, Unreachable) as error:
+        if link is not None:
+            link.close()
+        text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        final = getattr(error, "final", False) or isinstance(error, ssl.SSLCertVerificationError)
+        raise Unreachable(f"{address}: {text}", final=final) from None
+
+
+def answer_of(link: Link, kind: int) -> bytes:
+    """Wait for the node's answer; raises what the callers here handle."""
+    deadline = monotonic() + _ANSWER_S
+    poll = select.poll()
+    poll.register(link.fileno(), select.POLLIN)
+    while True:
+        for message in link.receive():
+            if message.header.kind == frames.REFUSED:
+                text, for_now = unpack(message.body)
+                raise Unreachable(f"it refused: {text}", final=not for_now)
+            if message.header.kind != kind:
+                raise ValueError(f"it sent a message of kind {message.header.kind}, where {kind} was due")
+            return message.body
+        if link.ended:
+            raise ConnectionError("it closed the connection")
+        left = deadline - monotonic()
+        if left <= 0 or not poll.poll(1000 * left):
+            raise TimeoutError(f"it did not answer for {_ANSWER_S:.0f} seconds")
+
+
+def on_any_node(
+    service: Service,
+    defined: Defined,
+    use: Callable[[NodeConnection], _T],
+    first: int,
+    closed: threading.Event | None = None,
+) -> _T:
+    """Connect to the nodes, one after the other, until one is there and `use` of it succeeds.
+
+    Args:
+        service: where they are.
+        defined: what is read.
+        use: called with the connection, which it then owns; may raise ValueError, OSError or Unreachable.
+        first: which of them comes first.
+        closed: set once nobody waits for it.
+
+    Raises:
+        ServiceUnavailable: none was there for `service.wait` seconds.
+    """
+    began, pause, said = monotonic(), _FIRST_PAUSE_S, False
+    while True:
+        answers: dict[str, str] = {}
+        final = True  # whether all have refused for good
+        places: list[tuple[str, Any]] = []
+        for address in service.addresses:
+            try:
+                places += _places(address)
+            except Unreachable as error:
+                answers[address], final = str(error), False
+        for number in range(len(places)):
+            address, place = places[(first + number) % len(places)]
+            node: NodeConnection | None = None
+            try:
+                node = _greet(service, defined, address, place)
+                return use(node)
+            except Unreachable as error:
+                answers[address], final = str(error), final and error.final
+            except (OSError, ValueError) as error:
+                answers[address], final = f"{address}: {error}", False
+            if node is not None:
+                node.link.close()
+        waited = monotonic() - began
+        text = "; ".join(answers.values())
+        if final:
+            raise ServiceUnavailable(f"no node of {service.url} serves this loader: {text}")
+        if waited >= service.wait or (closed is not None and closed.is_set()):
+            raise ServiceUnavailable(f"no node of {service.url} was there for {waited:.0f} seconds: {text}")
+        if waited >= _SAY_AFTER_S and not said:
+            said = True
+            _log.warning("no node of %s has been there for %.0f seconds: %s", service.url, waited, text)
+        (closed or threading.Event()).wait(min(pause, max(0.0, service.wait - waited)))
+        pause = min(_LONGEST_PAUSE_S, 2 * pause)
+
+
+def ask_facts(service: Service, defined: Defined) -> Facts:
+    """What the dataset at the service is.
+
+    Raises:
+        ServiceUnavailable: no node was there in time.
+    """
+
+    def use(node: NodeConnection) -> Facts:
+        node.link.close()
+        return node.facts
+
+    return on_any_node(service, defined, use, 0)
