@@ -132,7 +132,7 @@ class WorkerPool:
         """
         made: list[WorkerHandle] = []
         try:
-            with self._source.making(workers, setup) as processes:
+            with contextlib.closing(self._source.making(workers, setup)) as processes:
                 for process in processes:
                     made.append(process)
                     if self._statistics is not None:

@@ -9,9 +9,8 @@ all above it are the same for both.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Protocol
 
 from asyncloader.counters import Recorder
@@ -156,10 +155,8 @@ class WorkerSource(Protocol):
     start_method: str
     """"fork" if workers must be made in the iterating thread."""
 
-    def making(
-        self, workers: Iterable[int], setup: WorkerSetup
-    ) -> contextlib.AbstractContextManager[Iterator[WorkerHandle]]:
-        """Context with an iterator that makes these workers, one at each step. Blocks; any thread.
+    def making(self, workers: Iterable[int], setup: WorkerSetup) -> Generator[WorkerHandle]:
+        """Make these workers, one at each step. Blocks; any thread. Close it in the end.
 
         Raises:
             Exception: one cannot be made.
@@ -191,8 +188,7 @@ class LocalWorkers:
         self._context = context
         self._lifeline: Lifeline | None = None
 
-    @contextlib.contextmanager
-    def making(self, workers: Iterable[int], setup: WorkerSetup) -> Generator[Iterator[WorkerHandle]]:
+    def making(self, workers: Iterable[int], setup: WorkerSetup) -> Generator[WorkerHandle]:
         """As `WorkerSource`.
 
         Raises:
@@ -210,7 +206,8 @@ class LocalWorkers:
         try:
             if hasattr(os, "pidfd_open"):
                 pidfd = os.pidfd_open(os.getpid())
-            yield (WorkerProcess(self._context, worker, shared, lifeline.fd, pidfd) for worker in workers)
+            for worker in workers:
+                yield WorkerProcess(self._context, worker, shared, lifeline.fd, pidfd)
         finally:
             if pidfd is not None:
                 os.close(pidfd)

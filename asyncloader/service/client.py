@@ -15,7 +15,7 @@ import select
 import socket
 import threading
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -62,8 +62,7 @@ class ServiceWorkers:
         self._next = 0
         self._lock = threading.Lock()
 
-    @contextlib.contextmanager
-    def making(self, workers: Iterable[int], setup: WorkerSetup) -> Generator[Iterator[WorkerHandle]]:
+    def making(self, workers: Iterable[int], setup: WorkerSetup) -> Generator[WorkerHandle]:
         """Connect, for all of these workers at a time.
 
         Raises:
@@ -71,7 +70,7 @@ class ServiceWorkers:
         """
         wanted = list(workers)
         if len(wanted) == 1:
-            yield iter([self._connected(wanted[0], setup)])
+            yield self._connected(wanted[0], setup)
             return
         with ThreadPoolExecutor(min(_MOST_THREADS, len(wanted)), "asyncloader-connect") as threads:
             futures = [threads.submit(self._connected, worker, setup) for worker in wanted]
@@ -80,9 +79,8 @@ class ServiceWorkers:
             failed = next((future.exception() for future in futures if future.exception() is not None), None)
             if failed is not None:
                 raise failed
-            given = iter(made)
-            made = []
-            yield given
+            while made:
+                yield made.pop(0)
         finally:
             for worker in made:
                 worker.release()

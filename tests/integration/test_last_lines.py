@@ -238,7 +238,7 @@ OF_WORKERS = {
         "collate_fn = <function <lambda> at 0> cannot be pickled, as all that goes to spawned workers must be. Define "
         "functions and classes at the top of a module, open files and connections at the first sample, or use "
         'multiprocessing_context="fork"',
-        26,
+        28,
         "ignore",
     ),
     "worker_init_fn raises": Mistake(
