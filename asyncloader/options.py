@@ -275,7 +275,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
     _asyncloader_options: OurOptions
 
     def _asyncloader_construct(self, arguments: dict[str, Any]) -> None:
-        if arguments["workers"] is not None or isinstance(arguments["dataset"], Defined):
+        if arguments["workers"] is not None or isinstance(arguments["dataset"], Defined | ServedDataset):
             arguments = located(arguments)
         dataset, given = arguments["dataset"], dict(arguments)
         check_num_workers(given["num_workers"])

@@ -200,7 +200,8 @@ class ServedWorker:
                 death: Death = read_record(Death, said)
                 self.lost = not (death.blamed or death.shared)
                 self.outside = death.shared
-                reason = " ".join(filter(None, (f"It was at {self.address}.", self.kill_reason or str(death.reason))))
+                why = str(death.reason) if self.lost else self.kill_reason or str(death.reason)
+                reason = " ".join(filter(None, (f"It was at {self.address}.", why)))
                 exitcode = death.exitcode if type(death.exitcode) is int else None
                 return WorkerDied(self.worker_id, self.pid, exitcode, reason, "", str(death.trace))
         self.lost = not self.kill_reason

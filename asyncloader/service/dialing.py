@@ -119,7 +119,7 @@ def _greet(service: Service, defined: Defined, address: str, place: Any) -> Node
     try:
         link = Link(_connect(service, address, place))
         link.send(frames.HELLO, pack(tuple(hello)))
-        needed, theirs = unpack(answer_of(link, frames.CHALLENGE))
+        needed, theirs = unpack(answer_of(link, frames.CHALLENGE, _CONNECT_S))
         if needed and token is None:
             raise Unreachable("it asks for a token: set Service(token=), or ASYNCLOADER_TOKEN", final=True)
         if token is not None and not needed:
@@ -138,9 +138,9 @@ def _greet(service: Service, defined: Defined, address: str, place: Any) -> Node
         raise Unreachable(f"{address}: {text}", final=final) from None
 
 
-def answer_of(link: Link, kind: int) -> bytes:
+def answer_of(link: Link, kind: int, seconds: float = _ANSWER_S) -> bytes:
     """Wait for the node's answer; raises what the callers here handle."""
-    deadline = monotonic() + _ANSWER_S
+    deadline = monotonic() + seconds
     poll = select.poll()
     poll.register(link.fileno(), select.POLLIN)
     while True:
@@ -155,7 +155,7 @@ def answer_of(link: Link, kind: int) -> bytes:
             raise ConnectionError("it closed the connection")
         left = deadline - monotonic()
         if left <= 0 or not poll.poll(1000 * left):
-            raise TimeoutError(f"it did not answer for {_ANSWER_S:.0f} seconds")
+            raise TimeoutError(f"it did not answer for {seconds:.0f} seconds")
 
 
 def on_any_node(
@@ -189,16 +189,17 @@ def on_any_node(
                 answers[address], final = str(error), False
         for number in range(len(places)):
             address, place = places[(first + number) % len(places)]
-            node: NodeConnection | None = None
             try:
                 node = _greet(service, defined, address, place)
-                return use(node)
+                try:
+                    return use(node)
+                except BaseException:
+                    node.link.close()
+                    raise
             except Unreachable as error:
                 answers[address], final = str(error), final and error.final
             except (OSError, ValueError) as error:
                 answers[address], final = f"{address}: {error}", False
-            if node is not None:
-                node.link.close()
         waited = monotonic() - began
         text = "; ".join(answers.values())
         if final:

@@ -66,8 +66,13 @@ class Hello(NamedTuple):
         made_by = defined.definition
         return cls(
             *(PROTOCOL, made_by.name, defined.packed_arguments(), made_by.fingerprint()),
-            *(asyncloader.__version__, str(torch.__version__), nonce()),
+            *(*cls.versions(), nonce()),
         )
+
+    @staticmethod
+    def versions() -> tuple[str, str]:
+        """Those that both sides must have: asyncloader's, and torch's whatever it was built for."""
+        return asyncloader.__version__, str(torch.__version__).partition("+")[0]
 
     def checked(self) -> Hello:
         """Raise ValueError if a field is of the wrong type."""
@@ -88,8 +93,6 @@ class Welcome(NamedTuple):
 
     proof: bytes
     facts: tuple[Any, ...]
-    fingerprint: str
-    node: str
 
     def checked_facts(self) -> Facts:
         """What the dataset is. Raises ValueError."""

@@ -27,6 +27,9 @@ __all__ = ["Death", "HostProcesses", "LaneEnd"]
 
 _log = logging.getLogger("asyncloader")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0
+_ABANDONED_S = 10.0
+_KILLED = "Its loader had it killed: it was at one task for too long."
+_BUSY = "Its process was at another loader's task."
 
 
 class Death(NamedTuple):
@@ -62,6 +65,8 @@ class _Process:
         self.process = process
         self.lanes: dict[int, LaneEnd] = {}
         self.ready = False
+        self.killed_for = 0
+        """The lane whose loader had it killed; 0: none."""
 
 
 class HostProcesses:
@@ -160,12 +165,12 @@ class HostProcesses:
             loop.remove_reader(process.channel.fileno())
             loop.remove_writer(process.channel.fileno())
         error = process.death()
-        at = int(total(process.recorder.block, LANE_KEY))
+        at = made.killed_for or self._at(made)
         self.deaths += 1
         for lane, end in list(made.lanes.items()):
-            alone = lane == at or (not at and len(made.lanes) == 1)
+            blamed = lane == at or (not at and len(made.lanes) == 1)
             shared = not at and len(made.lanes) > 1 and self._asynchronous
-            end.died(Death(error.pid, error.exitcode, error.reason, error.trace, alone, shared))
+            end.died(Death(error.pid, error.exitcode, error.reason, error.trace, blamed, shared))
         del self._processes[number]
         if not any(each.ready for each in self._processes.values()):
             self._ready.clear()
@@ -220,14 +225,32 @@ class HostProcesses:
     def close_lane(self, number: int) -> None:
         """The node's end of this lane is closed."""
         for made in self._processes.values():
-            made.lanes.pop(number, None)
+            if made.lanes.pop(number, None) is not None and self._at(made) == number:
+                asyncio.get_running_loop().call_later(_ABANDONED_S, self._end_abandoned, made, number)
 
-    def kill(self, number: int, reason: str) -> None:
-        """Kill the process of this lane, if it is at this lane's task."""
+    def _end_abandoned(self, made: _Process, number: int) -> None:
+        """Nobody wants the task that a process is at; if it does not end, the others would wait for it for ever."""
+        if not made.process.released and self._at(made) == number:
+            made.killed_for = number
+            made.process.kill_for("It was at a task of a loader that is gone.")
+
+    def _at(self, made: _Process) -> int:
+        """The lane whose task the process carries out; 0: none, or several."""
+        return int(total(made.process.recorder.block, LANE_KEY))
+
+    def kill(self, number: int) -> None:
+        """A lane's loader says that a task takes too long: kill the process. If it is at another lane's task, this one
+        only waits, and its lane ends, so that the loader goes elsewhere.
+        """
         for made in self._processes.values():
-            at = int(total(made.process.recorder.block, LANE_KEY))
-            if number in made.lanes and (at == number or (not at and len(made.lanes) == 1)):
-                made.process.kill_for(reason)
+            if number not in made.lanes:
+                continue
+            if self._at(made) == number or self._asynchronous:
+                made.killed_for = number
+                made.process.kill_for(_KILLED)
+            else:
+                made.lanes[number].died(Death(made.process.pid, None, _BUSY, "", blamed=False, shared=False))
+            return
 
     async def close(self) -> None:
         """End all processes, and wait for that."""

@@ -123,7 +123,7 @@ def facts_of(dataset: Any) -> Facts:
         problem = "a dataset whose shards a loader assigns cannot be served; read it from the loader's own workers"
     try:
         length = len(dataset)  # pyright: ignore[reportArgumentType] - or the error says that it has none
-    except (TypeError, NotImplementedError, AttributeError):
+    except (TypeError, NotImplementedError):  # the two ways in which datasets say that they have none
         length = None
     if not iterable and length is None:
         problem = f"{type(dataset).__name__} has no length, without which no order can be made of its samples"

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-import asyncloader
 from asyncloader.service import frames
 from asyncloader.service.definition import Definition, converted
 from asyncloader.service.handshake import (
@@ -115,7 +114,6 @@ class Node:
         self._sessions: dict[str, int] = {}  # lanes of each
         self.draining = False
         self.refusals = 0
-        self.name = f"{socket.gethostname()}:{os.getpid()}"
 
     # ---------------------------------------------------------------------------------------------- life
 
@@ -272,8 +270,7 @@ class Node:
         facts = await host.facts()
         if facts.problem:
             raise Refused(facts.problem)
-        fingerprint = served.definition.fingerprint()
-        answer = Welcome(proof(self._token, "node", hello.nonce, mine), tuple(facts), fingerprint, self.name)
+        answer = Welcome(proof(self._token, "node", hello.nonce, mine), tuple(facts))
         link.send(frames.WELCOME, pack(tuple(answer)))
         async with asyncio.timeout(HANDSHAKE_S):
             body = await _message(link, frames.OPENING)
@@ -285,8 +282,10 @@ class Node:
             raise Refused("this node is about to end", for_now=True)
         if hello.protocol != PROTOCOL:
             raise Refused(f"the loader speaks protocol {hello.protocol}, and this node {PROTOCOL}")
-        if hello.version != asyncloader.__version__:
-            raise Refused(f"the loader has asyncloader {hello.version}, and this node {asyncloader.__version__}")
+        mine = Hello.versions()
+        if (hello.version, hello.torch) != mine:  # random numbers may differ between two versions
+            theirs = f"asyncloader {hello.version} and torch {hello.torch}"
+            raise Refused(f"the loader has {theirs}, and this node asyncloader {mine[0]} and torch {mine[1]}")
         served = self._served.get(hello.name)
         if served is None:
             raise Refused(f"{hello.name!r:.60} is not served here; {', '.join(sorted(self._served))} is")

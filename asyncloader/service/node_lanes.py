@@ -42,10 +42,10 @@ class PassedLane:
     Args:
         link: to the loader; it says nothing more on it, until it ends.
         ended: called once it has.
-        kill: kills the process for a reason.
+        kill: called when a task takes too long for the loader.
     """
 
-    def __init__(self, link: Link, ended: Callable[[], None], kill: Callable[[str], None]) -> None:
+    def __init__(self, link: Link, ended: Callable[[], None], kill: Callable[[], None]) -> None:
         self._link = link
         self._ended = ended
         self._kill = kill
@@ -56,7 +56,7 @@ class PassedLane:
         try:
             for message in self._link.receive():
                 if message.header.kind == frames.KILL:
-                    self._kill("The loader had it killed: it was at one task for too long.")
+                    self._kill()
         except ValueError:
             self._link.ended = True
         if self._link.ended:
@@ -88,11 +88,11 @@ class ForwardedLane:
         sock: the node's end of the lane, non-blocking.
         credits: tasks that the loader has outstanding, at most.
         ended: called once the lane has.
-        kill: kills the process for a reason.
+        kill: called when a task takes too long for the loader.
     """
 
     def __init__(
-        self, link: Link, sock: socket.socket, credits: int, ended: Callable[[], None], kill: Callable[[str], None]
+        self, link: Link, sock: socket.socket, credits: int, ended: Callable[[], None], kill: Callable[[], None]
     ) -> None:
         self._link = link
         self._channel = Channel(sock)
@@ -104,8 +104,6 @@ class ForwardedLane:
         self._idle = asyncio.Event()
         self._sent = asyncio.Event()
         self._draining = False
-        self.batches = 0
-        self.bytes = 0
         self._loop.add_reader(link.fileno(), self._on_link)
         self._loop.add_reader(sock.fileno(), self._on_lane)
 
@@ -128,9 +126,9 @@ class ForwardedLane:
         elif kind in _PASSED_ON:
             self._tell(wire.pack(kind, body))
         elif kind == frames.PING:
-            self._send(frames.PONG)
+            self._send(partial(self._link.send, frames.PONG))
         elif kind == frames.KILL:
-            self._kill("The loader had it killed: it was at one task for too long.")
+            self._kill()
         else:
             raise ValueError(f"broken stream: a message of kind {kind} from a loader")
 
@@ -189,7 +187,7 @@ class ForwardedLane:
             epoch = wire.unpack_reset(body)[0]
             self._rings.reset_done(epoch)
             self._unanswered = {each for each in self._unanswered if each[0] >= epoch}
-        self._send(kind, body)
+        self._send(partial(self._link.send, kind, body))
 
     def _result(self, body: bytes) -> None:
         result, _, _ = wire.unpack_result(body)
@@ -206,29 +204,20 @@ class ForwardedLane:
         if ring is not None:
             payload, sent = memoryview(ring.look(result.slot, result.nbytes)), partial(ring.give_back, result.slot)
         self._answered(epoch, task)
-        self.batches += 1
-        self.bytes += result.nbytes
-        self._send(wire.RESULT, body, epoch=epoch, task=task, payload=payload, sent=sent)
+        send = self._link.send
+        self._send(partial(send, wire.RESULT, body, epoch=epoch, task=task, payload=payload, sent=sent))
 
     def _answered(self, epoch: int, task: int) -> None:
         self._unanswered.discard((epoch, task))
         if not self._unanswered:
             self._idle.set()
 
-    def _send(
-        self,
-        kind: int,
-        body: bytes = b"",
-        *,
-        epoch: int = 0,
-        task: int = 0,
-        payload: memoryview | None = None,
-        sent: Callable[[], None] | None = None,
-    ) -> None:
+    def _send(self, send: Callable[[], bool]) -> None:
+        """Send a message to the loader by a call of `Link.send`; the rest of it follows when the socket takes more."""
         if self._link.fileno() < 0:
             return
         try:
-            done = self._link.send(kind, body, epoch=epoch, task=task, payload=payload, sent=sent)
+            done = send()
         except OSError:
             self._link.ended = True  # the reader sees it, too
             return
@@ -257,7 +246,7 @@ class ForwardedLane:
                 before = self._channel.received
                 for kind, body in self._channel.receive():
                     self._pass_on(kind, body)
-        self._send(frames.DIED, pack(tuple(death)))
+        self._send(partial(self._link.send, frames.DIED, pack(tuple(death))))
         self._leave_lane()
 
     def _leave_lane(self) -> None:
@@ -273,7 +262,7 @@ class ForwardedLane:
         self._idle.clear()
         if self._unanswered:
             await self._idle.wait()
-        self._send(frames.DRAINING)
+        self._send(partial(self._link.send, frames.DRAINING))
         await self._sent.wait()
         self.close()
 

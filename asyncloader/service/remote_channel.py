@@ -55,7 +55,7 @@ class RemoteChannel:
         self._began: dict[tuple[int, int], float] = {}  # when the payload began to arrive
         self._fds: deque[int] = deque()
         self._timer: asyncio.TimerHandle | None = None
-        self._heard = False
+        self._seen = 0  # bytes received at the last check
         self._pings = 0
 
     def fileno(self) -> int:
@@ -87,7 +87,7 @@ class RemoteChannel:
         epoch, task, slot, ring, _, index = wire.unpack_task(body)
         self._tasks[epoch, task] = ring, slot
         if self._timer is None:
-            self._heard = True
+            self._seen = -1
             self._timer = asyncio.get_running_loop().call_later(_CHECK_S, self._check)
         return self._send(wire.TASK, index, epoch, task)
 
@@ -115,7 +115,6 @@ class RemoteChannel:
         del wait
         try:
             for message in self._link.receive():
-                self._heard, self._pings = True, 0
                 header, body = message
                 if header.kind == wire.RESULT:
                     yield wire.RESULT, self._result(header, body)
@@ -184,8 +183,8 @@ class RemoteChannel:
         self._timer = None
         if self.ended or not self._tasks or self.fileno() < 0:
             return
-        if self._heard:
-            self._heard, self._pings = False, 0
+        if self._seen != self.received:  # bytes, and not messages: a large batch takes its time
+            self._seen, self._pings = self.received, 0
         elif self._pings >= _MOST_PINGS:
             self._end(f"the node did not answer for {_CHECK_S * (_MOST_PINGS + 1):.1f} seconds")
             return

@@ -6,6 +6,7 @@ import logging
 import socket
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 import asyncloader
-from asyncloader import AsyncDataLoader, DataLoader, Service, ServiceUnavailable
+from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed, Recovery, Service, ServiceUnavailable
 from asyncloader.service import frames
 from asyncloader.service.values import pack
 from tests.integration.comparing import assert_same
@@ -146,6 +147,31 @@ def test_nobody_is_there(caplog: pytest.LogCaptureFixture) -> None:
     assert "has been there for" in caplog.text
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("place", ["tcp", "unix"])
+def test_a_task_of_another_loader_that_hangs(place: str, expected: list[Any], tmp_path: Path) -> None:
+    """Who waits behind it is not blamed, and goes on once that loader is gone, although its task never ends."""
+    hanging = definitions.hanging(n=LENGTH, marks=str(tmp_path))
+    one: dict[str, Any] = {**OPTIONS, "num_workers": 1}
+    with serving(tmp_path, ["hanging"], "--open", "hanging", workers=1) as node:
+        workers = getattr(node, place)
+        hung = DataLoader[Any](hanging, **one, workers=workers)
+        batches = iter(hung)
+        with ThreadPoolExecutor(1) as thread:
+            reading = thread.submit(list, batches)
+            while not (tmp_path / "hung").exists():
+                pass
+            recovery = Recovery(worker_timeout=1)
+            with DataLoader[Any](
+                hanging, **OPTIONS, recovery=recovery, max_worker_restarts=0, workers=workers
+            ) as loader:
+                second = iter(loader)
+                hung.close()
+                with pytest.raises(LoaderClosed):
+                    reading.result()
+                assert_same(list(second), expected)
+
+
 # ------------------------------------------------------------------------------------------------ who is there
 
 
@@ -204,6 +230,10 @@ def test_definitions_that_differ(node: NodeProcess, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kind, "fingerprint", lambda _: "0123456789abcdef")
     text = refused_of(definitions.numbers(), node)
     assert "0123456789abcdef at the loader, and " in text
+
+    monkeypatch.undo()
+    monkeypatch.setattr("torch.__version__", "1.13.1+cu117")
+    assert "and torch 1.13.1, and this node asyncloader" in refused_of(definitions.numbers(), node)
 
 
 def refused_of(defined: Any, node: NodeProcess) -> str:

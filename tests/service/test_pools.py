@@ -148,12 +148,15 @@ def test_states_move_between_places(name: str, place: str, places: Places) -> No
 
 @pytest.mark.parametrize("place", PLACES[1:])
 def test_an_epoch_that_is_left_early(place: str, places: Places) -> None:
-    """The next one, with the same workers, begins with its first batch."""
+    """The next one, with the same workers, begins with its first batch; a clone may have its workers here."""
     expected = read("sync", OPTIONS, definitions.numbers(), epochs=1)[0]
     with DataLoader[Any](definitions.numbers(), **OPTIONS, persistent_workers=True, workers=places.of(place)) as loader:
         for _ in range(3):
             assert_same(next(iter(loader)), expected[0])
         assert_same(list(loader), expected)
+    for changes in ({}, {"workers": None}):
+        with loader.clone(persistent_workers=False, **changes) as clone:
+            assert_same(list(clone), expected)
 
 
 @pytest.mark.parametrize("place", PLACES[1:])
