@@ -6,6 +6,7 @@ import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 from urllib.parse import urlsplit
 
 __all__ = ["Service"]
@@ -32,6 +33,7 @@ class Service:
     tls_cert: str | None = None
     tls_key: str | None = None
     wait: float = 60.0
+    greeting_s: ClassVar[float] = 3.0  # until a node answers at all
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, str) or not self.url.strip():

@@ -24,10 +24,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncloader.cpus import affinity, cpu_quota
+from asyncloader.cpus import usable_cpus
 from asyncloader.service.definition import converted, load_definition
 from asyncloader.service.metrics_endpoint import MetricsEndpoint
-from asyncloader.service.node import Node, Served, read_address
+from asyncloader.service.node import Node, Served
+from asyncloader.service.sockets import read_address
 from asyncloader.workers.worker import serve_async
 
 __all__ = ["main"]
@@ -171,7 +172,7 @@ def _pair(text: str) -> tuple[str, str]:
 def _workers(options: dict[str, Any]) -> int:
     given = options["workers"]
     try:
-        number = min(affinity(), cpu_quota() or affinity()) if given is None else int(given)
+        number = usable_cpus() if given is None else int(given)
     except ValueError:
         number = 0
     if number < 1:

@@ -24,6 +24,8 @@ from asyncloader.service.definition import Defined
 from asyncloader.service.handshake import Hello, Welcome, proof, proves, read_record
 from asyncloader.service.lane_host import Facts
 from asyncloader.service.link import Link
+from asyncloader.service.shared import SharedService
+from asyncloader.service.sockets import check_peer
 from asyncloader.service.values import pack, unpack
 
 __all__ = ["NodeConnection", "Unreachable", "answer_of", "ask_facts", "on_any_node"]
@@ -59,7 +61,7 @@ class NodeConnection:
 def _places(address: str) -> list[tuple[str, Any]]:
     """Resolve an address: names with what a socket connects to."""
     if address.startswith("unix:"):
-        return [(address, address.removeprefix("unix:"))]
+        return [(address, address.removeprefix("unix:").replace("@", "\0", 1))]
     parts = urlsplit(address)
     try:
         found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
@@ -80,6 +82,7 @@ def _connect(service: Service, address: str, place: Any) -> socket.socket:
         try:
             sock.settimeout(_CONNECT_S)
             sock.connect(place)
+            check_peer(sock)
         except BaseException:
             sock.close()
             raise
@@ -119,7 +122,7 @@ def _greet(service: Service, defined: Defined, address: str, place: Any) -> Node
     try:
         link = Link(_connect(service, address, place))
         link.send(frames.HELLO, pack(tuple(hello)))
-        needed, theirs = unpack(answer_of(link, frames.CHALLENGE, _CONNECT_S))
+        needed, theirs = unpack(answer_of(link, frames.CHALLENGE, service.greeting_s))
         if needed and token is None:
             raise Unreachable("it asks for a token: set Service(token=), or ASYNCLOADER_TOKEN", final=True)
         if token is not None and not needed:
@@ -140,7 +143,7 @@ def _greet(service: Service, defined: Defined, address: str, place: Any) -> Node
 
 def answer_of(link: Link, kind: int, seconds: float = _ANSWER_S) -> bytes:
     """Wait for the node's answer; raises what the callers here handle."""
-    deadline = monotonic() + seconds
+    deadline, said = monotonic() + seconds, False
     poll = select.poll()
     poll.register(link.fileno(), select.POLLIN)
     while True:
@@ -148,6 +151,12 @@ def answer_of(link: Link, kind: int, seconds: float = _ANSWER_S) -> bytes:
             if message.header.kind == frames.REFUSED:
                 text, for_now = unpack(message.body)
                 raise Unreachable(f"it refused: {text}", final=not for_now)
+            if message.header.kind == frames.PONG:
+                deadline = monotonic() + seconds
+                if not said:
+                    said = True
+                    _log.warning("a node is making the dataset; the loader waits until that is done")
+                continue
             if message.header.kind != kind:
                 raise ValueError(f"it sent a message of kind {message.header.kind}, where {kind} was due")
             return message.body
@@ -179,6 +188,8 @@ def on_any_node(
     """
     began, pause, said = monotonic(), _FIRST_PAUSE_S, False
     while True:
+        if isinstance(service, SharedService):
+            service.start_if_missing()
         answers: dict[str, str] = {}
         final = True  # whether all have refused for good
         places: list[tuple[str, Any]] = []
@@ -221,6 +232,8 @@ def ask_facts(service: Service, defined: Defined) -> Facts:
     """
 
     def use(node: NodeConnection) -> Facts:
+        if isinstance(service, SharedService):
+            service.stay(node.link)
         node.link.close()
         return node.facts
 

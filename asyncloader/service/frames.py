@@ -36,6 +36,7 @@ __all__ = [
     "PONG",
     "PROOF",
     "REFUSED",
+    "STAY",
     "WELCOME",
     "Header",
     "pack_header",
@@ -43,7 +44,7 @@ __all__ = [
 ]
 
 # loader -> node
-HELLO, PROOF, OPENING, PING, KILL = 64, 65, 66, 67, 68
+HELLO, PROOF, OPENING, PING, KILL, STAY = 64, 65, 66, 67, 68, 69
 # node -> loader
 CHALLENGE, WELCOME, OPENED, REFUSED, DIED, PONG, DRAINING = 80, 81, 82, 83, 84, 85, 86
 

@@ -4,7 +4,7 @@
     node -> loader: CHALLENGE  whether a token is needed, a random number
     loader -> node: PROOF      HMAC of both numbers with the token
     node -> loader: WELCOME    the node's HMAC, what the dataset is
-    loader -> node: OPENING    a logical worker's options
+    loader -> node: OPENING    a logical worker's options; or STAY, nothing: only to be there
     node -> loader: OPENED     the process that has it
     node -> loader: REFUSED    instead of any answer: why
 

@@ -89,6 +89,8 @@ class HostProcesses:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._facts: asyncio.Future[Facts] | None = None
         self._ready = asyncio.Event()
+        self._begun: set[int] = set()
+        self._all_begun = asyncio.Event()
         self._closed = False
 
     def start(self) -> None:
@@ -120,6 +122,7 @@ class HostProcesses:
             process = await asyncio.to_thread(self._make, number)
         except OSError as error:
             _log.warning("process %d of %s cannot be started: %s", number, self.setup.target, error)
+            self._begins(number)
             self._keep(number, min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * pause)))
             return
         if self._closed:
@@ -127,7 +130,7 @@ class HostProcesses:
             return
         made = self._processes[number] = _Process(process)
         loop = asyncio.get_running_loop()
-        loop.add_reader(process.channel.fileno(), self._read, made)
+        loop.add_reader(process.channel.fileno(), self._read, number, made)
         loop.add_reader(process.death_fd, self._died, number, made, pause)
 
     def _make(self, number: int) -> WorkerProcess:
@@ -139,13 +142,14 @@ class HostProcesses:
             if pidfd is not None:
                 os.close(pidfd)
 
-    def _read(self, made: _Process) -> None:
+    def _read(self, number: int, made: _Process) -> None:
         for kind, body in made.process.channel.receive():
             if kind == FACTS:
                 facts: Facts = pickle.loads(body)
                 made.ready = not facts.problem
                 if made.ready:
                     self._ready.set()
+                self._begins(number)
                 assert self._facts is not None
                 if not self._facts.done():
                     self._facts.set_result(facts)
@@ -155,10 +159,17 @@ class HostProcesses:
         if made.process.channel.ended:
             asyncio.get_running_loop().remove_reader(made.process.channel.fileno())
 
+    def _begins(self, number: int) -> None:
+        """This process is there, or cannot be."""
+        self._begun.add(number)
+        if len(self._begun) == self.number:
+            self._all_begun.set()
+
     def _died(self, number: int, made: _Process, pause: float) -> None:
         process = made.process
         with contextlib.suppress(ValueError):
-            self._read(made)
+            self._read(number, made)
+        self._begins(number)
         loop = asyncio.get_running_loop()
         loop.remove_reader(process.death_fd)
         if process.channel.fileno() >= 0:
@@ -198,6 +209,7 @@ class HostProcesses:
             setup: its options.
             end: makes the node's end, of the socket and the lane's number.
         """
+        await self._all_begun.wait()  # or those that come first would all share the first process
         await self._ready.wait()
         made = min((each for each in self._processes.values() if each.ready), key=lambda each: len(each.lanes))
         self.lanes_opened += 1

@@ -12,16 +12,13 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import socket
 import ssl
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from asyncloader.service import frames
 from asyncloader.service.definition import Definition, converted
@@ -37,17 +34,19 @@ from asyncloader.service.handshake import (
     read_record,
 )
 from asyncloader.service.host_process import HostProcesses, LaneEnd
-from asyncloader.service.lane_host import HostSetup
-from asyncloader.service.link import Link
+from asyncloader.service.lane_host import Facts, HostSetup
+from asyncloader.service.link import Link, Message
 from asyncloader.service.node_lanes import ForwardedLane, PassedLane
+from asyncloader.service.sockets import bound, check_peer
 from asyncloader.service.values import pack
 
-__all__ = ["Node", "Refused", "Served", "read_address"]
+__all__ = ["Node", "Refused", "Served"]
 
 _log = logging.getLogger("asyncloader")
 
 HANDSHAKE_S = 10.0
 """Seconds that a connection may take until its lane is open, besides the time in which a process makes its dataset."""
+_SIGN_OF_LIFE_S = 5.0
 _MOST_HANDSHAKE_BODY = 1 << 20
 _MOST_CONNECTIONS = 4096
 _MOST_DATASETS = 8
@@ -96,15 +95,22 @@ class Node:
         workers: processes for each definition and set of arguments.
         token: what loaders must prove to have; None: nothing.
         tls: the server's side of TLS; None: plain connections.
+        problem: why it serves nothing, which every loader is told; "": it does.
     """
 
     def __init__(
-        self, served: Sequence[Served], workers: int, token: str | None = None, tls: ssl.SSLContext | None = None
+        self,
+        served: Sequence[Served],
+        workers: int,
+        token: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        problem: str = "",
     ) -> None:
         self._served = {each.definition.name: each for each in served}
         self._workers = workers
         self._token = token
         self._tls = tls
+        self._problem = problem
         self._hosts: dict[tuple[str, str], HostProcesses] = {}
         self._connections: set[asyncio.Task[None]] = set()
         self._lanes: set[ForwardedLane | PassedLane] = set()
@@ -112,6 +118,7 @@ class Node:
         self._sockets: list[socket.socket] = []
         self._paths: list[str] = []
         self._sessions: dict[str, int] = {}  # lanes of each
+        self._came, self._left = asyncio.Event(), asyncio.Event()
         self.draining = False
         self.refusals = 0
 
@@ -145,14 +152,33 @@ class Node:
         Raises:
             OSError: it cannot.
         """
-        sock, name = await _bound(address)
-        sock.setblocking(False)
+        sock, name = await bound(address)
         sock.listen(1024)
         if sock.family == socket.AF_UNIX:
             self._paths.append(address.removeprefix("unix:"))
+        self.listen_at(sock)
+        return name
+
+    def listen_at(self, sock: socket.socket) -> None:
+        """Take connections from a socket that listens."""
+        sock.setblocking(False)
         self._sockets.append(sock)
         self._listeners.append(asyncio.get_running_loop().create_task(self._accept(sock)))
-        return name
+
+    async def left(self, seconds: float) -> None:
+        """Wait until nobody is connected any more; for the first, that many seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._came.wait()
+        if self._came.is_set():
+            await self._left.wait()
+
+    def _ended(self, which: asyncio.Task[None] | ForwardedLane | PassedLane) -> None:
+        """A connection has ended."""
+        self._connections.discard(which)
+        self._lanes.discard(which)
+        if not self._connections and not self._lanes:
+            self._left.set()
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -168,7 +194,9 @@ class Node:
                 continue
             task = loop.create_task(self._greet(sock))
             self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
+            self._came.set()
+            self._left.clear()
+            task.add_done_callback(self._ended)
 
     async def drain(self, seconds: float) -> None:
         """Take no more loaders and no more tasks; finish those in work, `seconds` at most. Loaders go elsewhere."""
@@ -239,7 +267,7 @@ class Node:
     async def _secured(self, sock: socket.socket) -> socket.socket:
         sock.setblocking(False)
         if sock.family == socket.AF_UNIX:
-            _check_peer(sock)
+            check_peer(sock)
             return sock
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a loader that lost its power says nothing
         for name, value in _TCP.items():
@@ -257,25 +285,36 @@ class Node:
         return secured
 
     async def _handshake(self, link: Link) -> bool:
-        """Returns whether a lane was opened, which has the link now."""
+        """Returns whether the link is kept: it is a lane's, or somebody's who stays."""
         async with asyncio.timeout(HANDSHAKE_S):
-            hello: Hello = read_record(Hello, await _message(link, frames.HELLO)).checked()
+            hello: Hello = read_record(Hello, (await _message(link, frames.HELLO)).body).checked()
             mine = nonce()
             link.send(frames.CHALLENGE, pack((self._token is not None, mine)))
-            (given,) = read_record(_Proof, await _message(link, frames.PROOF))
+            (given,) = read_record(_Proof, (await _message(link, frames.PROOF)).body)
             if not proves(given, self._token, "loader", hello.nonce, mine):
                 raise Refused("the token is wrong, or was not given: set token=, or ASYNCLOADER_TOKEN")
         served, arguments = self._asked(hello)
         host = self._host(served, arguments)
-        facts = await host.facts()
+        facts = await self._facts(host, link)
         if facts.problem:
             raise Refused(facts.problem)
         answer = Welcome(proof(self._token, "node", hello.nonce, mine), tuple(facts))
         link.send(frames.WELCOME, pack(tuple(answer)))
         async with asyncio.timeout(HANDSHAKE_S):
-            body = await _message(link, frames.OPENING)
-        await self._open(link, host, served, read_opening(body))
+            message = await _message(link, frames.OPENING, frames.STAY)
+        if message.header.kind == frames.STAY:
+            self._keep(link)
+        else:
+            await self._open(link, host, served, read_opening(message.body))
         return True
+
+    async def _facts(self, host: HostProcesses, link: Link) -> Facts:
+        """Wait until the dataset is made, and tell the loader now and then that it is being made."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_SIGN_OF_LIFE_S):
+                    return await host.facts()
+            link.send(frames.PONG)
 
     def _asked(self, hello: Hello) -> tuple[Served, Mapping[str, Any]]:
         if self.draining:
@@ -287,6 +326,8 @@ class Node:
             theirs = f"asyncloader {hello.version} and torch {hello.torch}"
             raise Refused(f"the loader has {theirs}, and this node asyncloader {mine[0]} and torch {mine[1]}")
         served = self._served.get(hello.name)
+        if self._problem:
+            raise Refused(self._problem)
         if served is None:
             raise Refused(f"{hello.name!r:.60} is not served here; {', '.join(sorted(self._served))} is")
         fingerprint = served.definition.fingerprint()
@@ -306,15 +347,20 @@ class Node:
             )
         return served, served.arguments
 
+    def _keep(self, link: Link) -> None:
+        """A process is there that has no lanes now: a node that ends with the last one stays for it."""
+        guest: PassedLane = PassedLane(link, lambda: self._ended(guest), lambda: None)
+        self._lanes.add(guest)
+
     async def _open(self, link: Link, host: HostProcesses, served: Served, opening: Opening) -> None:
         lane: ForwardedLane | PassedLane | None = None
         passed: list[socket.socket] = []
 
         def ended() -> None:
             if lane is not None:
-                self._lanes.discard(lane)
                 host.close_lane(number)
                 self._forget(opening.session)
+                self._ended(lane)
 
         def end(sock: socket.socket, number: int) -> LaneEnd:
             nonlocal lane
@@ -360,8 +406,8 @@ def _shaken(secured: ssl.SSLSocket) -> bool | None:
     return None
 
 
-async def _message(link: Link, kind: int) -> bytes:
-    """Wait for a message of this kind; returns its body.
+async def _message(link: Link, *kinds: int) -> Message:
+    """Wait for a message of one of these kinds.
 
     Raises:
         ValueError: another one came.
@@ -369,9 +415,9 @@ async def _message(link: Link, kind: int) -> bytes:
     """
     while True:
         for message in link.receive():
-            if message.header.kind != kind:
-                raise ValueError(f"broken stream: a message of kind {message.header.kind}, where {kind} was due")
-            return message.body
+            if message.header.kind not in kinds:
+                raise ValueError(f"broken stream: a message of kind {message.header.kind}, where {kinds[0]} was due")
+            return message
         if link.ended:
             raise ConnectionError("the loader closed the connection")
         await _ready(link.sock, read=True)
@@ -390,70 +436,6 @@ async def _ready(sock: socket.socket, *, read: bool) -> None:
         await ready
     finally:
         (loop.remove_reader if read else loop.remove_writer)(sock.fileno())
-
-
-def _check_peer(sock: socket.socket) -> None:
-    """Raise OSError if the other end is another user's."""
-    if hasattr(socket, "SO_PEERCRED"):
-        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-        if uid not in (os.getuid(), 0):
-            raise PermissionError(f"a process of user {uid} connected, and this node is user {os.getuid()}'s")
-
-
-def read_address(address: str) -> str | tuple[str, int]:
-    """The path of ``unix:/path``, or host and port of ``tcp://host:port``, where ``tcp://`` may be left out.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if address.startswith("unix:/"):
-        return address.removeprefix("unix:")
-    with contextlib.suppress(ValueError):
-        parts = urlsplit(address if "://" in address else f"tcp://{address}")
-        if parts.scheme == "tcp" and parts.hostname and parts.port is not None:
-            return parts.hostname, parts.port
-    raise ValueError(f"--listen {address} is no address: give host:port or unix:/path")
-
-
-async def _bound(address: str) -> tuple[socket.socket, str]:
-    place = read_address(address)
-    if isinstance(place, str):
-        path = place
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            await _unlink_stale(path)
-            mask = os.umask(0o177)  # for this user alone, from the beginning
-            try:
-                sock.bind(path)
-            finally:
-                os.umask(mask)
-        except BaseException:
-            sock.close()
-            raise
-        return sock, address
-    found = await asyncio.get_running_loop().getaddrinfo(*place, type=socket.SOCK_STREAM)
-    family, kind, protocol, _, where = found[0]
-    sock = socket.socket(family, kind, protocol)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(where)
-    except BaseException:
-        sock.close()
-        raise
-    host, port = sock.getsockname()[:2]
-    return sock, f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-
-
-async def _unlink_stale(path: str) -> None:
-    """Remove the socket of a node that was killed; one that answers is left, and the bind fails."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        try:
-            await asyncio.get_running_loop().sock_connect(probe, path)
-        except ConnectionRefusedError:
-            Path(path).unlink()  # noqa: ASYNC240 - it waits for no disk
-        except OSError:  # nothing is there; or what is, is no socket, and the bind says so
-            return
 
 
 def _as_text(arguments: Mapping[str, Any]) -> str:

@@ -117,7 +117,10 @@ def located(arguments: dict[str, Any]) -> dict[str, Any]:
     check_extra()
     from asyncloader.service.address import Service
     from asyncloader.service.dialing import ask_facts
+    from asyncloader.service.shared import shared_service
 
+    if workers == "shared":
+        workers = shared_service(defined)
     service = workers if isinstance(workers, Service) else Service(workers)
     facts = ask_facts(service, defined)
     kind = _KINDS[facts.iterable, facts.asynchronous, facts.length is not None]

@@ -1,0 +1,194 @@
+"""`workers="shared"`: one node for the processes of a run, started by the first, gone with the last."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.running import PATIENCE_S, Deaths, Script, environment, run_script
+
+DATA = """
+import os, torch, asyncloader
+from torch.utils.data import Dataset
+
+class Noise(Dataset):
+    def __init__(self, n): self.n = n
+    def __len__(self): return self.n
+    def __getitem__(self, index): return index, os.getpid(), torch.rand(8)
+
+@asyncloader.definition
+def train(n: int = 100):
+    return Noise(n)
+"""
+RANK = """
+import json, os, sys
+import psutil
+from asyncloader import DataLoader
+
+{head}
+
+def said(batches):
+    workers = sorted({{pid for batch in batches for pid in batch[1].tolist()}})
+    node = {workers} and psutil.Process(int(batches[-1][1][0])).parent().parent().pid  # a fork server is in between
+    values = [(batch[0].tolist(), batch[2].tolist()) for batch in batches]
+    print(json.dumps({{"pid": os.getpid(), "node": node, "workers": workers, "values": values}}), flush=True)
+
+if __name__ == "__main__":
+    options = dict(batch_size=4, seed=1, num_workers=2, workers={workers})
+    with DataLoader(train(n=400), **options) as loader:
+        batches = iter(loader)
+        said([next(batches), next(batches)])
+        if {waits}:
+            sys.stdin.readline()
+        said(list(batches))
+"""
+FROM_DATA = "from data import train"
+
+
+def rank(workers: str = "'shared'", head: str = FROM_DATA, *, waits: bool = False) -> str:
+    return RANK.format(head=head, workers=workers, waits=waits)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a run of its own, as torchrun would announce it."""
+    (tmp_path / "data.py").write_text(DATA)
+    for name, value in {"TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    return tmp_path
+
+
+def folder(run: Path, name: str, data: str = DATA) -> Path:
+    made = run / name
+    made.mkdir()
+    (made / "data.py").write_text(data)
+    return made
+
+
+def everyone(line: str) -> list[int]:
+    told = json.loads(line)
+    return [told["node"], *told["workers"]]
+
+
+@pytest.mark.thorough
+def test_torchrun(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks have the same processes, the batches of local workers, and leave nothing behind."""
+    for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT"):
+        monkeypatch.delenv(name)
+    (run / "script.py").write_text(rank(head=DATA))  # all in one file, as many programs are
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=PATIENCE_S, cwd=run, env=quiet(environment())
+    )
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(told) == 4
+    assert len({each["node"] for each in told}) == 1
+    local = run_script(run, rank("None"))
+    expected = [pair for line in local.stdout.splitlines() for pair in json.loads(line)["values"]]
+    for pid in {each["pid"] for each in told}:
+        assert [pair for each in told if each["pid"] == pid for pair in each["values"]] == expected
+    assert_gone(told[0]["node"], *told[0]["workers"])
+
+
+def quiet(variables: dict[str, str]) -> dict[str, str]:
+    """torchrun itself gives warnings."""
+    return {name: value for name, value in variables.items() if name != "PYTHONWARNINGS"}
+
+
+def assert_gone(*pids: int) -> None:
+    for pid in pids:
+        try:
+            ends = Deaths([pid])
+        except ProcessLookupError:
+            continue
+        ends.wait()
+
+
+def test_the_first_is_killed(run: Path) -> None:
+    """The node stays for the other, whose epoch goes on; it ends with that one, killed, too."""
+    with ExitStack() as stack:
+        first, second = (
+            stack.enter_context(closing_script(folder(run, name), rank(waits=True))) for name in ("first", "second")
+        )
+        told = first.line()
+        assert everyone(told) == everyone(second.line())
+        with Deaths(everyone(told)) as ends:
+            first.process.send_signal(signal.SIGKILL)
+            first.process.wait(PATIENCE_S)
+            second.process.stdin.write("\n")
+            second.process.stdin.flush()
+            assert len(json.loads(second.line())["values"]) == 98
+            assert not ends.ended()
+            second.process.send_signal(signal.SIGKILL)
+            ends.wait()
+
+
+def test_the_node_is_killed(run: Path) -> None:
+    """The loader starts another one, and goes on where it was."""
+    with closing_script(run, rank(waits=True)) as only:
+        told = json.loads(only.line())
+        os.kill(told["node"], signal.SIGKILL)
+        only.process.stdin.write("\n")
+        only.process.stdin.flush()
+        after = json.loads(only.line())
+        assert after["node"] != told["node"]
+        assert [index for batch in (told["values"] + after["values"]) for index in batch[0]] == list(range(400))
+        with Deaths([after["node"]]) as ends:
+            only.finish()
+            ends.wait()
+
+
+def closing_script(where: Path, source: str) -> Any:
+    return closing(Script(where, source))
+
+
+MISTAKES = {
+    "no torchrun": (rank(), DATA, "", "TORCHELASTIC_RUN_ID is not set: start the program with torchrun, or start"),
+    "a program without a guard": (
+        rank(head=DATA).replace('if __name__ == "__main__"', "if True"),
+        DATA,
+        "run",
+        "imports the module that has train. A worker that is spawned",
+    ),
+    "a module that cannot be imported": (
+        rank(),
+        DATA + "\nif 'TORCHELASTIC_RUN_ID' not in os.environ: raise OSError('no disk')",
+        "run",
+        "its node cannot import data:train: OSError: no disk",
+    ),
+    "a definition without a module": (
+        rank(head=DATA + "\ndel __file__"),
+        DATA,
+        "run",
+        "train is defined in a session, where no node finds it: put it into a module",
+    ),
+}
+
+
+@pytest.mark.parametrize(("source", "data", "run_id", "text"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes(source: str, data: str, run_id: str, text: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error's last line says what to do."""
+    (run / "data.py").write_text(data)
+    if not run_id:
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    done = run_script(run, source)
+    assert done.returncode == 1
+    assert text in done.stderr.splitlines()[-1]
+
+
+def test_a_rank_whose_definition_differs(run: Path) -> None:
+    """Is refused: its samples would be others."""
+    with closing_script(folder(run, "first"), rank(waits=True)) as first:
+        first.line()
+        done = run_script(folder(run, "second", DATA.replace("n: int = 100", "n: int = 99")), rank())
+        assert "the definition train differs: its source has the fingerprint" in done.stderr.splitlines()[-1]
