@@ -14,7 +14,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from asyncloader.counters import LANE_KEY, total
+from asyncloader.counters import LANE_KEY, StageTimes, stage_times, total
 from asyncloader.service.lane_host import FACTS, OPEN, Facts, HostSetup, LaneOpening
 from asyncloader.workers import shutdown
 from asyncloader.workers.ipc import wire
@@ -69,6 +69,10 @@ class _Process:
         """The lane whose loader had it killed; 0: none."""
 
 
+def _times(made: _Process) -> StageTimes:
+    return stage_times(made.process.recorder.block, "fetch")
+
+
 class HostProcesses:
     """The processes of one definition with one set of arguments.
 
@@ -82,6 +86,7 @@ class HostProcesses:
         self.number = number
         self.deaths = 0
         self.lanes_opened = 0
+        self._tasks_of_dead, self._busy_of_dead = 0, 0.0
         self._context = multiprocessing.get_context("forkserver")
         self._lifeline = Lifeline()
         self._processes: dict[int, _Process] = {}
@@ -109,6 +114,16 @@ class HostProcesses:
     def running(self) -> int:
         """How many processes are ready."""
         return sum(each.ready for each in self._processes.values())
+
+    @property
+    def tasks(self) -> int:
+        """Tasks carried out, of a blocking dataset."""
+        return self._tasks_of_dead + sum(_times(each).number for each in self._processes.values())
+
+    @property
+    def busy(self) -> float:
+        """Seconds that processes were at them."""
+        return self._busy_of_dead + sum(_times(each).total for each in self._processes.values())
 
     def _keep(self, number: int, pause: float = 0.0) -> None:
         assert self._loop is not None
@@ -182,6 +197,9 @@ class HostProcesses:
             blamed = lane == at or (not at and len(made.lanes) == 1)
             shared = not at and len(made.lanes) > 1 and self._asynchronous
             end.died(Death(error.pid, error.exitcode, error.reason, error.trace, blamed, shared))
+        times = _times(made)
+        self._tasks_of_dead += times.number
+        self._busy_of_dead += times.total
         del self._processes[number]
         if not any(each.ready for each in self._processes.values()):
             self._ready.clear()

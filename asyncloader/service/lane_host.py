@@ -299,7 +299,10 @@ class _Host:
         except Exception:  # the loader is gone, or sent what is no frame of ours: the other lanes go on
             lane.channel.ended = True
         self._recorder.put(LANE_KEY, 0)
-        self._used[lane.session] += perf_counter() - began
+        seconds = perf_counter() - began
+        self._used[lane.session] += seconds
+        if kind == wire.TASK:
+            self._recorder.time("fetch", seconds)
 
     # ------------------------------------------------------------------------------------------- asynchronous
 

@@ -22,8 +22,10 @@ _HELP = {
     "refused": "Loaders that were refused since the start.",
     "processes": "Worker processes that are ready.",
     "deaths": "Worker processes that died since the start.",
+    "tasks": "Tasks that were carried out, of blocking datasets.",
+    "busy_seconds": "Seconds that processes were at these tasks.",
 }
-_COUNTERS = ("refused", "deaths")
+_COUNTERS = ("refused", "deaths", "tasks", "busy_seconds")
 
 
 class MetricsEndpoint:

@@ -37,8 +37,10 @@ from asyncloader.service.host_process import HostProcesses, LaneEnd
 from asyncloader.service.lane_host import Facts, HostSetup
 from asyncloader.service.link import Link, Message
 from asyncloader.service.node_lanes import ForwardedLane, PassedLane
+from asyncloader.service.session import Session
 from asyncloader.service.sockets import bound, check_peer
 from asyncloader.service.values import pack
+from asyncloader.workers.memory.segment import memory_limit
 
 __all__ = ["Node", "Refused", "Served"]
 
@@ -49,6 +51,8 @@ HANDSHAKE_S = 10.0
 _SIGN_OF_LIFE_S = 5.0
 _MOST_HANDSHAKE_BODY = 1 << 20
 _MOST_CONNECTIONS = 4096
+_MOST_STRANGERS = 128
+_MOST_MEMORY = 0.5  # of what is there, for one session's batches in work
 _MOST_DATASETS = 8
 _TCP = {"TCP_USER_TIMEOUT": 3000, "TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
@@ -113,11 +117,14 @@ class Node:
         self._problem = problem
         self._hosts: dict[tuple[str, str], HostProcesses] = {}
         self._connections: set[asyncio.Task[None]] = set()
+        self._strangers: dict[asyncio.Task[None], None] = {}  # those that have proved nothing yet, the oldest first
         self._lanes: set[ForwardedLane | PassedLane] = set()
         self._listeners: list[asyncio.Task[None]] = []
         self._sockets: list[socket.socket] = []
         self._paths: list[str] = []
-        self._sessions: dict[str, int] = {}  # lanes of each
+        self._sessions: dict[str, Session] = {}
+        memory = memory_limit()[0]
+        self._most_memory = None if memory is None else int(_MOST_MEMORY * memory)
         self._came, self._left = asyncio.Event(), asyncio.Event()
         self.draining = False
         self.refusals = 0
@@ -173,6 +180,10 @@ class Node:
         if self._came.is_set():
             await self._left.wait()
 
+    def _greeted(self, task: asyncio.Task[None]) -> None:
+        self._strangers.pop(task, None)
+        self._ended(task)
+
     def _ended(self, which: asyncio.Task[None] | ForwardedLane | PassedLane) -> None:
         """A connection has ended."""
         self._connections.discard(which)
@@ -194,9 +205,14 @@ class Node:
                 continue
             task = loop.create_task(self._greet(sock))
             self._connections.add(task)
+            self._strangers[task] = None
+            if len(self._strangers) > _MOST_STRANGERS:  # who has not done it by now may never; the others must get in
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                oldest.cancel()
             self._came.set()
             self._left.clear()
-            task.add_done_callback(self._ended)
+            task.add_done_callback(self._greeted)
 
     async def drain(self, seconds: float) -> None:
         """Take no more loaders and no more tasks; finish those in work, `seconds` at most. Loaders go elsewhere."""
@@ -234,6 +250,8 @@ class Node:
             "refused": self.refusals,
             "processes": sum(host.running for host in self._hosts.values()),
             "deaths": sum(host.deaths for host in self._hosts.values()),
+            "tasks": sum(host.tasks for host in self._hosts.values()),
+            "busy_seconds": sum(host.busy for host in self._hosts.values()),
         }
 
     # ---------------------------------------------------------------------------------------------- a connection
@@ -293,6 +311,7 @@ class Node:
             (given,) = read_record(_Proof, (await _message(link, frames.PROOF)).body)
             if not proves(given, self._token, "loader", hello.nonce, mine):
                 raise Refused("the token is wrong, or was not given: set token=, or ASYNCLOADER_TOKEN")
+            self._strangers.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
         served, arguments = self._asked(hello)
         host = self._host(served, arguments)
         facts = await self._facts(host, link)
@@ -359,7 +378,7 @@ class Node:
         def ended() -> None:
             if lane is not None:
                 host.close_lane(number)
-                self._forget(opening.session)
+                self._forget(session)
                 self._ended(lane)
 
         def end(sock: socket.socket, number: int) -> LaneEnd:
@@ -369,15 +388,20 @@ class Node:
                 passed.append(sock)
                 lane = PassedLane(link, ended, kill)
             else:
-                lane = ForwardedLane(link, sock, opening.credits, ended, kill)
+                lane = ForwardedLane(link, sock, opening.credits, session, ended, kill)
             return lane
 
-        _, number, pid = await host.open(opening.session, opening.worker, opening.setup, end)
+        session = self._sessions.setdefault(opening.session, Session(opening.session, self._most_memory))
+        if not session.lanes:
+            _log.info("session %s reads %s with %s", session.name, served.target, _as_text(host.setup.arguments))
+        session.lanes += 1
+        try:
+            _, number, pid = await host.open(opening.session, opening.worker, opening.setup, end)
+        except BaseException:
+            self._forget(session)
+            raise
         assert lane is not None
         self._lanes.add(lane)
-        if opening.session not in self._sessions:
-            _log.info("session %s reads %s with %s", opening.session, served.target, _as_text(host.setup.arguments))
-        self._sessions[opening.session] = self._sessions.get(opening.session, 0) + 1
         link.most_body = frames.MOST_BODY
         try:
             link.send(frames.OPENED, pack(pid), fd=passed[0].fileno() if passed else -1)
@@ -387,12 +411,11 @@ class Node:
             for sock in passed:
                 sock.close()
 
-    def _forget(self, session: str) -> None:
-        left = self._sessions.get(session, 0) - 1
-        if left > 0:
-            self._sessions[session] = left
-        elif self._sessions.pop(session, None) is not None:
-            _log.info("session %s has ended", session)
+    def _forget(self, session: Session) -> None:
+        session.lanes -= 1
+        if not session.lanes:
+            del self._sessions[session.name]
+            _log.info("session %s has ended", session.name)
 
 
 def _shaken(secured: ssl.SSLSocket) -> bool | None:

@@ -22,6 +22,7 @@ from asyncloader.errors import RingMemoryError
 from asyncloader.service import frames
 from asyncloader.service.host_process import Death
 from asyncloader.service.link import Link, Message
+from asyncloader.service.session import Session
 from asyncloader.service.values import pack
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
@@ -87,14 +88,23 @@ class ForwardedLane:
         link: to the loader.
         sock: the node's end of the lane, non-blocking.
         credits: tasks that the loader has outstanding, at most.
+        session: the loader.
         ended: called once the lane has.
         kill: called when a task takes too long for the loader.
     """
 
     def __init__(
-        self, link: Link, sock: socket.socket, credits: int, ended: Callable[[], None], kill: Callable[[], None]
+        self,
+        link: Link,
+        sock: socket.socket,
+        credits: int,
+        session: Session,
+        ended: Callable[[], None],
+        kill: Callable[[], None],
     ) -> None:
         self._link = link
+        self._session = session
+        self._held = 0  # bytes of its ring
         self._channel = Channel(sock)
         self._ended = ended
         self._kill = kill
@@ -113,7 +123,11 @@ class ForwardedLane:
         try:
             for message in self._link.receive():
                 self._take(message)
-        except (ValueError, OSError, RingMemoryError) as error:  # it is no loader of ours, or memory is short
+        except RingMemoryError as error:  # at another node it might be the same, so the loader must not try for ever
+            why = str(error)  # a record of the log that somebody keeps must not keep the ring
+            _log.warning("a loader asks for more memory than there is: %s", why)
+            self.died(Death(0, None, why, "", blamed=True, shared=False))
+        except (ValueError, OSError) as error:  # it is no loader of ours
             _log.warning("a loader's connection is closed: %s", error)
             self._link.ended = True
         if self._link.ended:
@@ -133,18 +147,24 @@ class ForwardedLane:
             raise ValueError(f"broken stream: a message of kind {kind} from a loader")
 
     def _task(self, epoch: int, task: int, index: bytes) -> None:
-        if self._draining:
-            return  # the loader gives it to another node
+        if self._draining or self._channel.fileno() < 0:
+            return  # the loader gives it to another node, or to another process
         if (epoch, task) in self._unanswered or len(self._unanswered) >= _UNANSWERED:
             raise ValueError("broken stream: a task twice, or too many at a time")
         self._unanswered.add((epoch, task))
         grown = self._rings.replacement()
         if grown is not None:
+            self._hold(grown.nbytes)
             assert grown.fd is not None
             self._tell(wire.pack_ring(grown.number, grown.slots, grown.slot_bytes), grown.fd)
             grown.close_fd()
         number, slot = self._rings.assign(epoch, task)
         self._tell(wire.pack_task(epoch, task, slot, number, perf_counter(), index))
+
+    def _hold(self, nbytes: int) -> None:
+        """Count the bytes of this lane's ring. Raises RingMemoryError."""
+        self._session.hold(nbytes - self._held)
+        self._held = nbytes
 
     def _tell(self, frame: bytes, fd: int = -1) -> None:
         with contextlib.suppress(ConnectionError):  # the process is dying, which its pidfd reports
@@ -276,4 +296,5 @@ class ForwardedLane:
             self._loop.remove_writer(self._link.fileno())
             self._link.close()
             self._rings.close()
+            self._hold(0)
             self._ended()

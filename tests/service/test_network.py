@@ -7,6 +7,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -179,6 +180,17 @@ def refused(workers: Any) -> str:
     with pytest.raises(ServiceUnavailable) as caught:
         DataLoader[Any](numbers(), **OPTIONS, workers=workers)
     return str(caught.value)
+
+
+@pytest.mark.thorough
+def test_strangers_who_say_nothing(node: NodeProcess, expected: list[Any]) -> None:
+    """Do not keep loaders out: who came first and proved nothing goes first."""
+    host, port = node.tcp.removeprefix("tcp://").split(":")
+    with ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(200)]
+        with DataLoader[Any](numbers(), **OPTIONS, workers=Service(node.tcp, wait=3)) as loader:
+            assert_same(list(loader), expected)
+        assert silent[0].recv(1) == b""
 
 
 @pytest.mark.thorough

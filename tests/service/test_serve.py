@@ -100,6 +100,8 @@ sys.stdin.read()
                 assert now["asyncloader_node_lanes"] == 3
                 assert now["asyncloader_node_sessions"] == 1
                 assert now["asyncloader_node_processes"] == 2
+                assert now["asyncloader_node_tasks_total"] > 0
+                assert now["asyncloader_node_busy_seconds_total"] > 0
                 loader.send_signal(signal.SIGKILL)
             while figures(metrics)["asyncloader_node_lanes"]:
                 pass

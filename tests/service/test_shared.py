@@ -30,7 +30,7 @@ def train(n: int = 100):
     return Noise(n)
 """
 RANK = """
-import json, os, sys
+import json, os, sys, zlib
 import psutil
 from asyncloader import DataLoader
 
@@ -39,7 +39,7 @@ from asyncloader import DataLoader
 def said(batches):
     workers = sorted({{pid for batch in batches for pid in batch[1].tolist()}})
     node = {workers} and psutil.Process(int(batches[-1][1][0])).parent().parent().pid  # a fork server is in between
-    values = [(batch[0].tolist(), batch[2].tolist()) for batch in batches]
+    values = [(batch[0].tolist(), zlib.crc32(batch[2].numpy().tobytes())) for batch in batches]
     print(json.dumps({{"pid": os.getpid(), "node": node, "workers": workers, "values": values}}), flush=True)
 
 if __name__ == "__main__":
