@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # switched off is setuptools' general advice about editable installs.
 INSTALL := PYTHONWARNINGS=ignore::UserWarning $(PIP) install --quiet -c constraints.txt --no-build-isolation
 
-.PHONY: help demo demo-remote test test-all test-integrations test-clients chaos bench check format docs clean
+.PHONY: help demo demo-remote demo-service test test-all test-integrations test-clients chaos bench check format docs clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # two pips in one environment would trip over each other
 
@@ -32,6 +32,9 @@ demo: $(VENV)/.stamp-demo ## train a small network on handwritten digits, then c
 
 demo-remote: $(VENV)/.stamp-demo-remote ## train from a store that is far away, be killed half-way, and go on exactly
 	$(BIN)/python docs/examples/remote_digits.py $(ARGS)
+
+demo-service: $(VENV)/.stamp-demo-service ## two trainers read from two nodes, and one node is killed half-way
+	$(BIN)/python docs/examples/served_digits.py $(ARGS)
 
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
@@ -74,6 +77,7 @@ clean: ## remove everything that make made
 # Which extras each target installs. One stamp each: `make demo` must not wait for the linters.
 $(VENV)/.stamp-demo: EXTRAS := demo
 $(VENV)/.stamp-demo-remote: EXTRAS := demo,http
+$(VENV)/.stamp-demo-service: EXTRAS := demo,service
 $(VENV)/.stamp-test: EXTRAS := test,demo
 $(VENV)/.stamp-test-integrations: EXTRAS := test-integrations
 $(VENV)/.stamp-test-clients: EXTRAS := test-clients

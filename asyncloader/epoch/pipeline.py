@@ -125,7 +125,7 @@ class Pipeline(Listener):
         self._assigner = assigner
         self._resume_points: ResumePoints | None = None  # None: not started
         self._starts: Sequence[EpochStart] = ()
-        self._deaths: dict[int, WorkerDied] = {}  # of workers that may be replaced
+        self._deaths: dict[int, tuple[WorkerDied, bool]] = {}  # of workers that may be replaced; whether lost
         self._handovers: dict[int, bytes | None] = {}  # RNG states of workers that retired; None: the worker was killed
         self._unbegun: set[int] = set()  # workers that have not begun the epoch yet
         self._begun = asyncio.Event()
@@ -283,7 +283,7 @@ class Pipeline(Listener):
     ) -> None:
         """See `Listener`."""
         self._handovers[worker] = retired
-        self._deaths[worker] = death
+        self._deaths[worker] = death, lost
         self._begun.set()
         if self._assigner is not None:
             self._assigner.died(worker)
@@ -306,12 +306,15 @@ class Pipeline(Listener):
                 "seed= they do not."
             )
         self.notices.append(Notice(retired, warning))
-        death = self._deaths.pop(worker)
-        why = "its memory had grown beyond worker_memory_limit" if retired else ending(death.exitcode)
-        _log.log(
-            logging.INFO if retired else logging.WARNING,
-            *("worker %d (pid %d) is replaced: %s", worker, death.pid, f"{why}. {death.reason}".removesuffix(". ")),
-        )
+        death, lost = self._deaths.pop(worker)
+        if lost:
+            _log.warning("worker %d goes on elsewhere. %s", worker, death.reason)
+        else:
+            why = "its memory had grown beyond worker_memory_limit" if retired else ending(death.exitcode)
+            _log.log(
+                logging.INFO if retired else logging.WARNING,
+                *("worker %d (pid %d) is replaced: %s", worker, death.pid, f"{why}. {death.reason}".removesuffix(". ")),
+            )
         self._respawner.request(Request(worker, start, rng_state, self._pool.epoch))
 
     def _on_made(self, made: WorkerHandle | Exception) -> None:

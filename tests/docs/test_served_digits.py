@@ -1,0 +1,21 @@
+"""The service's demo does what it says: two trainers outlive a node, and have the batches of workers of their own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.examples import run_example
+
+pytestmark = [pytest.mark.thorough, pytest.mark.network]
+
+
+def test_a_node_is_killed(tmp_path: Path) -> None:
+    """Half-way of the first trainer; every fact holds, and what is lost is told."""
+    output = run_example("served_digits.py", tmp_path, "--epochs", "2")
+    assert len(re.findall(r"^  yes  trainer", output, re.MULTILINE)) == 4
+    assert "  NO " not in output
+    assert re.search(r"^tcp://127.0.0.1:\d+ is killed$", output, re.MULTILINE)
+    assert re.search(r"^  trainer [12]: worker [01] goes on elsewhere\. It was at tcp://", output, re.MULTILINE)

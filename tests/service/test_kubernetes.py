@@ -1,0 +1,74 @@
+"""The manifests of the Kubernetes page fit together, and their command runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asyncloader import DataLoader, Service
+from tests.docs.test_code_blocks import blocks
+from tests.integration.running import PATIENCE_S, ROOT, environment
+from tests.service import definitions
+from tests.service.serving import MODULE
+
+PAGE = ROOT / "docs" / "how-to" / "serve-on-kubernetes.md"
+
+
+def manifests() -> dict[str, Any]:
+    texts = [block.text for block in blocks(PAGE.read_text()) if block.language == "yaml"]
+    return {each["kind"]: each for text in texts for each in yaml.safe_load_all(text)}
+
+
+def test_the_manifests_fit_together() -> None:
+    """Names, labels and ports."""
+    found = manifests()
+    deployment, service, scaler = (found[kind] for kind in ("Deployment", "Service", "HorizontalPodAutoscaler"))
+    template = deployment["spec"]["template"]
+    labels = template["metadata"]["labels"]
+    assert deployment["spec"]["selector"]["matchLabels"] == labels == service["spec"]["selector"]
+    (container,) = template["spec"]["containers"]
+    flags = dict(flag.removeprefix("--").split("=", 1) for flag in container["args"])
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert flags["listen"] == f"0.0.0.0:{ports['loaders']}"
+    assert flags["metrics"] == f"0.0.0.0:{ports['metrics']}"
+    assert template["metadata"]["annotations"]["prometheus.io/port"] == str(ports["metrics"])
+    assert service["spec"]["ports"] == [{"name": "loaders", "port": ports["loaders"]}]
+    assert f'"dns+tcp://{service["metadata"]["name"]}:{ports["loaders"]}"' in PAGE.read_text()
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    assert set(mounts) == {each["name"] for each in template["spec"]["volumes"]}
+    assert flags["token-file"] == f"{mounts['token']}/token"
+    assert scaler["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    assert template["spec"]["terminationGracePeriodSeconds"] > 30
+
+
+def test_the_command_runs(tmp_path: Path) -> None:
+    """With this machine's addresses and a token of ours; the probes find what they ask for."""
+    (container,) = manifests()["Deployment"]["spec"]["template"]["spec"]["containers"]
+    token = tmp_path / "token"
+    token.write_text("correct horse\n")
+    ours = {"--listen": "127.0.0.1:0", "--metrics": "127.0.0.1:0", "--token-file": str(token), "--arg": "n=12"}
+    flags = [f"{name}={ours.get(name, value)}" for name, value in (flag.split("=", 1) for flag in container["args"])]
+    program, verb, target = container["command"]
+    assert (program, target) == ("asyncloader", "data:train")
+    command = [sys.executable, "-m", program, verb, f"{MODULE}:numbers", *flags]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT, env=environment()
+    ) as node:
+        try:
+            assert node.stdout is not None
+            said = json.loads(node.stdout.readline())
+            for probe in ("readinessProbe", "livenessProbe"):
+                path = container[probe]["httpGet"]["path"]
+                with urllib.request.urlopen(said["metrics"] + path, timeout=PATIENCE_S) as answer:
+                    assert answer.status == 200
+            service = Service("dns+" + said["listening"], token="correct horse")
+            with DataLoader[Any](definitions.numbers(n=12), 4, seed=1, num_workers=2, workers=service) as loader:
+                assert [batch["index"].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+        finally:
+            node.terminate()
