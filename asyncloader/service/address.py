@@ -25,6 +25,8 @@ class Service:
         tls_cert: file with the certificate that this side shows; None: none.
         tls_key: file with its key.
         wait: seconds to look for a node before an error is raised.
+        share: ``"epoch"``: batches are made once at each node for all loaders that read the same dataset with the same
+            seed in the same epoch, and that ask for this; None: this loader's are its own.
     """
 
     url: str
@@ -33,6 +35,7 @@ class Service:
     tls_cert: str | None = None
     tls_key: str | None = None
     wait: float = 60.0
+    share: str | None = None
     greeting_s: ClassVar[float] = 3.0  # until a node answers at all
 
     def __post_init__(self) -> None:
@@ -42,11 +45,18 @@ class Service:
             _check_address(address)
         if not self.wait > 0:
             raise ValueError(f"wait should be a number of seconds above 0, but got wait={self.wait!r}")
+        if self.share not in (None, "epoch"):
+            raise ValueError(f"share should be 'epoch' or None, but got share={self.share!r}")
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """The parts of the URL."""
         return tuple(part.strip() for part in self.url.split(","))
+
+    @property
+    def remote(self) -> bool:
+        """Whether it may be on another machine."""
+        return any(not address.startswith("unix:") for address in self.addresses)
 
     def secret(self) -> str | None:
         """The token, wherever it is given.

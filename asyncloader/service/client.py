@@ -97,7 +97,8 @@ class ServiceWorkers:
 
     def _opened(self, node: NodeConnection, worker: int, setup: WorkerSetup) -> ServedWorker:
         link = node.link
-        link.send(frames.OPENING, pack_opening(self._session, worker, self._credits, setup))
+        share = self._service.share == "epoch"
+        link.send(frames.OPENING, pack_opening(self._session, worker, self._credits, setup, share=share))
         pid = unpack(answer_of(link, frames.OPENED))
         if type(pid) is not int:
             raise ValueError("it did not say which process has the worker")

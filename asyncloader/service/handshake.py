@@ -108,6 +108,8 @@ class Opening(NamedTuple):
     session: str
     worker: int
     credits: int
+    share: bool
+    """Whether its batches are made once for all loaders that read the same."""
     setup: WorkerSetup
 
 
@@ -142,12 +144,12 @@ def read_record(kind: type, body: bytes) -> Any:
         raise ValueError(f"broken stream: a {kind.__name__} that cannot be read") from None
 
 
-def pack_opening(session: str, worker: int, credits: int, setup: WorkerSetup) -> bytes:
+def pack_opening(session: str, worker: int, credits: int, setup: WorkerSetup, *, share: bool) -> bytes:
     """The body of OPENING, from a set-up whose functions are the definition's."""
     policy = None if setup.policy is None else tuple(setup.policy)
     seeded = None if setup.seeded is None else tuple(setup.seeded)
     values = {name: getattr(setup, name) for name in _PLAIN_FIELDS}
-    return pack((session, worker, credits, values, tuple(setup.starts[worker]), seeded, policy))
+    return pack((session, worker, credits, share, values, tuple(setup.starts[worker]), seeded, policy))
 
 
 def read_opening(body: bytes) -> Opening:
@@ -157,7 +159,7 @@ def read_opening(body: bytes) -> Opening:
         ValueError: it cannot be read, or is out of range.
     """
     try:
-        session, worker, credits, values, start, seeded, policy = unpack(body)
+        session, worker, credits, share, values, start, seeded, policy = unpack(body)
         if type(session) is not str or len(session) > 64:
             raise ValueError("broken stream: an OPENING without a session")
         _check_number("worker", worker, MOST_WORKERS - 1)
@@ -182,7 +184,7 @@ def read_opening(body: bytes) -> Opening:
         )
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"broken stream: an OPENING that cannot be read ({error})") from None
-    return Opening(session, worker, credits, setup)
+    return Opening(session, worker, credits, bool(share), setup)
 
 
 _PLAIN_FIELDS = {

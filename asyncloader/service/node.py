@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from asyncloader.service import frames
 from asyncloader.service.definition import Definition, converted
+from asyncloader.service.epoch_cache import EpochCache
 from asyncloader.service.handshake import (
     PROTOCOL,
     Hello,
@@ -38,6 +39,7 @@ from asyncloader.service.lane_host import Facts, HostSetup
 from asyncloader.service.link import Link, Message
 from asyncloader.service.node_lanes import ForwardedLane, PassedLane
 from asyncloader.service.session import Session
+from asyncloader.service.sharing_lane import SharingLane
 from asyncloader.service.sockets import bound, check_peer
 from asyncloader.service.values import pack
 from asyncloader.workers.memory.segment import memory_limit
@@ -53,6 +55,8 @@ _MOST_HANDSHAKE_BODY = 1 << 20
 _MOST_CONNECTIONS = 4096
 _MOST_STRANGERS = 128
 _MOST_MEMORY = 0.5  # of what is there, for one session's batches in work
+_MOST_CACHED = 0.25  # of it, for batches that several loaders share
+_CACHED_BYTES = 1 << 30  # if the system does not say what is there
 _MOST_DATASETS = 8
 _TCP = {"TCP_USER_TIMEOUT": 3000, "TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
@@ -125,6 +129,7 @@ class Node:
         self._sessions: dict[str, Session] = {}
         memory = memory_limit()[0]
         self._most_memory = None if memory is None else int(_MOST_MEMORY * memory)
+        self._cache = EpochCache(_CACHED_BYTES if memory is None else int(_MOST_CACHED * memory))
         self._came, self._left = asyncio.Event(), asyncio.Event()
         self.draining = False
         self.refusals = 0
@@ -324,7 +329,10 @@ class Node:
         if message.header.kind == frames.STAY:
             self._keep(link)
         else:
-            await self._open(link, host, served, read_opening(message.body))
+            opening = read_opening(message.body)
+            if opening.share and (facts.iterable or facts.stateful):
+                raise Refused("share='epoch' is for datasets with an index and without a state of their own")
+            await self._open(link, host, served, opening)
         return True
 
     async def _facts(self, host: HostProcesses, link: Link) -> Facts:
@@ -384,7 +392,10 @@ class Node:
         def end(sock: socket.socket, number: int) -> LaneEnd:
             nonlocal lane
             kill = partial(host.kill, number)
-            if link.sock.family == socket.AF_UNIX:
+            if opening.share:
+                dataset = served.target, json.dumps(host.setup.arguments, sort_keys=True, default=str)
+                lane = SharingLane(link, sock, opening, session, ended, kill, self._cache, dataset)
+            elif link.sock.family == socket.AF_UNIX:
                 passed.append(sock)
                 lane = PassedLane(link, ended, kill)
             else:
@@ -416,6 +427,8 @@ class Node:
         if not session.lanes:
             del self._sessions[session.name]
             _log.info("session %s has ended", session.name)
+        if not self._sessions:
+            self._cache.clear()
 
 
 def _shaken(secured: ssl.SSLSocket) -> bool | None:

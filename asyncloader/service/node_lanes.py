@@ -123,14 +123,19 @@ class ForwardedLane:
         try:
             for message in self._link.receive():
                 self._take(message)
-        except RingMemoryError as error:  # at another node it might be the same, so the loader must not try for ever
-            why = str(error)  # a record of the log that somebody keeps must not keep the ring
+        except (ValueError, OSError, RingMemoryError) as error:
+            self._fails(error)
+        if self._link.ended:
+            self.close()
+
+    def _fails(self, error: Exception) -> None:
+        """What the loader asks for cannot be done."""
+        why = str(error)  # a record of the log that somebody keeps must not keep the ring
+        if isinstance(error, RingMemoryError):  # at another node it may be the same: the loader must not try for ever
             _log.warning("a loader asks for more memory than there is: %s", why)
             self.died(Death(0, None, why, "", blamed=True, shared=False))
-        except (ValueError, OSError) as error:  # it is no loader of ours
-            _log.warning("a loader's connection is closed: %s", error)
-            self._link.ended = True
-        if self._link.ended:
+        else:  # it is no loader of ours
+            _log.warning("a loader's connection is closed: %s", why)
             self.close()
 
     def _take(self, message: Message) -> None:
@@ -138,7 +143,7 @@ class ForwardedLane:
         if kind == wire.TASK:
             self._task(message.header.epoch, message.header.task, body)
         elif kind in _PASSED_ON:
-            self._tell(wire.pack(kind, body))
+            self._pass_to_lane(kind, body)
         elif kind == frames.PING:
             self._send(partial(self._link.send, frames.PONG))
         elif kind == frames.KILL:
@@ -152,6 +157,14 @@ class ForwardedLane:
         if (epoch, task) in self._unanswered or len(self._unanswered) >= _UNANSWERED:
             raise ValueError("broken stream: a task twice, or too many at a time")
         self._unanswered.add((epoch, task))
+        self._give(epoch, task, index)
+
+    def _pass_to_lane(self, kind: int, body: bytes) -> None:
+        """The loader says that an epoch begins, or that it ends the worker."""
+        self._tell(wire.pack(kind, body))
+
+    def _give(self, epoch: int, task: int, index: bytes) -> None:
+        """Give the task to the process."""
         grown = self._rings.replacement()
         if grown is not None:
             self._hold(grown.nbytes)
@@ -210,7 +223,7 @@ class ForwardedLane:
         self._send(partial(self._link.send, kind, body))
 
     def _result(self, body: bytes) -> None:
-        result, _, _ = wire.unpack_result(body)
+        result, template, _ = wire.unpack_result(body)
         epoch, task = result.epoch, result.seq
         payload: memoryview | None = None
         sent: Callable[[], None] | None = None
@@ -223,8 +236,20 @@ class ForwardedLane:
         ring = self._rings.answered(epoch, task, result.slot, result.nbytes)
         if ring is not None:
             payload, sent = memoryview(ring.look(result.slot, result.nbytes)), partial(ring.give_back, result.slot)
+        self._batch(body, result, template, payload, sent)
         self._answered(epoch, task)
-        send = self._link.send
+
+    def _batch(
+        self,
+        body: bytes,
+        result: wire.Result,
+        template: bytes,
+        payload: memoryview | None,
+        sent: Callable[[], None] | None,
+    ) -> None:
+        """The process has made a batch; `body` is its description and template. `sent` is called when it may go."""
+        del template
+        send, epoch, task = self._link.send, result.epoch, result.seq
         self._send(partial(send, wire.RESULT, body, epoch=epoch, task=task, payload=payload, sent=sent))
 
     def _answered(self, epoch: int, task: int) -> None:

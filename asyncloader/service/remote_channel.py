@@ -29,7 +29,6 @@ __all__ = ["RemoteChannel"]
 _CHECK_S = 0.75
 _MOST_PINGS = 2
 _MOST_PAYLOAD = 1 << 40
-_PREFIX_BYTES = 5  # of a frame of `wire`, before its body
 
 
 class RemoteChannel:
@@ -75,7 +74,7 @@ class RemoteChannel:
         Raises:
             ConnectionError: the other end is closed.
         """
-        kind, body = frame[_PREFIX_BYTES - 1], frame[_PREFIX_BYTES:]
+        kind, body = frame[wire.PREFIX_BYTES - 1], frame[wire.PREFIX_BYTES :]
         if kind == wire.RING:
             number, slots, slot_bytes = wire.unpack_ring(body)
             in_use = {ring for ring, _ in self._tasks.values()}
@@ -170,7 +169,7 @@ class RemoteChannel:
             slot = wire.NO_SLOT
         began = self._began.pop(key, None)
         result = result._replace(slot=slot, sent=perf_counter() if began is None else began)
-        return wire.pack_result(result, template, cursor)[_PREFIX_BYTES:]
+        return wire.pack_result(result, template, cursor)[wire.PREFIX_BYTES :]
 
     def take_fd(self) -> int:
         """Return the segment of the batch just received; the caller owns it."""

@@ -123,6 +123,8 @@ def located(arguments: dict[str, Any]) -> dict[str, Any]:
         workers = shared_service(defined)
     service = workers if isinstance(workers, Service) else Service(workers)
     facts = ask_facts(service, defined)
+    if service.share and (facts.iterable or facts.stateful):
+        raise ValueError(f"share='epoch' is for datasets with an index and without a state, and {defined!r} is not one")
     kind = _KINDS[facts.iterable, facts.asynchronous, facts.length is not None]
     return arguments | {"dataset": kind(defined, service, facts.length, stateful=facts.stateful)}
 

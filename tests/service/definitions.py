@@ -190,6 +190,28 @@ def deadly(n: int = 40, marks: str = "") -> Any:
     return Deadly(n, marks)
 
 
+class Counted(Numbers):
+    """Says which samples it makes; some raise."""
+
+    def __init__(self, n: int, log: str, bad: int) -> None:
+        super().__init__(n)
+        self.log = log
+        self.bad = bad
+
+    def __getitem__(self, index: int) -> Any:
+        with Path(self.log).open("a") as log:
+            log.write(f"{index}\n")
+        if self.bad and index % self.bad == 0:
+            raise KeyError(index)
+        return super().__getitem__(index)
+
+
+@asyncloader.definition
+def counted(n: int, log: str, bad: int = 0) -> Any:
+    """A dataset that says what it does."""
+    return Counted(n, log, bad)
+
+
 class Hanging(Numbers):
     """A sample that takes for ever, once."""
 

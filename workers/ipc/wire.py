@@ -25,6 +25,7 @@ __all__ = [
     "LOG",
     "NO_SLOT",
     "ONEOFF",
+    "PREFIX_BYTES",
     "READY",
     "RESET",
     "RESET_DONE",
@@ -87,6 +88,8 @@ ONEOFF = -2
 """In a result: the batch is in a segment of its own, whose descriptor came with the frame."""
 
 _PREFIX = struct.Struct("=IB")
+PREFIX_BYTES = _PREFIX.size
+"""Of a frame, before its body."""
 _TASK = struct.Struct("=IBIQiId")  # prefix, epoch, seq, slot, ring, sent
 _TASK_HEAD = struct.Struct("=IQiId")
 _RING_HEAD = struct.Struct("=IIQ")  # number, slots, slot_bytes

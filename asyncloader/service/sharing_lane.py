@@ -1,0 +1,158 @@
+"""The node's end of a logical worker whose loader shares its epochs with others: each batch is made once for all.
+
+Data path: lane_host -> [sharing_lane] -> epoch_cache -> [sharing_lane] -> connection -> loader.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Hashable
+from functools import partial
+from time import perf_counter
+
+from asyncloader.errors import RingMemoryError
+from asyncloader.service.epoch_cache import EpochCache, MadeBatch
+from asyncloader.service.handshake import Opening
+from asyncloader.service.link import Link
+from asyncloader.service.node_lanes import ForwardedLane
+from asyncloader.service.session import Session
+from asyncloader.service.values import pack, unpack
+from asyncloader.workers.ipc import wire
+
+__all__ = ["SharingLane"]
+
+
+class SharingLane(ForwardedLane):
+    """A `ForwardedLane` that asks the cache first.
+
+    Args:
+        link, sock, session, ended, kill: as of `ForwardedLane`.
+        opening: what the loader asked for.
+        cache: the node's.
+        dataset: says which dataset it is.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        sock: socket.socket,
+        opening: Opening,
+        session: Session,
+        ended: Callable[[], None],
+        kill: Callable[[], None],
+        cache: EpochCache,
+        dataset: Hashable,
+    ) -> None:
+        super().__init__(link, sock, opening.credits, session, ended, kill)
+        self._cache = cache
+        self._recipe = dataset, _recipe(opening)
+        setup = opening.setup
+        self._epochs = {setup.attachment: setup.starts[opening.worker].epoch}  # by the loader's counter
+        self._making: dict[tuple[int, int], Hashable] = {}  # tasks that this lane's process carries out
+        self._template = b""  # of the process's last batch
+        self._bad = b""  # of the task that it answers next
+
+    # ------------------------------------------------------------------------------------------ from the loader
+
+    def _pass_to_lane(self, kind: int, body: bytes) -> None:
+        if kind == wire.RESET:
+            counter, payload = wire.unpack_reset(body)
+            start = unpack(payload)
+            if not isinstance(start, tuple) or len(start) < 2 or type(start[1]) is not int:
+                raise ValueError("broken stream: a RESET that cannot be read")
+            self._epochs[counter] = start[1]
+        super()._pass_to_lane(kind, body)
+
+    def _give(self, epoch: int, task: int, index: bytes) -> None:
+        if epoch not in self._epochs:
+            raise ValueError(f"broken stream: a task of epoch {epoch}, which was not begun")
+        key = self._recipe, self._epochs[epoch], index
+        found = self._cache.ask(key, partial(self._made_elsewhere, epoch, task, index, key))
+        if isinstance(found, MadeBatch):
+            self._deliver(epoch, task, found)
+        elif found == "make":
+            self._make(epoch, task, index, key)
+
+    def _make(self, epoch: int, task: int, index: bytes, key: Hashable) -> None:
+        self._making[epoch, task] = key
+        super()._give(epoch, task, index)
+
+    def _made_elsewhere(self, epoch: int, task: int, index: bytes, key: Hashable, made: MadeBatch | None) -> None:
+        """A batch that was waited for is there, or is ours to make. Called from another lane: raises nothing."""
+        gone = (epoch, task) not in self._unanswered or self._channel.fileno() < 0
+        if made is None and gone:
+            self._cache.failed(key)
+        elif made is None:
+            try:
+                self._make(epoch, task, index, key)
+            except (ValueError, OSError, RingMemoryError) as error:
+                self._fails(error)
+        elif not gone:
+            self._deliver(epoch, task, made)
+
+    # ------------------------------------------------------------------------------------------ to the loader
+
+    def _deliver(self, epoch: int, task: int, made: MadeBatch) -> None:
+        """Send a batch that another lane's process has made; the loader's worker spent no time on it."""
+        if made.bad:
+            bad = wire.pack_answer(wire.BAD_SAMPLES, epoch, task, 0.0, made.bad)[wire.PREFIX_BYTES :]
+            self._send(partial(self._link.send, wire.BAD_SAMPLES, bad))
+        self._send_made(made._replace(result=made.result._replace(epoch=epoch, seq=task, busy=0.0)))
+        self._answered(epoch, task)
+
+    def _send_made(self, made: MadeBatch) -> None:
+        """Send a batch with its template: which one the loader had before depends on who made that."""
+        result = made.result._replace(sent=perf_counter())
+        body = wire.pack_result(result, made.template)[wire.PREFIX_BYTES :]
+        payload = memoryview(made.payload) if made.payload else None
+        self._send(partial(self._link.send, wire.RESULT, body, epoch=result.epoch, task=result.seq, payload=payload))
+
+    def _pass_on(self, kind: int, body: bytes) -> None:
+        if kind == wire.BAD_SAMPLES:
+            self._bad = wire.unpack_answer(body)[3]
+        super()._pass_on(kind, body)
+        if kind == wire.RESET_DONE:
+            epoch = wire.unpack_reset(body)[0]
+            self._epochs = {counter: number for counter, number in self._epochs.items() if counter >= epoch}
+            for key in [key for key in self._making if key[0] < epoch]:
+                self._cache.failed(self._making.pop(key))
+
+    def _batch(
+        self,
+        body: bytes,
+        result: wire.Result,
+        template: bytes,
+        payload: memoryview | None,
+        sent: Callable[[], None] | None,
+    ) -> None:
+        if not result.same:
+            self._template = template
+        del body
+        bad, self._bad = self._bad, b""
+        made = MadeBatch(result._replace(same=False, cursor=0), self._template, bytes(payload or b""), bad)
+        if sent is not None:
+            sent()
+        self._send_made(made)
+        key = self._making.pop((result.epoch, result.seq), None)
+        if key is not None:
+            self._cache.made(key, made)
+
+    def _answered(self, epoch: int, task: int) -> None:
+        super()._answered(epoch, task)
+        key = self._making.pop((epoch, task), None)
+        if key is not None:  # with an error, or without a batch
+            self._bad = b""
+            self._cache.failed(key)
+
+    def _leave_lane(self) -> None:
+        super()._leave_lane()
+        while self._making:
+            self._cache.failed(self._making.popitem()[1])
+
+
+def _recipe(opening: Opening) -> bytes:
+    """What decides on a batch's content, besides dataset, epoch and index."""
+    setup, seeded = opening.setup, opening.setup.seeded
+    assert seeded is not None  # a service serves seeded loaders only
+    policy = None if setup.policy is None else tuple(setup.policy)
+    return pack((setup.auto_collation, seeded.seed, seeded.replicas, seeded.seed_collate, policy))
