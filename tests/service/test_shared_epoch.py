@@ -89,8 +89,8 @@ def test_processes_that_die(node: NodeProcess, tmp_path: Path) -> None:
         DataLoader[Any](definitions.deadly(40, str(tmp_path)), **OPTIONS, workers=at(node.tcp)) for _ in range(2)
     ]
     with ThreadPoolExecutor(2) as threads:
-        for batches in threads.map(list, loaders):
-            assert_same(batches, expected)
+        for reading in [threads.submit(list[Any], loader) for loader in loaders]:
+            assert_same(reading.result(), expected)
     for loader in loaders:
         loader.close()
 

@@ -19,6 +19,7 @@ def batch(key: int, size: int) -> MadeBatch:
 
 @given(st.lists(st.tuples(st.sampled_from(["ask", "made", "failed"]), st.integers(0, 3), st.integers(0, 6))))
 def test_one_makes_it_and_all_get_it(steps: list[tuple[str, int, int]]) -> None:
+    """Whoever is told to make it; after a failure the next one is."""
     cache = EpochCache(MOST)
     made: dict[int, int] = {}  # sizes, the oldest first
     makers: dict[int, int] = {}  # who makes what
