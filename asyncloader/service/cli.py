@@ -27,7 +27,8 @@ from typing import Any
 from asyncloader.cpus import usable_cpus
 from asyncloader.service.definition import converted, load_definition
 from asyncloader.service.metrics_endpoint import MetricsEndpoint
-from asyncloader.service.node import Node, Served
+from asyncloader.service.node import Node
+from asyncloader.service.served_definitions import Served
 from asyncloader.service.sockets import read_address
 from asyncloader.workers.worker import serve_async
 

@@ -11,7 +11,7 @@ import logging
 import multiprocessing
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple, Protocol
 
 from asyncloader.counters import LANE_KEY, StageTimes, stage_times, total
@@ -86,6 +86,7 @@ class HostProcesses:
         self.number = number
         self.deaths = 0
         self.lanes_opened = 0
+        self._users = 0
         self._tasks_of_dead, self._busy_of_dead = 0, 0.0
         self._context = multiprocessing.get_context("forkserver")
         self._lifeline = Lifeline()
@@ -114,6 +115,20 @@ class HostProcesses:
     def running(self) -> int:
         """How many processes are ready."""
         return sum(each.ready for each in self._processes.values())
+
+    @contextlib.contextmanager
+    def in_use(self) -> Generator[None]:
+        """While somebody is about to open a lane."""
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody has a lane, or is about to."""
+        return not self._users and not any(each.lanes for each in self._processes.values())
 
     @property
     def tasks(self) -> int:

@@ -15,16 +15,13 @@ import logging
 import socket
 import ssl
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncloader.service import frames
-from asyncloader.service.definition import Definition, converted
 from asyncloader.service.epoch_cache import EpochCache
 from asyncloader.service.handshake import (
-    PROTOCOL,
     Hello,
     Opening,
     Welcome,
@@ -38,13 +35,14 @@ from asyncloader.service.host_process import HostProcesses, LaneEnd
 from asyncloader.service.lane_host import Facts, HostSetup
 from asyncloader.service.link import Link, Message
 from asyncloader.service.node_lanes import ForwardedLane, PassedLane
+from asyncloader.service.served_definitions import Refused, Served, as_text, asked
 from asyncloader.service.session import Session
 from asyncloader.service.sharing_lane import SharingLane
 from asyncloader.service.sockets import bound, check_peer
 from asyncloader.service.values import pack
 from asyncloader.workers.memory.segment import memory_limit
 
-__all__ = ["Node", "Refused", "Served"]
+__all__ = ["Node"]
 
 _log = logging.getLogger("asyncloader")
 
@@ -63,36 +61,6 @@ _TCP = {"TCP_USER_TIMEOUT": 3000, "TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_
 
 class _Proof(NamedTuple):
     proof: Any
-
-
-class Refused(Exception):
-    """A loader is not served; the text says why, to it.
-
-    Args:
-        text: why.
-        for_now: whether it may be served later.
-    """
-
-    def __init__(self, text: str, *, for_now: bool = False) -> None:
-        super().__init__(text)
-        self.for_now = for_now
-
-
-@dataclass
-class Served:
-    """A definition that is served.
-
-    Attributes:
-        target: where it is, as ``module:name``.
-        definition: it.
-        arguments: with which it is called, unless a loader may choose.
-        open: whether loaders give its arguments.
-    """
-
-    target: str
-    definition: Definition
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    open: bool = False
 
 
 class Node:
@@ -120,6 +88,8 @@ class Node:
         self._tls = tls
         self._problem = problem
         self._hosts: dict[tuple[str, str], HostProcesses] = {}
+        self._past = {"deaths": 0.0, "tasks": 0.0, "busy_seconds": 0.0}  # totals of datasets that are not read any more
+        self._closing: set[asyncio.Task[None]] = set()
         self._connections: set[asyncio.Task[None]] = set()
         self._strangers: dict[asyncio.Task[None], None] = {}  # those that have proved nothing yet, the oldest first
         self._lanes: set[ForwardedLane | PassedLane] = set()
@@ -153,10 +123,22 @@ class Node:
         host = self._hosts.get(key)
         if host is None:
             if served.open and len(self._hosts) >= len(self._served) + _MOST_DATASETS:
-                raise Refused(f"loaders have chosen {_MOST_DATASETS} datasets here already, and it makes no more")
+                self._make_room()
             host = self._hosts[key] = HostProcesses(HostSetup(served.target, dict(arguments)), self._workers)
             host.start()
         return host
+
+    def _make_room(self) -> None:
+        """End the processes of a dataset that nobody reads now."""
+        opened = {served.target for served in self._served.values() if served.open}
+        idle = next((key for key, host in self._hosts.items() if key[0] in opened and host.idle), None)
+        if idle is None:
+            raise Refused(f"{len(self._hosts)} datasets are read here, and it makes no more now", for_now=True)
+        host = self._hosts.pop(idle)
+        self._past = {name: past + _totals(host)[name] for name, past in self._past.items()}
+        task = asyncio.get_running_loop().create_task(host.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def listen(self, address: str) -> str:
         """Listen at ``tcp://host:port`` or ``unix:/path``. Returns the address, with the port if that was 0.
@@ -245,7 +227,7 @@ class Node:
         await asyncio.gather(*self._listeners, *self._connections, return_exceptions=True)
         for lane in list(self._lanes):
             lane.close()
-        await asyncio.gather(*(host.close() for host in self._hosts.values()))
+        await asyncio.gather(*(host.close() for host in self._hosts.values()), *self._closing)
 
     def figures(self) -> dict[str, float]:
         """Numbers for an exporter."""
@@ -254,9 +236,10 @@ class Node:
             "lanes": len(self._lanes),
             "refused": self.refusals,
             "processes": sum(host.running for host in self._hosts.values()),
-            "deaths": sum(host.deaths for host in self._hosts.values()),
-            "tasks": sum(host.tasks for host in self._hosts.values()),
-            "busy_seconds": sum(host.busy for host in self._hosts.values()),
+            **{
+                name: past + sum(_totals(host)[name] for host in self._hosts.values())
+                for name, past in self._past.items()
+            },
         }
 
     # ---------------------------------------------------------------------------------------------- a connection
@@ -317,12 +300,21 @@ class Node:
             if not proves(given, self._token, "loader", hello.nonce, mine):
                 raise Refused("the token is wrong, or was not given: set token=, or ASYNCLOADER_TOKEN")
             self._strangers.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
-        served, arguments = self._asked(hello)
+        if self.draining:
+            raise Refused("this node is about to end", for_now=True)
+        if self._problem:
+            raise Refused(self._problem)
+        served, arguments = asked(self._served, hello)
         host = self._host(served, arguments)
+        with host.in_use():
+            await self._welcome(link, host, served, hello.nonce, mine)
+        return True
+
+    async def _welcome(self, link: Link, host: HostProcesses, served: Served, theirs: bytes, mine: bytes) -> None:
         facts = await self._facts(host, link)
         if facts.problem:
             raise Refused(facts.problem)
-        answer = Welcome(proof(self._token, "node", hello.nonce, mine), tuple(facts))
+        answer = Welcome(proof(self._token, "node", theirs, mine), tuple(facts))
         link.send(frames.WELCOME, pack(tuple(answer)))
         async with asyncio.timeout(HANDSHAKE_S):
             message = await _message(link, frames.OPENING, frames.STAY)
@@ -333,7 +325,6 @@ class Node:
             if opening.share and (facts.iterable or facts.stateful):
                 raise Refused("share='epoch' is for datasets with an index and without a state of their own")
             await self._open(link, host, served, opening)
-        return True
 
     async def _facts(self, host: HostProcesses, link: Link) -> Facts:
         """Wait until the dataset is made, and tell the loader now and then that it is being made."""
@@ -342,37 +333,6 @@ class Node:
                 async with asyncio.timeout(_SIGN_OF_LIFE_S):
                     return await host.facts()
             link.send(frames.PONG)
-
-    def _asked(self, hello: Hello) -> tuple[Served, Mapping[str, Any]]:
-        if self.draining:
-            raise Refused("this node is about to end", for_now=True)
-        if hello.protocol != PROTOCOL:
-            raise Refused(f"the loader speaks protocol {hello.protocol}, and this node {PROTOCOL}")
-        mine = Hello.versions()
-        if (hello.version, hello.torch) != mine:  # random numbers may differ between two versions
-            theirs = f"asyncloader {hello.version} and torch {hello.torch}"
-            raise Refused(f"the loader has {theirs}, and this node asyncloader {mine[0]} and torch {mine[1]}")
-        served = self._served.get(hello.name)
-        if self._problem:
-            raise Refused(self._problem)
-        if served is None:
-            raise Refused(f"{hello.name!r:.60} is not served here; {', '.join(sorted(self._served))} is")
-        fingerprint = served.definition.fingerprint()
-        if hello.fingerprint != fingerprint:
-            raise Refused(
-                f"the definition {hello.name} differs: its source has the fingerprint {hello.fingerprint:.16} at the "
-                f"loader, and {fingerprint} at this node. Install the same module on both sides"
-            )
-        given = json.loads(hello.arguments)
-        if served.open:
-            return served, converted(served.definition, {**served.arguments, **given})
-        wanted = converted(served.definition, given)
-        if any(name not in served.arguments or served.arguments[name] != value for name, value in wanted.items()):
-            raise Refused(
-                f"{hello.name} is served with {_as_text(served.arguments)}, and the loader asks for "
-                f"{_as_text(wanted)}. A node that is started with --open {hello.name} lets loaders choose"
-            )
-        return served, served.arguments
 
     def _keep(self, link: Link) -> None:
         """A process is there that has no lanes now: a node that ends with the last one stays for it."""
@@ -404,7 +364,7 @@ class Node:
 
         session = self._sessions.setdefault(opening.session, Session(opening.session, self._most_memory))
         if not session.lanes:
-            _log.info("session %s reads %s with %s", session.name, served.target, _as_text(host.setup.arguments))
+            _log.info("session %s reads %s with %s", session.name, served.target, as_text(host.setup.arguments))
         session.lanes += 1
         try:
             _, number, pid = await host.open(opening.session, opening.worker, opening.setup, end)
@@ -429,6 +389,10 @@ class Node:
             _log.info("session %s has ended", session.name)
         if not self._sessions:
             self._cache.clear()
+
+
+def _totals(host: HostProcesses) -> dict[str, float]:
+    return {"deaths": host.deaths, "tasks": host.tasks, "busy_seconds": host.busy}
 
 
 def _shaken(secured: ssl.SSLSocket) -> bool | None:
@@ -472,7 +436,3 @@ async def _ready(sock: socket.socket, *, read: bool) -> None:
         await ready
     finally:
         (loop.remove_reader if read else loop.remove_writer)(sock.fileno())
-
-
-def _as_text(arguments: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in arguments.items()) or "no arguments"

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from asyncloader.cpus import usable_cpus
 from asyncloader.service.definition import load_definition
-from asyncloader.service.node import Node, Served
+from asyncloader.service.node import Node
+from asyncloader.service.served_definitions import Served
 from asyncloader.workers.worker import serve_async
 
 __all__: list[str] = []

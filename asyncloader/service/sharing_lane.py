@@ -94,22 +94,30 @@ class SharingLane(ForwardedLane):
 
     def _deliver(self, epoch: int, task: int, made: MadeBatch) -> None:
         """Send a batch that another lane's process has made; the loader's worker spent no time on it."""
-        if made.bad:
-            bad = wire.pack_answer(wire.BAD_SAMPLES, epoch, task, 0.0, made.bad)[wire.PREFIX_BYTES :]
-            self._send(partial(self._link.send, wire.BAD_SAMPLES, bad))
         self._send_made(made._replace(result=made.result._replace(epoch=epoch, seq=task, busy=0.0)))
         self._answered(epoch, task)
 
     def _send_made(self, made: MadeBatch) -> None:
         """Send a batch with its template: which one the loader had before depends on who made that."""
         result = made.result._replace(sent=perf_counter())
+        self._send_bad(result.epoch, result.seq, made.bad)
         body = wire.pack_result(result, made.template)[wire.PREFIX_BYTES :]
         payload = memoryview(made.payload) if made.payload else None
         self._send(partial(self._link.send, wire.RESULT, body, epoch=result.epoch, task=result.seq, payload=payload))
 
+    def _send_bad(self, epoch: int, task: int, bad: bytes) -> None:
+        if bad:
+            body = wire.pack_answer(wire.BAD_SAMPLES, epoch, task, 0.0, bad)[wire.PREFIX_BYTES :]
+            self._send(partial(self._link.send, wire.BAD_SAMPLES, body))
+
     def _pass_on(self, kind: int, body: bytes) -> None:
-        if kind == wire.BAD_SAMPLES:
+        if kind == wire.BAD_SAMPLES:  # kept for the answer: a batch of another lane must not come between them
             self._bad = wire.unpack_answer(body)[3]
+            return
+        if kind in (wire.ERROR, wire.ALL_DROPPED):
+            epoch, task, _, _ = wire.unpack_answer(body)
+            self._send_bad(epoch, task, self._bad)
+            self._bad = b""
         super()._pass_on(kind, body)
         if kind == wire.RESET_DONE:
             epoch = wire.unpack_reset(body)[0]
@@ -141,7 +149,6 @@ class SharingLane(ForwardedLane):
         super()._answered(epoch, task)
         key = self._making.pop((epoch, task), None)
         if key is not None:  # with an error, or without a batch
-            self._bad = b""
             self._cache.failed(key)
 
     def _leave_lane(self) -> None:

@@ -19,8 +19,8 @@ class Proxy:
     """
 
     def __init__(self, target: str) -> None:
-        host, _, port = target.removeprefix("tcp://").rpartition(":")
-        self._target = host, int(port)
+        self._target = ("", 0)
+        self.aim(target)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.to_node, self.to_loader = threading.Event(), threading.Event()
@@ -32,6 +32,11 @@ class Proxy:
         self._threads: list[threading.Thread] = []
         self._closed = False
         self._run(self._accept)
+
+    def aim(self, target: str) -> None:
+        """New connections go there."""
+        host, _, port = target.removeprefix("tcp://").rpartition(":")
+        self._target = host, int(port)
 
     def _run(self, function: object, *args: object) -> None:
         thread = threading.Thread(target=function, args=args)  # type: ignore[arg-type]

@@ -194,6 +194,26 @@ def test_strangers_who_say_nothing(node: NodeProcess, expected: list[Any]) -> No
 
 
 @pytest.mark.thorough
+def test_more_datasets_than_a_node_holds(node: NodeProcess) -> None:
+    """One after the other: it ends the processes of those that nobody reads. Those that are read stay."""
+    for length in range(1, 12):
+        with DataLoader[Any](definitions.numbers(n=length), 1, seed=1, num_workers=1, workers=node.tcp) as loader:
+            assert len(list(loader)) == length
+    with ExitStack() as stack:
+        open_loaders = []
+        for length in range(1, 10):
+            defined = definitions.numbers(n=100 + length)
+            made = DataLoader[Any](defined, 1, seed=1, num_workers=1, workers=node.tcp)
+            batches = iter(stack.enter_context(made))
+            next(batches)
+            open_loaders.append(batches)
+        service = Service(node.tcp, wait=1)
+        with pytest.raises(ServiceUnavailable, match="datasets are read here, and it makes no more now"):
+            DataLoader[Any](definitions.numbers(n=99), 1, seed=1, num_workers=1, workers=service)
+        assert [len(list(each)) for each in open_loaders] == [100 + number for number in range(9)]
+
+
+@pytest.mark.thorough
 def test_tokens(tmp_path: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides must have the same one; whoever has none, or another one, is told at once."""
     token = tmp_path / "token"

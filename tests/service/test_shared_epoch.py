@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +42,17 @@ def test_each_sample_is_made_once(bad: int, place: str, node: NodeProcess, tmp_p
         expected = [list(local) for _ in range(2)]
         records = local.skipped_samples
     served = definitions.counted(LENGTH, str(there), bad)
-    loaders = [DataLoader[Any](served, **options, workers=at(getattr(node, place))) for _ in range(3)]
-    for epoch in expected:
-        for mine, *others in zip(epoch, *loaders, strict=True):
-            for other in others:
-                assert_same(other, mine)
-    for loader in loaders:
-        assert [(each.index, each.position) for each in loader.skipped_samples] == [
-            (each.index, each.position) for each in records
-        ]
-        loader.close()
+    with ExitStack() as stack:
+        workers = at(getattr(node, place))
+        loaders = [stack.enter_context(DataLoader[Any](served, **options, workers=workers)) for _ in range(3)]
+        for epoch in expected:
+            for mine, *others in zip(epoch, *loaders, strict=True):
+                for other in others:
+                    assert_same(other, mine)
+        for loader in loaders:
+            assert [(each.index, each.position) for each in loader.skipped_samples] == [
+                (each.index, each.position) for each in records
+            ]
     assert Counter(there.read_text().split()) == Counter(here.read_text().split())
 
 
