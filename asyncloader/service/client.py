@@ -25,11 +25,12 @@ from asyncloader.service import frames
 from asyncloader.service.address import Service
 from asyncloader.service.definition import Defined
 from asyncloader.service.dialect import PLAIN
-from asyncloader.service.dialing import NodeConnection, answer_of, on_any_node
+from asyncloader.service.dialing import NodeConnection, answer_of, ask_facts, on_any_node
 from asyncloader.service.handshake import pack_opening, read_record
 from asyncloader.service.host_process import Death
 from asyncloader.service.link import Link
 from asyncloader.service.remote_channel import RemoteChannel
+from asyncloader.service.shared import SharedService
 from asyncloader.service.values import unpack
 from asyncloader.workers.dialect import Dialect
 from asyncloader.workers.fetch.setup import WorkerSetup
@@ -93,6 +94,8 @@ class ServiceWorkers:
         def use(node: NodeConnection) -> ServedWorker:
             return self._opened(node, worker, setup)
 
+        if isinstance(self._service, SharedService) and not self._service.stays:
+            ask_facts(self._service, self._defined)  # the node was started anew: it must not end with this epoch
         return on_any_node(self._service, self._defined, use, first, self._closed)
 
     def _opened(self, node: NodeConnection, worker: int, setup: WorkerSetup) -> ServedWorker:

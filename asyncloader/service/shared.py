@@ -15,8 +15,10 @@ import errno
 import functools
 import hashlib
 import os
+import select
 import socket
 import sys
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,8 +93,8 @@ class SharedService(Service):
         Raises:
             OSError: it cannot be started.
         """
-        _reap()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        with _here.lock, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            _reap()
             try:
                 listener.bind(self.url.removeprefix("unix:").replace("@", "\0", 1))
             except OSError as error:
@@ -102,19 +104,41 @@ class SharedService(Service):
             listener.listen(1024)
             _spawn(listener.fileno(), self.target)
 
+    @property
+    def stays(self) -> bool:
+        """Whether this process is connected to the node that is there now."""
+        descriptor = _here.staying.get(self.url)
+        if descriptor is None:
+            return False
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)  # the node says nothing: what can be read is the end
+        return not poll.poll(0)
+
     def stay(self, link: Link) -> None:
         """Keep this connection until this process ends."""
         _install_fork_hook()
         link.send(frames.STAY)
-        before = _staying.pop(self.url, None)
-        _staying[self.url] = link.sock.detach()
+        before = _here.staying.pop(self.url, None)
+        _here.staying[self.url] = link.sock.detach()
         if before is not None:
             os.close(before)
 
 
-_staying: dict[str, int] = {}
-"""Descriptors of the connections of this process, by URL. They are closed by nobody: the kernel does it."""
-_started: list[int] = []
+class _Here:
+    """What this process has to do with nodes."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """As a new process."""
+        self.staying: dict[str, int] = {}
+        """Descriptors of connections, by URL. They are closed by nobody: the kernel does it."""
+        self.started: list[int] = []
+        self.lock = threading.Lock()  # several workers look for a node at a time
+
+
+_here = _Here()
 
 
 @functools.cache
@@ -124,9 +148,9 @@ def _install_fork_hook() -> None:
 
 def _forget_all() -> None:
     """In a forked child, which is another process."""
-    while _staying:
-        os.close(_staying.popitem()[1])
-    _started.clear()
+    for descriptor in _here.staying.values():
+        os.close(descriptor)
+    _here.begin()
 
 
 def _spawn(listener: int, target: str) -> None:
@@ -141,15 +165,15 @@ def _spawn(listener: int, target: str) -> None:
     ]
     command = [sys.executable, "-m", "asyncloader.service.shared_node", target, str(_LISTENER)]
     try:
-        _started.append(os.posix_spawn(sys.executable, command, environment, file_actions=actions, setsid=True))
+        _here.started.append(os.posix_spawn(sys.executable, command, environment, file_actions=actions, setsid=True))
     finally:
         if spare >= 0:
             os.close(spare)
 
 
 def _reap() -> None:
-    for pid in list(_started):
+    for pid in list(_here.started):
         with suppress(ChildProcessError):
             if not os.waitpid(pid, os.WNOHANG)[0]:
                 continue
-        _started.remove(pid)
+        _here.started.remove(pid)

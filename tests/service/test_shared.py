@@ -132,7 +132,9 @@ def test_the_node_is_killed(run: Path) -> None:
     """The loader starts another one, and goes on where it was."""
     with closing_script(run, rank(waits=True)) as only:
         told = json.loads(only.line())
-        os.kill(told["node"], signal.SIGKILL)
+        with Deaths(told["workers"]) as ends:  # they go with it, and have written into the loader's ring until then
+            os.kill(told["node"], signal.SIGKILL)
+            ends.wait()
         only.process.stdin.write("\n")
         only.process.stdin.flush()
         after = json.loads(only.line())
