@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from . import against, chart, gpu_report, remote, report, sections, shared
+from . import against, chart, gpu_report, remote, report, sections, service, shared
 from .harness import ROOT, JobFailed, Results, run_job, run_rounds, verify
 from .plan import ROWS, Job, jobs
 
@@ -132,9 +132,12 @@ def save(results: Results, command: str, rounds: int, memory: str = "", remotes:
     """Write the page, with the sections on memory and on remote objects, and its picture beside it."""
     page.parent.mkdir(parents=True, exist_ok=True)
     text = report.page(results, command, rounds, memory, remotes)
-    # What was measured on a machine with a card stays; this one need not have any.
-    gpu = sections.find(page.read_text(encoding="utf-8"), gpu_report.TITLE) if page.exists() else ""
-    page.write_text(sections.insert(text, gpu) if gpu else text, encoding="utf-8")
+    # What other commands measured stays: this machine need not have a card.
+    before = page.read_text(encoding="utf-8") if page.exists() else ""
+    for title in (service.TITLE, gpu_report.TITLE):
+        kept = sections.find(before, title)
+        text = sections.insert(text, kept) if kept else text
+    page.write_text(text, encoding="utf-8")
     page.with_suffix(".svg").write_text(chart.draw(results), encoding="utf-8")
 
 

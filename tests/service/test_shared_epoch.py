@@ -36,7 +36,7 @@ def at(address: str) -> Service:
 @pytest.mark.parametrize("bad", [0, 7])
 def test_each_sample_is_made_once(bad: int, place: str, node: NodeProcess, tmp_path: Path) -> None:
     """Two epochs of three loaders, side by side; records of samples that raised come to all of them."""
-    options = {**OPTIONS, "on_error": "skip" if bad else "raise"}
+    options: dict[str, Any] = {**OPTIONS, "on_error": "skip" if bad else "raise"}
     here, there = tmp_path / "here", tmp_path / "there"
     with DataLoader[Any](definitions.counted(LENGTH, str(here), bad), **options) as local:
         expected = [list(local) for _ in range(2)]
@@ -60,9 +60,10 @@ def test_another_seed_has_other_batches(node: NodeProcess, tmp_path: Path) -> No
     """Nothing is taken from it."""
     served = definitions.counted(LENGTH, str(tmp_path / "log"))
     for seed in (1, 2):
-        with DataLoader[Any](served, **{**OPTIONS, "seed": seed}, workers=at(node.tcp)) as loader:
+        options: dict[str, Any] = {**OPTIONS, "seed": seed}
+        with DataLoader[Any](served, **options, workers=at(node.tcp)) as loader:
             got: list[Any] = list(loader)
-        with DataLoader[Any](served, **{**OPTIONS, "seed": seed}) as local:
+        with DataLoader[Any](served, **options) as local:
             assert_same(got, list(local))
 
 
