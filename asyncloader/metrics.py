@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from asyncloader.counters import STAGES, stage_times
 
-__all__ = ["FIGURES", "STAGE_HELP", "Figure", "Metric", "MetricSample", "metrics"]
+__all__ = ["FIGURES", "NODE_FIGURES", "STAGE_HELP", "Figure", "Metric", "MetricSample", "metrics"]
 
 
 class Figure(NamedTuple):
@@ -73,7 +74,15 @@ FIGURES: dict[str, Figure] = {
     "store/cache_bytes": Figure("total", "bytes", "given from the cache"),
     "store/cache_evictions": Figure("total", "files", "deleted from the cache for `cache_bytes`"),
 }
-"""Every key of `stats()` but those of stages, in its order."""
+"""Every key of `stats()` but those of stages and of a service's nodes, in its order."""
+
+NODE_FIGURES: dict[str, Figure] = {
+    "workers": Figure("now", "workers", "that are at this node, or were there last"),
+    "batches": Figure("total", "batches", "that came from it, also those that were not handed to the consumer"),
+    "bytes": Figure("total", "bytes", "of those batches"),
+    "busy_s": Figure("total", "s", "that its processes spent on them"),
+}
+"""What `stats()` has of each node of a service, as ``node/ADDRESS/NAME``."""
 
 STAGE_HELP: dict[str, str] = {
     "sampler": "the sampler gives a batch's indices",
@@ -125,11 +134,20 @@ def metrics(stats: Mapping[str, float], blocks: Mapping[int, Sequence[float]]) -
     for key, figure in FIGURES.items():
         if figure.kind == "derived":
             continue
-        name = "asyncloader_" + key.replace("/", "_").removesuffix("_s") + ("_seconds" if figure.unit == "s" else "")
-        kind: Literal["counter", "gauge"] = "gauge" if figure.kind == "now" else "counter"
-        sample = MetricSample(name if kind == "gauge" else f"{name}_total", {}, stats[key])
-        found.append(Metric(name, kind, figure.unit, f"{figure.unit} {figure.help}", [sample]))
+        found.append(_metric(key, figure, [({}, stats[key])]))
+    addresses = [key[len("node/") : -len("/workers")] for key in stats if re.fullmatch("node/.*/workers", key)]
+    for name, figure in NODE_FIGURES.items() if addresses else ():
+        values = [({"node": address}, stats[f"node/{address}/{name}"]) for address in addresses]
+        found.append(_metric(f"node/{name}", figure, values))
     return [*found, _stages(blocks)]
+
+
+def _metric(key: str, figure: Figure, values: Sequence[tuple[dict[str, str], float]]) -> Metric:
+    name = "asyncloader_" + key.replace("/", "_").removesuffix("_s") + ("_seconds" if figure.unit == "s" else "")
+    kind: Literal["counter", "gauge"] = "gauge" if figure.kind == "now" else "counter"
+    full = name if kind == "gauge" else f"{name}_total"
+    samples = [MetricSample(full, labels, value) for labels, value in values]
+    return Metric(name, kind, figure.unit, f"{figure.unit} {figure.help}", samples)
 
 
 def _stages(blocks: Mapping[int, Sequence[float]]) -> Metric:

@@ -42,6 +42,7 @@ class Statistics:
         "_lock",
         "_look_at",
         "_mark",
+        "_nodes",
         "_silent",
         "_starting",
         "_told_slow_start",
@@ -104,7 +105,8 @@ class Statistics:
         self.recorder = Recorder()
         """What the main process does for this loader."""
         self._workers: dict[int, _Worker] = {}
-        self._lock = threading.Lock()  # for `_workers`: replacements are made in a thread of their own
+        self._nodes: dict[str, _Node] = {}  # of a service, by address
+        self._lock = threading.Lock()  # for both: replacements are made in a thread of their own
         self._told_slow_start = False
         self._starting = False  # workers were started for the newest iterator, which has no batch yet
         self._before = _Totals({}, np.zeros(BLOCK_BYTES // 8))
@@ -112,12 +114,20 @@ class Statistics:
 
     # ---------------------------------------------------------------------------------------------- counting
 
-    def add_worker(self, worker: int, recorder: Recorder) -> None:
-        """Read what a new process counts; what those before it with this number have counted is kept. Any thread."""
+    def add_worker(self, worker: int, recorder: Recorder, node: str = "") -> None:
+        """Read what a new process counts; what those before it with this number have counted is kept. Any thread.
+
+        Args:
+            worker: its number.
+            recorder: what it counts.
+            node: the address where it is; empty: on this machine.
+        """
         with self._lock:
             known = self._workers.get(worker)
             earlier = np.zeros(BLOCK_BYTES // 8) if known is None else known.total()
-            self._workers[worker] = _Worker(recorder, earlier)
+            self._workers[worker] = _Worker(recorder, earlier, node)
+            if node:
+                self._nodes.setdefault(node, _Node())
 
     def begin(self) -> float:
         """Begin to measure an iterator. Returns the time, for `begins` and `first_batch`."""
@@ -210,6 +220,13 @@ class Statistics:
         time("wait", waited)
         time("consumer", passed - waited - own)
 
+    def came_from_node(self, worker: int, nbytes: int, busy: float) -> None:
+        """Count a batch that a service has made for this worker. Arguments as `batch`."""
+        node = self._nodes[self._workers[worker].node]
+        node.batches += 1
+        node.bytes += nbytes
+        node.busy_s += busy
+
     def _look(self, now: float) -> None:
         """Count this process's CPU time since the last look, or since `begin`."""
         self._look_at = now + _LOOK_S
@@ -229,6 +246,11 @@ class Statistics:
             block = np.array(self.recorder.block)
             for each in self._workers.values():
                 block += each.total()
+            nodes = {
+                f"{_NODE}{address}/{name}": getattr(node, name)
+                for address, node in self._nodes.items()
+                for name in _Node.__slots__
+            }
         now, since = perf_counter(), self.waiting_since
         waiting = 0.0 if since is None else max(0.0, now - since)
         elapsed = 0.0 if since is None else max(0.0, now - self._mark)
@@ -250,6 +272,7 @@ class Statistics:
             "page_lock_s": self.page_lock_s,
             "staged": self.staged,
             **left_out,
+            **nodes,
         }
         return _Totals(sums, block)
 
@@ -300,9 +323,18 @@ class Statistics:
             times = stage_times(block, stage)
             if times.number:
                 values |= zip((f"stage/{stage}/{name}" for name in _STAGE_FIGURES), times, strict=True)
+        values |= self._there()
+        values |= {name: number for name, number in sums.items() if name.startswith(_NODE)}
         return {prefix + key: float(value) for key, value in values.items()}
 
+    def _there(self) -> dict[str, float]:
+        """How many workers are at each node, or were last."""
+        with self._lock:
+            found = [each.node for each in self._workers.values()]
+            return {f"{_NODE}{address}/workers": found.count(address) for address in self._nodes}
 
+
+_NODE = "node/"
 _STAGE_FIGURES = ("count", "sum_s", "p50_s", "p95_s", "p99_s")
 
 
@@ -322,11 +354,23 @@ class _Worker(NamedTuple):
 
     recorder: Recorder
     earlier: np.ndarray[Any, np.dtype[np.float64]]
+    node: str
 
     def total(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         total: np.ndarray[Any, np.dtype[np.float64]] = np.array(self.recorder.block)
         total += self.earlier
         return total
+
+
+class _Node:
+    """What came from a node of a service. See `metrics.NODE_FIGURES`."""
+
+    __slots__ = ("batches", "busy_s", "bytes")
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.bytes = 0
+        self.busy_s = 0.0
 
 
 class SkippedSampleLog:

@@ -136,7 +136,7 @@ class WorkerPool:
                 for process in processes:
                     made.append(process)
                     if self._statistics is not None:
-                        self._statistics.add_worker(process.worker_id, process.recorder)
+                        self._statistics.add_worker(process.worker_id, process.recorder, process.node)
                     with self._making:  # `stop` ends what is in `_spare` by then; a later process is ended here
                         self._spare.add(process)
                         if self._stopped:

@@ -122,6 +122,7 @@ class WorkerProcess:
             os.close(records)
         self.pid: int = self.process.pid
         self.place = f"pid {self.pid}"
+        self.node = ""
         self._memory_kills = MemoryKills.of(self.pid)
         self._direct = context.get_start_method() != "forkserver"
         self._imports_main = context.get_start_method() != "fork"

@@ -52,6 +52,11 @@ class WorkerHandle(Protocol):
         ...
 
     @property
+    def node(self) -> str:
+        """The address of the service's node where it is; empty: on this machine."""
+        ...
+
+    @property
     def process(self) -> Any:
         """The `multiprocessing.Process` of a local worker, which torch's loader shows in `_workers`."""
         ...

@@ -38,6 +38,7 @@ from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.fetch.error_notes import add_note, note_collation
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample
+from asyncloader.workers.fetch.seeding import GlobalDrawCheck
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup, install_worker_info, seed_worker
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
@@ -80,6 +81,7 @@ class TaskRunner:
         recorder: gets what the worker counts and times.
         entered: when the process began.
         dialect: how values come and go.
+        draw_check: of this process, where several workers share it.
 
     An error at start-up (a dataset that does not unpickle, `worker_init_fn`, `__aenter__`, `__iter__`) is kept and
     answers every task of the epoch; torch answers the first one so. With persistent workers the next epoch tries
@@ -94,8 +96,10 @@ class TaskRunner:
         recorder: Recorder,
         entered: float,
         dialect: Dialect = PICKLE,
+        draw_check: GlobalDrawCheck | None = None,
     ) -> None:
         self.worker_id = worker_id
+        self._draw_check = draw_check
         self._dialect = dialect
         self._time = recorder.time
         self._processor_use = ProcessorUse(recorder)
@@ -108,7 +112,7 @@ class TaskRunner:
         self.asynchronous = False
         self._ring: WorkerRing | None = None
         self._ring_number = -1
-        self._assignments = WorkerAssignments(self.channel_send)
+        self._assignments = WorkerAssignments(self.channel_send, dialect)
         self._encoder = dialect.encoder()
         self._last_template = b""
         self._samples = 0
@@ -189,6 +193,7 @@ class TaskRunner:
             in_worker=True,
             assignments=self._assignments,
             time=self._time,
+            draw_check=self._draw_check,
         )
         install_worker_info(self.worker_id, setup.num_workers, seed, dataset)
         self.asynchronous = reader.asynchronous

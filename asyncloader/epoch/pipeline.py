@@ -108,6 +108,7 @@ class Pipeline(Listener):
         self._adapts = adapts
         self._statistics = Statistics() if statistics is None else statistics
         self._time = self._statistics.recorder.time
+        self._at_nodes = pool.start_method == "service"
         self._pool = pool
         self._scheduler = scheduler
         self._sink = sink
@@ -218,6 +219,8 @@ class Pipeline(Listener):
         self._adapt()
         result = answer.result
         self._time("transfer", answer.arrived - result.sent)
+        if self._at_nodes:
+            self._statistics.came_from_node(worker, result.nbytes, result.busy)
         if result.slot == wire.ONEOFF:
             self._note_oneoff(worker, result.nbytes)
         self._handle(Completed(worker, result.seq, answer))
@@ -273,10 +276,9 @@ class Pipeline(Listener):
             self._send_assignments(self._assigner.answered(worker))
 
     def _send_assignments(self, replies: Sequence[Reply]) -> None:
-        for reply in replies:
-            self._pool.send_assignment(
-                reply.worker, self._pool.epoch, reply.number, (reply.assignment, reply.over, reply.last)
-            )
+        for worker, number, assignment, over, last in replies:
+            plain = None if assignment is None else [tuple(shard_range) for shard_range in assignment]
+            self._pool.send_assignment(worker, self._pool.epoch, number, (plain, over, last))
 
     def on_death(
         self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None, outside: bool, lost: bool

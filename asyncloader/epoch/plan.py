@@ -180,7 +180,7 @@ def _worker_source(config: EpochConfig) -> WorkerSource:
         return LocalWorkers(worker_context(config))
     from asyncloader.service.client import ServiceWorkers
 
-    return ServiceWorkers(config.dataset.service, config.dataset.defined, most_credits(config))
+    return ServiceWorkers(config.dataset, most_credits(config))
 
 
 def make_scheduler(config: EpochConfig, first_worker: int) -> Scheduler:

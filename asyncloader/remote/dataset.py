@@ -8,6 +8,7 @@ The main process finds the shards and plans an epoch (`plan`); each worker reads
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
@@ -208,6 +209,19 @@ class RemoteIterableDataset(IterableDataset[Any]):
             self._shuffled(shard_ranges, key)[rank::ranks] if common else self._shuffled(shard_ranges[rank::ranks], key)
         )
         return grouped(mine, shards, workers)
+
+    async def fingerprint(self, workers: int, ranks: int) -> str:
+        """Find the shards that `plan` finds for so many workers and ranks, and return what tells them from others: a
+        digest of their names, sizes and cuts.
+
+        Raises:
+            As `plan`.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        shards = await self._with_known_sizes(self._ranges_per_worker * workers * ranks)
+        for name, shard in zip(self.shard_urls, shards, strict=True):
+            digest.update(repr((name, *shard[1:])).encode(errors="surrogatepass"))
+        return digest.hexdigest()
 
     @property
     def shard_urls(self) -> list[str]:

@@ -23,13 +23,13 @@ from asyncloader.counters import Recorder
 from asyncloader.errors import WorkerDied
 from asyncloader.service import frames
 from asyncloader.service.address import Service
-from asyncloader.service.definition import Defined
 from asyncloader.service.dialect import PLAIN
 from asyncloader.service.dialing import NodeConnection, answer_of, ask_facts, on_any_node
 from asyncloader.service.handshake import pack_opening, read_record
 from asyncloader.service.host_process import Death
 from asyncloader.service.link import Link
 from asyncloader.service.remote_channel import RemoteChannel
+from asyncloader.service.served import ServedDataset
 from asyncloader.service.shared import SharedService
 from asyncloader.service.values import unpack
 from asyncloader.workers.dialect import Dialect
@@ -47,16 +47,16 @@ class ServiceWorkers:
     """The workers of one loader at a service. See `WorkerSource`.
 
     Args:
-        service: where it is.
-        defined: what is read.
+        dataset: what is read, and where.
         credits: tasks that a worker may have outstanding, at most.
     """
 
     start_method = "service"
 
-    def __init__(self, service: Service, defined: Defined, credits: int) -> None:
-        self._service = service
-        self._defined = defined
+    def __init__(self, dataset: ServedDataset, credits: int) -> None:
+        self._dataset = dataset
+        self._service: Service = dataset.service
+        self._defined = dataset.defined
         self._credits = credits
         self._session = secrets.token_hex(8)
         self._closed = threading.Event()
@@ -100,8 +100,9 @@ class ServiceWorkers:
 
     def _opened(self, node: NodeConnection, worker: int, setup: WorkerSetup) -> ServedWorker:
         link = node.link
-        share = self._service.share == "epoch"
-        link.send(frames.OPENING, pack_opening(self._session, worker, self._credits, setup, share=share))
+        catalog, share = self._dataset.catalog, self._service.share == "epoch"
+        opening = pack_opening(self._session, worker, self._credits, setup, share=share, catalog=catalog)
+        link.send(frames.OPENING, opening)
         pid = unpack(answer_of(link, frames.OPENED))
         if type(pid) is not int:
             raise ValueError("it did not say which process has the worker")
@@ -141,11 +142,11 @@ def _forget_all() -> None:
 class ServedWorker:
     """A logical worker at a node. See `WorkerHandle`."""
 
-    def __init__(self, worker_id: int, pid: int, address: str, link: Link) -> None:
+    def __init__(self, worker_id: int, pid: int, node: str, link: Link) -> None:
         self.worker_id = worker_id
         self.pid = pid
-        self.address = address
-        self.place = f"pid {pid} at {address}"
+        self.node = node
+        self.place = f"pid {pid} at {node}"
         self.dialect: Dialect = PLAIN
         self.recorder = Recorder()
         self.ready = self.started = self.outside = self.lost = self.released = False
@@ -205,11 +206,11 @@ class ServedWorker:
                 self.lost = not (death.blamed or death.shared)
                 self.outside = death.shared
                 why = str(death.reason) if self.lost else self.kill_reason or str(death.reason)
-                reason = " ".join(filter(None, (f"It was at {self.address}.", why)))
+                reason = " ".join(filter(None, (f"It was at {self.node}.", why)))
                 exitcode = death.exitcode if type(death.exitcode) is int else None
                 return WorkerDied(self.worker_id, self.pid, exitcode, reason, "", str(death.trace))
         self.lost = not self.kill_reason
-        return WorkerDied(self.worker_id, self.pid, None, self.kill_reason or f"It was at {self.address}, and {why}.")
+        return WorkerDied(self.worker_id, self.pid, None, self.kill_reason or f"It was at {self.node}, and {why}.")
 
     def suspected(self) -> int | None:
         """None: standard error is the node's."""
@@ -244,4 +245,4 @@ class ServedWorker:
             self._link.close()
 
     def __repr__(self) -> str:
-        return f"<ServedWorker {self.worker_id} at {self.address}>"
+        return f"<ServedWorker {self.worker_id} at {self.node}>"

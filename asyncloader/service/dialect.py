@@ -20,6 +20,7 @@ from asyncloader import errors
 from asyncloader.errors import LoaderError
 from asyncloader.service.batches import BatchEncoder, BatchTemplate
 from asyncloader.service.values import Unsendable, pack, unpack
+from asyncloader.transports import errors as transport_errors
 from asyncloader.workers.error_pickle import UnknownType
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.error_notes import take_notes
@@ -59,7 +60,7 @@ class PlainDialect:
         try:
             ours, name, said, text, worker_id, notes = unpack(data)
             where = f"in DataLoader worker process {int(worker_id)}"
-            kind = _known(errors if ours else builtins, name)
+            kind = (_known(errors, name) or _known(transport_errors, name)) if ours else _known(builtins, name)
             notes = [str(note) for note in notes]
         except (TypeError, ValueError) as error:
             raise ValueError(f"broken stream: an error that cannot be read ({error})") from None

@@ -21,14 +21,16 @@ from asyncloader.errors import ServiceUnavailable
 from asyncloader.service import frames
 from asyncloader.service.address import Service
 from asyncloader.service.definition import Defined
+from asyncloader.service.dialect import PLAIN
 from asyncloader.service.handshake import Hello, Welcome, proof, proves, read_record
 from asyncloader.service.lane_host import Facts
 from asyncloader.service.link import Link
+from asyncloader.service.served_shards import Plan, PlanRequest, gathered
 from asyncloader.service.shared import SharedService
 from asyncloader.service.sockets import check_peer
 from asyncloader.service.values import pack, unpack
 
-__all__ = ["NodeConnection", "Unreachable", "answer_of", "ask_facts", "on_any_node"]
+__all__ = ["NodeConnection", "Unreachable", "answer_of", "ask_facts", "ask_plan", "on_any_node"]
 
 _log = logging.getLogger("asyncloader")
 
@@ -155,7 +157,7 @@ def answer_of(link: Link, kind: int, seconds: float = _ANSWER_S) -> bytes:
                 deadline = monotonic() + seconds
                 if not said:
                     said = True
-                    _log.warning("a node is making the dataset; the loader waits until that is done")
+                    _log.warning("a node makes the dataset, or looks for its shards; the loader waits for that")
                 continue
             if message.header.kind != kind:
                 raise ValueError(f"it sent a message of kind {message.header.kind}, where {kind} was due")
@@ -222,6 +224,30 @@ def on_any_node(
             _log.warning("no node of %s has been there for %.0f seconds: %s", service.url, waited, text)
         (closed or threading.Event()).wait(min(pause, max(0.0, service.wait - waited)))
         pause = min(_LONGEST_PAUSE_S, 2 * pause)
+
+
+def ask_plan(service: Service, defined: Defined, request: PlanRequest, closed: threading.Event) -> Plan:
+    """Have a node plan what a loader reads in an epoch, where the loader assigns the dataset's shards.
+
+    Raises:
+        ServiceUnavailable: no node was there in time.
+        Exception: what the dataset raised.
+    """
+
+    def use(node: NodeConnection) -> Plan | bytes:
+        node.link.send(frames.PLAN, pack(tuple(request)))
+        answer = gathered(lambda: answer_of(node.link, frames.PLANNED))
+        node.link.close()
+        return answer
+
+    answer = on_any_node(service, defined, use, 0, closed)
+    if isinstance(answer, Plan):
+        return answer
+    error = PLAIN.load_error(answer)
+    if isinstance(error, Exception):
+        raise error
+    error.reraise()
+    raise AssertionError("it has raised")
 
 
 def ask_facts(service: Service, defined: Defined) -> Facts:

@@ -33,6 +33,8 @@ __all__ = [
     "OPENED",
     "OPENING",
     "PING",
+    "PLAN",
+    "PLANNED",
     "PONG",
     "PROOF",
     "REFUSED",
@@ -44,9 +46,9 @@ __all__ = [
 ]
 
 # loader -> node
-HELLO, PROOF, OPENING, PING, KILL, STAY = 64, 65, 66, 67, 68, 69
+HELLO, PROOF, OPENING, PING, KILL, STAY, PLAN = 64, 65, 66, 67, 68, 69, 70
 # node -> loader
-CHALLENGE, WELCOME, OPENED, REFUSED, DIED, PONG, DRAINING = 80, 81, 82, 83, 84, 85, 86
+CHALLENGE, WELCOME, OPENED, REFUSED, DIED, PONG, DRAINING, PLANNED = 80, 81, 82, 83, 84, 85, 86, 87
 
 MOST_BODY: Final = 64 << 20
 """Bytes of a body, at most: a dataset's state may be large."""

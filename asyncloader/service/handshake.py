@@ -4,8 +4,9 @@
     node -> loader: CHALLENGE  whether a token is needed, a random number
     loader -> node: PROOF      HMAC of both numbers with the token
     node -> loader: WELCOME    the node's HMAC, what the dataset is
-    loader -> node: OPENING    a logical worker's options; or STAY, nothing: only to be there
-    node -> loader: OPENED     the process that has it
+    loader -> node: OPENING    a logical worker's options; or STAY, nothing: only to be there; or PLAN, which asks what
+                               an epoch reads, where the loader assigns a dataset's shards
+    node -> loader: OPENED     the process that has it; or PLANNED, a part of the plan
     node -> loader: REFUSED    instead of any answer: why
 
 Either side proves that it has the token without sending it. The numbers are new for every connection, so a proof that
@@ -25,6 +26,7 @@ from torch.utils.data import default_collate, default_convert
 import asyncloader
 from asyncloader.service.definition import Defined
 from asyncloader.service.lane_host import Facts
+from asyncloader.service.served_shards import Catalog, read_catalog
 from asyncloader.service.values import pack, unpack
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy
@@ -96,10 +98,11 @@ class Welcome(NamedTuple):
 
     def checked_facts(self) -> Facts:
         """What the dataset is. Raises ValueError."""
-        iterable, length, asynchronous, stateful, problem = self.facts
-        if length is not None and (type(length) is not int or length < 0):
-            raise ValueError("broken stream: a WELCOME that cannot be read")
-        return Facts(bool(iterable), length, bool(asynchronous), bool(stateful), str(problem))
+        iterable, length, asynchronous, stateful, shuffle, problem = self.facts
+        for number in (length, shuffle):
+            if number is not None and (type(number) is not int or number < 0):
+                raise ValueError("broken stream: a WELCOME that cannot be read")
+        return Facts(bool(iterable), length, bool(asynchronous), bool(stateful), shuffle, str(problem))
 
 
 class Opening(NamedTuple):
@@ -111,6 +114,8 @@ class Opening(NamedTuple):
     share: bool
     """Whether its batches are made once for all loaders that read the same."""
     setup: WorkerSetup
+    catalog: Catalog | None
+    """The shards that the loader assigns; None: of no such dataset."""
 
 
 _NONCE = 32
@@ -144,12 +149,15 @@ def read_record(kind: type, body: bytes) -> Any:
         raise ValueError(f"broken stream: a {kind.__name__} that cannot be read") from None
 
 
-def pack_opening(session: str, worker: int, credits: int, setup: WorkerSetup, *, share: bool) -> bytes:
+def pack_opening(
+    session: str, worker: int, credits: int, setup: WorkerSetup, *, share: bool, catalog: Catalog | None = None
+) -> bytes:
     """The body of OPENING, from a set-up whose functions are the definition's."""
     policy = None if setup.policy is None else tuple(setup.policy)
     seeded = None if setup.seeded is None else tuple(setup.seeded)
     values = {name: getattr(setup, name) for name in _PLAIN_FIELDS}
-    return pack((session, worker, credits, share, values, tuple(setup.starts[worker]), seeded, policy))
+    shards = None if catalog is None else tuple(catalog)
+    return pack((session, worker, credits, share, values, tuple(setup.starts[worker]), seeded, policy, shards))
 
 
 def read_opening(body: bytes) -> Opening:
@@ -159,7 +167,7 @@ def read_opening(body: bytes) -> Opening:
         ValueError: it cannot be read, or is out of range.
     """
     try:
-        session, worker, credits, share, values, start, seeded, policy = unpack(body)
+        session, worker, credits, share, values, start, seeded, policy, shards = unpack(body)
         if type(session) is not str or len(session) > 64:
             raise ValueError("broken stream: an OPENING without a session")
         _check_number("worker", worker, MOST_WORKERS - 1)
@@ -170,6 +178,8 @@ def read_opening(body: bytes) -> Opening:
             raise ValueError("broken stream: an OPENING with a cursor that cannot be read")
         _check_number("skip", begin.skip, 1 << 62)
         _check_number("epoch", begin.epoch, 1 << 62)
+        _check_number("stream_key", begin.stream_key, 1 << 64)
+        catalog = read_catalog(shards)
         seeds = SeededSetup(*seeded)
         for name in ("seed", "replicas", "first_stream"):
             _check_number(name, getattr(seeds, name), 1 << 64)
@@ -184,7 +194,7 @@ def read_opening(body: bytes) -> Opening:
         )
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"broken stream: an OPENING that cannot be read ({error})") from None
-    return Opening(session, worker, credits, bool(share), setup)
+    return Opening(session, worker, credits, bool(share), setup, catalog)
 
 
 _PLAIN_FIELDS = {

@@ -11,11 +11,12 @@ import logging
 import multiprocessing
 import os
 import pickle
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from asyncloader.counters import LANE_KEY, StageTimes, stage_times, total
-from asyncloader.service.lane_host import FACTS, OPEN, Facts, HostSetup, LaneOpening
+from asyncloader.service.lane_host import FACTS, OPEN, PLAN, PLANNED, Facts, HostSetup, LaneOpening
+from asyncloader.service.served_shards import Catalog, PlanRequest
 from asyncloader.workers import shutdown
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import channel_pair
@@ -64,6 +65,7 @@ class _Process:
     def __init__(self, process: WorkerProcess) -> None:
         self.process = process
         self.lanes: dict[int, LaneEnd] = {}
+        self.plans: dict[int, asyncio.Future[Any]] = {}
         self.ready = False
         self.killed_for = 0
         """The lane whose loader had it killed; 0: none."""
@@ -85,7 +87,7 @@ class HostProcesses:
         self.setup = setup
         self.number = number
         self.deaths = 0
-        self.lanes_opened = 0
+        self._requests = 0  # lanes and plans that were asked for
         self._users = 0
         self._tasks_of_dead, self._busy_of_dead = 0, 0.0
         self._context = multiprocessing.get_context("forkserver")
@@ -183,6 +185,11 @@ class HostProcesses:
                 assert self._facts is not None
                 if not self._facts.done():
                     self._facts.set_result(facts)
+            elif kind == PLANNED:
+                asked, answer = pickle.loads(body)
+                future = made.plans.pop(asked, None)
+                if future is not None and not future.done():
+                    future.set_result(answer)
             elif kind == wire.LOG:
                 level, text, _, _ = pickle.loads(body)
                 _log.log(level, "%s", text)
@@ -212,6 +219,9 @@ class HostProcesses:
             blamed = lane == at or (not at and len(made.lanes) == 1)
             shared = not at and len(made.lanes) > 1 and self._asynchronous
             end.died(Death(error.pid, error.exitcode, error.reason, error.trace, blamed, shared))
+        for future in made.plans.values():
+            if not future.done():
+                future.set_exception(ConnectionError("the process that made the plan died"))
         times = _times(made)
         self._tasks_of_dead += times.number
         self._busy_of_dead += times.total
@@ -227,12 +237,13 @@ class HostProcesses:
 
     @property
     def _asynchronous(self) -> bool:
-        return self._facts is not None and self._facts.done() and self._facts.result().asynchronous
+        told = self._facts is not None and self._facts.done() and self._facts.result().asynchronous
+        return told or self.setup.threads
 
     # ---------------------------------------------------------------------------------------------- lanes
 
     async def open(
-        self, session: str, worker: int, setup: Any, end: Callable[[Any, int], LaneEnd]
+        self, session: str, worker: int, setup: Any, catalog: Catalog | None, end: Callable[[Any, int], LaneEnd]
     ) -> tuple[LaneEnd, int, int]:
         """Open a lane in the process that has the fewest. Returns the node's end, the number, and the process's id.
 
@@ -240,18 +251,17 @@ class HostProcesses:
             session: the loader's name for itself.
             worker: the logical worker's number.
             setup: its options.
+            catalog: the shards that the loader assigns, if it does.
             end: makes the node's end, of the socket and the lane's number.
         """
         await self._all_begun.wait()  # or those that come first would all share the first process
         await self._ready.wait()
         made = min((each for each in self._processes.values() if each.ready), key=lambda each: len(each.lanes))
-        self.lanes_opened += 1
-        number = self.lanes_opened
+        self._requests += 1
+        number = self._requests
         ours, theirs = channel_pair()
         try:
-            body = pickle.dumps(LaneOpening(number, session, worker, setup))
-            if not made.process.channel.send(wire.pack(OPEN, body), [theirs.fileno()]):
-                asyncio.get_running_loop().add_writer(made.process.channel.fileno(), self._flush, made)
+            self._ask(made, OPEN, LaneOpening(number, session, worker, setup, catalog), [theirs.fileno()])
             made.lanes[number] = lane = end(ours, number)
         except BaseException:
             ours.close()
@@ -259,6 +269,28 @@ class HostProcesses:
         finally:
             theirs.close()
         return lane, number, made.process.pid
+
+    async def plan(self, request: PlanRequest) -> Any:
+        """Have a plan made. Returns it, or the error that was raised, in the service's dialect.
+
+        Raises:
+            ConnectionError: the process died.
+        """
+        await self._ready.wait()
+        made = next(each for each in self._processes.values() if each.ready)
+        self._requests += 1
+        number = self._requests
+        future = made.plans[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._ask(made, PLAN, (number, request))
+            return await future
+        finally:
+            made.plans.pop(number, None)
+
+    def _ask(self, made: _Process, kind: int, request: Any, fds: Sequence[int] = ()) -> None:
+        """Send a process of ours a request."""
+        if not made.process.channel.send(wire.pack(kind, pickle.dumps(request)), fds):
+            asyncio.get_running_loop().add_writer(made.process.channel.fileno(), self._flush, made)
 
     def _flush(self, made: _Process) -> None:
         done = True

@@ -4,7 +4,7 @@ Data path: node -> lane -> [lane_host: fetch -> collate -> slot] -> lane -> node
 
 A *lane* is one logical worker of one loader: a socket, with a `TaskRunner` behind it. A process has any number of
 them. Those of a blocking dataset take turns, task by task: next is a lane of the session that has had the least time.
-Those of an asynchronous dataset run on one event loop.
+Those of an asynchronous dataset, or of one that is read in threads, run on one event loop.
 
 A blocking map dataset, whose samples depend on nothing but their index, is made once and shared by all lanes. Any
 other is made for each lane, because it may keep a position, or open connections.
@@ -30,20 +30,22 @@ from torch.utils.data._utils import worker as torch_worker
 from asyncloader.counters import LANE_KEY, Recorder
 from asyncloader.service.definition import Defined, Made, load_definition
 from asyncloader.service.dialect import PLAIN
+from asyncloader.service.served_shards import Catalog, PlanRequest, finding, planned
 from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset, is_async_stream
 from asyncloader.workers.fetch.dataset_state import is_stateful
+from asyncloader.workers.fetch.seeding import GlobalDrawCheck
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
 from asyncloader.workers.task_runner import TaskRunner
 from asyncloader.workers.worker import run_task_loop, serve_async, tune
 
-__all__ = ["FACTS", "OPEN", "Facts", "HostSetup", "LaneOpening"]
+__all__ = ["FACTS", "OPEN", "PLAN", "PLANNED", "Facts", "HostSetup", "LaneOpening"]
 
-FACTS, OPEN = 40, 41
-"""Frames between the node and its process, both pickled, as both are the node's own: what the dataset is, and a new
-lane, whose socket comes with the frame."""
+FACTS, OPEN, PLAN, PLANNED = 40, 41, 42, 43
+"""Frames between the node and its process, all pickled, as both are the node's own: what the dataset is; a new lane,
+whose socket comes with the frame; a number and a `PlanRequest`; this number with the `Plan`, or an error as bytes."""
 
 
 _COUNTS_S = 0.25
@@ -57,6 +59,7 @@ class Facts(NamedTuple):
         length: its length; None if it has none.
         asynchronous: whether it is read on an event loop.
         stateful: whether it has a state of its own.
+        shuffle: if the loader assigns its shards: samples that each worker shuffles together; else None.
         problem: why it cannot be served, or could not be made; empty if all is well.
     """
 
@@ -64,6 +67,7 @@ class Facts(NamedTuple):
     length: int | None = None
     asynchronous: bool = False
     stateful: bool = False
+    shuffle: int | None = None
     problem: str = ""
 
 
@@ -75,19 +79,28 @@ class LaneOpening(NamedTuple):
         session: the loader that it belongs to.
         worker: its number among the loader's workers.
         setup: the loader's options, without dataset and functions.
+        catalog: the shards that the loader assigns; None: of no such dataset.
     """
 
     number: int
     session: str
     worker: int
     setup: WorkerSetup
+    catalog: Catalog | None
 
 
 class HostSetup(NamedTuple):
-    """What a process of the service is started with: a definition, by its name, and its arguments."""
+    """What a process of the service is started with.
+
+    Attributes:
+        target: names the definition.
+        arguments: the definition's.
+        threads: whether its lanes read a blocking dataset in threads (`concurrency`).
+    """
 
     target: str
     arguments: dict[str, Any]
+    threads: bool = False
 
     def run(self, channel: Channel, recorder: Recorder, entered: float) -> None:
         """Serve lanes until the node ends this process. Raises what its channel raises."""
@@ -108,8 +121,9 @@ class HostSetup(NamedTuple):
         if facts.problem or host is None:
             channel.receive(wait=True)  # until the node ends this process
             return
-        tune(concurrent=facts.asynchronous)
-        if facts.asynchronous:
+        concurrent = facts.asynchronous or self.threads
+        tune(concurrent=concurrent)
+        if concurrent:
             serve_async(host.run_async)
         else:
             host.run()
@@ -118,16 +132,16 @@ class HostSetup(NamedTuple):
 def facts_of(dataset: Any) -> Facts:
     """Look at a dataset."""
     iterable = isinstance(dataset, IterableDataset) or is_async_stream(dataset)
+    if assigns_shards(dataset):  # its length would cost a look into each of its shards
+        return Facts(True, None, True, is_stateful(dataset), getattr(dataset, "shuffle_buffer", 0))
     problem = ""
-    if assigns_shards(dataset):
-        problem = "a dataset whose shards a loader assigns cannot be served; read it from the loader's own workers"
     try:
         length = len(dataset)  # pyright: ignore[reportArgumentType] - or the error says that it has none
     except (TypeError, NotImplementedError):  # the two ways in which datasets say that they have none
         length = None
     if not iterable and length is None:
         problem = f"{type(dataset).__name__} has no length, without which no order can be made of its samples"
-    return Facts(iterable, length, is_async_dataset(dataset), is_stateful(dataset), problem)
+    return Facts(iterable, length, is_async_dataset(dataset), is_stateful(dataset), None, problem)
 
 
 class _LaneChannel(Channel):
@@ -181,14 +195,16 @@ class _LaneSetup(NamedTuple):
     options: WorkerSetup
     defined: Defined
     made: Made | None
+    catalog: Catalog | None
 
     def load(self) -> WorkerSetup:
         dataset, functions = self.made or self.defined.make()
         collate_fn, seeded = functions.get("collate_fn"), self.options.seeded
+        init = functions.get("worker_init_fn")
         assert seeded is not None  # a service serves seeded loaders only
         return self.options._replace(
             dataset=dataset,
-            worker_init_fn=functions.get("worker_init_fn"),
+            worker_init_fn=init if self.catalog is None else finding(dataset, self.catalog, init),
             decode=functions.get("decode"),
             collate_fn=collate_fn or self.options.collate_fn,
             seeded=seeded._replace(seed_collate=collate_fn is not None),
@@ -205,6 +221,9 @@ class _Host:
         self._shared = not (facts.iterable or facts.asynchronous or facts.stateful)
         self._lanes: dict[int, _Lane] = {}  # by descriptor
         self._used: dict[str, float] = {}  # seconds of each session that has lanes here
+        self._draw_check = GlobalDrawCheck()  # one for all lanes: they share the generators
+        self._planning: Any = None  # a dataset that no lane has: it makes plans of any number of workers
+        self._plans: list[tuple[int, PlanRequest]] = []  # that the node has asked for
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = False
 
@@ -220,6 +239,8 @@ class _Host:
                 lane = self._open(pickle.loads(body), self._channel.take_fd())
                 if lane is not None:
                     opened.append(lane)
+            elif kind == PLAN:
+                self._plans.append(pickle.loads(body))
         self._ended = self._ended or self._channel.ended
         return opened
 
@@ -229,9 +250,11 @@ class _Host:
         channel = _LaneChannel(sock, self._loop)
         made = self._made if self._shared or self._fresh else None
         self._fresh = False
-        setup = _LaneSetup(opening.setup, self._defined, made)
+        setup = _LaneSetup(opening.setup, self._defined, made, opening.catalog)
         try:
-            runner = TaskRunner(opening.worker, channel, setup, channel.recorder, perf_counter(), PLAIN)
+            runner = TaskRunner(
+                opening.worker, channel, setup, channel.recorder, perf_counter(), PLAIN, self._draw_check
+            )
         except ConnectionError:  # the loader is gone
             channel.close()
             return None
@@ -318,6 +341,8 @@ class _Host:
             for lane in opened:
                 _info.set(lane.info)
                 group.create_task(self._run_lane(lane))
+            while self._plans:
+                group.create_task(self._plan(*self._plans.pop()))
             if self._ended and not done.done():
                 done.set_result(None)
 
@@ -330,6 +355,16 @@ class _Host:
                 for lane in self._lanes.values():
                     lane.runner.stopped = True
                     lane.channel.sock.shutdown(socket.SHUT_RDWR)
+
+    async def _plan(self, number: int, request: PlanRequest) -> None:
+        answer: Any
+        try:
+            if self._planning is None:
+                self._planning = self._defined.make().dataset
+            answer = await planned(self._planning, request)
+        except Exception as error:
+            answer = PLAIN.dump_error(error, 0)
+        self._channel.send_all(wire.pack(PLANNED, pickle.dumps((number, answer))))
 
     async def _run_lane(self, lane: _Lane) -> None:
         try:

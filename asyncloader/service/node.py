@@ -14,10 +14,10 @@ import json
 import logging
 import socket
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from asyncloader.service import frames
 from asyncloader.service.epoch_cache import EpochCache
@@ -36,6 +36,7 @@ from asyncloader.service.lane_host import Facts, HostSetup
 from asyncloader.service.link import Link, Message
 from asyncloader.service.node_lanes import ForwardedLane, PassedLane
 from asyncloader.service.served_definitions import Refused, Served, as_text, asked
+from asyncloader.service.served_shards import PlanRequest, messages, read_request
 from asyncloader.service.session import Session
 from asyncloader.service.sharing_lane import SharingLane
 from asyncloader.service.sockets import bound, check_peer
@@ -49,6 +50,8 @@ _log = logging.getLogger("asyncloader")
 HANDSHAKE_S = 10.0
 """Seconds that a connection may take until its lane is open, besides the time in which a process makes its dataset."""
 _SIGN_OF_LIFE_S = 5.0
+_PLAN_S = 60.0
+"""Seconds that a loader may take to receive a plan."""
 _MOST_HANDSHAKE_BODY = 1 << 20
 _MOST_CONNECTIONS = 4096
 _MOST_STRANGERS = 128
@@ -57,6 +60,9 @@ _MOST_CACHED = 0.25  # of it, for batches that several loaders share
 _CACHED_BYTES = 1 << 30  # if the system does not say what is there
 _MOST_DATASETS = 8
 _TCP = {"TCP_USER_TIMEOUT": 3000, "TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+
+
+_T = TypeVar("_T")
 
 
 class _Proof(NamedTuple):
@@ -87,7 +93,7 @@ class Node:
         self._token = token
         self._tls = tls
         self._problem = problem
-        self._hosts: dict[tuple[str, str], HostProcesses] = {}
+        self._hosts: dict[tuple[str, str, bool], HostProcesses] = {}
         self._past = {"deaths": 0.0, "tasks": 0.0, "busy_seconds": 0.0}  # totals of datasets that are not read any more
         self._closing: set[asyncio.Task[None]] = set()
         self._connections: set[asyncio.Task[None]] = set()
@@ -118,13 +124,13 @@ class Node:
                 if facts.problem:
                     raise ValueError(facts.problem)
 
-    def _host(self, served: Served, arguments: Mapping[str, Any]) -> HostProcesses:
-        key = served.target, json.dumps(arguments, sort_keys=True, default=str)
+    def _host(self, served: Served, arguments: Mapping[str, Any], *, threads: bool = False) -> HostProcesses:
+        key = served.target, json.dumps(arguments, sort_keys=True, default=str), threads
         host = self._hosts.get(key)
         if host is None:
             if served.open and len(self._hosts) >= len(self._served) + _MOST_DATASETS:
                 self._make_room()
-            host = self._hosts[key] = HostProcesses(HostSetup(served.target, dict(arguments)), self._workers)
+            host = self._hosts[key] = HostProcesses(HostSetup(served.target, dict(arguments), threads), self._workers)
             host.start()
         return host
 
@@ -307,32 +313,47 @@ class Node:
         served, arguments = asked(self._served, hello)
         host = self._host(served, arguments)
         with host.in_use():
-            await self._welcome(link, host, served, hello.nonce, mine)
-        return True
+            return await self._welcome(link, host, served, hello.nonce, mine)
 
-    async def _welcome(self, link: Link, host: HostProcesses, served: Served, theirs: bytes, mine: bytes) -> None:
-        facts = await self._facts(host, link)
+    async def _welcome(self, link: Link, host: HostProcesses, served: Served, theirs: bytes, mine: bytes) -> bool:
+        facts = await _waited(host.facts(), link)
         if facts.problem:
             raise Refused(facts.problem)
         answer = Welcome(proof(self._token, "node", theirs, mine), tuple(facts))
         link.send(frames.WELCOME, pack(tuple(answer)))
         async with asyncio.timeout(HANDSHAKE_S):
-            message = await _message(link, frames.OPENING, frames.STAY)
+            message = await _message(link, frames.OPENING, frames.STAY, frames.PLAN)
+        if message.header.kind == frames.PLAN:
+            await self._plan(link, host, facts, read_request(message.body))
+            return False
         if message.header.kind == frames.STAY:
             self._keep(link)
         else:
             opening = read_opening(message.body)
             if opening.share and (facts.iterable or facts.stateful):
                 raise Refused("share='epoch' is for datasets with an index and without a state of their own")
-            await self._open(link, host, served, opening)
+            if (opening.catalog is None) != (facts.shuffle is None):
+                raise Refused("this dataset's shards are, or are not, assigned by the loader")
+            if opening.setup.fetch_threads and not facts.asynchronous:
+                host = self._host(served, host.setup.arguments, threads=True)
+                with host.in_use():
+                    await _waited(host.facts(), link)
+                    await self._open(link, host, served, opening)
+            else:
+                await self._open(link, host, served, opening)
+        return True
 
-    async def _facts(self, host: HostProcesses, link: Link) -> Facts:
-        """Wait until the dataset is made, and tell the loader now and then that it is being made."""
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_SIGN_OF_LIFE_S):
-                    return await host.facts()
-            link.send(frames.PONG)
+    async def _plan(self, link: Link, host: HostProcesses, facts: Facts, request: PlanRequest) -> None:
+        """Have the plan of an epoch made, and send it."""
+        if facts.shuffle is None:
+            raise Refused("a plan is made of a dataset whose shards the loader assigns")
+        answer = await _waited(host.plan(request), link)
+        async with asyncio.timeout(_PLAN_S):
+            for body in messages(answer):
+                done = link.send(frames.PLANNED, body)
+                while not done:
+                    await _ready(link.sock, read=False)
+                    done = link.flush()
 
     def _keep(self, link: Link) -> None:
         """A process is there that has no lanes now: a node that ends with the last one stays for it."""
@@ -367,7 +388,7 @@ class Node:
             _log.info("session %s reads %s with %s", session.name, served.target, as_text(host.setup.arguments))
         session.lanes += 1
         try:
-            _, number, pid = await host.open(opening.session, opening.worker, opening.setup, end)
+            _, number, pid = await host.open(opening.session, opening.worker, opening.setup, opening.catalog, end)
         except BaseException:
             self._forget(session)
             raise
@@ -404,6 +425,18 @@ def _shaken(secured: ssl.SSLSocket) -> bool | None:
     except ssl.SSLWantWriteError:
         return False
     return None
+
+
+async def _waited(answer: Coroutine[Any, Any, _T], link: Link) -> _T:
+    """Wait for a process's answer, and give the loader a sign of life now and then."""
+    task = asyncio.get_running_loop().create_task(answer)
+    try:
+        while not (await asyncio.wait([task], timeout=_SIGN_OF_LIFE_S))[0]:
+            link.send(frames.PONG)
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
 
 
 async def _message(link: Link, *kinds: int) -> Message:

@@ -33,7 +33,7 @@ __all__ = ["ForwardedLane", "PassedLane"]
 
 _log = logging.getLogger("asyncloader")
 
-_PASSED_ON = frozenset((wire.RESET, wire.STOP))
+_PASSED_ON = frozenset((wire.RESET, wire.ASSIGNMENT, wire.STOP))
 _UNANSWERED = 1 << 12
 
 

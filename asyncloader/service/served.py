@@ -8,12 +8,19 @@ dataset's kind and length, which the service says, and no samples.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader.service.definition import FUNCTIONS, Defined
 from asyncloader.service.extra import check_extra
+
+if TYPE_CHECKING:
+    from asyncloader.remote.assignment import Assignment
+    from asyncloader.service.served_shards import Catalog
 
 __all__ = ["ServedDataset", "located"]
 
@@ -31,6 +38,8 @@ class ServedDataset:
     def __init__(self, defined: Defined, service: Any, length: int | None, *, stateful: bool) -> None:
         self.defined = defined
         self.service = service
+        self.catalog: Catalog | None = None
+        """If the loader assigns its shards: those of the newest plan."""
         self._length = length
         if stateful:
             self.state_dict = self.load_state_dict = self._is_elsewhere
@@ -75,6 +84,53 @@ class _AsyncStream(ServedDataset):
 
 class _SizedAsyncStream(_Sized, _AsyncStream):
     pass
+
+
+class _Shards(ServedDataset, IterableDataset[Any]):
+    """A dataset whose shards the loader assigns; a node plans each epoch. Interface as `RemoteIterableDataset`.
+
+    Args:
+        shuffle_buffer: samples that each worker shuffles together.
+    """
+
+    def __init__(self, defined: Defined, service: Any, shuffle_buffer: int) -> None:
+        super().__init__(defined, service, None, stateful=False)
+        self.shuffle_buffer = shuffle_buffer
+        self.shard_urls: Sequence[str] = ()
+        """Their names, from the first plan on."""
+
+    def __iter__(self) -> Any:
+        self._is_elsewhere()
+
+    __aiter__ = __iter__
+    open_worker_stream = ServedDataset._is_elsewhere
+
+    async def plan(
+        self, workers: int, rank: int, ranks: int, key: int | None, *, common: bool = True
+    ) -> list[Assignment]:
+        """As `RemoteIterableDataset.plan`.
+
+        Raises:
+            ServiceUnavailable: no node was there in time.
+            ValueError: a node sent something else than a plan.
+        """
+        from asyncloader.remote.assignment_state import is_catalog_range
+        from asyncloader.remote.shard_splitting import CatalogRange
+        from asyncloader.service.dialing import ask_plan
+        from asyncloader.service.served_shards import Catalog, PlanRequest
+
+        known = "" if self.catalog is None else self.catalog.fingerprint
+        request = PlanRequest(workers, rank, ranks, key, common, known)
+        given_up = threading.Event()
+        try:
+            plan = await asyncio.to_thread(ask_plan, self.service, self.defined, request, given_up)
+        finally:
+            given_up.set()
+        names = self.shard_urls if plan.fingerprint == known else plan.names
+        if not all(is_catalog_range(each, len(names)) for assignment in plan.assignments for each in assignment):
+            raise ValueError("broken stream: a plan with ranges that cannot be")
+        self.shard_urls, self.catalog = names, Catalog(workers, ranks, plan.fingerprint)
+        return [tuple(CatalogRange(*each) for each in assignment) for assignment in plan.assignments]
 
 
 _KINDS: dict[tuple[bool, bool, bool], type[ServedDataset]] = {  # iterable, asynchronous, sized
@@ -125,6 +181,8 @@ def located(arguments: dict[str, Any]) -> dict[str, Any]:
     facts = ask_facts(service, defined)
     if service.share and (facts.iterable or facts.stateful):
         raise ValueError(f"share='epoch' is for datasets with an index and without a state, and {defined!r} is not one")
+    if facts.shuffle is not None:
+        return arguments | {"dataset": _Shards(defined, service, facts.shuffle)}
     kind = _KINDS[facts.iterable, facts.asynchronous, facts.length is not None]
     return arguments | {"dataset": kind(defined, service, facts.length, stateful=facts.stateful)}
 

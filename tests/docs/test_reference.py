@@ -13,7 +13,7 @@ import torch
 import asyncloader
 from asyncloader import AsyncDataLoader, DataLoader, StatefulDataLoader
 from asyncloader.counters import STAGES
-from asyncloader.metrics import FIGURES, STAGE_HELP
+from asyncloader.metrics import FIGURES, NODE_FIGURES, STAGE_HELP
 from asyncloader.option_objects import OPTION_OBJECTS
 from docs.options import PAGE, filled, meanings
 from tests.integration.datasets import Numbers
@@ -71,6 +71,8 @@ def test_statistics_page_lists_every_key(loader: type) -> None:
     table = {row[0]: row[1:] for row in rows("statistics.md") if row[0].startswith(("data/", "device/", "store/"))}
     assert list(table) == keys
     assert table == {key: [figure.unit, figure.help.strip("`")] for key, figure in FIGURES.items()}
+    nodes = {row[0]: row[1:] for row in rows("statistics.md") if row[0] in NODE_FIGURES}
+    assert nodes == {name: [figure.unit, figure.help] for name, figure in NODE_FIGURES.items()}
     stages = {row[0]: row[1] for row in rows("statistics.md") if row[0] in STAGES}
     assert stages == {stage: text.strip("`") for stage, text in STAGE_HELP.items()}
     assert tuple(stages) == STAGES

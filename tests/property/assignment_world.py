@@ -40,6 +40,7 @@ from asyncloader.remote.assignment_state import EpochAssignment, stream_key
 from asyncloader.state.epoch_counter import EpochClock
 from asyncloader.state.progress import Progress, Tally
 from asyncloader.state.schema import check_state
+from asyncloader.workers.dialect import PICKLE
 from asyncloader.workers.fetch.assignment_client import WorkerAssignments
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples, SkippedSample
@@ -61,7 +62,7 @@ class Worker:
         self.alive = True
         self._ended = False
         self._tasks: list[asyncio.Task[None]] = []
-        self._assignments = WorkerAssignments(self._ask)
+        self._assignments = WorkerAssignments(self._ask, PICKLE)
         self._assignments.epoch = 1
         setup = WorkerSetup(
             dataset=Shards(case),

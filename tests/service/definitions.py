@@ -83,6 +83,19 @@ def note_worker(worker: int) -> None:
     _begun.append(worker)
 
 
+class Drawn(Numbers):
+    """The same with the sample's own generators, so that threads may read it."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"index": index, "noise": torch.rand(50, generator=asyncloader.sample_rng().torch)}
+
+
+@asyncloader.definition
+def drawn(n: int = 40) -> Any:
+    """A blocking map dataset that can be read in threads."""
+    return Drawn(n)
+
+
 class Awaited(Numbers):
     """The same, awaited."""
 
@@ -95,6 +108,17 @@ class Awaited(Numbers):
 def awaited(n: int = 40) -> Any:
     """An asynchronous map dataset."""
     return Awaited(n)
+
+
+@asyncloader.definition
+def awaited_with_functions(n: int = 40) -> Any:
+    """The same, collated by a function that draws."""
+    return Awaited(n), {"collate_fn": with_noise}
+
+
+def with_noise(samples: list[Any]) -> torch.Tensor:
+    """Put samples together, and add what is drawn from the process's generator."""
+    return torch.stack([each["noise"] for each in samples]) + torch.rand(50)
 
 
 class Stream(IterableDataset[Any]):
@@ -268,6 +292,17 @@ def odd() -> Any:
 def first(samples: list[Any]) -> Any:
     """A batch of one."""
     return samples[0]
+
+
+@asyncloader.definition
+def shards(folder: str, shuffle: int = 0) -> Any:
+    """Shards whose ranges the loader assigns."""
+    return asyncloader.RemoteIterableDataset(f"{folder}/", shuffle_buffer=shuffle), {"decode": number_of}
+
+
+def number_of(sample: Any) -> float:
+    """The sample's number, and a random part."""
+    return int(sample["n"]) + float(torch.rand((), generator=asyncloader.sample_rng().torch))
 
 
 class Large(Dataset[Any]):

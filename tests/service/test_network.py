@@ -59,6 +59,11 @@ def test_a_node_that_is_killed(node: NodeProcess, expected: list[Any], tmp_path:
                 head = [next(batches) for _ in range(3)]
                 other.kill()
                 assert_same([*head, *batches], whole)
+                stats = loader.stats()
+            counts = [stats[f"node/{each.tcp}/batches"] for each in (other, node)]
+            assert min(counts) > 0
+            assert sum(counts) >= len(whole)
+            assert [stats[f"node/{each.tcp}/workers"] for each in (other, node)] == [0, 2]
 
 
 @pytest.mark.thorough

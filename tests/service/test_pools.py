@@ -49,7 +49,18 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
         yield Places(plain.unix, plain.tcp, Service(secured.tcp, **shown))
 
 
-NAMES = ["numbers", "with_functions", "awaited", "stream", "async_stream", "broken", "odd", "large"]
+NAMES = [
+    "numbers",
+    "drawn",
+    "with_functions",
+    "awaited",
+    "awaited_with_functions",
+    "stream",
+    "async_stream",
+    "broken",
+    "odd",
+    "large",
+]
 OPTIONS: dict[str, Any] = {"batch_size": 4, "seed": 3, "num_workers": 3}
 
 
@@ -79,7 +90,9 @@ def outcomes(loader: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("place", PLACES[1:])
-@pytest.mark.parametrize("name", ["numbers", "with_functions", "awaited", "stream", "async_stream", "large"])
+@pytest.mark.parametrize(
+    "name", ["numbers", "with_functions", "awaited", "awaited_with_functions", "stream", "async_stream", "large"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_are_those_of_local_workers(kind: str, name: str, place: str, places: Places) -> None:
     """To the bit, over two epochs with the same workers, whatever the dataset is."""
@@ -88,6 +101,16 @@ def test_batches_are_those_of_local_workers(kind: str, name: str, place: str, pl
     expected = read("sync", options, defined, epochs=2)
     assert len(expected[0]) > 8
     assert_same(read(kind, {**options, "workers": places.of(place)}, defined, epochs=2), expected)
+
+
+@pytest.mark.parametrize("place", PLACES[1:])
+def test_a_blocking_dataset_in_threads(place: str, places: Places) -> None:
+    """Beside loaders that read it without."""
+    options = {**OPTIONS, "concurrency": 4}
+    expected = read("sync", options, definitions.drawn())
+    assert_same(read("sync", {**options, "workers": places.of(place)}, definitions.drawn()), expected)
+    options["concurrency"] = 1
+    assert_same(read("sync", {**options, "workers": places.of(place)}, definitions.drawn()), expected)
 
 
 @pytest.mark.parametrize("place", PLACES[1:])

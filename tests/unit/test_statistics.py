@@ -4,6 +4,8 @@ import math
 
 import pytest
 
+from asyncloader.counters import Recorder
+from asyncloader.metrics import metrics
 from asyncloader.statistics import Statistics
 from tests.unit.figures import FIGURES
 
@@ -75,6 +77,32 @@ def test_first_batch_time_is_that_of_the_newest_iterator() -> None:
     begun = s.begin()
     s.first_batch(begun)
     assert 0.0 <= s.first_batch_s < 100.0
+
+
+def test_a_node_that_workers_leave_keeps_its_counts() -> None:
+    """Batches are those of the node that made them; workers are at their newest one. Exporters get a label for each."""
+    s = Statistics()
+    for worker in (0, 1):
+        s.add_worker(worker, Recorder(), "tcp://a:1")
+        s.came_from_node(worker, 100, 0.5)
+    s.snapshot(0, interval=True)
+    s.add_worker(1, Recorder(), "unix:/b")
+    s.came_from_node(1, 10, 0.25)
+    parts = {"workers": (1.0, 1.0), "batches": (2.0, 1.0), "bytes": (200.0, 10.0), "busy_s": (1.0, 0.25)}
+    expected = {
+        f"node/{address}/{name}": values[number]
+        for name, values in parts.items()
+        for number, address in enumerate(("tcp://a:1", "unix:/b"))
+    }
+    stats = s.snapshot(0, {"dropped_samples": 0, "repeated_samples": 0})
+    assert {key: value for key, value in stats.items() if key.startswith("node/")} == expected
+    assert s.snapshot(0, prefix="x/", interval=True)["x/node/tcp://a:1/batches"] == 0.0
+    found = {each.name: each for each in metrics(stats, s.blocks())}
+    assert [(each.name, each.labels, each.value) for each in found["asyncloader_node_busy_seconds"].samples] == [
+        ("asyncloader_node_busy_seconds_total", {"node": "tcp://a:1"}, 1.0),
+        ("asyncloader_node_busy_seconds_total", {"node": "unix:/b"}, 0.25),
+    ]
+    assert found["asyncloader_node_workers"].type == "gauge"
 
 
 def test_snapshot_is_a_fresh_dictionary() -> None:

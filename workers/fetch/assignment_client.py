@@ -9,10 +9,10 @@ matter how often it is requested. So a worker that died with an unanswered reque
 from __future__ import annotations
 
 import asyncio
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from asyncloader.workers.dialect import Dialect
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.ipc import wire
 
@@ -78,12 +78,14 @@ class ChannelAssignments:
     Args:
         key: the seed of the shuffle buffer.
         send: sends a frame.
+        dialect: how values travel.
         epoch: the pool's number for the epoch.
     """
 
-    def __init__(self, key: int, send: Callable[[bytes], None], epoch: int) -> None:
+    def __init__(self, key: int, send: Callable[[bytes], None], dialect: Dialect, epoch: int) -> None:
         self.key = key
         self._send = send
+        self._dialect = dialect
         self._epoch = epoch
         self._waiting: dict[int, asyncio.Future[AssignmentReply]] = {}  # there is one request at a time
 
@@ -104,7 +106,7 @@ class ChannelAssignments:
         if waiting is None:
             waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
             plain = None if left is None else [tuple(shard_range) for shard_range in left]
-            self._send(wire.pack_ask(self._epoch, number, batch, pickle.dumps(plain, 5)))
+            self._send(wire.pack_ask(self._epoch, number, batch, self._dialect.dumps(plain)))
         return waiting
 
     def answered(self, body: bytes) -> None:
@@ -112,7 +114,7 @@ class ChannelAssignments:
         epoch, number, payload = wire.unpack_assignment(body)
         waiting = self._waiting.get(number)
         if epoch == self._epoch and waiting is not None and not waiting.done():
-            waiting.set_result(AssignmentReply(*pickle.loads(payload)))
+            waiting.set_result(AssignmentReply(*self._dialect.loads(payload)))
 
     def close(self) -> None:
         """Cancel all pending requests."""
@@ -126,10 +128,12 @@ class WorkerAssignments:
 
     Args:
         send: sends a frame.
+        dialect: how values travel.
     """
 
-    def __init__(self, send: Callable[[bytes], None]) -> None:
+    def __init__(self, send: Callable[[bytes], None], dialect: Dialect) -> None:
         self._send = send
+        self._dialect = dialect
         self._newest: ChannelAssignments | None = None
         self.epoch = 0
         """The pool's number for the current epoch."""
@@ -141,7 +145,7 @@ class WorkerAssignments:
         """Return a new source and close the previous one. As `AssignmentProvider.source`."""
         if self._newest is not None:
             self._newest.close()
-        self._newest = ChannelAssignments(start.stream_key, self._send, self.epoch)
+        self._newest = ChannelAssignments(start.stream_key, self._send, self._dialect, self.epoch)
         return self._newest
 
     def answered(self, body: bytes) -> None:

@@ -63,6 +63,7 @@ class Reader:
         in_worker: bool,
         assignments: AssignmentProvider | None = None,
         time: Callable[[Stage, float], None] | None = None,
+        draw_check: GlobalDrawCheck | None = None,
     ) -> None:
         self._setup = setup
         self.dataset = dataset
@@ -86,7 +87,9 @@ class Reader:
         self._bookmark = Bookmark(dataset, self._every)
         self._fetcher: Any = None
         self._start: EpochStart | None = None
-        self._watch = GlobalDrawCheck() if in_worker and self.asynchronous and setup.seeded is not None else None
+        self._watch: GlobalDrawCheck | None = None
+        if in_worker and self.asynchronous and setup.seeded is not None:
+            self._watch = draw_check or GlobalDrawCheck()
         self._lock = asyncio.Lock()
         self._ready = False  # the asynchronous dataset has begun
         self._failure: StateError | None = None
@@ -115,6 +118,7 @@ class Reader:
         self._start = start
         self._ready, self._failure = False, None
         if self.asynchronous:
+            self._accept_draws()
             return
         with self._generators():
             self._open(start)
@@ -161,8 +165,12 @@ class Reader:
             self._fetcher = self._stream_fetcher(start, seeding, handler)
         else:
             self._fetcher = self._map_fetcher(seeding, handler)
+        self._accept_draws()
+
+    def _accept_draws(self) -> None:
+        """Draws in `worker_init_fn` and `__aiter__` are allowed."""
         if self._watch is not None:
-            self._watch.rebase()  # draws in `worker_init_fn` and `__aiter__` are allowed
+            self._watch.rebase()
 
     def _seeding(self, epoch: int) -> EpochSeeding | None:
         seeded = self._setup.seeded

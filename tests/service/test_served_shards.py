@@ -1,0 +1,124 @@
+"""Shards that a service reads: planned at a node, assigned by the loader, as if its own workers read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncloader import DataLoader, ShardError, StateError
+from tests.integration.comparing import assert_same
+from tests.integration.running import KINDS
+from tests.service import definitions
+from tests.service.serving import NodeProcess, serving
+from tests.service.test_pools import read
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")  # local ones
+
+OPTIONS: dict[str, Any] = {"batch_size": 4, "seed": 3, "num_workers": 3}
+SERVED = ["shards"], "--open", "shards"
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    with serving(tmp_path_factory.mktemp("node"), *SERVED) as made:
+        yield made
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Shards of different lengths."""
+    made = tmp_path / "shards"
+    made.mkdir()
+    for shard in range(9):
+        lines = [f'{{"n": {1000 * shard + line}}}\n' for line in range(10 + 7 * shard)]
+        (made / f"{shard}.jsonl").write_text("".join(lines))
+    return made
+
+
+@pytest.mark.parametrize("place", ["tcp", "unix"])
+@pytest.mark.parametrize("shuffle", [0, 20])
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_are_those_of_local_workers(
+    kind: str, shuffle: int, place: str, node: NodeProcess, folder: Path
+) -> None:
+    """To the bit, over two epochs with the same workers."""
+    served = definitions.shards(str(folder), shuffle)
+    options = {**OPTIONS, "persistent_workers": True}
+    expected = read("sync", options, served, epochs=2)
+    assert len({int(n) for batch in expected[0] for n in batch}) == 9 * 10 + 7 * 36
+    assert_same(read(kind, {**options, "workers": getattr(node, place)}, served, epochs=2), expected)
+
+
+def test_states_move_between_places(node: NodeProcess, folder: Path) -> None:
+    """An epoch that local workers began is resumed at a service, and the other way round."""
+    served = definitions.shards(str(folder), 20)
+    whole = read("sync", OPTIONS, served)[0]
+    for before, after in ((None, node.tcp), (node.tcp, None)):
+        with DataLoader[Any](served, **OPTIONS, workers=before) as loader:
+            batches = iter(loader)
+            head = [next(batches) for _ in range(7)]
+            state = loader.state_dict()
+        with DataLoader[Any](served, **OPTIONS, workers=after) as loader:
+            loader.load_state_dict(state)
+            assert_same([*head, *loader], whole)
+
+
+def test_samples_that_cannot_be_read(node: NodeProcess, folder: Path) -> None:
+    """Are left out, and recorded, as by local workers; without `on_error` they raise."""
+    (folder / "3.jsonl").write_text('{"n": 1}\nnothing\n{"n": 2}\n')
+    served = definitions.shards(str(folder))
+    found = []
+    for workers in (None, node.tcp):
+        with DataLoader[Any](served, **OPTIONS, on_error="skip", workers=workers) as loader:
+            found.append((list(loader), [record.error for record in loader.skipped_samples]))
+    assert found[0][1]
+    assert_same(found[1][0], found[0][0])
+    assert found[1][1] == found[0][1]
+    with (
+        pytest.raises(ShardError, match=r"3\.jsonl"),
+        DataLoader[Any](served, **OPTIONS, workers=node.tcp) as loader,
+    ):
+        list(loader)
+
+
+def test_a_node_that_is_killed(node: NodeProcess, folder: Path, tmp_path: Path) -> None:
+    """Each shard's rest is read elsewhere, from where it was."""
+    served = definitions.shards(str(folder), 20)
+    whole = read("sync", OPTIONS, served)[0]
+    with (
+        serving(tmp_path, *SERVED, listen=["127.0.0.1:0"]) as other,
+        DataLoader[Any](served, **OPTIONS, max_worker_restarts=0, workers=f"{other.tcp},{node.tcp}") as loader,
+    ):
+        batches = iter(loader)
+        head = [next(batches) for _ in range(3)]
+        other.kill()
+        assert_same([*head, *batches], whole)
+
+
+def test_a_store_that_changes_in_mid_epoch(node: NodeProcess, folder: Path, tmp_path: Path) -> None:
+    """A node that finds other shards than the plan's reads none of them: the ranges would be of other samples."""
+    served = definitions.shards(str(folder))
+    with (
+        serving(tmp_path, *SERVED, listen=["127.0.0.1:0"]) as other,
+        DataLoader[Any](served, **OPTIONS, workers=f"{other.tcp},{node.tcp}") as loader,
+    ):
+        batches = iter(loader)
+        next(batches)
+        (folder / "0.jsonl").write_text('{"n": 7}\n')
+        other.kill()
+        with pytest.raises(StateError, match="other shards than those that the epoch was planned with"):
+            list(batches)
+
+
+def test_shards_that_cannot_be_found(node: NodeProcess, tmp_path: Path) -> None:
+    """The error is that of local workers, and its last line the same."""
+    served = definitions.shards(str(tmp_path / "nothing"))
+    for workers in (None, node.tcp):
+        with (
+            DataLoader[Any](served, **OPTIONS, workers=workers) as loader,
+            pytest.raises(ValueError, match=r"there is no shard below '.*/nothing/'. Is the address right\?$"),
+        ):
+            list(loader)

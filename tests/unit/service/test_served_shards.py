@@ -1,0 +1,70 @@
+"""Plans in messages, and requests for them: what is sent comes back, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncloader.service.served_shards import (
+    Catalog,
+    Plan,
+    PlanRequest,
+    gathered,
+    messages,
+    read_catalog,
+    read_request,
+)
+from asyncloader.service.values import pack
+
+REQUEST = PlanRequest(3, 1, 2, 1 << 63, True, "known")
+
+
+@pytest.mark.parametrize("shards", [0, 1, 20_000])
+def test_a_plan_comes_in_pieces(shards: int) -> None:
+    """However many shards there are, no message is large."""
+    plan = Plan(
+        "mark",
+        [f"shard {number}" for number in range(shards)],
+        [[(number, 0, None, False)] for number in range(shards)],
+    )
+    sent = list(messages(plan))
+    assert max(map(len, sent)) < 1 << 20
+    assert gathered(iter(sent).__next__) == plan
+    assert gathered(iter(list(messages(b"an error"))).__next__) == b"an error"
+
+
+@given(st.one_of(st.binary(), st.builds(pack, st.one_of(st.integers(), st.tuples(st.integers(-1, 5), st.integers())))))
+def test_what_is_no_plan(body: bytes) -> None:
+    """Is an error."""
+    with pytest.raises(ValueError, match=r"broken|cannot"):
+        gathered(iter([body, body, body]).__next__)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"workers": 0},
+        {"workers": 1 << 24},
+        {"workers": True},
+        {"rank": 2},
+        {"rank": -1},
+        {"ranks": "2"},
+        {"key": -1},
+        {"key": 1 << 64},
+        {"known": None},
+    ],
+)
+def test_requests_out_of_range(changes: dict[str, Any]) -> None:
+    """Are refused before anything is planned; a catalog is checked in the same way."""
+    assert read_request(pack(tuple(REQUEST))) == REQUEST
+    with pytest.raises(ValueError, match=r"PLAN|rank"):
+        read_request(pack(tuple(REQUEST._replace(**changes))))
+    with pytest.raises(ValueError, match="PLAN"):
+        read_request(pack((1, 2)))
+    assert read_catalog((3, 2, "mark")) == Catalog(3, 2, "mark")
+    with pytest.raises(ValueError, match="rank"):
+        read_catalog((0, 2, "mark"))
+    assert read_catalog(None) is None
