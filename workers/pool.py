@@ -37,6 +37,7 @@ from asyncloader.workers.memory.kept_rings import KeptRings, RingOptions
 from asyncloader.workers.memory.ring import install_fork_hook
 from asyncloader.workers.memory.ring_manager import RingManager
 from asyncloader.workers.source import WorkerHandle, WorkerSource
+from asyncloader.workers.stacks import Report
 from asyncloader.workers.watchdog import TaskWatchdog
 
 __all__ = [
@@ -186,6 +187,10 @@ class WorkerPool:
         if os.getpid() != self._owner:
             return True
         return self._failed or not all(p.alive for p in self.processes)
+
+    async def look(self, processes: Sequence[WorkerHandle], seconds: float) -> dict[int, Report]:
+        """See `WorkerSource.look`."""
+        return await self._source.look(processes, seconds)
 
     def __repr__(self) -> str:
         state = "stopped" if self._stopped else "attached" if self._loop else "idle"

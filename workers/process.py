@@ -33,7 +33,7 @@ from asyncloader.workers.memory import segment
 from asyncloader.workers.memory_use import MemoryKills
 from asyncloader.workers.session import dump_message, file_of_main_hidden
 from asyncloader.workers.setup_payload import InheritedFd, Payload
-from asyncloader.workers.stacks import crash_trace, stack_pipe
+from asyncloader.workers.stacks import Report, Target, ask, crash_trace, stack_pipe
 from asyncloader.workers.stderr_capture import make_capture_file, read_tail
 
 __all__ = ["WorkerProcess", "wait_for_deaths"]
@@ -266,6 +266,14 @@ def _forget_all() -> None:
         if process.process is not None:
             multiprocessing.process._children.discard(process.process)  # type: ignore[attr-defined]
     _processes.clear()
+
+
+async def look(processes: Sequence[WorkerProcess], seconds: float) -> list[Report]:
+    """What these do: their state, and the stacks of all threads. See `stacks.ask`."""
+    reports = await ask([Target(each.pid, each.death_fd, each.stacks) for each in processes], seconds)
+    for process in processes:
+        process.stacks.clear()  # or they would be reported again if it died
+    return reports
 
 
 def hang_up(processes: Sequence[WorkerProcess], seconds: float) -> None:

@@ -19,9 +19,9 @@ from asyncloader.workers import shutdown
 from asyncloader.workers.dialect import Dialect
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc.lifeline import Lifeline
-from asyncloader.workers.process import WorkerProcess, hang_up
+from asyncloader.workers.process import WorkerProcess, hang_up, look
 from asyncloader.workers.setup_payload import Payload, dump, import_worker_code, preload_in_fork_server
-from asyncloader.workers.stacks import StackReader
+from asyncloader.workers.stacks import Report
 
 __all__ = ["LocalWorkers", "WorkerHandle", "WorkerSource"]
 
@@ -74,11 +74,6 @@ class WorkerHandle(Protocol):
     @property
     def recorder(self) -> Recorder:
         """What it counts."""
-        ...
-
-    @property
-    def stacks(self) -> StackReader | None:
-        """Where what its threads do can be read; None: it is not on this machine."""
         ...
 
     @property
@@ -168,6 +163,12 @@ class WorkerSource(Protocol):
         """
         ...
 
+    async def look(self, workers: Sequence[Any], seconds: float) -> dict[int, Report]:
+        """What these do, by their numbers: the stacks of their threads, or why there are none. Takes about so many
+        seconds at most. Those that are gone are left out.
+        """
+        ...
+
     def end(self, workers: Sequence[Any]) -> None:
         """End all of these, and wait for that, a few seconds at most."""
         ...
@@ -218,6 +219,11 @@ class LocalWorkers:
                 os.close(pidfd)
             if isinstance(shared, Payload):
                 shared.close()
+
+    async def look(self, workers: Sequence[WorkerProcess], seconds: float) -> dict[int, Report]:
+        """As `WorkerSource`."""
+        there = [worker for worker in workers if not worker.released]
+        return {worker.worker_id: report for worker, report in zip(there, await look(there, seconds), strict=True)}
 
     def end(self, workers: Sequence[WorkerProcess]) -> None:
         """As `WorkerSource`: see `shutdown.py`."""

@@ -415,23 +415,20 @@ _SECONDS = 1.0
 async def report(pool: WorkerPool, scheduler: Scheduler) -> str:
     """Describe the oldest task, and each worker: its state, tasks, ring, and the Python stacks of its threads."""
     processes = list(pool.processes)  # a worker may be replaced while the answers are awaited
-    asked = {p.worker_id: stacks.Target(p.pid, p.death_fd, p.stacks) for p in processes if p.stacks and not p.released}
     lines = [_head(scheduler)]  # before the signal, which may interrupt what a worker waits for
-    found = dict(zip(asked, await stacks.ask(list(asked.values()), _SECONDS), strict=True))
+    found = await pool.look(processes, _SECONDS)
     for process in processes:
         worker = process.worker_id
-        if process.released or (process.stacks and worker not in found):
-            lines.append(f"worker {worker} ({process.place}) has died and is being replaced")
+        if process.released or worker not in found:
+            lines.append(f"worker {worker} ({process.place}) has ended and is being replaced")
             continue
-        state, text = found.get(worker, ("there", ""))
+        state, text = found[worker]
         at = "" if process.started else ", still at its start-up code"
         lines.append(
             f"worker {worker} ({process.place}) is {state}{at}; "
             f"{scheduler.unanswered(worker)} tasks unanswered; ring: {pool.rings[worker].ring or 'none yet'}"
         )
-        if process.stacks:
-            lines.append(textwrap.indent(stacks.worker_calls(text), "    "))
-            process.stacks.clear()  # or they would be reported again if it died
+        lines.append(textwrap.indent(stacks.worker_calls(text), "    "))
     lines.append(_advice(scheduler))
     return "\n".join(lines)
 

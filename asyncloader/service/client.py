@@ -7,6 +7,7 @@ Connecting blocks, in threads that may wait (`dialing.py`); once a lane is open,
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import os
@@ -24,7 +25,14 @@ from asyncloader.errors import WorkerDied
 from asyncloader.service import frames
 from asyncloader.service.address import Service
 from asyncloader.service.dialect import PLAIN
-from asyncloader.service.dialing import NodeConnection, answer_of, ask_facts, on_any_node
+from asyncloader.service.dialing import (
+    NodeConnection,
+    Unreachable,
+    answer_of,
+    ask_facts,
+    ask_stacks,
+    on_any_node,
+)
 from asyncloader.service.handshake import pack_opening, read_record
 from asyncloader.service.host_process import Death
 from asyncloader.service.link import Link
@@ -36,11 +44,13 @@ from asyncloader.workers.dialect import Dialect
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc.channel import Channel
 from asyncloader.workers.source import WorkerHandle
-from asyncloader.workers.stacks import StackReader
+from asyncloader.workers.stacks import Report
 
 __all__ = ["ServedWorker", "ServiceWorkers"]
 
 _MOST_THREADS = 16
+_ROUND_TRIPS_S = 2.0
+"""Seconds that a node may take to answer, besides those in which its processes do."""
 
 
 class ServiceWorkers:
@@ -108,6 +118,24 @@ class ServiceWorkers:
             raise ValueError("it did not say which process has the worker")
         return ServedWorker(worker, pid, node.address, link)
 
+    async def look(self, workers: Sequence[ServedWorker], seconds: float) -> dict[int, Report]:
+        """As `WorkerSource`: each node is asked, over a connection of its own."""
+        nodes = sorted({worker.node for worker in workers})
+        found = dict(
+            zip(nodes, await asyncio.gather(*(self._look(node, workers, seconds) for node in nodes)), strict=True)
+        )
+        gone = Report("not known to its node", "no stack: the node has no such process any more")
+        return {worker.worker_id: found[worker.node].get(worker.pid, gone) for worker in workers}
+
+    async def _look(self, node: str, workers: Sequence[ServedWorker], seconds: float) -> dict[int, Report]:
+        pids = {worker.pid for worker in workers if worker.node == node}
+        try:
+            async with asyncio.timeout(seconds + _ROUND_TRIPS_S):
+                return await asyncio.to_thread(ask_stacks, self._service, self._defined, node, sorted(pids))
+        except (Unreachable, OSError, ValueError) as error:
+            why = str(error) or "the node did not answer in time"
+            return dict.fromkeys(pids, Report("at a node that does not answer", f"no stack: {why}"))
+
     def end(self, workers: Sequence[ServedWorker]) -> None:
         """As `WorkerSource`: hang up; the node ends their tasks."""
         for worker in workers:
@@ -154,7 +182,6 @@ class ServedWorker:
         self.kill_reason = ""
         self.suspect: int | None = None
         self.process: Any = self
-        self.stacks: StackReader | None = None
         _install_fork_hook()
         _served.add(self)
         self._link = link

@@ -12,7 +12,7 @@ import select
 import socket
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -29,8 +29,9 @@ from asyncloader.service.served_shards import Plan, PlanRequest, gathered
 from asyncloader.service.shared import SharedService
 from asyncloader.service.sockets import check_peer
 from asyncloader.service.values import pack, unpack
+from asyncloader.workers.stacks import Report
 
-__all__ = ["NodeConnection", "Unreachable", "answer_of", "ask_facts", "ask_plan", "on_any_node"]
+__all__ = ["NodeConnection", "Unreachable", "answer_of", "ask_facts", "ask_plan", "ask_stacks", "on_any_node"]
 
 _log = logging.getLogger("asyncloader")
 
@@ -248,6 +249,24 @@ def ask_plan(service: Service, defined: Defined, request: PlanRequest, closed: t
         raise error
     error.reraise()
     raise AssertionError("it has raised")
+
+
+def ask_stacks(service: Service, defined: Defined, address: str, pids: Sequence[int]) -> dict[int, Report]:
+    """Ask the node at this address what its processes do. Gives those that it has.
+
+    Raises:
+        Unreachable, OSError, ValueError: it did not say.
+    """
+    ((name, place),) = _places(address)[:1]
+    node = _greet(service, defined, name, place)
+    try:
+        node.link.send(frames.LOOK, pack(list(pids)))
+        answer = unpack(answer_of(node.link, frames.LOOKED))
+        return {int(pid): Report(str(state), str(text)) for pid, state, text in answer}
+    except TypeError:
+        raise ValueError(f"{address}: broken stream: stacks that cannot be read") from None
+    finally:
+        node.link.close()
 
 
 def ask_facts(service: Service, defined: Defined) -> Facts:

@@ -29,6 +29,8 @@ __all__ = [
     "HEADER_BYTES",
     "HELLO",
     "KILL",
+    "LOOK",
+    "LOOKED",
     "MOST_BODY",
     "OPENED",
     "OPENING",
@@ -46,9 +48,9 @@ __all__ = [
 ]
 
 # loader -> node
-HELLO, PROOF, OPENING, PING, KILL, STAY, PLAN = 64, 65, 66, 67, 68, 69, 70
+HELLO, PROOF, OPENING, PING, KILL, STAY, PLAN, LOOK = 64, 65, 66, 67, 68, 69, 70, 71
 # node -> loader
-CHALLENGE, WELCOME, OPENED, REFUSED, DIED, PONG, DRAINING, PLANNED = 80, 81, 82, 83, 84, 85, 86, 87
+CHALLENGE, WELCOME, OPENED, REFUSED, DIED, PONG, DRAINING, PLANNED, LOOKED = 80, 81, 82, 83, 84, 85, 86, 87, 89
 
 MOST_BODY: Final = 64 << 20
 """Bytes of a body, at most: a dataset's state may be large."""

@@ -21,7 +21,7 @@ from asyncloader.workers import shutdown
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import channel_pair
 from asyncloader.workers.ipc.lifeline import Lifeline
-from asyncloader.workers.process import WorkerProcess
+from asyncloader.workers.process import WorkerProcess, look
 from asyncloader.workers.setup_payload import preload_in_fork_server
 
 __all__ = ["Death", "HostProcesses", "LaneEnd"]
@@ -29,6 +29,7 @@ __all__ = ["Death", "HostProcesses", "LaneEnd"]
 _log = logging.getLogger("asyncloader")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0
 _ABANDONED_S = 10.0
+_STACKS_S = 1.0
 _KILLED = "Its loader had it killed: it was at one task for too long."
 _BUSY = "Its process was at another loader's task."
 
@@ -87,6 +88,7 @@ class HostProcesses:
         self.setup = setup
         self.number = number
         self.deaths = 0
+        self._looking = asyncio.Lock()  # a pipe has one reader
         self._requests = 0  # lanes and plans that were asked for
         self._users = 0
         self._tasks_of_dead, self._busy_of_dead = 0, 0.0
@@ -286,6 +288,13 @@ class HostProcesses:
             return await future
         finally:
             made.plans.pop(number, None)
+
+    async def look(self, pids: Sequence[int]) -> list[tuple[int, str, str]]:
+        """What those of these processes do that are here: id, state, and the stacks of its threads."""
+        async with self._looking:
+            there = [each.process for each in self._processes.values() if each.process.pid in pids]
+            reports = await look(there, _STACKS_S)
+        return [(process.pid, *report) for process, report in zip(there, reports, strict=True)]
 
     def _ask(self, made: _Process, kind: int, request: Any, fds: Sequence[int] = ()) -> None:
         """Send a process of ours a request."""

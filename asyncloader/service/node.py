@@ -14,12 +14,13 @@ import json
 import logging
 import socket
 import ssl
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from asyncloader.service import frames
+from asyncloader.service.awaiting import message_of, secured, send_whole, waited
 from asyncloader.service.epoch_cache import EpochCache
 from asyncloader.service.handshake import (
     Hello,
@@ -33,14 +34,14 @@ from asyncloader.service.handshake import (
 )
 from asyncloader.service.host_process import HostProcesses, LaneEnd
 from asyncloader.service.lane_host import Facts, HostSetup
-from asyncloader.service.link import Link, Message
+from asyncloader.service.link import Link
 from asyncloader.service.node_lanes import ForwardedLane, PassedLane
 from asyncloader.service.served_definitions import Refused, Served, as_text, asked
 from asyncloader.service.served_shards import PlanRequest, messages, read_request
 from asyncloader.service.session import Session
 from asyncloader.service.sharing_lane import SharingLane
-from asyncloader.service.sockets import bound, check_peer
-from asyncloader.service.values import pack
+from asyncloader.service.sockets import bound
+from asyncloader.service.values import pack, unpack
 from asyncloader.workers.memory.segment import memory_limit
 
 __all__ = ["Node"]
@@ -49,7 +50,6 @@ _log = logging.getLogger("asyncloader")
 
 HANDSHAKE_S = 10.0
 """Seconds that a connection may take until its lane is open, besides the time in which a process makes its dataset."""
-_SIGN_OF_LIFE_S = 5.0
 _PLAN_S = 60.0
 """Seconds that a loader may take to receive a plan."""
 _MOST_HANDSHAKE_BODY = 1 << 20
@@ -59,10 +59,6 @@ _MOST_MEMORY = 0.5  # of what is there, for one session's batches in work
 _MOST_CACHED = 0.25  # of it, for batches that several loaders share
 _CACHED_BYTES = 1 << 30  # if the system does not say what is there
 _MOST_DATASETS = 8
-_TCP = {"TCP_USER_TIMEOUT": 3000, "TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-
-
-_T = TypeVar("_T")
 
 
 class _Proof(NamedTuple):
@@ -253,7 +249,7 @@ class Node:
     async def _greet(self, sock: socket.socket) -> None:
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                sock = await self._secured(sock)
+                sock = await secured(sock, self._tls)
                 link = Link(sock, _MOST_HANDSHAKE_BODY)
         except (OSError, TimeoutError) as error:
             _log.debug("a connection ended in its handshake: %r", error)
@@ -276,33 +272,13 @@ class Node:
             if not opened:
                 link.close()
 
-    async def _secured(self, sock: socket.socket) -> socket.socket:
-        sock.setblocking(False)
-        if sock.family == socket.AF_UNIX:
-            check_peer(sock)
-            return sock
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a loader that lost its power says nothing
-        for name, value in _TCP.items():
-            if hasattr(socket, name):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        if self._tls is None:
-            return sock
-        secured = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        try:
-            while (wants := _shaken(secured)) is not None:
-                await _ready(secured, read=wants)
-        except BaseException:
-            secured.close()
-            raise
-        return secured
-
     async def _handshake(self, link: Link) -> bool:
         """Returns whether the link is kept: it is a lane's, or somebody's who stays."""
         async with asyncio.timeout(HANDSHAKE_S):
-            hello: Hello = read_record(Hello, (await _message(link, frames.HELLO)).body).checked()
+            hello: Hello = read_record(Hello, (await message_of(link, frames.HELLO)).body).checked()
             mine = nonce()
             link.send(frames.CHALLENGE, pack((self._token is not None, mine)))
-            (given,) = read_record(_Proof, (await _message(link, frames.PROOF)).body)
+            (given,) = read_record(_Proof, (await message_of(link, frames.PROOF)).body)
             if not proves(given, self._token, "loader", hello.nonce, mine):
                 raise Refused("the token is wrong, or was not given: set token=, or ASYNCLOADER_TOKEN")
             self._strangers.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
@@ -316,15 +292,18 @@ class Node:
             return await self._welcome(link, host, served, hello.nonce, mine)
 
     async def _welcome(self, link: Link, host: HostProcesses, served: Served, theirs: bytes, mine: bytes) -> bool:
-        facts = await _waited(host.facts(), link)
+        facts = await waited(host.facts(), link)
         if facts.problem:
             raise Refused(facts.problem)
         answer = Welcome(proof(self._token, "node", theirs, mine), tuple(facts))
         link.send(frames.WELCOME, pack(tuple(answer)))
         async with asyncio.timeout(HANDSHAKE_S):
-            message = await _message(link, frames.OPENING, frames.STAY, frames.PLAN)
+            message = await message_of(link, frames.OPENING, frames.STAY, frames.PLAN, frames.LOOK)
         if message.header.kind == frames.PLAN:
             await self._plan(link, host, facts, read_request(message.body))
+            return False
+        if message.header.kind == frames.LOOK:
+            await self._look(link, host, unpack(message.body))
             return False
         if message.header.kind == frames.STAY:
             self._keep(link)
@@ -337,7 +316,7 @@ class Node:
             if opening.setup.fetch_threads and not facts.asynchronous:
                 host = self._host(served, host.setup.arguments, threads=True)
                 with host.in_use():
-                    await _waited(host.facts(), link)
+                    await waited(host.facts(), link)
                     await self._open(link, host, served, opening)
             else:
                 await self._open(link, host, served, opening)
@@ -347,13 +326,23 @@ class Node:
         """Have the plan of an epoch made, and send it."""
         if facts.shuffle is None:
             raise Refused("a plan is made of a dataset whose shards the loader assigns")
-        answer = await _waited(host.plan(request), link)
+        answer = await waited(host.plan(request), link)
         async with asyncio.timeout(_PLAN_S):
             for body in messages(answer):
-                done = link.send(frames.PLANNED, body)
-                while not done:
-                    await _ready(link.sock, read=False)
-                    done = link.flush()
+                await send_whole(link, frames.PLANNED, body)
+
+    async def _look(self, link: Link, asked: HostProcesses, pids: Any) -> None:
+        """Say what processes do that read this dataset."""
+        if not isinstance(pids, list):
+            raise Refused("broken stream: a LOOK that cannot be read")
+        same = [
+            host
+            for host in self._hosts.values()
+            if (host.setup.target, host.setup.arguments) == (asked.setup.target, asked.setup.arguments)
+        ]
+        found = await asyncio.gather(*(host.look(pids) for host in same))
+        async with asyncio.timeout(HANDSHAKE_S):
+            await send_whole(link, frames.LOOKED, pack([each for reports in found for each in reports]))
 
     def _keep(self, link: Link) -> None:
         """A process is there that has no lanes now: a node that ends with the last one stays for it."""
@@ -414,58 +403,3 @@ class Node:
 
 def _totals(host: HostProcesses) -> dict[str, float]:
     return {"deaths": host.deaths, "tasks": host.tasks, "busy_seconds": host.busy}
-
-
-def _shaken(secured: ssl.SSLSocket) -> bool | None:
-    """Go on with the TLS handshake. Returns whether it waits to read (or else to write); None: it is over."""
-    try:
-        secured.do_handshake()
-    except ssl.SSLWantReadError:
-        return True
-    except ssl.SSLWantWriteError:
-        return False
-    return None
-
-
-async def _waited(answer: Coroutine[Any, Any, _T], link: Link) -> _T:
-    """Wait for a process's answer, and give the loader a sign of life now and then."""
-    task = asyncio.get_running_loop().create_task(answer)
-    try:
-        while not (await asyncio.wait([task], timeout=_SIGN_OF_LIFE_S))[0]:
-            link.send(frames.PONG)
-        return task.result()
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-
-
-async def _message(link: Link, *kinds: int) -> Message:
-    """Wait for a message of one of these kinds.
-
-    Raises:
-        ValueError: another one came.
-        ConnectionError: none came.
-    """
-    while True:
-        for message in link.receive():
-            if message.header.kind not in kinds:
-                raise ValueError(f"broken stream: a message of kind {message.header.kind}, where {kinds[0]} was due")
-            return message
-        if link.ended:
-            raise ConnectionError("the loader closed the connection")
-        await _ready(link.sock, read=True)
-
-
-async def _ready(sock: socket.socket, *, read: bool) -> None:
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-
-    def done() -> None:
-        if not ready.done():
-            ready.set_result(None)
-
-    (loop.add_reader if read else loop.add_writer)(sock.fileno(), done)
-    try:
-        await ready
-    finally:
-        (loop.remove_reader if read else loop.remove_writer)(sock.fileno())

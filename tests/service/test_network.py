@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import struct
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 import asyncloader
-from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed, Recovery, Service, ServiceUnavailable
+from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed, LoaderTimeout, Recovery, Service, ServiceUnavailable
 from asyncloader.service import frames
 from asyncloader.service.values import pack
 from tests.integration.comparing import assert_same
@@ -139,6 +140,24 @@ def test_a_network_that_goes_silent(silent: str, node: NodeProcess, expected: li
                 assert_same(got, expected)
 
     run_async(run())
+
+
+@pytest.mark.thorough
+def test_a_time_out_at_a_node_that_stands_still(tmp_path: Path) -> None:
+    """Its report comes all the same, and says so."""
+    with serving(tmp_path, ["numbers"], "--open", "numbers", listen=["127.0.0.1:0"]) as node:
+        loader = DataLoader[Any](numbers(), **OPTIONS, timeout=1, workers=Service(node.tcp, wait=30))
+        batches = iter(loader)
+        next(batches)
+        node.process.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(LoaderTimeout) as raised:
+                list(batches)
+        finally:
+            node.process.send_signal(signal.SIGCONT)
+        loader.close()
+    report = "\n".join(raised.value.__notes__)  # the node may have been given up meanwhile
+    assert "at a node that does not answer" in report or "has ended and is being replaced" in report
 
 
 @pytest.mark.thorough

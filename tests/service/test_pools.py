@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from asyncloader import AsyncDataLoader, DataLoader, Recovery, Service, TaskQuarantined
+from asyncloader import AsyncDataLoader, DataLoader, LoaderTimeout, Recovery, Service, TaskQuarantined
 from tests.integration.comparing import assert_same
 from tests.integration.running import KINDS, run_async
 from tests.service import definitions
@@ -226,3 +227,18 @@ def test_a_sample_that_kills_every_worker(place: str, places: Places) -> None:
     assert isinstance(got[failed[0]], TaskQuarantined)
     del got[failed[0]], expected[failed[0]]
     assert_same(got, expected)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_time_out_says_where_workers_are(place: str, places: Places, tmp_path: Path) -> None:
+    """The stacks of the processes, wherever they run."""
+    hanging, workers = definitions.hanging(marks=str(tmp_path)), places.of_deadly(place)
+    with (
+        DataLoader[Any](hanging, **OPTIONS, timeout=1, workers=workers) as loader,
+        pytest.raises(LoaderTimeout) as raised,
+    ):
+        list(loader)
+    report = "\n".join(raised.value.__notes__)
+    assert "in __getitem__" in report
+    where = "" if place == "local" else " at "
+    assert len(re.findall(rf"^worker \d \(pid \d+{where}.*\) is \w+; ", report, re.MULTILINE)) == 3

@@ -12,7 +12,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from asyncloader.workers.dialect import Dialect
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.ipc import wire
 
@@ -43,6 +42,18 @@ class AssignmentReply(NamedTuple):
     assignment: Sequence[Sequence[Any]] | None
     over: bool = False
     last: bool = False
+
+
+class Values(Protocol):
+    """How plain values become bytes; a part of `Dialect`."""
+
+    def dumps(self, value: Any, /) -> bytes:
+        """Pack one."""
+        ...
+
+    def loads(self, data: bytes, /) -> Any:
+        """Unpack one."""
+        ...
 
 
 class AssignmentSource(Protocol):
@@ -78,14 +89,14 @@ class ChannelAssignments:
     Args:
         key: the seed of the shuffle buffer.
         send: sends a frame.
-        dialect: how values travel.
+        values: how they travel.
         epoch: the pool's number for the epoch.
     """
 
-    def __init__(self, key: int, send: Callable[[bytes], None], dialect: Dialect, epoch: int) -> None:
+    def __init__(self, key: int, send: Callable[[bytes], None], values: Values, epoch: int) -> None:
         self.key = key
         self._send = send
-        self._dialect = dialect
+        self._values = values
         self._epoch = epoch
         self._waiting: dict[int, asyncio.Future[AssignmentReply]] = {}  # there is one request at a time
 
@@ -106,7 +117,7 @@ class ChannelAssignments:
         if waiting is None:
             waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
             plain = None if left is None else [tuple(shard_range) for shard_range in left]
-            self._send(wire.pack_ask(self._epoch, number, batch, self._dialect.dumps(plain)))
+            self._send(wire.pack_ask(self._epoch, number, batch, self._values.dumps(plain)))
         return waiting
 
     def answered(self, body: bytes) -> None:
@@ -114,7 +125,7 @@ class ChannelAssignments:
         epoch, number, payload = wire.unpack_assignment(body)
         waiting = self._waiting.get(number)
         if epoch == self._epoch and waiting is not None and not waiting.done():
-            waiting.set_result(AssignmentReply(*self._dialect.loads(payload)))
+            waiting.set_result(AssignmentReply(*self._values.loads(payload)))
 
     def close(self) -> None:
         """Cancel all pending requests."""
@@ -128,12 +139,12 @@ class WorkerAssignments:
 
     Args:
         send: sends a frame.
-        dialect: how values travel.
+        values: how they travel.
     """
 
-    def __init__(self, send: Callable[[bytes], None], dialect: Dialect) -> None:
+    def __init__(self, send: Callable[[bytes], None], values: Values) -> None:
         self._send = send
-        self._dialect = dialect
+        self._values = values
         self._newest: ChannelAssignments | None = None
         self.epoch = 0
         """The pool's number for the current epoch."""
@@ -145,7 +156,7 @@ class WorkerAssignments:
         """Return a new source and close the previous one. As `AssignmentProvider.source`."""
         if self._newest is not None:
             self._newest.close()
-        self._newest = ChannelAssignments(start.stream_key, self._send, self._dialect, self.epoch)
+        self._newest = ChannelAssignments(start.stream_key, self._send, self._values, self.epoch)
         return self._newest
 
     def answered(self, body: bytes) -> None:

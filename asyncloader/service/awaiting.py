@@ -1,0 +1,111 @@
+"""Awaits a loader's connection before it has a lane: TLS, a message, room to send, and a process meanwhile.
+
+Data path: connection -> [awaiting] -> node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from asyncloader.service import frames
+from asyncloader.service.link import Link, Message
+from asyncloader.service.sockets import check_peer
+
+__all__ = ["message_of", "secured", "send_whole", "waited"]
+
+_SIGN_OF_LIFE_S = 5.0
+_TCP = {"TCP_USER_TIMEOUT": 3000, "TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+_T = TypeVar("_T")
+
+
+async def secured(sock: socket.socket, tls: ssl.SSLContext | None) -> socket.socket:
+    """Shake hands with TLS, if there is any; a Unix socket's peer must be the same user. Returns what to read from.
+
+    Raises:
+        OSError: it is somebody else.
+    """
+    sock.setblocking(False)
+    if sock.family == socket.AF_UNIX:
+        check_peer(sock)
+        return sock
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a loader that lost its power says nothing
+    for name, value in _TCP.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    if tls is None:
+        return sock
+    secured = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+    try:
+        while (wants := _shaken(secured)) is not None:
+            await _ready(secured, read=wants)
+    except BaseException:
+        secured.close()
+        raise
+    return secured
+
+
+def _shaken(secured: ssl.SSLSocket) -> bool | None:
+    """Go on with the TLS handshake. Returns whether it waits to read (or else to write); None: it is over."""
+    try:
+        secured.do_handshake()
+    except ssl.SSLWantReadError:
+        return True
+    except ssl.SSLWantWriteError:
+        return False
+    return None
+
+
+async def waited(answer: Coroutine[Any, Any, _T], link: Link) -> _T:
+    """Wait for a process's answer, and give the loader a sign of life now and then."""
+    task = asyncio.get_running_loop().create_task(answer)
+    try:
+        while not (await asyncio.wait([task], timeout=_SIGN_OF_LIFE_S))[0]:
+            link.send(frames.PONG)
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def message_of(link: Link, *kinds: int) -> Message:
+    """Wait for a message of one of these kinds.
+
+    Raises:
+        ValueError: another one came.
+        ConnectionError: none came.
+    """
+    while True:
+        for message in link.receive():
+            if message.header.kind not in kinds:
+                raise ValueError(f"broken stream: a message of kind {message.header.kind}, where {kinds[0]} was due")
+            return message
+        if link.ended:
+            raise ConnectionError("the loader closed the connection")
+        await _ready(link.sock, read=True)
+
+
+async def send_whole(link: Link, kind: int, body: bytes) -> None:
+    """Send a message, however large."""
+    done = link.send(kind, body)
+    while not done:
+        await _ready(link.sock, read=False)
+        done = link.flush()
+
+
+async def _ready(sock: socket.socket, *, read: bool) -> None:
+    loop = asyncio.get_running_loop()
+    is_ready: asyncio.Future[None] = loop.create_future()
+
+    def done() -> None:
+        if not is_ready.done():
+            is_ready.set_result(None)
+
+    (loop.add_reader if read else loop.add_writer)(sock.fileno(), done)
+    try:
+        await is_ready
+    finally:
+        (loop.remove_reader if read else loop.remove_writer)(sock.fileno())
