@@ -294,7 +294,7 @@ class HostProcesses:
         async with self._looking:
             there = [each.process for each in self._processes.values() if each.process.pid in pids]
             reports = await look(there, _STACKS_S)
-        return [(process.pid, *report) for process, report in zip(there, reports, strict=True)]
+        return [(process.pid, report.state, report.text) for process, report in zip(there, reports, strict=True)]
 
     def _ask(self, made: _Process, kind: int, request: Any, fds: Sequence[int] = ()) -> None:
         """Send a process of ours a request."""

@@ -53,6 +53,8 @@ HANDSHAKE_S = 10.0
 _PLAN_S = 60.0
 """Seconds that a loader may take to receive a plan."""
 _MOST_HANDSHAKE_BODY = 1 << 20
+_PAUSE_S = 0.1
+"""Seconds without new connections after one could not be accepted."""
 _MOST_CONNECTIONS = 4096
 _MOST_STRANGERS = 128
 _MOST_MEMORY = 0.5  # of what is there, for one session's batches in work
@@ -95,7 +97,6 @@ class Node:
         self._connections: set[asyncio.Task[None]] = set()
         self._strangers: dict[asyncio.Task[None], None] = {}  # those that have proved nothing yet, the oldest first
         self._lanes: set[ForwardedLane | PassedLane] = set()
-        self._listeners: list[asyncio.Task[None]] = []
         self._sockets: list[socket.socket] = []
         self._paths: list[str] = []
         self._sessions: dict[str, Session] = {}
@@ -159,7 +160,7 @@ class Node:
         """Take connections from a socket that listens."""
         sock.setblocking(False)
         self._sockets.append(sock)
-        self._listeners.append(asyncio.get_running_loop().create_task(self._accept(sock)))
+        asyncio.get_running_loop().add_reader(sock.fileno(), self._accept, sock)
 
     async def left(self, seconds: float) -> None:
         """Wait until nobody is connected any more; for the first, that many seconds."""
@@ -169,7 +170,9 @@ class Node:
         if self._came.is_set():
             await self._left.wait()
 
-    def _greeted(self, task: asyncio.Task[None]) -> None:
+    def _greeted(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        if task.cancelled():  # perhaps before it began
+            sock.close()
         self._strangers.pop(task, None)
         self._ended(task)
 
@@ -180,28 +183,35 @@ class Node:
         if not self._connections and not self._lanes:
             self._left.set()
 
-    async def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket) -> None:
+        # Not `loop.sock_accept`: cancelled at the wrong moment, it loses the connection that it has accepted.
         loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listener)
-            except OSError as error:  # no descriptors are left: those that are connected go on
-                _log.warning("a connection could not be accepted: %s", error)
-                await asyncio.sleep(0.1)
-                continue
-            if len(self._connections) + len(self._lanes) >= _MOST_CONNECTIONS:
-                sock.close()
-                continue
-            task = loop.create_task(self._greet(sock))
-            self._connections.add(task)
-            self._strangers[task] = None
-            if len(self._strangers) > _MOST_STRANGERS:  # who has not done it by now may never; the others must get in
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
-                oldest.cancel()
-            self._came.set()
-            self._left.clear()
-            task.add_done_callback(self._greeted)
+        try:
+            sock, _ = listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionError):  # it is gone already
+            return
+        except OSError as error:  # no descriptors are left: those that are connected go on
+            _log.warning("a connection could not be accepted: %s", error)
+            loop.remove_reader(listener.fileno())
+            loop.call_later(_PAUSE_S, self._accept_again, listener)
+            return
+        if len(self._connections) + len(self._lanes) >= _MOST_CONNECTIONS:
+            sock.close()
+            return
+        task = loop.create_task(self._greet(sock))
+        self._connections.add(task)
+        self._strangers[task] = None
+        if len(self._strangers) > _MOST_STRANGERS:  # who has not done it by now may never; the others must get in
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.cancel()
+        self._came.set()
+        self._left.clear()
+        task.add_done_callback(partial(self._greeted, sock))
+
+    def _accept_again(self, listener: socket.socket) -> None:
+        if listener in self._sockets:
+            asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener)
 
     async def drain(self, seconds: float) -> None:
         """Take no more loaders and no more tasks; finish those in work, `seconds` at most. Loaders go elsewhere."""
@@ -212,9 +222,8 @@ class Node:
                 await asyncio.gather(*(lane.drain() for lane in list(self._lanes)))
 
     def _stop_listening(self) -> None:
-        for task in self._listeners:
-            task.cancel()
         for sock in self._sockets:
+            asyncio.get_running_loop().remove_reader(sock.fileno())
             sock.close()
         self._sockets.clear()
         for path in self._paths:
@@ -224,9 +233,9 @@ class Node:
     async def close(self) -> None:
         """End all: listeners, connections, processes."""
         self._stop_listening()
-        for task in (*self._listeners, *self._connections):
+        for task in self._connections:
             task.cancel()
-        await asyncio.gather(*self._listeners, *self._connections, return_exceptions=True)
+        await asyncio.gather(*self._connections, return_exceptions=True)
         for lane in list(self._lanes):
             lane.close()
         await asyncio.gather(*(host.close() for host in self._hosts.values()), *self._closing)
