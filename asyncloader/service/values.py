@@ -25,6 +25,7 @@ import torch
 from asyncloader.events import PositionedIndex
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.sample_errors import SkippedSample
+from asyncloader.workers.memory.leaves import SPARSE_LAYOUTS, sparse_parts
 
 __all__ = ["LEAF", "Unsendable", "build", "decode", "pack", "register_batch_type", "unpack"]
 
@@ -32,6 +33,7 @@ _LIST, _TUPLE, _DICT, _SET, _FROZENSET, _ORDERED, _BIG, _COMPLEX, _BYTEARRAY = r
 _NAMED, _SCALAR, _ARRAY, _TENSOR, _SIZE, _DTYPE = range(9, 15)
 LEAF: Final = 15
 """An array ``[LEAF, number, ...]``: a part of a batch whose bytes are elsewhere (`batches.py`)."""
+_SPARSE = 16
 
 _DEPTH = 64
 _PLAIN = frozenset([type(None), bool, float, str, bytes])
@@ -160,6 +162,8 @@ def _flat(value: Any, special: Callable[[Any], Any] | None) -> Any:
         return [_LIST if kind is list else _TUPLE, *_items(value, special)]
     if kind is dict or kind is OrderedDict:
         return [_DICT if kind is dict else _ORDERED, *_pairs(value, special)]
+    if kind is torch.Tensor and value.layout in SPARSE_LAYOUTS:
+        return _sparse_parts(value, special)
     if special is not None and (made := special(value)) is not None:
         return made
     if kind in _FLAT:
@@ -240,6 +244,17 @@ def _tensor_parts(tensor: torch.Tensor) -> list[Any]:
     return [_DTYPE_NAMES[tensor.dtype], [_TUPLE, *tensor.shape], data]
 
 
+_SPARSE_LAYOUTS = {str(layout): layout for layout in SPARSE_LAYOUTS}
+
+
+def _sparse_parts(tensor: torch.Tensor, special: Callable[[Any], Any] | None) -> list[Any]:
+    if tensor.requires_grad or tensor.device.type != "cpu":
+        raise Unsendable("is a sparse tensor with a gradient, or on a device, which a service does not send")
+    coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
+    parts = [_flat(part, special) for part in sparse_parts(tensor)]
+    return [_SPARSE, str(tensor.layout), [_TUPLE, *tensor.shape], coalesced, *parts]
+
+
 _FLAT: dict[type, Callable[[Any], list[Any]]] = {
     complex: lambda value: [_COMPLEX, value.real, value.imag],
     bytearray: lambda value: [_BYTEARRAY, bytes(value)],
@@ -294,6 +309,13 @@ def _tensor(name: str, shape: tuple[int, ...], data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=dtype).view(checked)
 
 
+def _sparse(name: str, shape: tuple[int, ...], coalesced: bool, *parts: Any) -> Any:
+    layout = _SPARSE_LAYOUTS[name]
+    special: dict[str, Any] = {"is_coalesced": coalesced} if layout is torch.sparse_coo else {"layout": layout}
+    make: Any = torch.sparse_coo_tensor if layout is torch.sparse_coo else torch.sparse_compressed_tensor
+    return make(*parts, shape, **special, check_invariants=True)
+
+
 def _named(name: str, *values: Any) -> Any:
     kind = _OURS.get(name) or _registered.get(name)
     if kind is None:
@@ -324,4 +346,5 @@ _BUILD: dict[int, Callable[..., Any]] = {
     _TENSOR: _tensor,
     _SIZE: lambda *values: torch.Size(values),
     _DTYPE: lambda name: _TENSOR_DTYPES[name],
+    _SPARSE: _sparse,
 }

@@ -37,6 +37,7 @@ __all__ = [
     "reduce_quantized",
     "reduce_sparse",
     "reduce_typed_storage",
+    "sparse_parts",
     "torch_dtype",
 ]
 
@@ -227,21 +228,26 @@ def dense_leaf(
 def reduce_sparse(tensor: torch.Tensor) -> Any:
     """Reduce a sparse tensor to its parts. torch's own way keeps every unpickled tensor in a global list forever."""
     if tensor.layout is torch.sparse_coo:
-        parts = (tensor._indices(), tensor._values())
-        return _sparse_coo, (*parts, tuple(tensor.shape), tensor.is_coalesced())
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return _sparse_compressed, (
-            (tensor.crow_indices(), tensor.col_indices(), tensor.values()),
-            tuple(tensor.shape),
-            tensor.layout,
-        )
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return _sparse_compressed, (
-            (tensor.ccol_indices(), tensor.row_indices(), tensor.values()),
-            tuple(tensor.shape),
-            tensor.layout,
-        )
+        return _sparse_coo, (*sparse_parts(tensor), tuple(tensor.shape), tensor.is_coalesced())
+    if tensor.layout in SPARSE_LAYOUTS:
+        return _sparse_compressed, (sparse_parts(tensor), tuple(tensor.shape), tensor.layout)
     return tensor.__reduce_ex__(5)
+
+
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+SPARSE_LAYOUTS = frozenset(_PARTS)
+"""The layouts that `sparse_parts` knows."""
+
+
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the dense tensors that a sparse one consists of: indices, and last the values."""
+    return tuple(getattr(tensor, name)() for name in _PARTS[tensor.layout])
 
 
 def _sparse_coo(

@@ -21,6 +21,7 @@ from asyncloader import register_batch_type
 from asyncloader.events import PositionedIndex
 from asyncloader.service.values import Unsendable, pack, unpack
 from asyncloader.workers.fetch.dataset_state import Cursor
+from asyncloader.workers.memory.leaves import SPARSE_LAYOUTS
 from tests.integration.comparing import assert_same
 
 
@@ -118,12 +119,34 @@ def test_other_values_come_back(value: Any) -> None:
     assert_same(back, value)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
+@pytest.mark.parametrize("layout", sorted(SPARSE_LAYOUTS, key=str), ids=str)
+def test_sparse_tensors_come_back(layout: torch.layout) -> None:
+    """In their layout; coordinates also with whether they are coalesced."""
+    block = (2, 2) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
+    tensor = torch.tensor([[0.0, 1, 0, 2], [3, 0, 0, 4]], dtype=torch.float64).to_sparse(layout=layout, blocksize=block)
+    for value in [tensor] if block or layout is not torch.sparse_coo else [tensor, tensor + tensor, doubled(tensor)]:
+        back = unpack(pack(value))
+        assert (back.layout, back.dtype, back.shape) == (value.layout, value.dtype, value.shape)
+        assert torch.equal(back.to_dense(), value.to_dense())
+        if layout is torch.sparse_coo:
+            assert back.is_coalesced() == value.is_coalesced()
+
+
+def doubled(tensor: torch.Tensor) -> torch.Tensor:
+    """The same with each coordinate twice."""
+    return torch.sparse_coo_tensor(
+        torch.cat([tensor._indices()] * 2, 1), torch.cat([tensor._values() / 2] * 2), tensor.shape, check_invariants=True
+    )
+
+
 UNSENDABLE = {
     "an object": ({"a": [1, object()]}, r"\['a'\]\[1\] is a builtins.object, which a service does not send"),
     "a function": (Point(1, len), r"\.y is a builtins.builtin_function_or_method"),
     "an array of objects": ([np.array([None])], r"\[0\] is an array of dtype object"),
     "a subclass": ((Sub([1.0]),), r"\[0\] is a .*Sub"),
-    "a sparse tensor": (torch.zeros(2).to_sparse(), "it is a tensor that is not a plain dense one"),
+    "a sparse tensor with a gradient": (torch.zeros(2).to_sparse().requires_grad_(), "it is a sparse tensor with a"),
+    "a tensor with a gradient": (torch.ones(2, requires_grad=True), "it is a tensor that is not a plain dense one"),
     "half a character": ({"name": "a\udc80"}, "not valid Unicode"),
 }
 
@@ -172,6 +195,8 @@ BROKEN = {
     "an array that is too long": msgspec.msgpack.encode([11, "<i4", [1, 1 << 40], b"1234"]),
     "an array of negative length": msgspec.msgpack.encode([11, "<i4", [1, -1, -1], b"1234"]),
     "a tensor of no dtype": msgspec.msgpack.encode([12, "nn", [1, 1], b"1234"]),
+    "a sparse tensor with indices outside": pack(torch.ones(4).to_sparse()).replace(b"\x04\xc3", b"\x02\xc3"),
+    "a sparse tensor of no layout": pack(torch.ones(4).to_sparse()).replace(b"sparse_coo", b"sparse_foo"),
     "a pickle": pickle.dumps(print),
 }
 
@@ -192,7 +217,7 @@ def test_any_bytes(data: bytes) -> None:
 
 TREES = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 63) - 1) | st.floats() | st.text() | st.binary(),
-    lambda inner: st.lists(inner, max_size=4) | st.tuples(st.integers(-1, 17), inner, inner).map(list),
+    lambda inner: st.lists(inner, max_size=4) | st.tuples(st.integers(-1, 18), inner, inner).map(list),
     max_leaves=10,
 )
 
