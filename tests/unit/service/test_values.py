@@ -136,7 +136,10 @@ def test_sparse_tensors_come_back(layout: torch.layout) -> None:
 def doubled(tensor: torch.Tensor) -> torch.Tensor:
     """The same with each coordinate twice."""
     return torch.sparse_coo_tensor(
-        torch.cat([tensor._indices()] * 2, 1), torch.cat([tensor._values() / 2] * 2), tensor.shape, check_invariants=True
+        torch.cat([tensor._indices()] * 2, 1),
+        torch.cat([tensor._values() / 2] * 2),
+        tensor.shape,
+        check_invariants=True,
     )
 
 
