@@ -162,7 +162,7 @@ def _flat(value: Any, special: Callable[[Any], Any] | None) -> Any:
         return [_LIST if kind is list else _TUPLE, *_items(value, special)]
     if kind is dict or kind is OrderedDict:
         return [_DICT if kind is dict else _ORDERED, *_pairs(value, special)]
-    if kind is torch.Tensor and value.layout in SPARSE_LAYOUTS:
+    if isinstance(value, torch.Tensor) and value.layout in SPARSE_LAYOUTS and kind is torch.Tensor:
         return _sparse_parts(value, special)
     if special is not None and (made := special(value)) is not None:
         return made
