@@ -26,6 +26,7 @@ __all__ = ["BatchEncoder", "BatchTemplate"]
 
 _NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 _CODES = {name: code for code, name in enumerate(_NAMES)}
+_SIZES = ("shape", "stride")
 _LEAF_DTYPES = frozenset("biufc")
 
 
@@ -98,13 +99,16 @@ class BatchTemplate(Template):
 
 def _spec(kind: int, values: list[Any]) -> LeafSpec:
     make: Any = LEAF_SPECS[kind]
-    spec: LeafSpec = make(*[tuple(each) if type(each) is list else each for each in values])
-    if not isinstance(spec, Dense | Strided):
-        return spec
-    code = _CODES.get(spec.dtype)  # type: ignore[call-overload]  # a name on the wire
-    if code is None:
-        raise ValueError(f"a tensor of dtype {spec.dtype!r:.40}, which this version of torch does not have")
-    return spec._replace(dtype=code)
+    spec: Any = make(*[tuple(each) if type(each) is list else each for each in values])
+    if make in (Dense, Strided):
+        if spec.dtype not in _CODES:
+            raise ValueError(f"a tensor of dtype {spec.dtype!r:.40}, which this version of torch does not have")
+        spec = spec._replace(dtype=_CODES[spec.dtype])
+    for name, value in spec._asdict().items():
+        if not all(type(each) is int for each in (value if name in _SIZES and type(value) is tuple else (value,))):
+            raise ValueError(f"no part of a batch can be {spec!r:.200}")
+    found: LeafSpec = spec
+    return found
 
 
 assert sys.byteorder == "little", "a service sends numbers as little-endian machines have them in memory"

@@ -186,7 +186,7 @@ def _converted(owner: str, name: str, value: Any, hint: Any) -> Any:
         plain = typing.get_origin(kind) or kind
         if plain is Any or (plain is type(None) and value is None):
             return value
-        if plain is float and type(value) is int:
+        if plain is float and type(value) is int and abs(value) < 1 << 1000:
             return float(value)
         if plain in _PLAIN and type(value) is plain:
             return value
@@ -206,6 +206,6 @@ def _converted(owner: str, name: str, value: Any, hint: Any) -> Any:
         if plain in (list, dict):
             try:
                 return json.loads(value)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
     raise ValueError(problem)

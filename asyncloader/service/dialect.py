@@ -59,7 +59,9 @@ class PlainDialect:
         """As `Dialect`."""
         try:
             ours, name, said, text, worker_id, notes = unpack(data)
-            where = f"in DataLoader worker process {int(worker_id)}"
+            if type(worker_id) is not int:
+                raise ValueError(f"a worker's number is {worker_id!r:.40}")
+            where = f"in DataLoader worker process {worker_id}"
             kind = (_known(errors, name) or _known(transport_errors, name)) if ours else _known(builtins, name)
             notes = [str(note) for note in notes]
         except (TypeError, ValueError) as error:

@@ -98,6 +98,8 @@ class Welcome(NamedTuple):
 
     def checked_facts(self) -> Facts:
         """What the dataset is. Raises ValueError."""
+        if type(self.facts) is not tuple or len(self.facts) != len(Facts._fields):
+            raise ValueError("broken stream: a WELCOME that cannot be read")
         iterable, length, asynchronous, stateful, shuffle, problem = self.facts
         for number in (length, shuffle):
             if number is not None and (type(number) is not int or number < 0):

@@ -31,7 +31,12 @@ __all__ = [
 _MOST_WORKERS = 1 << 24
 _PIECE = 8192
 """Entries of a message, at most."""
-_NAMES, _ASSIGNMENTS, _END, _ERROR = range(4)
+
+
+class _Part:
+    """What is in one of the messages."""
+
+    NAMES, ASSIGNMENTS, END, ERROR = range(4)
 
 
 class Catalog(NamedTuple):
@@ -125,12 +130,12 @@ def messages(answer: Plan | bytes) -> Iterator[bytes]:
     was raised instead, in the service's dialect.
     """
     if isinstance(answer, bytes):
-        yield pack((_ERROR, answer))
+        yield pack((_Part.ERROR, answer))
         return
-    for part, values in ((_NAMES, answer.names), (_ASSIGNMENTS, answer.assignments)):
+    for part, values in ((_Part.NAMES, answer.names), (_Part.ASSIGNMENTS, answer.assignments)):
         for first in range(0, len(values), _PIECE):
             yield pack((part, list(values[first : first + _PIECE])))
-    yield pack((_END, answer.fingerprint))
+    yield pack((_Part.END, answer.fingerprint))
 
 
 def gathered(receive: Callable[[], bytes]) -> Plan | bytes:
@@ -139,17 +144,20 @@ def gathered(receive: Callable[[], bytes]) -> Plan | bytes:
     Raises:
         ValueError: they are neither a plan nor an error.
     """
-    parts: dict[int, list[Any]] = {_NAMES: [], _ASSIGNMENTS: []}
+    names: list[Any] = []
+    assignments: list[Any] = []
     while True:
-        try:
-            part, value = unpack(receive())
-            if part == _END and type(value) is str:
-                return Plan(value, parts[_NAMES], parts[_ASSIGNMENTS])
-            if part == _ERROR and type(value) is bytes:
-                return value
-            parts[part].extend(value)
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"broken stream: a plan that cannot be read ({error})") from None
+        match unpack(receive()):
+            case (_Part.NAMES, [*more]) if all(type(each) is str for each in more):
+                names += more
+            case (_Part.ASSIGNMENTS, [*more]):
+                assignments += more
+            case (_Part.END, str(fingerprint)):
+                return Plan(fingerprint, names, assignments)
+            case (_Part.ERROR, bytes(error)):
+                return error
+            case _:
+                raise ValueError("broken stream: a plan that cannot be read")
 
 
 def finding(dataset: Any, catalog: Catalog, init: Callable[[int], Any] | None) -> Callable[[int], Any]:
