@@ -18,7 +18,7 @@ class Service:
 
     Attributes:
         url: addresses, separated by commas: ``tcp://host:port``, ``unix:/path``, or ``dns+tcp://name:port``, which is
-            all addresses of that name.
+            all addresses of that name. One without a scheme has that of the one before: ``tcp://a:7070,b:7070``.
         token: what the service asks for; None: the environment's ``ASYNCLOADER_TOKEN``, or what is in the file that
             ``ASYNCLOADER_TOKEN_FILE`` names; without either, none.
         tls_ca: file with the certificates that nodes' certificates are checked against; None: no TLS.
@@ -51,7 +51,11 @@ class Service:
     @property
     def addresses(self) -> tuple[str, ...]:
         """The parts of the URL."""
-        return tuple(part.strip() for part in self.url.split(","))
+        found: list[str] = []
+        for part in map(str.strip, self.url.split(",")):
+            scheme, separator, _ = found[-1].partition("://") if found else ("", "", "")
+            found.append(part if ":/" in part else scheme * bool(separator) + separator + part)
+        return tuple(found)
 
     @property
     def remote(self) -> bool:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from . import against, chart, gpu_report, remote, report, sections, service, shared
+from . import against, chart, gpu_report, remote, report, sections, service, service_delays, shared
 from .harness import ROOT, JobFailed, Results, run_job, run_rounds, verify
 from .plan import ROWS, Job, jobs
 
@@ -134,7 +134,7 @@ def save(results: Results, command: str, rounds: int, memory: str = "", remotes:
     text = report.page(results, command, rounds, memory, remotes)
     # What other commands measured stays: this machine need not have a card.
     before = page.read_text(encoding="utf-8") if page.exists() else ""
-    for title in (service.TITLE, gpu_report.TITLE):
+    for title in (service.TITLE, service_delays.TITLE, gpu_report.TITLE):
         kept = sections.find(before, title)
         text = sections.insert(text, kept) if kept else text
     page.write_text(text, encoding="utf-8")

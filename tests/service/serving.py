@@ -56,14 +56,19 @@ class NodeProcess:
 
 @contextmanager
 def serving(
-    folder: Path, names: Sequence[str] = ALL, *flags: str, listen: Sequence[str] = (), workers: int = 2
+    folder: Path,
+    names: Sequence[str] = ALL,
+    *flags: str,
+    listen: Sequence[str] = (),
+    workers: int = 2,
+    module: str = MODULE,
 ) -> Generator[NodeProcess]:
-    """A node that serves these definitions, at a TCP port and a Unix socket unless told otherwise.
+    """A node that serves these definitions of a module, at a TCP port and a Unix socket unless told otherwise.
 
     At the end it is asked to end, and must do so in order.
     """
     places = list(listen) or ["127.0.0.1:0", f"unix:{folder}/node.sock"]
-    command = [sys.executable, "-m", "asyncloader", "serve", *(f"{MODULE}:{name}" for name in names)]
+    command = [sys.executable, "-m", "asyncloader", "serve", *(f"{module}:{name}" for name in names)]
     command += [part for place in places for part in ("--listen", place)]
     log = folder / f"node-{os.urandom(4).hex()}.log"
     with log.open("w") as stderr:

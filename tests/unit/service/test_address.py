@@ -1,0 +1,31 @@
+"""What `workers=` says of where a service is."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncloader import Service
+
+
+@pytest.mark.parametrize(
+    ("url", "addresses"),
+    [
+        ("tcp://a:7070,b:7071", ("tcp://a:7070", "tcp://b:7071")),
+        ("dns+tcp://name:1, other:2", ("dns+tcp://name:1", "dns+tcp://other:2")),
+        ("tcp://a:1,unix:/run/node", ("tcp://a:1", "unix:/run/node")),
+        ("unix:/run/node,tcp://[::1]:1,[::2]:2", ("unix:/run/node", "tcp://[::1]:1", "tcp://[::2]:2")),
+    ],
+)
+def test_several_addresses(url: str, addresses: tuple[str, ...]) -> None:
+    """One without a scheme has that of the one before."""
+    assert Service(url).addresses == addresses
+
+
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [("a:7070", "a:7070"), ("unix:/run/node,b:1", "b:1"), ("tcp://a:7070,b", "tcp://b"), ("tcp://a:1,,", "tcp://")],
+)
+def test_what_is_no_address(url: str, named: str) -> None:
+    """Is named."""
+    with pytest.raises(ValueError, match=f"workers='{named}' is no address"):
+        Service(url)
