@@ -26,7 +26,7 @@ from asyncloader.workers.memory.ring import WorkerRing
 
 __all__ = ["RemoteChannel"]
 
-_CHECK_S = 0.75
+_CHECK_S = 0.65
 _MOST_PINGS = 2
 _MOST_PAYLOAD = 1 << 40
 

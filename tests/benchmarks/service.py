@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -40,10 +41,10 @@ SIZES = {"64 KiB": 1 << 16, "1 MiB": 1 << 20, "8 MiB": 1 << 23}
 TOTAL, TOTAL_QUICK = 1 << 30, 1 << 26
 """Bytes of a figure; a sixteenth of it for the smallest batches."""
 LIMIT_S = 100.0
-BARE, BARE_TLS, GRPC, FLIGHT = "bare sockets", "bare sockets, TLS", "gRPC stream", "Arrow Flight"
+BARE, BARE_TLS, GRPC, FLIGHT, RAY = "bare sockets", "bare sockets, TLS", "gRPC stream", "Arrow Flight", "Ray objects"
 LOCAL, UNIX, TCP, TLS = "asyncloader, local", "asyncloader, unix:", "asyncloader, tcp://", "asyncloader, TLS"
-KINDS = (BARE, BARE_TLS, GRPC, FLIGHT, LOCAL, UNIX, TCP, TLS)
-AGAINST = {TCP: BARE, TLS: BARE_TLS, UNIX: LOCAL, GRPC: BARE, FLIGHT: BARE}
+KINDS = (BARE, BARE_TLS, GRPC, FLIGHT, RAY, LOCAL, UNIX, TCP, TLS)
+AGAINST = {TCP: BARE, TLS: BARE_TLS, UNIX: LOCAL, GRPC: BARE, FLIGHT: BARE, RAY: BARE}
 """What each is compared with."""
 
 
@@ -90,7 +91,7 @@ def _checked(batches: Iterator[Any], nbytes: int, number: int) -> Figure:
     wanted = expected[places].tolist()
     began, began_cpu = 0.0, 0.0
     for batch in batches:
-        if batch.nbytes != nbytes or batch[places].tolist() != wanted:
+        if batch.nbytes != nbytes or np.asarray(batch)[places].tolist() != wanted:
             raise JobFailed("a batch has other bytes")
         came += 1
         if came == skip:
@@ -207,6 +208,38 @@ def _flight(nbytes: int, number: int) -> Figure:
         return _checked((chunk.data.column(0).to_numpy() for chunk in stream), nbytes, number)
 
 
+def _ray(nbytes: int, number: int) -> Figure:
+    """Objects that an actor of another of Ray's nodes on this machine makes, eight on the way at a time."""
+    ray: Any = importlib.import_module("ray")
+    cluster_utils: Any = importlib.import_module("ray.cluster_utils")
+    node = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 500 << 20}
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=node)
+    try:
+        cluster.add_node(**node, resources={"other": 1})
+        ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+
+        class Maker:
+            def __init__(self) -> None:
+                self.data = content(nbytes)
+
+            def make(self) -> Any:
+                return self.data
+
+        maker = ray.remote(num_cpus=0, resources={"other": 1})(Maker).remote()
+
+        def received() -> Iterator[Any]:
+            on_the_way = deque(maker.make.remote() for _ in range(8))
+            for turn in range(number):
+                yield ray.get(on_the_way.popleft())
+                if turn + 8 < number:
+                    on_the_way.append(maker.make.remote())
+
+        return _checked(received(), nbytes, number)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
 # -------------------------------------------------------------------------------------------------- asyncloader
 
 
@@ -248,7 +281,7 @@ def run(kind: str, nbytes: int, number: int) -> Figure:
     torch.set_num_threads(1)
     if kind in (BARE, BARE_TLS):
         return _bare(nbytes, number, tls=kind == BARE_TLS)
-    others = {GRPC: _grpc, FLIGHT: _flight}
+    others = {GRPC: _grpc, FLIGHT: _flight, RAY: _ray}
     return others[kind](nbytes, number) if kind in others else _ours(kind, nbytes, number)
 
 

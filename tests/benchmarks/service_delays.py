@@ -1,9 +1,8 @@
 """How long a service's loader waits: `python -m tests.benchmarks.service_delays`.
 
-*Added to a batch*: one batch of 64 KiB is asked for at a time, by a sampler that names the next one when the last has
-come; the same from local workers is what it is compared with. *After a kill*: the longest wait for a batch, where one of
-two nodes is killed while both have tasks. *First batch*: of a new loader at a service that is warm, from the call that
-makes the loader on. Every batch is checked.
+*One at a time*: a sampler names the next batch of 64 KiB when the last one has come, so nothing is prefetched; local
+workers are what it is compared with. *Around a kill*: one of two nodes is killed while both have tasks. *First batch*:
+of a new loader at a service that is warm, from the call that makes the loader on. Every batch is checked.
 """
 
 from __future__ import annotations

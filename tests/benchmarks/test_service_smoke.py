@@ -6,11 +6,13 @@ import pytest
 
 from . import service
 from .harness import JobFailed
-from .service import BARE, BARE_TLS, FLIGHT, GRPC, KINDS, LOCAL, TCP, TLS, UNIX, Figure
+from .service import BARE, BARE_TLS, FLIGHT, GRPC, KINDS, LOCAL, RAY, TCP, TLS, UNIX, Figure
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != GRPC])  # which only the `bench` extra has
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind not in (GRPC, RAY)]
+)  # only the `bench` extra has these
 def test_each_kind_is_measured(kind: str) -> None:
     """In a process of its own, with every batch checked."""
     figure = service.run_apart(kind, 1 << 20, 1 << 25)

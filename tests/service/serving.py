@@ -62,13 +62,14 @@ def serving(
     listen: Sequence[str] = (),
     workers: int = 2,
     module: str = MODULE,
+    within: Sequence[str] = (),
 ) -> Generator[NodeProcess]:
     """A node that serves these definitions of a module, at a TCP port and a Unix socket unless told otherwise.
 
-    At the end it is asked to end, and must do so in order.
+    At the end it is asked to end, and must do so in order. `within` is a command that runs it somewhere else.
     """
     places = list(listen) or ["127.0.0.1:0", f"unix:{folder}/node.sock"]
-    command = [sys.executable, "-m", "asyncloader", "serve", *(f"{module}:{name}" for name in names)]
+    command = [*within, sys.executable, "-m", "asyncloader", "serve", *(f"{module}:{name}" for name in names)]
     command += [part for place in places for part in ("--listen", place)]
     log = folder / f"node-{os.urandom(4).hex()}.log"
     with log.open("w") as stderr:
