@@ -29,6 +29,7 @@ PURE = {
         "epoch.recovery",
         "epoch.resume_points",
         "epoch.scheduler",
+        "epoch.worker_choice",
         "formats",
         "formats.base",
         "formats.compressed",

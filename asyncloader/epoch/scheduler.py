@@ -30,6 +30,7 @@ from __future__ import annotations
 from typing import Any, Generic, Literal, TypeVar
 
 from asyncloader.epoch.recovery import Recovery
+from asyncloader.epoch.worker_choice import WorkerChoice
 from asyncloader.errors import QUARANTINE_ADVICE, TaskQuarantined, WorkerDied, shortened
 from asyncloader.events import (
     Action,
@@ -109,6 +110,7 @@ class Scheduler:
         self._active = [True] * workers
         self._load = [0] * workers  # tasks assigned and not yet delivered (or void)
         self._unanswered = [0] * workers  # tasks assigned and not yet completed (or void)
+        self._choice = WorkerChoice(self._unanswered) if assignment == "least_loaded" else None
         self._owner: dict[int, int] = {}  # seq -> worker, for every task that is neither delivered nor void
         self._unanswered_tasks: dict[int, Task] = {}
         self._reorder: ReorderBuffer[Deliver] = ReorderBuffer()
@@ -221,17 +223,18 @@ class Scheduler:
         self._owner[seq] = worker
         self._unanswered_tasks[seq] = task
         self._load[worker] += 1
-        self._unanswered[worker] += 1
+        self._count(worker, 1)
         if self._recovery.active and not self._recovery.free(worker):
             self._recovery.wait(worker, seq)
             return []
         return [Assign(worker, task)]
 
     def _choose(self) -> int | None:
-        if self.assignment == "least_loaded":
+        if self._choice is not None:
+            if not self._recovery.active:
+                return self._choice.least(self._active, self._load, self._share)
             candidates = [w for w in range(self.workers) if self._active[w] and self._load[w] < self._share]
-            if self._recovery.active:
-                candidates = [w for w in candidates if self._recovery.free(w)] or candidates
+            candidates = [w for w in candidates if self._recovery.free(w)] or candidates
             return min(candidates, key=self._unanswered.__getitem__, default=None)
         share = 0 if self.in_order else self.credits * self.workers // max(1, sum(self._active))
         for _ in range(self.workers):
@@ -244,6 +247,11 @@ class Scheduler:
         # An index that was pulled before `credits` was lowered: to the least loaded worker.
         return min(filter(self._active.__getitem__, range(self.workers)), key=self._load.__getitem__, default=None)
 
+    def _count(self, worker: int, change: int) -> None:
+        self._unanswered[worker] += change
+        if self._choice is not None:
+            self._choice.enter(worker)
+
     def _completed(self, event: Completed) -> list[Action]:
         if event.seq not in self._unanswered_tasks:
             raise ValueError(f"task {event.seq} was answered but not outstanding (worker {event.worker})")
@@ -252,7 +260,7 @@ class Scheduler:
     def _outcome(self, seq: int, outcome: Any) -> list[Action]:
         del self._unanswered_tasks[seq]
         worker = self._owner[seq]
-        self._unanswered[worker] -= 1
+        self._count(worker, -1)
         deliver = Deliver(seq, worker, outcome)
         waiting: list[Action] = []
         if self._recovery.active:
@@ -270,6 +278,8 @@ class Scheduler:
         if worker is None:
             raise ValueError(f"task {event.seq} was delivered twice, or before it was answered")
         self._load[worker] -= 1
+        if self._choice is not None and self._load[worker] == self._share - 1:
+            self._choice.enter(worker)
         if self.iterable:
             return self._offered(None) + self._finish_if_done()
         if self._offers_ended:
@@ -343,9 +353,9 @@ class Scheduler:
             self._recovery.wait(worker, seq)
             return []
         self._owner[seq] = other
-        for counts in (self._load, self._unanswered):
-            counts[worker] -= 1
-            counts[other] += 1
+        for each, change in ((worker, -1), (other, 1)):
+            self._load[each] += change
+            self._count(each, change)
         return [Assign(other, task)]
 
     def _send_waiting(self, worker: int) -> list[Action]:
@@ -368,7 +378,7 @@ class Scheduler:
         for seq in [s for s, w in self._owner.items() if w == worker and s in self._unanswered_tasks]:
             del self._owner[seq], self._unanswered_tasks[seq]
             self._load[worker] -= 1
-            self._unanswered[worker] -= 1
+            self._count(worker, -1)
             self._recovery.answered(worker, seq)
             if self.in_order:
                 actions += self._reorder.skip(seq)

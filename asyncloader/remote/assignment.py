@@ -33,6 +33,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Collection, Iterable, Sequence
+from heapq import heapify, heappop, heappush, heapreplace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -97,6 +98,7 @@ class Returned(NamedTuple):
 
 
 _BY_ORDER = attrgetter("order")
+_Order = tuple[int, int, int]  # batch, number, worker
 
 
 class AssignmentLogState(NamedTuple):
@@ -239,6 +241,15 @@ class ShardAssigner:
         # Worker -> request order, and what it would give back.
         self._pending: dict[int, tuple[int, int, int, Assignment | None]] = {}
         self._gone: set[int] = set()  # workers whose pending request was sent by a process that has died
+        self._asking: list[
+            _Order
+        ] = []  # a heap of pending requests; those that are not pending any more are dropped late
+        # A heap of the earliest requests that workers without a pending one may send. Each such worker is in it once;
+        # what it may send only becomes later, so an entry that is out of date is too early, and is mended at the top.
+        self._reading = [self._earliest(worker) for worker in range(len(workers))]
+        heapify(self._reading)
+        self._listed = [True] * len(workers)
+        self._running = sum(over is None for over in self._over)
 
     def __repr__(self) -> str:
         left = len(self.log) - self._used
@@ -277,6 +288,7 @@ class ShardAssigner:
         if over is not None:
             return [over._replace(number=number)]
         self._pending[worker] = (batch, number, worker, rest)
+        heappush(self._asking, (batch, number, worker))
         self._gone.discard(worker)
         return self._decide()
 
@@ -297,32 +309,46 @@ class ShardAssigner:
     def _decide(self) -> list[Reply]:
         replies: list[Reply] = []
         while self._pending:
-            worker = min(self._pending, key=lambda each: self._pending[each][:3])
-            batch, number, _, left = self._pending[worker]
-            if self._ordered and any(
-                self._may_come_before(other, (batch, number, worker)) for other in self._running()
-            ):
+            order, worker = self._asking[0], self._asking[0][2]
+            pending = self._pending.get(worker)
+            if pending is None or pending[:3] != order:
+                heappop(self._asking)
+                continue
+            if self._ordered and self._may_come_before(order):
                 break
+            heappop(self._asking)
             del self._pending[worker]
-            reply = self._reply((batch, number, worker), left)
+            reply = self._reply(order, pending[3])
+            if not self._listed[worker]:
+                self._listed[worker] = True
+                heappush(self._reading, self._earliest(worker))
             if worker in self._gone:
                 self._gone.remove(worker)
             else:
                 replies.append(reply)
         return replies
 
-    def _running(self) -> list[int]:
-        return [worker for worker, over in enumerate(self._over) if over is None]
+    def _earliest(self, worker: int) -> _Order:
+        """The request order of the earliest request that this worker may still send."""
+        return self._batch[worker], self._first[worker] + len(self._had[worker]), worker
 
-    def _may_come_before(self, other: int, order: tuple[int, int, int]) -> bool:
-        """Return whether `other` may still send a request with an earlier request order."""
-        if other == order[2] or other in self._pending:
-            return False
-        return (self._batch[other], self._first[other] + len(self._had[other]), other) < order
+    def _may_come_before(self, order: _Order) -> bool:
+        """Return whether a worker may still send a request with an earlier request order."""
+        reading = self._reading
+        while reading and reading[0] < order:
+            worker = reading[0][2]
+            if worker in self._pending or self._over[worker] is not None:
+                heappop(reading)
+                self._listed[worker] = False
+            elif reading[0] != (now := self._earliest(worker)):
+                heapreplace(reading, now)
+            else:
+                return True
+        return False
 
     def _reply(self, order: tuple[int, int, int], left: Assignment | None) -> Reply:
         _, number, worker = order
-        last = self._running() == [worker]
+        last = self._running == 1
         assignment, source, giver = self._first_left(order, whatever=last and left is not None)
         if assignment is not None:
             self._had[worker].append(assignment)
@@ -332,6 +358,7 @@ class ShardAssigner:
             self._refused[worker].add(number)
             return Reply(worker, number)
         reply = self._over[worker] = Reply(worker, number, over=True, last=last)
+        self._running -= 1
         if left and not last:
             returned = Returned(order, left)
             if self._ordered:

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from tests.integration.running import ROOT
-from tests.stress.wire import Original, Target, changed, read_block
+from tests.stress.wire import Target, read_block
+from tests.stress.wire_inputs import Original, changed
 
 ORIGINALS = [Original((b"\x93\x00\x01\x02", bytes(40)), b"".join)]
 
