@@ -1,0 +1,258 @@
+"""One rank's epoch over a cluster's nodes, event by event: the real scheduler, with a simulated clock and workers.
+
+A worker carries out its tasks one after the other. A node that is killed is noticed at once, and one whose network is
+cut after as long as a loader needs; its workers go on elsewhere, and the nodes that are left are that much slower,
+until it is back. The consumer takes a batch per step. Each batch must come once, in its place.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from asyncloader.epoch.scheduler import Scheduler
+from asyncloader.errors import WorkerDied
+from asyncloader.events import (
+    Assign,
+    Completed,
+    Deliver,
+    Delivered,
+    Died,
+    Finish,
+    Offered,
+    Pull,
+    Replace,
+    Replaced,
+    SamplerEnded,
+    Started,
+)
+
+__all__ = ["Case", "Outcome", "simulate"]
+
+NOTICED_S = {"kill": 0.005, "cut": 2.6}
+"""Seconds until a loader notices."""
+ANEW_S = 0.03
+"""Seconds until a worker is connected elsewhere."""
+GONE_S = 120.0
+"""Seconds until a node that was lost is there again."""
+DAY = 86_400.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is simulated.
+
+    Attributes:
+        batches: of the epoch.
+        nodes: number of nodes.
+        workers: logical workers, spread over the nodes.
+        credits: tasks that each may have outstanding.
+        window: batches that may be ready behind a missing one.
+        step_s: seconds that the consumer takes for a batch.
+        spare: how many times as many batches the workers can make as the consumer takes.
+        node_days: days until a node is lost, on average; every second one is killed, the others are cut off.
+        slow: share of tasks that take 20 times as long.
+        in_order: whether each batch has its place, or comes as soon as it is made.
+        seed: of all that is drawn.
+    """
+
+    batches: int
+    nodes: int = 16
+    workers: int = 64
+    credits: int = 2
+    window: int = 64
+    step_s: float = 0.1
+    spare: float = 1.25
+    node_days: float = math.inf
+    slow: float = 0.0
+    in_order: bool = True
+    seed: int = 0
+
+
+class Outcome(NamedTuple):
+    """What came of it.
+
+    Attributes:
+        delivered: batches.
+        lost: batches that did not come.
+        doubled: batches that came twice, or out of their place.
+        again: tasks that were assigned a second time.
+        nodes_lost: how often a node was lost.
+        stalled: share of the steps that waited for a batch.
+        waited: share of the time that steps waited.
+        longest_s: the longest wait.
+    """
+
+    delivered: int
+    lost: int
+    doubled: int
+    again: int
+    nodes_lost: int
+    stalled: float
+    waited: float
+    longest_s: float
+
+
+class _Epoch:
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.rng = random.Random(f"asyncloader epoch {case.seed}")
+        self.scheduler = Scheduler(
+            workers=case.workers,
+            credits=case.credits,
+            in_order=case.in_order,
+            assignment="least_loaded",
+            reorder_window=case.window,
+        )
+        self.seen: set[int] = set()  # batches that came, where they have no places
+        self.now = 0.0
+        self.events: list[tuple[float, int, Any, tuple[Any, ...]]] = []
+        self.number = 0  # of events: those of one moment happen in their order
+        self.offered = 0
+        self.life = [0] * case.workers  # a worker's answers from a life before count no more
+        self.free_at = [0.0] * case.workers
+        self.node_of = [worker % case.nodes for worker in range(case.workers)]
+        self.up = [True] * case.nodes
+        self.ready: deque[Deliver] = deque()
+        self.sent: set[int] = set()  # sequence numbers that were assigned and not delivered
+        self.again = self.nodes_lost = self.delivered = self.doubled = self.stalled = 0
+        self.waiting_since: float | None = 0.0
+        self.waited = self.longest = 0.0
+        self.finished = False
+        # Log-normal with the mean at which the workers make `spare` batches for each that is taken.
+        slowness = 1 + 19 * case.slow
+        self.mean = case.workers * case.step_s / (case.spare * slowness)
+
+    def at(self, time: float, what: Any, *arguments: Any) -> None:
+        """Have something happen then."""
+        self.number += 1
+        heapq.heappush(self.events, (time, self.number, what, arguments))
+
+    def run(self) -> Outcome:
+        """Let everything happen."""
+        case = self.case
+        if case.node_days < math.inf:
+            self.at(self._until_next_loss(), self._node_is_lost)
+        self._carry_out(self.scheduler.handle(Started()))
+        while self.events and not self.finished:
+            self.now, _, what, arguments = heapq.heappop(self.events)
+            what(*arguments)
+        steps = max(1, self.delivered)
+        return Outcome(
+            self.delivered,
+            case.batches - self.delivered,
+            self.doubled,
+            self.again,
+            self.nodes_lost,
+            self.stalled / steps,
+            self.waited / max(self.now, 1e-9),
+            self.longest,
+        )
+
+    # ------------------------------------------------------------------------------------------- the scheduler
+
+    def _carry_out(self, actions: Any) -> None:
+        todo = deque(actions)
+        while todo:
+            action = todo.popleft()
+            if isinstance(action, Assign):
+                self._assign(action)
+            elif isinstance(action, Deliver):
+                self.ready.append(action)
+                if self.waiting_since is not None:
+                    self._take()
+            elif isinstance(action, Pull):
+                for _ in range(action.number):
+                    if self.offered == self.case.batches:
+                        todo.extend(self.scheduler.handle(SamplerEnded()))
+                        break
+                    self.offered += 1
+                    todo.extend(self.scheduler.handle(Offered(self.offered - 1)))
+            elif isinstance(action, Replace):
+                self.at(self.now + ANEW_S, self._back, action.worker)
+            elif isinstance(action, Finish):
+                self.finished = True
+            else:
+                raise RuntimeError(f"nobody expected {action!r}")  # noqa: TRY004 - the scheduler is wrong, no type
+
+    def _assign(self, action: Assign) -> None:
+        worker, task = action.worker, action.task
+        self.again += task.seq in self.sent
+        self.sent.add(task.seq)
+        seconds = self.rng.lognormvariate(math.log(self.mean) - 0.045, 0.3) * len(self.up) / sum(self.up)
+        if self.case.slow and self.rng.random() < self.case.slow:
+            seconds *= 20
+        done = self.free_at[worker] = max(self.now, self.free_at[worker]) + seconds
+        self.at(done, self._done, worker, self.life[worker], task)
+
+    def _done(self, worker: int, life: int, task: Any) -> None:
+        if life == self.life[worker]:
+            self._carry_out(self.scheduler.handle(Completed(worker, task.seq, task.index)))
+
+    # ---------------------------------------------------------------------------------------------- the consumer
+
+    def _take(self) -> None:
+        """The consumer wants a batch."""
+        case = self.case
+        if not self.ready:
+            self.waiting_since = self.now
+            return
+        if self.waiting_since is not None:
+            wait = self.now - self.waiting_since
+            if self.delivered:  # the first one is not waited for in a step
+                self.stalled += wait > 0
+                self.waited += wait
+                self.longest = max(self.longest, wait)
+            self.waiting_since = None
+        batch = self.ready.popleft()
+        if case.in_order:
+            self.doubled += batch.outcome != self.delivered
+        else:
+            self.doubled += batch.outcome in self.seen
+            self.seen.add(batch.outcome)
+        self.delivered += 1
+        self.sent.discard(batch.seq)
+        self.at(self.now + case.step_s, self._take)
+        self._carry_out(self.scheduler.handle(Delivered(batch.seq)))
+
+    # ----------------------------------------------------------------------------------------------- misfortunes
+
+    def _until_next_loss(self) -> float:
+        return self.now + self.rng.expovariate(self.case.nodes / (self.case.node_days * DAY))
+
+    def _node_is_lost(self) -> None:
+        self.at(self._until_next_loss(), self._node_is_lost)
+        node = self.rng.randrange(self.case.nodes)
+        if not self.up[node] or sum(self.up) == 1:
+            return
+        self.up[node] = False
+        self.nodes_lost += 1
+        kind = "kill" if self.nodes_lost % 2 else "cut"
+        for worker in range(self.case.workers):
+            if self.node_of[worker] == node:
+                self.life[worker] += 1  # what it is at will not come
+                self.at(self.now + NOTICED_S[kind], self._noticed, worker, self.life[worker])
+        self.at(self.now + GONE_S, self._node_is_back, node)
+
+    def _noticed(self, worker: int, life: int) -> None:
+        if life == self.life[worker]:
+            error = WorkerDied(worker, 0, None, "the connection is gone")
+            self._carry_out(self.scheduler.handle(Died(worker, error, lost=True)))
+
+    def _back(self, worker: int) -> None:
+        self.node_of[worker] = self.rng.choice([node for node, there in enumerate(self.up) if there])
+        self.life[worker] += 1
+        self.free_at[worker] = self.now
+        self._carry_out(self.scheduler.handle(Replaced(worker)))
+
+    def _node_is_back(self, node: int) -> None:
+        self.up[node] = True
+
+
+def simulate(case: Case) -> Outcome:
+    """Run an epoch of this case."""
+    return _Epoch(case).run()
