@@ -119,7 +119,7 @@ def decode(data: bytes | memoryview) -> Any:
     """
     try:
         return msgspec.msgpack.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"broken stream: not a packed value ({error})") from None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from asyncloader.service.served_shards import (
@@ -36,6 +36,7 @@ def test_a_plan_comes_in_pieces(shards: int) -> None:
     assert gathered(iter(list(messages(b"an error"))).__next__) == b"an error"
 
 
+@example(b"\xa1\xff")  # a text that is none
 @given(st.one_of(st.binary(), st.builds(pack, st.one_of(st.integers(), st.tuples(st.integers(-1, 5), st.integers())))))
 def test_what_is_no_plan(body: bytes) -> None:
     """Is an error."""
