@@ -36,6 +36,7 @@ the same error on every further call.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeAlias
 from urllib.parse import urlsplit
@@ -121,7 +122,16 @@ class ShardReader(Protocol):
         ...
 
 
+_PLAIN_URL = re.compile(r"[A-Za-z][A-Za-z0-9]*://[!-\"$->@-Z\\^-~]*")
+"""Without query, fragment, brackets, blanks, and letters other than those of ASCII."""
+
+
 def base_name(url: str) -> str:
     """Return the last part of the URL's path, without query and fragment; keys of unnamed samples begin with it."""
-    path = urlsplit(url).path if "://" in url else url
+    if "://" not in url:
+        path = url
+    elif _PLAIN_URL.fullmatch(url):  # the same as below in a fraction of the time, for a million shards
+        path = url.partition("://")[2].partition("/")[2]
+    else:
+        path = urlsplit(url).path
     return path.rstrip("/").rpartition("/")[2]

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 from torch.utils.data import IterableDataset
 
 from asyncloader.bridge import run_in_thread
@@ -205,9 +206,11 @@ class RemoteIterableDataset(IterableDataset[Any]):
         parts = self._ranges_per_worker * workers * ranks
         shards = await self._with_known_sizes(parts)
         shard_ranges = cut(shards, parts)
-        mine = (
-            self._shuffled(shard_ranges, key)[rank::ranks] if common else self._shuffled(shard_ranges[rank::ranks], key)
-        )
+        if common:
+            mine = self._shuffled(shard_ranges, key, np.arange(rank, len(shard_ranges), ranks))
+        else:
+            part = shard_ranges[rank::ranks]
+            mine = self._shuffled(part, key, np.arange(len(part)))
         return grouped(mine, shards, workers)
 
     async def fingerprint(self, workers: int, ranks: int) -> str:
@@ -248,10 +251,13 @@ class RemoteIterableDataset(IterableDataset[Any]):
             columns=self.columns,
         )
 
-    def _shuffled(self, shard_ranges: list[CatalogRange], key: int | None) -> list[CatalogRange]:
-        if key is None or not self.shuffle_shards:
-            return shard_ranges
-        return [shard_ranges[at] for at in Permutation(len(shard_ranges), key, 0)(np.arange(len(shard_ranges)))]
+    def _shuffled(
+        self, shard_ranges: list[CatalogRange], key: int | None, positions: npt.NDArray[np.int64]
+    ) -> list[CatalogRange]:
+        """The ranges at these positions of the order."""
+        if key is not None and self.shuffle_shards:
+            positions = Permutation(len(shard_ranges), key, 0)(positions)
+        return [shard_ranges[at] for at in positions.tolist()]
 
     # ------------------------------------------------------------------------------------- what is known of shards
 

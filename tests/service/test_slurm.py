@@ -77,9 +77,9 @@ def test_the_script(tmp_path: Path) -> None:
     programs = {"srun": SRUN, "scontrol": SCONTROL, "asyncloader": ASYNCLOADER, "torchrun": TORCHRUN}
     (tmp_path / "bin").mkdir()
     for name, text in programs.items():
-        path = tmp_path / "bin" / name
-        path.write_text(text)
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        program = tmp_path / "bin" / name
+        program.write_text(text)
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
     for name, text in {"data.py": DATA, "train.py": TRAIN, "train.sbatch": script}.items():
         # Three names of one machine, and a port that is free.
         (tmp_path / name).write_text(text.replace("7070", str(free_port())))

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import gzip
 import pickle
+from collections.abc import Callable
+from contextlib import suppress
+from urllib.parse import urlsplit
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncloader.errors import LoaderError
 from asyncloader.formats import CompressedReader, Located, ShardError, ShardRange, ShardReader, open_reader
@@ -54,6 +59,18 @@ def test_any_buffer_can_be_fed(url: str) -> None:
 def test_base_name(url: str, name: str) -> None:
     """Only a URL has a query; a path may have question marks."""
     assert base_name(url) == name
+
+
+@given(st.sampled_from(["http://", "s3://", "x+y://", "1a://"]), st.text("ab/:?#.% \t\xa0@;=é[]"))
+def test_base_names_of_odd_urls(scheme: str, rest: str) -> None:
+    """Are of the path that the standard library finds, also where there is a shorter way."""
+
+    def found(find: Callable[[str], str]) -> str | None:
+        with suppress(ValueError):
+            return find(scheme + rest)
+        return None
+
+    assert found(base_name) == found(lambda url: urlsplit(url).path.rstrip("/").rpartition("/")[2])
 
 
 class FixedRecords:
