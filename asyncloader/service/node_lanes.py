@@ -111,6 +111,7 @@ class ForwardedLane:
         self._rings = RingManager(credits=credits, ring_bytes=None)
         self._loop = asyncio.get_running_loop()
         self._unanswered: set[tuple[int, int]] = set()
+        self._exhausted = -1  # the newest epoch in which the process's stream has ended: it answers no task of it
         self._idle = asyncio.Event()
         self._sent = asyncio.Event()
         self._draining = False
@@ -154,6 +155,8 @@ class ForwardedLane:
     def _task(self, epoch: int, task: int, index: bytes) -> None:
         if self._draining or self._channel.fileno() < 0:
             return  # the loader gives it to another node, or to another process
+        if epoch <= self._exhausted:
+            return  # it was sent before the loader knew
         if (epoch, task) in self._unanswered or len(self._unanswered) >= _UNANSWERED:
             raise ValueError("broken stream: a task twice, or too many at a time")
         self._unanswered.add((epoch, task))
@@ -212,15 +215,19 @@ class ForwardedLane:
             epoch, task, _, _ = wire.unpack_answer(body)
             self._rings.answered(epoch, task, wire.NO_SLOT, 0)
             self._answered(epoch, task)
-            if kind == wire.EXHAUSTED:
-                self._rings.void()
-                self._unanswered.clear()
-                self._idle.set()
+            if kind == wire.EXHAUSTED:  # perhaps late: the loader may have begun a new epoch, whose tasks stay
+                self._exhausted = epoch
+                self._void(epoch + 1)
         elif kind == wire.RESET_DONE:
-            epoch = wire.unpack_reset(body)[0]
-            self._rings.reset_done(epoch)
-            self._unanswered = {each for each in self._unanswered if each[0] >= epoch}
+            self._void(wire.unpack_reset(body)[0])
         self._send(partial(self._link.send, kind, body))
+
+    def _void(self, epoch: int) -> None:
+        """The process answers no task of an earlier epoch any more."""
+        self._rings.reset_done(epoch)
+        self._unanswered = {each for each in self._unanswered if each[0] >= epoch}
+        if not self._unanswered:
+            self._idle.set()
 
     def _result(self, body: bytes) -> None:
         result, template, _ = wire.unpack_result(body)

@@ -135,10 +135,13 @@ class RemoteChannel:
             epoch, task, _, _ = wire.unpack_answer(body)
             self._tasks.pop((epoch, task), None)
         elif kind == wire.EXHAUSTED:
-            self._tasks.clear()
+            self._void(wire.unpack_answer(body)[0] + 1)
         elif kind == wire.RESET_DONE:
-            epoch = wire.unpack_reset(body)[0]
-            self._tasks = {key: value for key, value in self._tasks.items() if key[0] >= epoch}
+            self._void(wire.unpack_reset(body)[0])
+
+    def _void(self, epoch: int) -> None:
+        """The worker answers no task of an earlier epoch any more."""
+        self._tasks = {key: value for key, value in self._tasks.items() if key[0] >= epoch}
 
     def _place(self, header: Header) -> memoryview:
         key = header.epoch, header.task

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,6 +182,23 @@ def test_an_epoch_that_is_left_early(place: str, places: Places) -> None:
     for changes in ({}, {"workers": None}):
         with loader.clone(persistent_workers=False, **changes) as clone:
             assert_same(list(clone), expected)
+
+
+@pytest.mark.parametrize("place", PLACES[1:])
+@pytest.mark.parametrize("name", ["stream", "async_stream"])
+def test_streams_that_are_left_close_to_their_end(name: str, place: str, places: Places, caplog: Any) -> None:
+    """Their workers' last words of one epoch come in the next one, and disturb nothing: each has the batches that local
+    workers make, over the connections that there were.
+    """
+    defined = getattr(definitions, name)()
+    options = {**OPTIONS, "persistent_workers": True, "prefetch_factor": 3}
+
+    def rounds(**changes: Any) -> list[Any]:
+        with DataLoader[Any](defined, **options, **changes) as loader:
+            return [list(itertools.islice(loader, stop)) for stop in (*range(6, 13), None)]
+
+    assert_same(rounds(workers=places.of(place)), rounds())
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("place", PLACES[1:])
