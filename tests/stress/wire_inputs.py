@@ -34,25 +34,15 @@ class Original(NamedTuple):
 
 # ------------------------------------------------------------------------------------------------------- changes
 
-_NUMBERS = [0, 1, 2, 15, 16, 17, 63, 64, 127, 128, 255, 256, 0x7FFF, 0x8000, 1 << 31, (1 << 31) - 1, (1 << 32) - 1]
-_NUMBERS += [1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
-_VALUES: list[Any] = [
-    None,
-    True,
-    False,
-    -1,
-    1e308,
-    float("nan"),
-    float("inf"),
-    "",
-    "x",
-    "float32",
-    "int64",
-    "<i8",
-    "<f4",
-]
-_VALUES += [b"", b"\x00" * 9, [], [0], [1], {}, [15, 0], [9, "Cursor"], "0x" + "f" * 40, "é\u0000", "M8[ns]", "|O"]
-_VALUES += _NUMBERS
+_NUMBERS = (
+    *(0, 1, 2, 15, 16, 17, 63, 64, 127, 128, 255, 256, 0x7FFF, 0x8000),
+    *(number for bits in (31, 32, 40, 63, 64) for number in ((1 << bits) - 1, 1 << bits)),
+)
+_VALUES: tuple[Any, ...] = (
+    *(None, True, False, -1, 1e308, float("nan"), float("inf"), b"", b"\x00" * 9, [], [0], [1], {}, [15, 0]),
+    *("", "x", "float32", "int64", "<i8", "<f4", "0x" + "f" * 40, "é\u0000", "M8[ns]", "|O", [9, "Cursor"]),
+    *_NUMBERS,
+)
 
 
 def changed(rng: random.Random, originals: Sequence[Original]) -> bytes:
