@@ -35,7 +35,12 @@ def some(kind: str, counts: list[int], dataset: Any, **options: Any) -> list[lis
     """So many batches of each epoch of one loader, each epoch left there (-1: at its end)."""
     if kind == "sync":
         with DataLoader[Any](dataset, **options) as loader:
-            return [_some(iter(loader), count) for count in counts]
+            read = []
+            for count in counts:
+                batches: Any = iter(loader)
+                read.append(_some(batches, count))
+                batches._shutdown_workers()  # as `aclose` below: where they end meanwhile, the next get other rings
+            return read
 
     async def iterate() -> list[list[Any]]:
         epochs = []

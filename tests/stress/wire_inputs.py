@@ -36,7 +36,8 @@ class Original(NamedTuple):
 
 _NUMBERS = (
     *(0, 1, 2, 15, 16, 17, 63, 64, 127, 128, 255, 256, 0x7FFF, 0x8000),
-    *(number for bits in (31, 32, 40, 63, 64) for number in ((1 << bits) - 1, 1 << bits)),
+    *(number for bits in (31, 32, 40, 63) for number in ((1 << bits) - 1, 1 << bits)),
+    (1 << 64) - 1,
 )
 _VALUES: tuple[Any, ...] = (
     *(None, True, False, -1, 1e308, float("nan"), float("inf"), b"", b"\x00" * 9, [], [0], [1], {}, [15, 0]),
