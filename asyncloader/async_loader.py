@@ -37,6 +37,7 @@ from asyncloader.options import (
     own_constructor,
 )
 from asyncloader.samplers.async_sampler import feedback_target
+from asyncloader.service.served import let_go
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress
 from asyncloader.statistics import Statistics
@@ -206,6 +207,7 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
             await asyncio.shield(asyncio.to_thread(rings.close))
         if self._keeper.grouped:
             await asyncio.shield(asyncio.to_thread(self._keeper.retire_group))
+        let_go(self.dataset)
 
     def close(self) -> None:
         """`aclose` for code that is not async. Blocks until the processes are gone. Idempotent."""
@@ -218,6 +220,7 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         if rings := kept_rings_of(self._spec):
             rings.close()
         self._keeper.retire_group()
+        let_go(self.dataset)
 
     def _newest_iterator(self) -> AsyncLoaderIterator[Any] | AsyncInlineIterator[Any] | None:
         return None if self._newest is None else self._newest()

@@ -36,6 +36,7 @@ from asyncloader.options import (
     fixed_option,
 )
 from asyncloader.samplers.async_sampler import feedback_target
+from asyncloader.service.served import let_go
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch.sample_errors import SkippedSample
@@ -113,6 +114,7 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         if rings := kept_rings_of(self):
             rings.close()
         state.keeper.retire_group()
+        let_go(self.dataset)
 
     def state_dict(self) -> dict[str, Any]:
         """The newest iterator's position: a new dictionary of plain values, O(1). Between epochs: the next epoch.

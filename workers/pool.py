@@ -23,6 +23,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -110,6 +111,7 @@ class WorkerPool:
         self.rings = inherited or [RingManager(*ring_options) for _ in range(setup.num_workers)]
         self._inboxes: list[Inbox] = []
         self._listener: Listener | None = None
+        self._unwatch: Callable[[], object] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_lock = threading.RLock()  # a signal handler may close the loader, too
         self._owner = os.getpid()
@@ -216,6 +218,7 @@ class WorkerPool:
             )
         for process in self.processes:
             self._listen_to(loop, process)
+        self._unwatch = self._source.watch(partial(self._places_changed, weakref.ref(self), loop))
         if self._used:
             self.epoch += 1
             for process, start in zip(self.processes, starts, strict=True):
@@ -223,6 +226,16 @@ class WorkerPool:
                 self._send(process, wire.pack_reset(wire.RESET, self.epoch, process.dumps(tuple(start))))
         self._used = True
         return self.epoch
+
+    @staticmethod
+    def _places_changed(pool: weakref.ref[WorkerPool], loop: asyncio.AbstractEventLoop) -> None:
+        def move() -> None:
+            this = pool()
+            if this is not None and this._loop is loop:
+                this._source.rebalance(this.processes)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(move)
 
     def _listen_to(self, loop: asyncio.AbstractEventLoop, process: WorkerHandle) -> None:
         loop.add_reader(process.channel.fileno(), self._on_readable, process)
@@ -236,6 +249,9 @@ class WorkerPool:
         """Stop listening. In the loop's thread, or in any once the loop is closed. Idempotent."""
         loop, self._loop = self._loop, None
         self._listener = None
+        unwatch, self._unwatch = self._unwatch, None
+        if unwatch is not None:
+            unwatch()
         watchdog, self._watchdog = self._watchdog, None
         # A forked child shares its parent's epoll instance and must not change its registrations.
         if loop is None or loop.is_closed() or os.getpid() != self._owner:

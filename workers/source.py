@@ -10,7 +10,7 @@ all above it are the same for both.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Protocol
 
 from asyncloader.counters import Recorder
@@ -163,6 +163,14 @@ class WorkerSource(Protocol):
         """
         ...
 
+    def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
+        """Have this called, in any thread, when there may be a better place for a worker. Returns what ends that."""
+        ...
+
+    def rebalance(self, workers: Sequence[Any]) -> None:
+        """Of all these, end those soon that would be made anew at a better place. In the loop's thread."""
+        ...
+
     async def look(self, workers: Sequence[Any], seconds: float) -> dict[int, Report]:
         """What these do, by their numbers: the stacks of their threads, or why there are none. Takes about so many
         seconds at most. Those that are gone are left out.
@@ -180,6 +188,10 @@ class WorkerSource(Protocol):
     def close(self) -> None:
         """Close what the source itself holds. No worker is left."""
         ...
+
+
+def _nothing() -> None:
+    pass
 
 
 class LocalWorkers:
@@ -219,6 +231,14 @@ class LocalWorkers:
                 os.close(pidfd)
             if isinstance(shared, Payload):
                 shared.close()
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
+        """As `WorkerSource`: there is this machine only."""
+        del changed
+        return _nothing
+
+    def rebalance(self, workers: Sequence[WorkerProcess]) -> None:
+        """As `WorkerSource`."""
 
     async def look(self, workers: Sequence[WorkerProcess], seconds: float) -> dict[int, Report]:
         """As `WorkerSource`."""

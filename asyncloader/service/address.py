@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -75,8 +76,25 @@ class Service:
             return Path(path).read_text().strip()
         return os.environ.get("ASYNCLOADER_TOKEN") or None
 
+    def workers_at(self, address: str) -> int:
+        """How many processes the node there has, as far as is known."""
+        del address
+        return 1
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
+        """Have this called, in any thread, when `addresses` has changed. Returns what ends that."""
+        del changed
+        return _nothing
+
+    def close(self) -> None:
+        """The loader that this was made for is closed. Idempotent."""
+
     def __repr__(self) -> str:  # without the token
         return f"Service({self.url!r})"
+
+
+def _nothing() -> None:
+    pass
 
 
 def _check_address(address: str) -> None:

@@ -29,7 +29,7 @@ from asyncloader.service.definition import converted, load_definition
 from asyncloader.service.metrics_endpoint import MetricsEndpoint
 from asyncloader.service.node import Node
 from asyncloader.service.served_definitions import Served
-from asyncloader.service.sockets import read_address
+from asyncloader.service.sockets import read_address, server_tls
 from asyncloader.workers.worker import serve_async
 
 __all__ = ["main"]
@@ -195,13 +195,7 @@ def _tls(options: dict[str, Any]) -> ssl.SSLContext | None:
         if options["tls_key"] or options["tls_ca"]:
             raise _Mistake("--tls-key and --tls-ca need --tls-cert")
         return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.load_cert_chain(options["tls_cert"], options["tls_key"])
-    if options["tls_ca"]:
-        context.load_verify_locations(options["tls_ca"])
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
+    return server_tls(options["tls_cert"], options["tls_key"] or None, options["tls_ca"] or None)
 
 
 def _check_open_addresses(listen: Sequence[str], options: dict[str, Any]) -> None:

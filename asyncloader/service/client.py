@@ -16,7 +16,8 @@ import select
 import socket
 import threading
 import weakref
-from collections.abc import Generator, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -36,6 +37,7 @@ from asyncloader.service.dialing import (
 from asyncloader.service.handshake import pack_opening, read_record
 from asyncloader.service.host_process import Death
 from asyncloader.service.link import Link
+from asyncloader.service.node_choice import node_order, to_move
 from asyncloader.service.remote_channel import RemoteChannel
 from asyncloader.service.served import ServedDataset
 from asyncloader.service.shared import SharedService
@@ -70,6 +72,7 @@ class ServiceWorkers:
         self._credits = credits
         self._session = secrets.token_hex(8)
         self._closed = threading.Event()
+        self._made: weakref.WeakSet[ServedWorker] = weakref.WeakSet()
         self._next = 0
         self._lock = threading.Lock()
 
@@ -97,16 +100,22 @@ class ServiceWorkers:
                 worker.release()
 
     def _connected(self, worker: int, setup: WorkerSetup) -> ServedWorker:
-        with self._lock:
-            first = self._next
-            self._next += 1
-
         def use(node: NodeConnection) -> ServedWorker:
             return self._opened(node, worker, setup)
 
         if isinstance(self._service, SharedService) and not self._service.stays:
             ask_facts(self._service, self._defined)  # the node was started anew: it must not end with this epoch
-        return on_any_node(self._service, self._defined, use, first, self._closed)
+        return on_any_node(self._service, self._defined, use, self._order, self._closed)
+
+    def _order(self, addresses: Sequence[str]) -> Sequence[int]:
+        """Try the nodes with the fewest of this loader's workers for each of their processes first; of equal ones,
+        each in its turn.
+        """
+        with self._lock:
+            turn = self._next
+            self._next += 1
+            there = Counter(worker.node for worker in self._made if not worker.released)
+        return node_order([there[each] / self._service.workers_at(each) for each in addresses], turn)
 
     def _opened(self, node: NodeConnection, worker: int, setup: WorkerSetup) -> ServedWorker:
         link = node.link
@@ -116,7 +125,20 @@ class ServiceWorkers:
         pid = unpack(answer_of(link, frames.OPENED))
         if type(pid) is not int:
             raise ValueError("it did not say which process has the worker")
-        return ServedWorker(worker, pid, node.address, link)
+        made = ServedWorker(worker, pid, node.address, link)
+        with self._lock:
+            self._made.add(made)
+        return made
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
+        """As `WorkerSource`."""
+        return self._service.watch(changed)
+
+    def rebalance(self, workers: Sequence[ServedWorker]) -> None:
+        """As `WorkerSource`: nodes may have come."""
+        nodes = {address: self._service.workers_at(address) for address in self._service.addresses}
+        for number in to_move([worker.node for worker in workers], nodes):
+            workers[number].move()
 
     async def look(self, workers: Sequence[ServedWorker], seconds: float) -> dict[int, Report]:
         """As `WorkerSource`: each node is asked, over a connection of its own."""
@@ -254,6 +276,14 @@ class ServedWorker:
                 self._link.send(frames.KILL)
             else:
                 self.channel.kill()
+
+    def move(self) -> None:
+        """End once what it was sent is answered; a worker at this machine ends at once."""
+        if self._direct:
+            with contextlib.suppress(OSError):
+                self._link.sock.shutdown(socket.SHUT_RDWR)
+        else:
+            self.channel.leave("another node has come, which takes its part")
 
     def kill(self) -> None:
         """Hang up."""

@@ -174,16 +174,16 @@ def on_any_node(
     service: Service,
     defined: Defined,
     use: Callable[[NodeConnection], _T],
-    first: int,
+    order: Callable[[Sequence[str]], Sequence[int]],
     closed: threading.Event | None = None,
 ) -> _T:
-    """Connect to the nodes, one after the other, until one is there and `use` of it succeeds.
+    """Connect to nodes, one after the other, until one is there and `use` of it succeeds.
 
     Args:
         service: where they are.
         defined: what is read.
         use: called with the connection, which it then owns; may raise ValueError, OSError or Unreachable.
-        first: which of them comes first.
+        order: says by their numbers in which order nodes at such addresses are tried.
         closed: set once nobody waits for it.
 
     Raises:
@@ -201,8 +201,8 @@ def on_any_node(
                 places += _places(address)
             except Unreachable as error:
                 answers[address], final = str(error), False
-        for number in range(len(places)):
-            address, place = places[(first + number) % len(places)]
+        for number in order([address for address, _ in places]):
+            address, place = places[number]
             try:
                 node = _greet(service, defined, address, place)
                 try:
@@ -241,7 +241,7 @@ def ask_plan(service: Service, defined: Defined, request: PlanRequest, closed: t
         node.link.close()
         return answer
 
-    answer = on_any_node(service, defined, use, 0, closed)
+    answer = on_any_node(service, defined, use, _as_given, closed)
     if isinstance(answer, Plan):
         return answer
     error = PLAIN.load_error(answer)
@@ -282,4 +282,8 @@ def ask_facts(service: Service, defined: Defined) -> Facts:
         node.link.close()
         return node.facts
 
-    return on_any_node(service, defined, use, 0)
+    return on_any_node(service, defined, use, _as_given)
+
+
+def _as_given(addresses: Sequence[str]) -> range:
+    return range(len(addresses))

@@ -30,6 +30,7 @@ from torch.utils.data._utils import worker as torch_worker
 from asyncloader.counters import LANE_KEY, Recorder
 from asyncloader.service.definition import Defined, Made, load_definition
 from asyncloader.service.dialect import PLAIN
+from asyncloader.service.pickled import PickledDefinition
 from asyncloader.service.served_shards import Catalog, PlanRequest, finding, planned
 from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset, is_async_stream
@@ -96,11 +97,13 @@ class HostSetup(NamedTuple):
         target: names the definition.
         arguments: the definition's.
         threads: whether its lanes read a blocking dataset in threads (`concurrency`).
+        data: the definition itself, where an engine sent it; None: it is imported.
     """
 
     target: str
     arguments: dict[str, Any]
     threads: bool = False
+    data: bytes | None = None
 
     def run(self, channel: Channel, recorder: Recorder, entered: float) -> None:
         """Serve lanes until the node ends this process. Raises what its channel raises."""
@@ -110,7 +113,8 @@ class HostSetup(NamedTuple):
         torch.set_num_threads(1)
         host, facts = None, Facts()
         try:
-            defined = Defined(load_definition(self.target), self.arguments)
+            definition = load_definition(self.target) if self.data is None else PickledDefinition(self.data)
+            defined = Defined(definition, self.arguments)
             made = defined.make()
             facts = facts_of(made.dataset)
             host = _Host(channel, recorder, defined, made, facts)

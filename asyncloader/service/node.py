@@ -36,6 +36,7 @@ from asyncloader.service.host_process import HostProcesses, LaneEnd
 from asyncloader.service.lane_host import Facts, HostSetup
 from asyncloader.service.link import Link
 from asyncloader.service.node_lanes import ForwardedLane, PassedLane
+from asyncloader.service.pickled import PickledDefinition
 from asyncloader.service.served_definitions import Refused, Served, as_text, asked
 from asyncloader.service.served_shards import PlanRequest, messages, read_request
 from asyncloader.service.session import Session
@@ -87,6 +88,7 @@ class Node:
         problem: str = "",
     ) -> None:
         self._served = {each.definition.name: each for each in served}
+        self._most_hosts = len(self._served) + _MOST_DATASETS
         self._workers = workers
         self._token = token
         self._tls = tls
@@ -121,13 +123,19 @@ class Node:
                 if facts.problem:
                     raise ValueError(facts.problem)
 
+    def serve(self, served: Served) -> None:
+        """Serve this from now on, too."""
+        self._served.setdefault(served.definition.name, served)
+
     def _host(self, served: Served, arguments: Mapping[str, Any], *, threads: bool = False) -> HostProcesses:
         key = served.target, json.dumps(arguments, sort_keys=True, default=str), threads
         host = self._hosts.get(key)
         if host is None:
-            if served.open and len(self._hosts) >= len(self._served) + _MOST_DATASETS:
+            if served.open and len(self._hosts) >= self._most_hosts:
                 self._make_room()
-            host = self._hosts[key] = HostProcesses(HostSetup(served.target, dict(arguments), threads), self._workers)
+            data = served.definition.data if isinstance(served.definition, PickledDefinition) else None
+            setup = HostSetup(served.target, dict(arguments), threads, data)
+            host = self._hosts[key] = HostProcesses(setup, self._workers)
             host.start()
         return host
 

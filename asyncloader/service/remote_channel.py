@@ -46,6 +46,7 @@ class RemoteChannel:
         self.why = "the node closed the connection"
         """Why it ended, if it did."""
         self.gone_fd, self._gone = os.pipe()
+        self._leaving = ""
         self._link = link
         link.place, link.most_payload = self._place, _MOST_PAYLOAD
         self._rings: dict[int, WorkerRing] = {}
@@ -84,6 +85,8 @@ class RemoteChannel:
         if kind != wire.TASK:
             return self._send(kind, body)
         epoch, task, slot, ring, _, index = wire.unpack_task(body)
+        if self._leaving:
+            return True  # the pool gives it to the worker's successor
         self._tasks[epoch, task] = ring, slot
         if self._timer is None:
             self._seen = -1
@@ -95,6 +98,12 @@ class RemoteChannel:
             return self._link.send(kind, body, epoch=epoch, task=task)
         except OSError as error:
             raise ConnectionError(str(error)) from None
+
+    def leave(self, why: str) -> None:
+        """Send no more tasks, and end once those that were sent are answered."""
+        self._leaving = why
+        if not self._tasks:
+            self._end(why)
 
     def kill(self) -> None:
         """Have the worker's process killed, which is at a task for too long."""
@@ -127,6 +136,8 @@ class RemoteChannel:
                     yield header.kind, body
         except ValueError as error:  # no node of ours: its tasks go elsewhere
             self._end(str(error))
+        if self._leaving and not self._tasks:
+            self._end(self._leaving)
         if self._link.ended:
             self._end(self.why)
 

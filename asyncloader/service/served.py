@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from asyncloader.remote.assignment import Assignment
     from asyncloader.service.served_shards import Catalog
 
-__all__ = ["ServedDataset", "located"]
+__all__ = ["ServedDataset", "let_go", "located"]
 
 
 class ServedDataset:
@@ -154,16 +154,18 @@ def located(arguments: dict[str, Any]) -> dict[str, Any]:
     defined = dataset.defined if isinstance(dataset, ServedDataset) else dataset
     if workers is None:
         return _here(defined, arguments)
-    if not isinstance(defined, Defined):
+    engine = not isinstance(workers, str) and hasattr(workers, "serve")
+    if not engine and not isinstance(defined, Defined):
         raise TypeError(
             f"workers={workers!r} reads what a definition makes, but got a {type(dataset).__name__}: put what makes it "
             "into a function with @asyncloader.definition, and give the loader what that returns"
         )
     if arguments["seed"] is None:
         raise ValueError(f"workers={workers!r} needs seed=: without it random numbers belong to a worker's process")
-    for name in FUNCTIONS:
-        if arguments[name] is not None:
-            raise ValueError(
+    functions = {name: arguments[name] for name in FUNCTIONS if arguments[name] is not None}
+    for name in functions:
+        if isinstance(dataset, Defined):
+            raise ValueError(  # noqa: TRY004
                 f"{name} runs in the service's workers: return it from {defined.definition.name}, beside the dataset"
             )
     if callable(arguments["on_error"]):
@@ -173,10 +175,16 @@ def located(arguments: dict[str, Any]) -> dict[str, Any]:
     check_extra()
     from asyncloader.service.address import Service
     from asyncloader.service.dialing import ask_facts
+    from asyncloader.service.engine import engine_service
+    from asyncloader.service.pickled import pickled
     from asyncloader.service.shared import shared_service
 
     if workers == "shared":
         workers = shared_service(defined)
+    if engine:
+        defined = pickled(defined, functions)
+        workers = engine_service(workers, defined)
+        arguments = arguments | dict.fromkeys(functions)
     service = workers if isinstance(workers, Service) else Service(workers)
     facts = ask_facts(service, defined)
     if service.share and (facts.iterable or facts.stateful):
@@ -185,6 +193,12 @@ def located(arguments: dict[str, Any]) -> dict[str, Any]:
         return arguments | {"dataset": _Shards(defined, service, facts.shuffle)}
     kind = _KINDS[facts.iterable, facts.asynchronous, facts.length is not None]
     return arguments | {"dataset": kind(defined, service, facts.length, stateful=facts.stateful)}
+
+
+def let_go(dataset: Any) -> None:
+    """The loader of this dataset is closed."""
+    if isinstance(dataset, ServedDataset):
+        dataset.service.close()
 
 
 def _here(defined: Defined, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -6,11 +6,23 @@ import asyncio
 import contextlib
 import os
 import socket
+import ssl
 import struct
 from pathlib import Path
 from urllib.parse import urlsplit
 
-__all__ = ["bound", "check_peer", "read_address"]
+__all__ = ["bound", "check_peer", "read_address", "server_tls"]
+
+
+def server_tls(cert: str, key: str | None, ca: str | None) -> ssl.SSLContext:
+    """A node's side of TLS: it shows a certificate, and, given `ca`, asks loaders for one that these have signed."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_cert_chain(cert, key)
+    if ca is not None:
+        context.load_verify_locations(ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 def check_peer(sock: socket.socket) -> None:

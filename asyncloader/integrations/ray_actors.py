@@ -1,0 +1,205 @@
+"""Ray's part of `RayWorkers`: an actor on each machine that keeps a node there, and one that keeps these actors.
+
+Data path: none; before a node of a service is there.
+
+The fleet asks Ray once a second which machines there are, as Ray tells nobody. Of the end of a node loaders learn from
+their own connections, long before Ray does; what the fleet learns is for those that look for a node next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import threading
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from asyncloader.service.agent import AgentNode, AgentSetup
+from asyncloader.service.engine import Credentials
+
+__all__ = ["Agent", "Fleet", "FleetNode", "FleetOptions", "View"]
+
+ray: Any = import_module("ray")  # it has no types
+
+_LOOK_S = 1.0
+_MOST_WAIT_S = 30.0
+
+
+class FleetOptions(NamedTuple):
+    """As the arguments of `RayWorkers`."""
+
+    nodes: int | None
+    cpus_per_node: int | None
+    resources: dict[str, float]
+
+
+class FleetNode(NamedTuple):
+    """A node that is ready.
+
+    Attributes:
+        machine: Ray's name for the machine.
+        addresses: where it is; see `AgentNode`.
+        workers: processes for each dataset.
+    """
+
+    machine: str
+    addresses: tuple[str, ...]
+    workers: int
+
+
+class View(NamedTuple):
+    """What a fleet says of itself.
+
+    Attributes:
+        life: another one after the fleet was started anew: it has forgotten what it served.
+        number: grows with each change.
+        nodes: those that are ready.
+        machines: how many there are on which a node is, or is starting.
+        credentials: what the nodes ask for.
+    """
+
+    life: str
+    number: int
+    nodes: tuple[FleetNode, ...]
+    machines: int
+    credentials: Credentials
+
+
+class Agent:
+    """Keeps a node on its machine. If the node dies, so does the agent, and Ray starts it anew.
+
+    Args:
+        workers: processes for each dataset.
+        credentials: what loaders must have.
+    """
+
+    def __init__(self, workers: int, credentials: Credentials) -> None:
+        self._node = AgentNode(AgentSetup(ray.util.get_node_ip_address(), workers, credentials))
+        threading.Thread(target=self._end_with_node, name="asyncloader-agent", daemon=True).start()
+
+    def _end_with_node(self) -> None:
+        self._node.process.wait()
+        os._exit(1)
+
+    def addresses(self) -> tuple[str, ...]:
+        """Where the node is."""
+        return self._node.addresses
+
+    def serve(self, data: bytes) -> None:
+        """Have the node serve this pickled definition."""
+        self._node.serve(data)
+
+    def lives(self) -> None:
+        """Return never: whoever waits for this learns of the end."""
+        threading.Event().wait()
+
+
+class Fleet:
+    """Keeps an agent on each machine that is wanted.
+
+    Args:
+        options: which these are.
+        credentials: files of certificates; the token is made here.
+    """
+
+    def __init__(self, options: FleetOptions, credentials: Credentials) -> None:
+        self._options = options
+        self._credentials = credentials._replace(token=secrets.token_hex(32))
+        self._life = secrets.token_hex(8)
+        self._number = 0
+        self._served: dict[str, bytes] = {}
+        self._near: dict[str, None] = {}  # machines of loaders, where nodes are wanted first
+        self._agents: dict[str, Any] = {}
+        self._keeping: dict[str, asyncio.Task[None]] = {}
+        self._ready: dict[str, FleetNode] = {}
+        self._changed = asyncio.Event()
+        self._looking: asyncio.Task[None] | None = None
+
+    async def serve(self, name: str, data: bytes, machine: str) -> View:
+        """Have all nodes serve a pickled definition, for a loader on this machine. Returns once one does, or soon."""
+        self._near[machine] = None
+        self._served.setdefault(name, data)
+        if self._looking is None:
+            self._looking = asyncio.get_running_loop().create_task(self._look())
+        await asyncio.gather(*(self._agents[each].serve.remote(data) for each in self._ready), return_exceptions=True)
+        if not self._ready:
+            await self._change(_MOST_WAIT_S)
+        return self._view()
+
+    async def view(self, number: int) -> View:
+        """What is there, once it is another than this one; or after some seconds."""
+        if number == self._number:
+            await self._change(_MOST_WAIT_S)
+        return self._view()
+
+    def _view(self) -> View:
+        ready = tuple(self._ready.values())
+        return View(self._life, self._number, ready, len(self._agents), self._credentials)
+
+    async def _change(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
+    def _tell(self) -> None:
+        self._number += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _look(self) -> None:
+        """Begin with machines that come, and let go of those that go."""
+        while True:
+            alive = await asyncio.to_thread(_machines)
+            for machine in [each for each in self._agents if each not in alive]:
+                self._keeping.pop(machine).cancel()
+                del self._agents[machine]
+                if self._ready.pop(machine, None) is not None:
+                    self._tell()
+            wanted = self._options.nodes
+            for machine in sorted(alive, key=lambda each: (each not in self._near, -alive[each])):
+                if machine in self._agents or (wanted is not None and len(self._agents) >= wanted):
+                    continue
+                workers = self._options.cpus_per_node or max(1, alive[machine] // 2)
+                if alive[machine] >= workers:
+                    self._begin(machine, workers)
+            await asyncio.sleep(_LOOK_S)
+
+    def _begin(self, machine: str, workers: int) -> None:
+        here = import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
+        actor = ray.remote(Agent).options(
+            num_cpus=workers,
+            resources=self._options.resources,
+            max_restarts=-1,
+            max_concurrency=2,
+            scheduling_strategy=here(machine, soft=False),
+        )
+        self._agents[machine] = actor.remote(workers, self._credentials)
+        self._keeping[machine] = asyncio.get_running_loop().create_task(self._keep(machine, workers))
+
+    async def _keep(self, machine: str, workers: int) -> None:
+        """Have the agent serve everything whenever it is there, and say where it is."""
+        agent = self._agents[machine]
+        while True:
+            try:
+                addresses = await agent.addresses.remote()
+                served: set[str] = set()
+                while len(served) < len(self._served):
+                    for name, data in list(self._served.items()):
+                        await agent.serve.remote(data)
+                        served.add(name)
+                self._ready[machine] = FleetNode(machine, addresses, workers)
+                self._tell()
+                await agent.lives.remote()
+            except ray.exceptions.RayError:
+                if self._ready.pop(machine, None) is not None:
+                    self._tell()
+                await asyncio.sleep(_LOOK_S)
+
+
+def _machines() -> dict[str, int]:
+    """The machines that are there, each with its free CPUs."""
+    free = import_module("ray._private.state").available_resources_per_node()  # nothing public says it
+    return {each["NodeID"]: int(free.get(each["NodeID"], {}).get("CPU", 0)) for each in ray.nodes() if each["Alive"]}

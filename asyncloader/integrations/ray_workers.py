@@ -1,0 +1,208 @@
+"""`RayWorkers`: a loader's workers on the machines of a Ray cluster.
+
+Data path: none; before a node of a service is there. Batches do not pass through Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from importlib import import_module
+from typing import Any, Literal, Self
+
+from asyncloader.integrations.ray_actors import Fleet, FleetOptions, View
+from asyncloader.service.engine import Credentials, EngineNode
+from asyncloader.service.pickled import PickledDefinition
+
+__all__ = ["RayWorkers"]
+
+ray: Any = import_module("ray")  # it has no types
+_log = logging.getLogger("asyncloader")
+
+
+class RayWorkers:
+    """Workers on the machines of a Ray cluster, for `workers=` of any number of loaders.
+
+    Each machine gets a node, a process beside Ray with worker processes of its own, which an actor keeps. Loaders
+    connect to the nodes: batches do not pass through Ray. Any dataset and any functions will do that cloudpickle packs.
+
+    Copies that reach other processes of the job, as in the configuration of a `TorchTrainer`, use the same nodes. These
+    end with the last loader, closed or collected; if there are copies, once no process has a copy any more. `close`
+    lets go of this one.
+
+    Args:
+        nodes: machines to use; with fewer, it runs on these, and a warning says so. "auto": all that have a free CPU.
+            Those where loaders are come first.
+        cpus_per_node: worker processes of each node, which are CPUs that it reserves with Ray; None: half of the CPUs
+            that are free when it starts, and at least one.
+        resources: Ray's custom resources that each node reserves, and so, which machines have one; None: none.
+
+    Raises:
+        ValueError: a number is below 1.
+    """
+
+    def __init__(
+        self,
+        nodes: int | Literal["auto"] = "auto",
+        *,
+        cpus_per_node: int | None = None,
+        resources: Mapping[str, float] | None = None,
+    ) -> None:
+        if nodes != "auto" and not (type(nodes) is int and nodes >= 1):
+            raise ValueError(f"nodes should be 'auto' or a number, at least 1, but got nodes={nodes!r}")
+        if cpus_per_node is not None and not (type(cpus_per_node) is int and cpus_per_node >= 1):
+            raise ValueError(f"cpus_per_node should be at least 1, but got cpus_per_node={cpus_per_node!r}")
+        self._options = FleetOptions(None if nodes == "auto" else nodes, cpus_per_node, dict(resources or {}))
+        self._begin(None)
+
+    def _begin(self, fleet: Any) -> None:
+        self._lock = threading.RLock()  # the collector may strike anywhere
+        self._fleet = fleet
+        self._copied = fleet is not None  # whether other processes have copies, as far as is known
+        self._loaders = 0
+        self._job = _job() if fleet is not None else None
+        self._view: View | None = None
+        self._pending: Any = None  # the question to the fleet that is not answered yet
+        self._machine = ""
+        self._served: weakref.WeakSet[PickledDefinition] = weakref.WeakSet()
+        self._watching: dict[object, Callable[[], None]] = {}
+
+    def __repr__(self) -> str:
+        return f"RayWorkers(nodes={'auto' if self._options.nodes is None else self._options.nodes})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        with self._lock:
+            self._copied = True
+            return _copied, (self._options, self._started())
+
+    # ------------------------------------------------------------------------------------------ as an `Engine`
+
+    def serve(self, what: PickledDefinition) -> Credentials:
+        """As `Engine`.
+
+        Raises:
+            RuntimeError: this process is not connected to a Ray cluster.
+        """
+        with self._lock:
+            fleet = self._started()
+            self._loaders += 1
+            self._machine = ray.get_runtime_context().get_node_id()
+        self._served.add(what)
+        view: View = ray.get(fleet.serve.remote(what.name, what.data, self._machine))
+        wanted = self._options.nodes
+        if wanted is not None and view.machines < wanted:
+            _log.warning("%r: %d of %d machines have a free CPU; it runs on these", self, view.machines, wanted)
+        with self._lock:
+            if self._view is None or view.number > self._view.number:
+                self._view = view
+            if self._pending is None:
+                self._ask(fleet)
+        return view.credentials
+
+    def left(self) -> None:
+        """As `Engine`. With the last loader the nodes end, unless this was copied."""
+        with self._lock:
+            self._loaders -= 1
+            if not self._loaders and not self._copied:
+                self.close()
+
+    def nodes(self) -> list[EngineNode]:
+        """As `Engine`. A node on this machine is reached without a network."""
+        view = self._view
+        return [
+            EngineNode(node.addresses[-1 if node.machine == self._machine else 0], node.workers)
+            for node in (view.nodes if view is not None else ())
+        ]
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
+        """As `Engine`."""
+        key = object()
+        self._watching[key] = changed
+        return partial(self._watching.pop, key, None)
+
+    # ------------------------------------------------------------------------------------------ the fleet
+
+    def _started(self) -> Any:
+        """The fleet, which is made if there is none. With the lock."""
+        if not ray.is_initialized():
+            raise RuntimeError(f"{self!r} needs a Ray cluster: call ray.init() before")
+        if self._fleet is None or self._job != _job():
+            _warn_if_open()
+            credentials = Credentials("")
+            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):  # where Ray's traffic is secret, so is ours
+                names = ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY")
+                credentials = Credentials("", *(os.environ.get(name) for name in names))
+            actor = ray.remote(Fleet).options(num_cpus=0, max_restarts=-1, max_task_retries=-1)
+            self._fleet, self._job, self._view, self._pending = (
+                actor.remote(self._options, credentials),
+                _job(),
+                None,
+                None,
+            )
+        return self._fleet
+
+    def _ask(self, fleet: Any) -> None:
+        """Learn of the next change. With the lock."""
+        assert self._view is not None
+        self._pending = fleet.view.remote(self._view.number)
+        self._pending.future().add_done_callback(partial(_answered, weakref.ref(self), self._pending))
+
+    def _take(self, question: Any, view: View) -> None:
+        with self._lock:
+            if self._pending is not question or self._view is None:
+                return  # it was closed
+            anew, self._view = view.life != self._view.life, view
+            self._ask(self._fleet)
+            if anew:
+                for each in list(self._served):
+                    self._fleet.serve.remote(each.name, each.data, self._machine)
+        for changed in list(self._watching.values()):
+            changed()
+
+    def close(self) -> None:
+        """Let go of the nodes. Those that no other process uses end; loaders that use them have to wait for others."""
+        with self._lock:
+            pending, self._pending, self._fleet, self._view = self._pending, None, None, None
+        if pending is not None and ray.is_initialized():
+            ray.cancel(pending)
+
+    def __del__(self) -> None:
+        if getattr(self, "_pending", None) is not None:
+            self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _copied(options: FleetOptions, fleet: Any) -> RayWorkers:
+    copy = RayWorkers.__new__(RayWorkers)
+    copy._options = options
+    copy._begin(fleet)
+    return copy
+
+
+def _answered(workers: weakref.ref[RayWorkers], question: Any, answer: Future[View]) -> None:
+    """In a thread of Ray's."""
+    this = workers()
+    if this is not None and not answer.cancelled() and answer.exception() is None:
+        this._take(question, answer.result())
+
+
+def _job() -> str:
+    return str(ray.get_runtime_context().get_job_id())
+
+
+def _warn_if_open() -> None:
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        _log.warning(
+            "Ray's authentication is off: whoever reaches its ports can run code in this cluster, and read what the "
+            "loader's workers read. Set RAY_AUTH_MODE=token"
+        )

@@ -1,0 +1,45 @@
+"""At which node a worker should be. Pure.
+
+Data path: none; where a connection is made.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+__all__ = ["node_order", "to_move"]
+
+
+def node_order(loads: Sequence[float], turn: int) -> list[int]:
+    """The numbers of nodes in the order in which they are asked: the least loaded one first, of equal ones another one
+    in each turn.
+    """
+    return sorted(range(len(loads)), key=lambda number: (loads[number], (number - turn) % len(loads)))
+
+
+def to_move(nodes: Sequence[str], capacities: Mapping[str, int]) -> list[int]:
+    """The workers that should leave, so that others nodes, which have come, get their part.
+
+    Args:
+        nodes: where each worker is.
+        capacities: the processes of each node that is there.
+
+    Returns:
+        the numbers of workers: as few as possible, so that no node has more than its part, rounded up, as long as
+        another one has less than its own, rounded down.
+    """
+    total = sum(capacities.values())
+    if not total:
+        return []
+    there = Counter(node for node in nodes if node in capacities)
+    fair = {node: len(nodes) * capacity / total for node, capacity in capacities.items()}
+    missing = sum(max(0, int(fair[node]) - there[node]) for node in capacities)
+    leaving = []
+    for number in reversed(range(len(nodes))):
+        node = nodes[number]
+        if missing and node in capacities and there[node] > fair[node]:
+            there[node] -= 1
+            missing -= 1
+            leaving.append(number)
+    return leaving

@@ -1,0 +1,28 @@
+"""A Ray cluster of three machines with two CPUs each, for all tests here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+import ray
+from ray.cluster_utils import Cluster
+
+
+@pytest.fixture(scope="package")
+def cluster() -> Iterator[Any]:
+    """The cluster; this process is its driver."""
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    try:
+        for _ in range(2):
+            made.add_node(num_cpus=2)
+        ray.init(address=made.address, log_to_driver=False)
+        made.wait_for_nodes()
+        yield made
+    finally:
+        ray.shutdown()
+        made.shutdown()
