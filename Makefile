@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # switched off is setuptools' general advice about editable installs.
 INSTALL := PYTHONWARNINGS=ignore::UserWarning $(PIP) install --quiet -c constraints.txt --no-build-isolation
 
-.PHONY: help demo demo-remote demo-service test test-all test-integrations test-clients chaos bench check format docs clean
+.PHONY: help demo demo-remote demo-service test test-all test-integrations test-clients test-ray chaos bench check format docs clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # two pips in one environment would trip over each other
 
@@ -49,6 +49,9 @@ test-integrations: $(VENV)/.stamp-test-integrations ## run the tests with more f
 
 test-clients: $(VENV)/.stamp-test-clients ## compare libraries' batches inside install() with torch's (2 GB, Python 3.11)
 	$(BIN)/python -m pytest -m clients -o faulthandler_timeout=590 tests/clients/libraries $(ARGS)
+
+test-ray: $(VENV)/.stamp-test-ray ## read through RayWorkers in a Ray cluster of processes (300 MB)
+	$(BIN)/python -m pytest tests/ray_cluster $(ARGS)
 
 chaos: $(VENV)/.stamp-test ## kill, stop and starve workers at random; writes docs/reference/reliability.md
 	$(BIN)/python -m tests.stress --seeds $(SEEDS) --save $(ARGS)
@@ -81,6 +84,7 @@ $(VENV)/.stamp-demo-service: EXTRAS := demo,service
 $(VENV)/.stamp-test: EXTRAS := test,demo
 $(VENV)/.stamp-test-integrations: EXTRAS := test-integrations
 $(VENV)/.stamp-test-clients: EXTRAS := test-clients
+$(VENV)/.stamp-test-ray: EXTRAS := test-ray
 $(VENV)/.stamp-bench: EXTRAS := bench
 $(VENV)/.stamp-check: EXTRAS := lint,test,demo
 $(VENV)/.stamp-docs: EXTRAS := docs

@@ -218,7 +218,9 @@ class WorkerPool:
             )
         for process in self.processes:
             self._listen_to(loop, process)
-        self._unwatch = self._source.watch(partial(self._places_changed, weakref.ref(self), loop))
+        places_changed = partial(self._places_changed, weakref.ref(self), loop)
+        self._unwatch = self._source.watch(places_changed)
+        places_changed()  # perhaps before this epoch
         if self._used:
             self.epoch += 1
             for process, start in zip(self.processes, starts, strict=True):

@@ -2,7 +2,7 @@
 
     accelerate     `prepare`, `skip_first_batches`
     lightning      `LoaderCallback`
-    ray            `prepare_data_loader`
+    ray            `RayWorkers`, `prepare_data_loader`
     transformers   `AsyncTrainerMixin`
 
 Each module imports its framework, and is only imported when it is used. For code that accepts no loader class there is

@@ -1,4 +1,4 @@
-"""Ray Train: keeps our loader and adds the sampler for several ranks, for which Ray would build a stock loader."""
+"""Ray: `RayWorkers`, and `prepare_data_loader` for Ray Train, which would build a stock loader."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
 
+from asyncloader.integrations.ray_workers import RayWorkers
 from asyncloader.loader import DataLoader
 
-__all__ = ["prepare_data_loader"]
+__all__ = ["RayWorkers", "prepare_data_loader"]
 
 
 def prepare_data_loader(data_loader: Any, add_dist_sampler: bool = True, **options: Any) -> Any:

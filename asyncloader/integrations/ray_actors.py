@@ -12,15 +12,14 @@ import asyncio
 import os
 import secrets
 import threading
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from asyncloader.service.agent import AgentNode, AgentSetup
 from asyncloader.service.engine import Credentials
 
-__all__ = ["Agent", "Fleet", "FleetNode", "FleetOptions", "View"]
-
-ray: Any = import_module("ray")  # it has no types
+__all__ = ["Agent", "Fleet", "FleetNode", "FleetOptions", "View", "placed_at"]
 
 _LOOK_S = 1.0
 _MOST_WAIT_S = 30.0
@@ -75,7 +74,7 @@ class Agent:
     """
 
     def __init__(self, workers: int, credentials: Credentials) -> None:
-        self._node = AgentNode(AgentSetup(ray.util.get_node_ip_address(), workers, credentials))
+        self._node = AgentNode(AgentSetup(_ray().util.get_node_ip_address(), workers, credentials))
         threading.Thread(target=self._end_with_node, name="asyncloader-agent", daemon=True).start()
 
     def _end_with_node(self) -> None:
@@ -152,7 +151,7 @@ class Fleet:
     async def _look(self) -> None:
         """Begin with machines that come, and let go of those that go."""
         while True:
-            alive = await asyncio.to_thread(_machines)
+            alive = await asyncio.to_thread(_machines, self._options.resources)
             for machine in [each for each in self._agents if each not in alive]:
                 self._keeping.pop(machine).cancel()
                 del self._agents[machine]
@@ -168,13 +167,16 @@ class Fleet:
             await asyncio.sleep(_LOOK_S)
 
     def _begin(self, machine: str, workers: int) -> None:
-        here = import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
-        actor = ray.remote(Agent).options(
-            num_cpus=workers,
-            resources=self._options.resources,
-            max_restarts=-1,
-            max_concurrency=2,
-            scheduling_strategy=here(machine, soft=False),
+        actor = (
+            _ray()
+            .remote(Agent)
+            .options(
+                num_cpus=workers,
+                resources=self._options.resources,
+                max_restarts=-1,
+                max_concurrency=2,
+                scheduling_strategy=placed_at(machine),
+            )
         )
         self._agents[machine] = actor.remote(workers, self._credentials)
         self._keeping[machine] = asyncio.get_running_loop().create_task(self._keep(machine, workers))
@@ -193,13 +195,28 @@ class Fleet:
                 self._ready[machine] = FleetNode(machine, addresses, workers)
                 self._tell()
                 await agent.lives.remote()
-            except ray.exceptions.RayError:
+            except _ray().exceptions.RayError:
                 if self._ready.pop(machine, None) is not None:
                     self._tell()
                 await asyncio.sleep(_LOOK_S)
 
 
-def _machines() -> dict[str, int]:
-    """The machines that are there, each with its free CPUs."""
+def _machines(resources: Mapping[str, float]) -> dict[str, int]:
+    """The machines that are there, each with its free CPUs; none are free where one of the resources is not."""
     free = import_module("ray._private.state").available_resources_per_node()  # nothing public says it
-    return {each["NodeID"]: int(free.get(each["NodeID"], {}).get("CPU", 0)) for each in ray.nodes() if each["Alive"]}
+    found = {}
+    for each in _ray().nodes():
+        if each["Alive"]:
+            has = free.get(each["NodeID"], {})
+            enough = all(has.get(name, 0) >= amount for name, amount in resources.items())
+            found[each["NodeID"]] = int(has.get("CPU", 0)) if enough else 0
+    return found
+
+
+def placed_at(machine: str) -> Any:
+    """For `scheduling_strategy`: this machine, and no other one."""
+    return import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy(machine, soft=False)
+
+
+def _ray() -> Any:
+    return import_module("ray")  # which has no types, and is there only where it is used

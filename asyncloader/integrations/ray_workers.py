@@ -5,8 +5,10 @@ Data path: none; before a node of a service is there. Batches do not pass throug
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -15,13 +17,12 @@ from functools import partial
 from importlib import import_module
 from typing import Any, Literal, Self
 
-from asyncloader.integrations.ray_actors import Fleet, FleetOptions, View
+from asyncloader.integrations.ray_actors import Fleet, FleetOptions, View, placed_at
 from asyncloader.service.engine import Credentials, EngineNode
 from asyncloader.service.pickled import PickledDefinition
 
 __all__ = ["RayWorkers"]
 
-ray: Any = import_module("ray")  # it has no types
 _log = logging.getLogger("asyncloader")
 
 
@@ -91,12 +92,17 @@ class RayWorkers:
         with self._lock:
             fleet = self._started()
             self._loaders += 1
-            self._machine = ray.get_runtime_context().get_node_id()
+            self._machine = _ray().get_runtime_context().get_node_id()
         self._served.add(what)
-        view: View = ray.get(fleet.serve.remote(what.name, what.data, self._machine))
+        view: View = _ray().get(fleet.serve.remote(what.name, what.data, self._machine))
         wanted = self._options.nodes
         if wanted is not None and view.machines < wanted:
-            _log.warning("%r: %d of %d machines have a free CPU; it runs on these", self, view.machines, wanted)
+            _log.warning(
+                "%r: %d of %d machines have a free CPU, and the resources asked for; it runs on these",
+                self,
+                view.machines,
+                wanted,
+            )
         with self._lock:
             if self._view is None or view.number > self._view.number:
                 self._view = view
@@ -129,7 +135,7 @@ class RayWorkers:
 
     def _started(self) -> Any:
         """The fleet, which is made if there is none. With the lock."""
-        if not ray.is_initialized():
+        if not _ray().is_initialized():
             raise RuntimeError(f"{self!r} needs a Ray cluster: call ray.init() before")
         if self._fleet is None or self._job != _job():
             _warn_if_open()
@@ -137,7 +143,10 @@ class RayWorkers:
             if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):  # where Ray's traffic is secret, so is ours
                 names = ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY")
                 credentials = Credentials("", *(os.environ.get(name) for name in names))
-            actor = ray.remote(Fleet).options(num_cpus=0, max_restarts=-1, max_task_retries=-1)
+            here = placed_at(_ray().get_runtime_context().get_node_id())  # if this machine goes, so does the loader
+            actor = (
+                _ray().remote(Fleet).options(num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here)
+            )
             self._fleet, self._job, self._view, self._pending = (
                 actor.remote(self._options, credentials),
                 _job(),
@@ -167,12 +176,13 @@ class RayWorkers:
     def close(self) -> None:
         """Let go of the nodes. Those that no other process uses end; loaders that use them have to wait for others."""
         with self._lock:
-            pending, self._pending, self._fleet, self._view = self._pending, None, None, None
-        if pending is not None and ray.is_initialized():
-            ray.cancel(pending)
+            pending, job = self._pending, self._job
+            self._pending = self._fleet = self._view = None
+        if pending is not None and _ray().is_initialized() and job == _job():
+            _ray().cancel(pending)
 
     def __del__(self) -> None:
-        if getattr(self, "_pending", None) is not None:
+        if getattr(self, "_pending", None) is not None and not sys.is_finalizing():
             self.close()
 
     def __enter__(self) -> Self:
@@ -197,12 +207,21 @@ def _answered(workers: weakref.ref[RayWorkers], question: Any, answer: Future[Vi
 
 
 def _job() -> str:
-    return str(ray.get_runtime_context().get_job_id())
+    context = _ray().get_runtime_context()
+    return f"{context.gcs_address} {context.get_job_id()}"
 
 
+@functools.cache
 def _warn_if_open() -> None:
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
         _log.warning(
             "Ray's authentication is off: whoever reaches its ports can run code in this cluster, and read what the "
             "loader's workers read. Set RAY_AUTH_MODE=token"
         )
+
+
+def _ray() -> Any:
+    try:
+        return import_module("ray")
+    except ImportError:
+        raise ImportError("RayWorkers needs Ray, which is not installed: pip install 'asyncloader[ray]'") from None

@@ -108,14 +108,12 @@ class ServiceWorkers:
         return on_any_node(self._service, self._defined, use, self._order, self._closed)
 
     def _order(self, addresses: Sequence[str]) -> Sequence[int]:
-        """Try the nodes with the fewest of this loader's workers for each of their processes first; of equal ones,
-        each in its turn.
-        """
+        """Try the nodes first that would then have the fewest of this loader's workers for each of their processes."""
         with self._lock:
             turn = self._next
             self._next += 1
             there = Counter(worker.node for worker in self._made if not worker.released)
-        return node_order([there[each] / self._service.workers_at(each) for each in addresses], turn)
+        return node_order([(there[each] + 1) / self._service.workers_at(each) for each in addresses], turn)
 
     def _opened(self, node: NodeConnection, worker: int, setup: WorkerSetup) -> ServedWorker:
         link = node.link

@@ -215,8 +215,8 @@ def on_any_node(
             except (OSError, ValueError) as error:
                 answers[address], final = f"{address}: {error}", False
         waited = monotonic() - began
-        text = "; ".join(answers.values())
-        if final:
+        text = "; ".join(answers.values()) or "none is ready"
+        if final and answers:
             raise ServiceUnavailable(f"no node of {service.url} serves this loader: {text}")
         if waited >= service.wait or (closed is not None and closed.is_set()):
             raise ServiceUnavailable(f"no node of {service.url} was there for {waited:.0f} seconds: {text}")

@@ -80,7 +80,7 @@ SLOW = [
 def test_blocks_of_the_page_run(page: Path, tmp_path: Path) -> None:
     """The page's program ends without an error or a warning."""
     text = program(page.read_text())
-    for framework in re.findall(r"^from (accelerate|lightning)\b", text, re.MULTILINE):
+    for framework in re.findall(r"^(?:from|import) (accelerate|lightning|ray)\b", text, re.MULTILINE):
         pytest.importorskip(framework)
     script = tmp_path / (page.stem.replace("-", "_") + ".py")
     script.write_text(text)

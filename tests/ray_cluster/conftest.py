@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +14,16 @@ pytest.importorskip("ray")
 import ray
 from ray.cluster_utils import Cluster
 
+from tests.integration.running import ROOT
+
+
+@pytest.fixture(autouse=True)
+def leak_check() -> Iterator[None]:
+    """In place of the check around all other tests, which would find Ray's connections: no thread of ours is left."""
+    yield
+    gc.collect()
+    assert [each.name for each in threading.enumerate() if each.name.startswith("asyncloader")] == []
+
 
 @pytest.fixture(scope="package")
 def cluster() -> Iterator[Any]:
@@ -20,7 +32,7 @@ def cluster() -> Iterator[Any]:
     try:
         for _ in range(2):
             made.add_node(num_cpus=2)
-        ray.init(address=made.address, log_to_driver=False)
+        ray.init(address=made.address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}})
         made.wait_for_nodes()
         yield made
     finally:

@@ -1,0 +1,193 @@
+"""A loader's workers on the machines of a Ray cluster: as local ones, whatever happens to the machines."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from time import monotonic
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import torch
+
+from asyncloader import AsyncDataLoader, DataLoader
+from asyncloader.integrations.ray import RayWorkers
+from asyncloader.service.address import Service
+from tests.integration.comparing import assert_same
+from tests.integration.running import KINDS, PATIENCE_S, run_async
+from tests.ray_cluster.datasets import Counting, Noise
+from tests.service import definitions
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")  # local ones
+OPTIONS: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 3, "num_workers": 4}
+
+
+def read(kind: str, dataset: Any, **options: Any) -> list[Any]:
+    """The batches of two epochs."""
+    if kind == "sync":
+        with DataLoader[Any](dataset, **options) as loader:
+            return [*loader, *loader]
+
+    async def run() -> list[Any]:
+        async with AsyncDataLoader[Any](dataset, **options) as loader:
+            return [*[batch async for batch in loader], *[batch async for batch in loader]]
+
+    return run_async(run(), kind)
+
+
+def nodes_of(workers: RayWorkers, count: int) -> list[Service]:
+    """Wait until so many nodes are ready."""
+    deadline = monotonic() + PATIENCE_S
+    while len(workers.nodes()) != count:
+        assert monotonic() < deadline, workers.nodes()
+    return [Service(node.address) for node in workers.nodes()]
+
+
+def processes_of(workers: RayWorkers) -> list[psutil.Process]:
+    """The processes that keep a port that one of its nodes listens at."""
+    ports = {int(node.address.rpartition(":")[2]) for node in workers.nodes() if node.address.startswith("tcp")}
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if any(each.status == "LISTEN" and each.laddr.port in ports for each in process.net_connections("tcp")):
+                found.append(process)
+    return found
+
+
+def connected(address: str) -> socket.socket:
+    """A connection to a node."""
+    if address.startswith("tcp"):
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        return socket.create_connection((host, int(port)))
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.connect(address.removeprefix("unix:").replace("@", "\0"))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+@pytest.fixture(scope="module")
+def workers(cluster: Any) -> Iterator[RayWorkers]:
+    """On all three machines. As there is a copy, they stay there for the next loader."""
+    with RayWorkers(3, cpus_per_node=1) as made:
+        copy = ray.put(made)
+        yield made
+        del copy
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_are_those_of_local_workers(workers: RayWorkers, kind: str) -> None:
+    """Map and iterable datasets, with functions that no node can import, and definitions, which each node imports."""
+    shift = 5
+
+    def collate(samples: list[Any]) -> Any:
+        return torch.tensor([index + shift for index, _ in samples]), torch.stack([noise for _, noise in samples])
+
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (Noise(60, (3,)), {"collate_fn": collate, "worker_init_fn": lambda worker: torch.rand(worker + 1)}),
+        (Counting(), {"shuffle": None}),
+        (definitions.drawn(), {}),
+    ]
+    for dataset, options in cases:
+        expected = read(kind, dataset, **OPTIONS | options)
+        assert_same(read(kind, dataset, workers=workers, **OPTIONS | options), expected)
+
+
+def test_ranks_that_are_tasks_of_the_job_use_the_same_nodes(workers: RayWorkers) -> None:
+    """Each reads its part, and all together read everything once."""
+
+    @ray.remote(num_cpus=0)
+    def rank(number: int, workers: RayWorkers) -> Any:
+        part: Any = torch.utils.data.DistributedSampler(Noise(64), 2, number, seed=1)
+        options: dict[str, Any] = OPTIONS | {"shuffle": None, "num_workers": 2, "sampler": part}
+        with DataLoader[Any](Noise(64), workers=workers, **options) as loader:
+            return [int(index) for batch in loader for index in batch[0]], {
+                n.address for n in workers.nodes() if n.address[:3] == "tcp"
+            }
+
+    (first, some), (second, others) = ray.get([rank.remote(number, workers) for number in range(2)])
+    assert sorted(first + second) == list(range(64))
+    assert some == others == {node.address for node in workers.nodes() if node.address.startswith("tcp")}
+
+
+def test_a_machine_that_is_gone(cluster: Any) -> None:
+    """In mid-epoch, all that is on it is killed: the batches are those of an undisturbed run."""
+    dataset = Noise(400, (8,), seconds=0.005)
+    expected = list(DataLoader[Any](dataset, **OPTIONS))
+    workers = RayWorkers(3, cpus_per_node=1)
+    with DataLoader[Any](dataset, workers=workers, max_worker_restarts=0, **OPTIONS) as loader:
+        nodes_of(workers, 3)
+        batches = iter(loader)
+        got: list[Any] = []
+        while len(got) < 10:
+            got.append(next(batches))
+        victim = processes_of(workers)[0]
+        for process in [victim, *victim.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        got += batches
+    assert_same(got, expected)
+
+
+def test_a_machine_that_comes(cluster: Any) -> None:
+    """It is used in the epoch that runs."""
+    workers = RayWorkers(4, cpus_per_node=1)
+    dataset = Noise(4000, (8,), seconds=0.005)
+    with DataLoader[Any](dataset, workers=workers, **OPTIONS) as loader:
+        nodes_of(workers, 3)
+        batches = iter(loader)
+        got = [next(batches)]
+        added = cluster.add_node(num_cpus=1)
+        try:
+            while sum(name.endswith("/batches") and count > 0 for name, count in loader.stats().items()) < 4:
+                got.append(next(batches))
+            expected = iter(DataLoader[Any](Noise(4000, (8,)), **OPTIONS))
+            assert_same(got, [next(expected) for _ in got])
+            del batches
+        finally:
+            cluster.remove_node(added)
+
+
+@pytest.mark.parametrize("end", ["close", "collection"])
+def test_nodes_end_with_their_last_loader(cluster: Any, end: str) -> None:
+    """And the next loader starts others."""
+    workers = RayWorkers(1, cpus_per_node=1)
+    for _ in range(2):
+        loader = DataLoader[Any](Noise(8), workers=workers, **OPTIONS)
+        other = loader.clone(batch_size=2)
+        (node,) = nodes_of(workers, 1)
+        loader.close()
+        assert len(list(other)) == 4
+        address = node.addresses[0]
+        if end == "close":
+            other.close()
+        del loader, other
+        deadline = monotonic() + PATIENCE_S
+        while True:
+            try:
+                connected(address).close()
+            except ConnectionRefusedError:
+                break
+            assert monotonic() < deadline
+
+
+def test_fewer_machines_than_wanted(cluster: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """It runs, and says so."""
+    workers = RayWorkers(9, cpus_per_node=1)
+    with DataLoader[Any](Noise(8), workers=workers, **OPTIONS) as loader:
+        assert len(list(loader)) == 2
+    assert re.search(r"RayWorkers\(nodes=9\): [123] of 9 machines have", caplog.text)
+
+
+@pytest.mark.parametrize(("arguments", "text"), [({"nodes": 0}, "nodes=0"), ({"cpus_per_node": 0}, "cpus_per_node=0")])
+def test_numbers_below_one(arguments: dict[str, Any], text: str) -> None:
+    """Are an error at once."""
+    with pytest.raises(ValueError, match=text):
+        RayWorkers(**arguments)
