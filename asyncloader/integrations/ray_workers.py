@@ -94,7 +94,11 @@ class RayWorkers:
             self._loaders += 1
             self._machine = _ray().get_runtime_context().get_node_id()
         self._served.add(what)
-        view: View = _ray().get(fleet.serve.remote(what.name, what.data, self._machine))
+        try:
+            view: View = _ray().get(fleet.serve.remote(what.name, what.data, self._machine))
+        except BaseException:
+            self.left()
+            raise
         wanted = self._options.nodes
         if wanted is not None and view.machines < wanted:
             _log.warning(

@@ -201,6 +201,7 @@ class ServedWorker:
         self.retired: bytes | None = None
         self.kill_reason = ""
         self.suspect: int | None = None
+        self._moved = ""
         self.process: Any = self
         _install_fork_hook()
         _served.add(self)
@@ -246,7 +247,7 @@ class ServedWorker:
         if self._direct:
             with contextlib.suppress(ValueError):
                 said = next((each.body for each in self._link.receive() if each.header.kind == frames.DIED), None)
-            why = "the node closed the connection"
+            why = self._moved or "the node closed the connection"
         if said is not None:
             with contextlib.suppress(ValueError):
                 death: Death = read_record(Death, said)
@@ -277,11 +278,13 @@ class ServedWorker:
 
     def move(self) -> None:
         """End once what it was sent is answered; a worker at this machine ends at once."""
+        why = "another node has come, which takes its part"
         if self._direct:
+            self._moved = why
             with contextlib.suppress(OSError):
                 self._link.sock.shutdown(socket.SHUT_RDWR)
         else:
-            self.channel.leave("another node has come, which takes its part")
+            self.channel.leave(why)
 
     def kill(self) -> None:
         """Hang up."""

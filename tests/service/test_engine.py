@@ -1,0 +1,199 @@
+"""Workers at the nodes of an engine: any dataset, nodes that come and go in mid-epoch, and who ends them.
+
+The engine here places its nodes on this machine, by what a cluster's agents use.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from asyncloader import DataLoader
+from asyncloader.service.agent import AgentNode, AgentSetup
+from asyncloader.service.engine import Credentials, EngineNode
+from asyncloader.service.pickled import PickledDefinition
+from tests.integration.comparing import assert_same
+from tests.service import definitions
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")  # local ones
+OPTIONS: dict[str, Any] = {"batch_size": 4, "seed": 3, "num_workers": 4, "max_worker_restarts": 0}
+
+
+class LocalEngine:
+    """Nodes on this machine, with one process each. See `Engine`."""
+
+    def __init__(self, nodes: int, *, unix: bool = False) -> None:
+        self.loaders = 0
+        self._credentials = Credentials(secrets.token_hex(16))
+        self._unix = unix
+        self._served: list[PickledDefinition] = []
+        self._watching: list[Callable[[], None]] = []
+        self._nodes = [self._started() for _ in range(nodes)]
+
+    def _started(self) -> AgentNode:
+        return AgentNode(AgentSetup("127.0.0.1", 1, self._credentials))
+
+    def __repr__(self) -> str:
+        return "LocalEngine()"
+
+    def serve(self, what: PickledDefinition) -> Credentials:
+        self.loaders += 1
+        self._served.append(what)
+        for node in self._nodes:
+            node.serve(what.data)
+        return self._credentials
+
+    def left(self) -> None:
+        self.loaders -= 1
+
+    def nodes(self) -> list[EngineNode]:
+        return [EngineNode(node.addresses[self._unix], 1) for node in self._nodes]
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
+        self._watching.append(changed)
+        return lambda: self._watching.remove(changed)
+
+    def add(self) -> str:
+        """Another node comes. Returns its address."""
+        node = self._started()
+        for what in self._served:
+            node.serve(what.data)
+        self._nodes.append(node)
+        for changed in self._watching:
+            changed()
+        return node.addresses[self._unix]
+
+    def kill(self, number: int) -> None:
+        """A machine is gone, without a word."""
+        node = self._nodes.pop(number)
+        for process in [psutil.Process(node.process.pid), *psutil.Process(node.process.pid).children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        node.close()
+
+    def close(self) -> None:
+        for node in self._nodes:
+            node.close()
+
+
+@pytest.fixture
+def engine() -> Iterator[LocalEngine]:
+    with_two = LocalEngine(2)
+    yield with_two
+    with_two.close()
+
+
+class Noise(Dataset[Any]):
+    """Indices, with random numbers."""
+
+    def __init__(self, length: int = 40, seconds: float = 0.0) -> None:
+        self.length, self.seconds = length, seconds
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.seconds)
+        return index, torch.rand(3)
+
+
+class Counting(IterableDataset[Any]):
+    """A stream, of which each worker has its part."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        yield from range(info.id, 50, info.num_workers)
+
+
+def at_nodes(loader: DataLoader[Any]) -> dict[str, float]:
+    """How many workers are at each node."""
+    ending = "/workers"
+    return {name.removesuffix(ending)[5:]: n for name, n in loader.stats().items() if name.endswith(ending)}
+
+
+def test_any_dataset_and_functions_travel(engine: LocalEngine) -> None:
+    """Also those that no node can import; and what a definition names, each process makes. A clone has them, too."""
+    shift = 5
+
+    class Here(Noise):
+        pass
+
+    def collate(samples: list[Any]) -> Any:
+        return torch.tensor([index + shift for index, _ in samples]), torch.stack([noise for _, noise in samples])
+
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (Here(), {"shuffle": True, "collate_fn": collate, "worker_init_fn": lambda worker: torch.rand(worker + 1)}),
+        (Counting(), {}),
+        (definitions.with_functions(), {}),
+    ]
+    for dataset, own in cases:
+        expected = DataLoader[Any](dataset, **OPTIONS | own)
+        with DataLoader[Any](dataset, workers=engine, **OPTIONS | own) as loader:
+            assert_same([*loader, *loader], [*expected, *expected])
+            if own:
+                with loader.clone(batch_size=8) as bigger:
+                    assert_same([*bigger], [*expected.clone(batch_size=8)])
+    assert engine.loaders == 0
+
+
+@pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
+def test_nodes_that_come_and_go(unix: bool) -> None:
+    """One that comes in mid-epoch takes its part of the workers from the others, and one that goes leaves them to the
+    others: the batches are those of an undisturbed run, and no restart is counted.
+    """
+    engine = LocalEngine(1, unix=unix)
+    try:
+        slow = Noise(40_000, 0.002)
+        with DataLoader[Any](slow, shuffle=True, workers=engine, **OPTIONS) as loader:
+            (first,) = (node.address for node in engine.nodes())
+            batches = iter(loader)
+            got = [next(batches) for _ in range(10)]
+            assert at_nodes(loader) == {first: 4}
+            second = engine.add()
+            while at_nodes(loader).get(second) != 2:
+                got.append(next(batches))
+            engine.kill(0)
+            while at_nodes(loader) != {first: 0, second: 4}:
+                got.append(next(batches))
+            got += islice(batches, 50)
+            del batches
+        assert_same(got, list(islice(DataLoader[Any](Noise(40_000), shuffle=True, **OPTIONS), len(got))))
+    finally:
+        engine.close()
+
+
+def test_a_loader_that_is_dropped_has_left(engine: LocalEngine) -> None:
+    """As one that is closed; only once."""
+    loader = DataLoader[Any](Noise(), workers=engine, **OPTIONS)
+    assert engine.loaders == 1
+    loader.close()
+    assert engine.loaders == 0
+    del loader
+    assert engine.loaders == 0
+    loader = DataLoader[Any](Noise(), workers=engine, **OPTIONS)
+    del loader
+    assert engine.loaders == 0
+
+
+def test_what_cannot_be_pickled_is_an_error_at_once(engine: LocalEngine) -> None:
+    """Before anything is sent."""
+
+    class Locked(Noise):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lock = threading.Lock()
+
+    with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock'"):
+        DataLoader[Any](Locked(), workers=engine, **OPTIONS)
+    assert engine.loaders == 0
