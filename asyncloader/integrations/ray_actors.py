@@ -9,6 +9,7 @@ their own connections, long before Ray does; what the fleet learns is for those 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import threading
@@ -21,6 +22,7 @@ from asyncloader.service.engine import Credentials
 
 __all__ = ["Agent", "Fleet", "FleetNode", "FleetOptions", "View", "placed_at"]
 
+_log = logging.getLogger("asyncloader")
 _LOOK_S = 1.0
 _MOST_WAIT_S = 30.0
 
@@ -107,7 +109,7 @@ class Fleet:
         self._credentials = credentials._replace(token=secrets.token_hex(32))
         self._life = secrets.token_hex(8)
         self._number = 0
-        self._served: dict[str, bytes] = {}
+        self._served: dict[str, Any] = {}  # each in Ray's store, once for all machines
         self._near: dict[str, None] = {}  # machines of loaders, where nodes are wanted first
         self._agents: dict[str, Any] = {}
         self._keeping: dict[str, asyncio.Task[None]] = {}
@@ -118,10 +120,13 @@ class Fleet:
     async def serve(self, name: str, data: bytes, machine: str) -> View:
         """Have all nodes serve a pickled definition, for a loader on this machine. Returns once one does, or soon."""
         self._near[machine] = None
-        self._served.setdefault(name, data)
+        if name not in self._served:
+            self._served[name] = _ray().put(data)
         if self._looking is None:
             self._looking = asyncio.get_running_loop().create_task(self._look())
-        await asyncio.gather(*(self._agents[each].serve.remote(data) for each in self._ready), return_exceptions=True)
+        await asyncio.gather(
+            *(self._agents[each].serve.remote(self._served[name]) for each in self._ready), return_exceptions=True
+        )
         if not self._ready:
             await self._change(_MOST_WAIT_S)
         return self._view()
@@ -151,7 +156,12 @@ class Fleet:
     async def _look(self) -> None:
         """Begin with machines that come, and let go of those that go."""
         while True:
-            alive = await asyncio.to_thread(_machines, self._options.resources)
+            try:
+                alive = await asyncio.to_thread(_machines, self._options.resources)
+            except _ray().exceptions.RayError as error:
+                _log.warning("Ray does not say which machines there are: %s", error)
+                await asyncio.sleep(_LOOK_S)
+                continue
             for machine in [each for each in self._agents if each not in alive]:
                 self._keeping.pop(machine).cancel()
                 del self._agents[machine]
@@ -167,17 +177,8 @@ class Fleet:
             await asyncio.sleep(_LOOK_S)
 
     def _begin(self, machine: str, workers: int) -> None:
-        actor = (
-            _ray()
-            .remote(Agent)
-            .options(
-                num_cpus=workers,
-                resources=self._options.resources,
-                max_restarts=-1,
-                max_concurrency=2,
-                scheduling_strategy=placed_at(machine),
-            )
-        )
+        options = {"num_cpus": workers, "resources": self._options.resources, "max_restarts": -1, "max_concurrency": 2}
+        actor = _ray().remote(Agent).options(scheduling_strategy=placed_at(machine), **options)
         self._agents[machine] = actor.remote(workers, self._credentials)
         self._keeping[machine] = asyncio.get_running_loop().create_task(self._keep(machine, workers))
 
@@ -189,8 +190,8 @@ class Fleet:
                 addresses = await agent.addresses.remote()
                 served: set[str] = set()
                 while len(served) < len(self._served):
-                    for name, data in list(self._served.items()):
-                        await agent.serve.remote(data)
+                    for name, stored in list(self._served.items()):
+                        await agent.serve.remote(stored)
                         served.add(name)
                 self._ready[machine] = FleetNode(machine, addresses, workers)
                 self._tell()

@@ -63,7 +63,7 @@ class RayWorkers:
 
     def _begin(self, fleet: Any) -> None:
         self._lock = threading.RLock()  # the collector may strike anywhere
-        self._fleet = fleet
+        self._fleet: Any = fleet
         self._copied = fleet is not None  # whether other processes have copies, as far as is known
         self._loaders = 0
         self._job = _job() if fleet is not None else None
@@ -101,14 +101,10 @@ class RayWorkers:
             raise
         wanted = self._options.nodes
         if wanted is not None and view.machines < wanted:
-            _log.warning(
-                "%r: %d of %d machines have a free CPU, and the resources asked for; it runs on these",
-                self,
-                view.machines,
-                wanted,
-            )
+            text = "%r: %d of %d machines have a free CPU, and the resources asked for; it runs on these"
+            _log.warning(text, self, view.machines, wanted)
         with self._lock:
-            if self._view is None or view.number > self._view.number:
+            if self._view is None or self._view.life != view.life or self._view.number < view.number:
                 self._view = view
             if self._pending is None:
                 self._ask(fleet)
@@ -148,15 +144,9 @@ class RayWorkers:
                 names = ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY")
                 credentials = Credentials("", *(os.environ.get(name) for name in names))
             here = placed_at(_ray().get_runtime_context().get_node_id())  # if this machine goes, so does the loader
-            actor = (
-                _ray().remote(Fleet).options(num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here)
-            )
-            self._fleet, self._job, self._view, self._pending = (
-                actor.remote(self._options, credentials),
-                _job(),
-                None,
-                None,
-            )
+            options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
+            self._fleet = _ray().remote(Fleet).options(**options).remote(self._options, credentials)
+            self._job, self._view, self._pending = _job(), None, None
         return self._fleet
 
     def _ask(self, fleet: Any) -> None:
@@ -169,11 +159,11 @@ class RayWorkers:
         with self._lock:
             if self._pending is not question or self._view is None:
                 return  # it was closed
-            anew, self._view = view.life != self._view.life, view
-            self._ask(self._fleet)
+            anew, self._view, fleet = view.life != self._view.life, view, self._fleet
+            self._ask(fleet)
             if anew:
                 for each in list(self._served):
-                    self._fleet.serve.remote(each.name, each.data, self._machine)
+                    fleet.serve.remote(each.name, each.data, self._machine)
         for changed in list(self._watching.values()):
             changed()
 

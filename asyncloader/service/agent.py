@@ -23,8 +23,8 @@ from asyncloader.workers.ipc.channel import Channel
 __all__ = ["READY", "SERVING", "AgentNode", "AgentSetup"]
 
 SETUP, READY, SERVE, SERVING = 1, 2, 3, 4
-"""Frames: an `AgentSetup`; where the node is; a pickled definition, in a file whose descriptor comes
-along; it is served."""
+"""Frames: an `AgentSetup`; where the node is; a pickled definition, in a file whose descriptor comes along; it is
+served."""
 
 
 class AgentSetup(NamedTuple):
@@ -58,8 +58,12 @@ class AgentNode:
                 pass_fds=[theirs.fileno()],
                 env=os.environ | {"PYTHONPATH": path},
             )
-        self._channel.send_all(wire.pack(SETUP, pickle.dumps(setup)))
-        self.addresses: tuple[str, ...] = pickle.loads(self._answer(READY))
+        try:
+            self._channel.send_all(wire.pack(SETUP, pickle.dumps(setup)))
+            self.addresses: tuple[str, ...] = pickle.loads(self._answer(READY))
+        except BaseException:
+            self.close()
+            raise
         """Where it is: for all machines first, then for this one alone, if there is such an address."""
 
     def serve(self, data: bytes) -> None:

@@ -154,8 +154,8 @@ def located(arguments: dict[str, Any]) -> dict[str, Any]:
     defined = dataset.defined if isinstance(dataset, ServedDataset) else dataset
     if workers is None:
         return _here(defined, arguments)
-    engine = not isinstance(workers, str) and hasattr(workers, "serve")
-    if not engine and not isinstance(defined, Defined):
+    engine: Any = workers if not isinstance(workers, str) and hasattr(workers, "serve") else None
+    if engine is None and not isinstance(defined, Defined):
         raise TypeError(
             f"workers={workers!r} reads what a definition makes, but got a {type(dataset).__name__}: put what makes it "
             "into a function with @asyncloader.definition, and give the loader what that returns"
@@ -181,9 +181,9 @@ def located(arguments: dict[str, Any]) -> dict[str, Any]:
 
     if workers == "shared":
         workers = shared_service(defined)
-    if engine:
+    if engine is not None:
         defined = pickled(defined, functions)
-        workers = engine_service(workers, defined)
+        workers = engine_service(engine, defined)
         arguments = arguments | dict.fromkeys(functions)
     service = workers if isinstance(workers, Service) else Service(workers)
     facts = ask_facts(service, defined)

@@ -44,7 +44,8 @@ class Digits(Dataset[tuple[int, Tensor, int]]):
     """Images of 8 by 8 pixels from 0 to 1, float32, each turned and shifted at random."""
 
     def __init__(self) -> None:
-        pixels, self.labels = load_digits(return_X_y=True)
+        pixels, labels = load_digits(return_X_y=True)
+        self.labels = np.asarray(labels)
         self.images = torch.from_numpy(pixels.reshape(-1, 1, 8, 8).astype(np.float32) / 16)
 
     def __len__(self) -> int:

@@ -13,7 +13,7 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -54,7 +54,7 @@ class Rows(Dataset[Any]):
 
 
 @contextmanager
-def cluster() -> Iterator[Cluster]:
+def cluster() -> Generator[Cluster]:
     """The trainer's machine, and two for the workers."""
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     try:
@@ -77,7 +77,7 @@ def with_workers(workers: RayWorkers, seconds: float) -> Callable[[], Iterator[t
 def with_ray_data(seconds: float) -> Callable[[], Iterator[torch.Tensor]]:
     """Epochs of Ray Data's iterator for one trainer."""
 
-    def rows(batch: dict[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
+    def rows(batch: Any) -> Any:
         time.sleep(seconds)
         return {"row": np.repeat(batch["id"].astype(np.float32)[:, None], WIDTH, axis=1)}
 
