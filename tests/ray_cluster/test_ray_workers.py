@@ -103,7 +103,6 @@ def test_batches_are_those_of_local_workers(workers: RayWorkers, kind: str) -> N
 def test_ranks_that_are_tasks_of_the_job_use_the_same_nodes(workers: RayWorkers) -> None:
     """Each reads its part, and all together read everything once."""
 
-    @ray.remote(num_cpus=0)
     def rank(number: int, workers: RayWorkers) -> Any:
         part: Any = torch.utils.data.DistributedSampler(Noise(64), 2, number, seed=1)
         options: dict[str, Any] = OPTIONS | {"shuffle": None, "num_workers": 2, "sampler": part}
@@ -112,7 +111,8 @@ def test_ranks_that_are_tasks_of_the_job_use_the_same_nodes(workers: RayWorkers)
                 n.address for n in workers.nodes() if n.address[:3] == "tcp"
             }
 
-    (first, some), (second, others) = ray.get([rank.remote(number, workers) for number in range(2)])
+    task: Any = ray.remote(num_cpus=0)(rank)
+    (first, some), (second, others) = ray.get([task.remote(number, workers) for number in range(2)])
     assert sorted(first + second) == list(range(64))
     assert some == others == {node.address for node in workers.nodes() if node.address.startswith("tcp")}
 
