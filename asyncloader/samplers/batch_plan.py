@@ -12,6 +12,10 @@ and `drop_last` would always leave those out. So cuts are made from both ends an
 puts last, whatever its lengths. Cutting from the right takes as few batches as from the left: any part of an allowed
 batch is allowed, so both numbers are minimal.
 
+Where several ranks take a batch each at a step, those of a step are neighbours in the sorted window, and steps are
+shuffled instead of batches. The number of a window's batches need not divide by the ranks: what is left over are its
+shortest batches, and the shortest of the next window complete that step.
+
 A plan depends on its arguments alone, and will never change between versions, as the permutation.
 """
 
@@ -109,6 +113,7 @@ class BatchPlan:
         limits: limits of a batch.
         window: samples that are sorted together.
         drop_last: leave out the last batch of the epoch if it could be fuller.
+        ranks: batches that are taken at a step.
         seed: None for the order of the lengths, and windows whose batches stay in their order.
         epoch: chooses another shuffle.
 
@@ -122,6 +127,7 @@ class BatchPlan:
     drop_last: bool
     seed: int | None
     epoch: int
+    ranks: int = 1
     _order: Permutation | None = field(init=False, repr=False)
     _totals: list[int] = field(init=False, repr=False, default_factory=lambda: [0])
     """Batches before each window, as far as counted."""
@@ -139,7 +145,7 @@ class BatchPlan:
         """How many batches there are. Every window is counted, once, unless a batch is full by its number alone."""
         if self._per_window is None:
             return self._totals_beyond(None)[-1]
-        return (self.windows - 1) * self._per_window + self._count(self.windows - 1) if self.windows else 0
+        return (self.windows - 1) * self._per_window + self._count(self.windows - 1, 0) if self.windows else 0
 
     def find(self, batch: int) -> tuple[int, int] | None:
         """The window of batch number `batch`, and which of the window's batches it is. None: there are not so many.
@@ -158,9 +164,10 @@ class BatchPlan:
     def batches(self, window: int) -> Iterator[Indices]:
         """The window's batches, in the order of the epoch."""
         made = self._window(window)
-        order = self._shuffle(window, len(made.starts))
+        before = self._before(window)
+        order = self._shuffle(window, len(made.starts), before)
         starts = made.cut(order[-1])
-        for batch in order[: self._count_of(window, made)]:
+        for batch in order[: self._count_of(window, made, before)]:
             yield made.indices[starts[batch] : starts[batch + 1]]
 
     @property
@@ -182,23 +189,33 @@ class BatchPlan:
         """
         totals = self._totals.copy()
         while len(totals) <= self.windows and (batch is None or totals[-1] <= batch):
-            totals.append(totals[-1] + self._count(len(totals) - 1))
+            totals.append(totals[-1] + self._count(len(totals) - 1, totals[-1]))
         if len(totals) > len(self._totals):
             object.__setattr__(self, "_totals", totals)
         return totals
 
-    def _count(self, window: int) -> int:
-        """How many batches the window gives."""
+    def _before(self, window: int) -> int:
+        """How many batches come before the window. 0 if that makes no difference."""
+        if self.ranks == 1 or self.seed is None:
+            return 0
+        if self._per_window is not None:
+            return window * self._per_window
+        while len(self._totals) <= window:
+            self._totals_beyond(self._totals[-1])
+        return self._totals[window]
+
+    def _count(self, window: int, before: int) -> int:
+        """How many batches the window gives, with so many before it."""
         if self.limits.max_tokens is None:
             size = min(self.window, len(self.lengths) - window * self.window)
             dropped = self.drop_last and window == self.windows - 1 and size % self._batch_size != 0
             return -(-size // self._batch_size) - dropped
-        return self._count_of(window, self._window(window))
+        return self._count_of(window, self._window(window), before)
 
-    def _count_of(self, window: int, made: _Window) -> int:
+    def _count_of(self, window: int, made: _Window, before: int) -> int:
         batches = len(made.starts)
         if self.drop_last and window == self.windows - 1:
-            short = self._shuffle(window, batches)[-1]
+            short = self._shuffle(window, batches, before)[-1]
             start, stop = made.cut(short)[short : short + 2]
             return batches - (not self.limits.full(made.costs[start:stop]))
         return batches
@@ -224,11 +241,28 @@ class BatchPlan:
             start = ends[start]
         return _Window(indices, costs, ends, starts)
 
-    def _shuffle(self, window: int, batches: int) -> list[int]:
-        """The order of the window's batches."""
+    def _shuffle(self, window: int, batches: int, before: int) -> list[int]:
+        """The order of the window's batches, which are numbered from the longest on, with so many before it."""
         if self.seed is None:
             return list(range(batches))
+        if self.ranks > 1:
+            return self._shuffle_steps(window, batches, before)
+        return self._permuted(window, batches)
+
+    def _shuffle_steps(self, window: int, batches: int, before: int) -> list[int]:
+        begun = min(batches, -before % self.ranks)
+        whole, _ = divmod(batches - begun, self.ranks)
+        steps = [range(step * self.ranks, (step + 1) * self.ranks) for step in self._permuted(window, whole)]
+        steps.append(range(whole * self.ranks, batches - begun))
+        order = list(range(batches - begun, batches))
+        for step in steps:  # each rank gets the longest batch of a step in its turn
+            turn = len(order) // self.ranks % max(1, len(step))
+            order += [*step[turn:], *step[:turn]]
+        return order
+
+    def _permuted(self, window: int, count: int) -> list[int]:
+        assert self.seed is not None
         key = b"".join(number.to_bytes(8, "little") for number in (self.seed, self.epoch, window))
         digest = hashlib.shake_256(b"asyncloader batches" + key).digest(8)
-        order: list[int] = Permutation(batches, int.from_bytes(digest, "little"))(np.arange(batches)).tolist()
+        order: list[int] = Permutation(count, int.from_bytes(digest, "little"))(np.arange(count)).tolist()
         return order

@@ -36,12 +36,14 @@ class _LengthBatchSampler(Sampler[list[int]]):
         shuffle: bool,
         drop_last: bool,
         window: int,
+        ranks: int,
     ) -> None:
         Permutation(0, seed)  # checks the seed
         self.seed = index(seed)
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.window = window
+        self.ranks = ranks
         self.epoch = 0
         self._lengths = lengths
         self._limits = limits
@@ -86,12 +88,13 @@ class _LengthBatchSampler(Sampler[list[int]]):
         seed = self.seed if self.shuffle else None
         plan = self._planned
         if plan is None or (plan.seed, plan.epoch, plan.drop_last) != (seed, self.epoch, self.drop_last):
-            plan = BatchPlan(self._lengths, self._limits, self.window, self.drop_last, seed, self.epoch)
+            plan = BatchPlan(self._lengths, self._limits, self.window, self.drop_last, seed, self.epoch, self.ranks)
             self._planned = plan
         return plan
 
     def _described(self) -> str:
-        return f"seed={self.seed}, epoch={self.epoch}, shuffle={self.shuffle}, drop_last={self.drop_last}"
+        text = f"seed={self.seed}, epoch={self.epoch}, shuffle={self.shuffle}, drop_last={self.drop_last}"
+        return text if self.ranks == 1 else f"{text}, ranks={self.ranks}"
 
 
 class BucketBatchSampler(_LengthBatchSampler):
@@ -113,7 +116,11 @@ class BucketBatchSampler(_LengthBatchSampler):
             first. Default True.
         drop_last: leave out the last batch if it has fewer samples. With `shuffle`, it may be of any length. Default
             False.
-        window: samples that are sorted together, rounded up to whole batches. Default: 100 batches.
+        window: samples that are sorted together, rounded up to whole batches, as many for each rank. Default: 100
+            batches.
+        ranks: how many ranks take a batch each at a step: these batches are of like lengths, too, so that no rank waits
+            for a longer one. The loader gives each rank its own. Runs that go on with another number of ranks keep this
+            one, or their order changes. Default 1.
 
     Raises:
         TypeError: lengths are no integers.
@@ -129,8 +136,10 @@ class BucketBatchSampler(_LengthBatchSampler):
         shuffle: bool = True,
         drop_last: bool = False,
         window: int | None = None,
+        ranks: int = 1,
     ) -> None:
         _check_positive("batch_size", batch_size)
+        _check_positive("ranks", ranks)
         if window is not None:
             _check_positive("window", window)
         batches = _BATCHES_PER_WINDOW if window is None else -(-window // batch_size)
@@ -140,7 +149,8 @@ class BucketBatchSampler(_LengthBatchSampler):
             seed,
             shuffle=shuffle,
             drop_last=drop_last,
-            window=batches * batch_size,
+            window=-(-batches // ranks) * ranks * batch_size,
+            ranks=ranks,
         )
         self.batch_size = batch_size
 
@@ -173,6 +183,9 @@ class TokenBudgetBatchSampler(_LengthBatchSampler):
         drop_last: leave out the last batch of the epoch if one more sample like its longest would fit. With `shuffle`,
             it may be of any length. Default False.
         window: samples that are sorted together. Default: about 100 batches, by the mean length.
+        ranks: how many ranks take a batch each at a step: these batches are of like lengths, too, so that no rank waits
+            for one with more samples, or with longer ones. The loader gives each rank its own. Runs that go on with
+            another number of ranks keep this one, or their order changes. Default 1.
         on_too_long: what to do with a sample that is longer than `max_tokens`: ``"error"`` (default), or ``"skip"``,
             which leaves it out of every epoch and counts it in `skipped`.
 
@@ -193,9 +206,11 @@ class TokenBudgetBatchSampler(_LengthBatchSampler):
         shuffle: bool = True,
         drop_last: bool = False,
         window: int | None = None,
+        ranks: int = 1,
         on_too_long: Literal["error", "skip"] = "error",
     ) -> None:
         sizes = {"max_tokens": max_tokens, "pad_to": pad_to, "max_batch_size": max_batch_size, "window": window}
+        sizes["ranks"] = ranks
         for name, size in sizes.items():
             if size is not None:
                 _check_positive(name, size)
@@ -221,6 +236,7 @@ class TokenBudgetBatchSampler(_LengthBatchSampler):
             shuffle=shuffle,
             drop_last=drop_last,
             window=window,
+            ranks=ranks,
         )
         self.max_tokens = max_tokens
 

@@ -96,3 +96,57 @@ def test_places_beyond_the_end() -> None:
             window, skipped = found
             assert window == plan.windows or len(list(plan.batches(window))) == skipped
             assert plan.find(len(plan) + 1) is None
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=60),
+    LIMITS,
+    st.integers(0, 2**64 - 1),
+    st.integers(2, 4),
+    st.booleans(),
+)
+def test_the_batches_of_a_step_are_neighbours(
+    lengths: list[int], limits: Limits, seed: int, ranks: int, drop_last: bool
+) -> None:
+    """In one window's order; or the last ones of a window and of those after it, where it has too few left."""
+    plan = BatchPlan(np.array(lengths), limits, 16, drop_last, seed, epoch=0, ranks=ranks)
+    places: list[tuple[int, int]] = []  # of each batch: its window, and which it is there
+    samples: list[int] = []
+    counts = []
+    for window in range(plan.windows):
+        offset = {index: offset for offset, index in enumerate(plan._window(window).indices.tolist())}
+        batches = [batch.tolist() for batch in plan.batches(window)]
+        ordered = sorted(range(len(batches)), key=lambda number: offset[batches[number][0]])
+        places += [(window, ordered.index(number)) for number in range(len(batches))]
+        counts.append(len(batches))
+        samples += [index for batch in batches for index in batch]
+        assert plan.find(len(places) - len(batches)) is not None
+    assert len(plan) == len(places)
+    assert len(set(samples)) == len(samples)
+    assert drop_last or len(samples) == len(lengths)
+    for start in range(0, len(places), ranks):
+        step = sorted(places[start : start + ranks])
+        if step[0][0] == step[-1][0]:
+            numbers = [number for _, number in step]
+            assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) or drop_last
+        else:
+            for window, _ in step:
+                there = [number for at, number in step if at == window]
+                assert there == list(range(counts[window] - len(there), counts[window])) or drop_last
+
+
+def test_a_step_does_not_favour_a_rank() -> None:
+    """The longest batch of a step is each rank's in its turn."""
+    plan = BatchPlan(np.arange(1, 241), Limits(5), 240, drop_last=False, seed=3, epoch=0, ranks=4)
+    longest = [int(batch.max()) for batch in plan.batches(0)]
+    turns = [int(np.argmax(longest[start : start + 4])) for start in range(0, 48, 4)]
+    assert sorted(turns) == sorted([0, 1, 2, 3] * 3)
+
+
+def test_steps_are_the_same_in_every_version() -> None:
+    """As the order without ranks, which `ranks=1` leaves as it is."""
+    lengths = np.arange(1, 41) * 7 % 41
+    one, two = (BatchPlan(lengths, Limits(4), 40, False, 5, epoch=2, ranks=ranks) for ranks in (1, 2))
+    assert [int(batch[0]) for batch in one.batches(0)] == [27, 3, 10, 13, 37, 6, 23, 20, 34, 30]
+    assert [int(batch[0]) for batch in two.batches(0)] == [13, 30, 3, 27, 20, 37, 10, 34, 6, 23]
