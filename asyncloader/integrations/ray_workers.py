@@ -11,8 +11,10 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any, Literal, Self
@@ -62,7 +64,8 @@ class RayWorkers:
         self._begin(None)
 
     def _begin(self, fleet: Any) -> None:
-        self._lock = threading.RLock()  # the collector may strike anywhere
+        self._lock = threading.Lock()  # finalizers do not wait for it: see `_settle`
+        self._gone: deque[None] = deque()  # loaders that have left, and are to be counted
         self._fleet: Any = fleet
         self._copied = fleet is not None  # whether other processes have copies, as far as is known
         self._loaders = 0
@@ -77,7 +80,7 @@ class RayWorkers:
         return f"RayWorkers(nodes={'auto' if self._options.nodes is None else self._options.nodes})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        with self._lock:
+        with self._locked():
             self._copied = True
             return _copied, (self._options, self._started())
 
@@ -89,7 +92,7 @@ class RayWorkers:
         Raises:
             RuntimeError: this process is not connected to a Ray cluster.
         """
-        with self._lock:
+        with self._locked():
             fleet = self._started()
             self._loaders += 1
             self._machine = _ray().get_runtime_context().get_node_id()
@@ -103,19 +106,17 @@ class RayWorkers:
         if wanted is not None and view.machines < wanted:
             text = "%r: %d of %d machines have a free CPU, and the resources asked for; it runs on these"
             _log.warning(text, self, view.machines, wanted)
-        with self._lock:
+        with self._locked():
             if self._view is None or self._view.life != view.life or self._view.number < view.number:
                 self._view = view
-            if self._pending is None:
-                self._ask(fleet)
+            question = self._ask(fleet) if self._pending is None else None
+        self._hear(question)
         return view.credentials
 
     def left(self) -> None:
-        """As `Engine`. With the last loader the nodes end, unless this was copied."""
-        with self._lock:
-            self._loaders -= 1
-            if not self._loaders and not self._copied:
-                self.close()
+        """As `Engine`. With the last loader the nodes end, unless this was copied. Waits for nothing."""
+        self._gone.append(None)
+        self._settle()
 
     def nodes(self) -> list[EngineNode]:
         """As `Engine`. A node on this machine is reached without a network."""
@@ -133,6 +134,26 @@ class RayWorkers:
 
     # ------------------------------------------------------------------------------------------ the fleet
 
+    @contextmanager
+    def _locked(self) -> Generator[None]:
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Count the loaders that have left. If the lock is taken, who has it does so next."""
+        while self._gone and self._lock.acquire(blocking=False):
+            try:
+                while self._gone:
+                    self._gone.pop()
+                    self._loaders -= 1
+                    if not self._loaders and not self._copied:
+                        self._let_go()
+            finally:
+                self._lock.release()
+
     def _started(self) -> Any:
         """The fleet, which is made if there is none. With the lock."""
         if not _ray().is_initialized():
@@ -149,35 +170,45 @@ class RayWorkers:
             self._job, self._view, self._pending = _job(), None, None
         return self._fleet
 
-    def _ask(self, fleet: Any) -> None:
-        """Learn of the next change. With the lock."""
+    def _ask(self, fleet: Any) -> Any:
+        """Ask for the next change. With the lock; `_hear` follows, without it."""
         assert self._view is not None
         self._pending = fleet.view.remote(self._view.number)
-        self._pending.future().add_done_callback(partial(_answered, weakref.ref(self), self._pending))
+        return self._pending
+
+    def _hear(self, question: Any) -> None:
+        """Take the answer when it comes; that may be at once, and in this thread."""
+        if question is not None:
+            question.future().add_done_callback(partial(_answered, weakref.ref(self), question))
 
     def _take(self, question: Any, view: View) -> None:
-        with self._lock:
+        with self._locked():
             if self._pending is not question or self._view is None:
                 return  # it was closed
             anew, self._view, fleet = view.life != self._view.life, view, self._fleet
-            self._ask(fleet)
+            question = self._ask(fleet)
             if anew:
                 for each in list(self._served):
                     fleet.serve.remote(each.name, each.data, self._machine)
         for changed in list(self._watching.values()):
             changed()
+        self._hear(question)
 
     def close(self) -> None:
         """Let go of the nodes. Those that no other process uses end; loaders that use them have to wait for others."""
-        with self._lock:
-            pending, job = self._pending, self._job
-            self._pending = self._fleet = self._view = None
-        if pending is not None and _ray().is_initialized() and job == _job():
+        with self._locked():
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """With the lock, or once nobody else has this object."""
+        pending, self._pending = self._pending, None
+        self._fleet = self._view = None
+        if pending is not None and _ray().is_initialized() and self._job == _job():
             _ray().cancel(pending)
 
-    def __del__(self) -> None:
-        if getattr(self, "_pending", None) is not None and not sys.is_finalizing():
-            self.close()
+    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not exiting() and getattr(self, "_pending", None) is not None:
+            self._let_go()
 
     def __enter__(self) -> Self:
         return self
