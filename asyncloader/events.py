@@ -8,6 +8,7 @@ third of a frozen dataclass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from asyncloader.errors import WorkerDied
@@ -22,10 +23,12 @@ __all__ = [
     "Deliver",
     "Delivered",
     "Died",
+    "Drop",
     "Event",
     "Exhausted",
     "Fail",
     "Finish",
+    "Late",
     "Notice",
     "Offered",
     "Poisoned",
@@ -120,6 +123,15 @@ class Died(NamedTuple):
     lost: bool = False
 
 
+class Late(NamedTuple):
+    """The consumer waits for a task that is late: it may go to one of these workers too. `idle`: only to one that has
+    no other task.
+    """
+
+    others: Sequence[int]
+    idle: bool = False
+
+
 class Replaced(NamedTuple):
     """A new process has replaced the worker."""
 
@@ -132,7 +144,9 @@ class PoolFailed(NamedTuple):
     error: BaseException
 
 
-Event: TypeAlias = Started | Offered | SamplerEnded | Completed | Exhausted | Delivered | Died | Replaced | PoolFailed
+Event: TypeAlias = (
+    Started | Offered | SamplerEnded | Completed | Exhausted | Delivered | Died | Late | Replaced | PoolFailed
+)
 
 
 # ------------------------------------------------------------------------------------------------ actions
@@ -166,6 +180,12 @@ class Deliver(NamedTuple):
     outcome: Any
 
 
+class Drop(NamedTuple):
+    """The second outcome of a task that two workers had: free its memory."""
+
+    outcome: Any
+
+
 class Poisoned(NamedTuple):
     """The outcome of a task that killed its workers and is not retried."""
 
@@ -183,7 +203,7 @@ class Fail(NamedTuple):
     error: BaseException
 
 
-Action: TypeAlias = Pull | Assign | Replace | Deliver | Finish | Fail
+Action: TypeAlias = Pull | Assign | Replace | Deliver | Drop | Finish | Fail
 
 
 # ------------------------------------------------------------------- outcomes and notices

@@ -44,6 +44,9 @@ FIGURES: dict[str, Figure] = {
     "data/worker_busy_frac": Figure("derived", "0 to 1", "the share of their time that the workers spent on samples"),
     "data/oversize_batches": Figure("total", "batches", "that bypass the ring, because they are larger than its slots"),
     "data/ring_copies": Figure("total", "batches", "copied out of a ring because the consumer held its slots"),
+    "data/hedged_batches": Figure(
+        "total", "batches", "that were late at one node of a service, and asked of another one too"
+    ),
     "data/worker_restarts": Figure("total", "workers", "that died, or were too late, and were replaced"),
     "data/worker_retirements": Figure(
         "total", "workers", "replaced because they had grown beyond `worker_memory_limit`"

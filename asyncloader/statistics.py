@@ -53,6 +53,7 @@ class Statistics:
         "elapsed_s",
         "epochs",
         "first_batch_s",
+        "hedged",
         "log",
         "main_cpu_s",
         "oversize",
@@ -94,6 +95,7 @@ class Statistics:
         self.page_locked_bytes = 0  # of rings that were page-locked
         self.page_lock_s = 0.0
         self.staged = 0  # batches for a device that were copied to page-locked memory first
+        self.hedged = 0  # tasks that were given to a second node
         self.restarts = 0  # workers that died and were replaced
         self.retirements = 0  # workers that were replaced because their memory had grown
         self.skipped_samples = 0
@@ -265,6 +267,7 @@ class Statistics:
             "worker_s": self.worker_s,
             "oversize": self.oversize,
             "ring_copies": self.ring_copies,
+            "hedged": self.hedged,
             "restarts": self.restarts,
             "retirements": self.retirements,
             "skipped_samples": self.skipped_samples,
@@ -309,6 +312,7 @@ class Statistics:
             "data/worker_busy_frac": min(1.0, sums["busy_s"] / sums["worker_s"]) if sums["worker_s"] else 0.0,
             "data/oversize_batches": sums["oversize"],
             "data/ring_copies": sums["ring_copies"],
+            "data/hedged_batches": sums["hedged"],
             "data/worker_restarts": sums["restarts"],
             "data/worker_retirements": sums["retirements"],
             "data/skipped_samples": sums["skipped_samples"],

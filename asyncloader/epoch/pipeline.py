@@ -19,6 +19,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, S
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from asyncloader.epoch.late_tasks import LateTasks
 from asyncloader.epoch.respawn import Request, WorkerRespawner
 from asyncloader.epoch.resume_points import ResumePoints
 from asyncloader.epoch.scheduler import Scheduler
@@ -33,6 +34,7 @@ from asyncloader.events import (
     Deliver,
     Delivered,
     Died,
+    Drop,
     Event,
     Exhausted,
     Fail,
@@ -109,6 +111,8 @@ class Pipeline(Listener):
         self._statistics = Statistics() if statistics is None else statistics
         self._time = self._statistics.recorder.time
         self._at_nodes = pool.start_method == "service"
+        hedges = self._at_nodes and exact and scheduler.assignment == "least_loaded"
+        self._late_tasks = LateTasks(pool, scheduler, self._statistics) if hedges else None
         self._pool = pool
         self._scheduler = scheduler
         self._sink = sink
@@ -163,6 +167,7 @@ class Pipeline(Listener):
         if offer is not NOTHING:
             self._offers.append(offer)
         self._handle(Delivered(seq))
+        self._mind_late()
         if self._offers and self._allowed:
             self._handle(None)
 
@@ -172,6 +177,8 @@ class Pipeline(Listener):
             return None
         self._closed = True
         self._begun.set()
+        if self._late_tasks is not None:
+            self._late_tasks.close()
         self._respawner.close()
         self._pool.detach()
         for held in self._scheduler.abandon():
@@ -223,7 +230,15 @@ class Pipeline(Listener):
             self._statistics.came_from_node(worker, result.nbytes, result.busy)
         if result.slot == wire.ONEOFF:
             self._note_oneoff(worker, result.nbytes)
-        self._handle(Completed(worker, result.seq, answer))
+        if answer.cursor:
+            self._late_tasks = None  # it changes the state of the dataset's copy that makes it
+        self._completed(worker, result.seq, answer)
+
+    def _completed(self, worker: int, seq: int, outcome: Answer | WorkerFailure | AllDropped) -> None:
+        if self._late_tasks is not None:
+            self._late_tasks.answered(seq, worker)
+        self._handle(Completed(worker, seq, outcome))
+        self._mind_late()
         self._made_batch(worker)
 
     def _note_oneoff(self, worker: int, nbytes: int) -> None:
@@ -245,15 +260,13 @@ class Pipeline(Listener):
         """See `Listener`."""
         if self._resume_points is not None:
             self._resume_points.failed(worker)
-        self._handle(Completed(worker, seq, WorkerFailure(error, busy, records)))
-        self._made_batch(worker)
+        self._completed(worker, seq, WorkerFailure(error, busy, records))
 
     def on_empty_batch(self, worker: int, seq: int, busy: float, cursor: bytes, records: bytes) -> None:
         """See `Listener`."""
         if self._resume_points is not None:
             self._resume_points.answered(worker, cursor)
-        self._handle(Completed(worker, seq, AllDropped(busy, cursor, records)))
-        self._made_batch(worker)
+        self._completed(worker, seq, AllDropped(busy, cursor, records))
 
     def on_exhausted(self, worker: int, seq: int, cursor: bytes) -> None:
         """See `Listener`."""
@@ -287,6 +300,8 @@ class Pipeline(Listener):
         self._handovers[worker] = retired
         self._deaths[worker] = death, lost
         self._begun.set()
+        if self._late_tasks is not None:
+            self._late_tasks.died(worker)
         if self._assigner is not None:
             self._assigner.died(worker)
         obstacle = "" if self._resume_points is None else self._resume_points.obstacle(worker)
@@ -356,16 +371,28 @@ class Pipeline(Listener):
             elif isinstance(action, Assign):
                 task = action.task
                 self._pool.assign(action.worker, task.epoch, task.seq, task.index, suspect=action.suspect)
+                if self._late_tasks is not None:
+                    self._late_tasks.assigned(task.seq, action.worker)
                 self._adapt()
             elif isinstance(action, Pull):
                 self._allowed += action.number
                 self._offer()
             elif isinstance(action, Replace):
                 self._replace(action.worker)
+            elif isinstance(action, Drop):
+                if isinstance(action.outcome, Answer):
+                    action.outcome.discard()
             elif isinstance(action, Finish) and self._source_error is not None:
                 self._sink(Fail(self._source_error))
             else:
                 self._sink(action)
+
+    def _mind_late(self) -> None:
+        """If the task that the consumer waits for is late, have the scheduler give it to a second worker."""
+        if self._late_tasks is None or self._closed:
+            return
+        if (late := self._late_tasks.due(self._mind_late)) is not None:
+            self._handle(late)
 
     def _adapt(self) -> None:
         """Update run-ahead and credits: larger rings have fewer slots."""

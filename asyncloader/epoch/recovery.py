@@ -49,19 +49,27 @@ class Recovery:
 
     # -------------------------------------------------------------------------------------------- deaths
 
-    def died(self, event: Died, lost: Sequence[int]) -> list[int]:
-        """Record a death. `lost` are the worker's unanswered tasks, in the order in which it got them. Returns those
-        that are poisoned now.
+    def died(self, event: Died, lost: Sequence[int], twice: Sequence[int] | None = None) -> list[int]:
+        """Record a death. Returns the tasks that are poisoned now.
+
+        Args:
+            event: the death.
+            lost: the worker's unanswered tasks, in the order in which it got them.
+            twice: None, unless it had tasks that were given to two workers: those of them that nobody has answered.
+                Where they stood among all that it had is not known, but they were late, so they are the suspects.
         """
         worker = event.worker
-        in_hand = len(lost) - len(self._waiting[worker])  # the rest had not been sent
+        in_hand = lost[: len(lost) - len(self._waiting[worker])]  # the rest had not been sent
         self._waiting[worker].clear()
         self._alone[worker] = None
         blameless = event.retired or event.lost
         if not blameless:
             self._restarts[worker] += 1
         blames = event.at_work and not blameless
-        self.struck = lost[: in_hand if self._concurrent else min(1, in_hand)] if blames else ()
+        self.struck = ()
+        if blames:
+            first = in_hand[:1] if twice is None else twice
+            self.struck = list(dict.fromkeys([*first, *in_hand])) if self._concurrent else first
         for seq in self.struck:
             self._deaths.setdefault(seq, []).extend([] if event.outside else [event.error])
         return [seq for seq in self.struck if len(self._deaths[seq]) >= KILLS]

@@ -21,15 +21,17 @@ Data path: sampler -> [scheduler] -> pool -> worker -> ring -> [scheduler: reord
   again under the same sequence numbers: to the replacement if they are bound to this worker or may have caused the
   death, else to any live worker. Tasks that `recovery.py` finds poisoned are delivered as `Poisoned`. Without restarts
   left the epoch ends with `Fail`.
+* A task that is late (`Late`, see `hedging.py`) is given to a second worker too. The first outcome counts, the other
+  one is dropped. If one of the two workers dies, the task stays with the other.
 
-`ReorderBuffer` turns completion order into task order.
 """
 
 from __future__ import annotations
 
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 from asyncloader.epoch.recovery import Recovery
+from asyncloader.epoch.reorder import ReorderBuffer
 from asyncloader.epoch.worker_choice import WorkerChoice
 from asyncloader.errors import QUARANTINE_ADVICE, TaskQuarantined, WorkerDied, shortened
 from asyncloader.events import (
@@ -39,10 +41,12 @@ from asyncloader.events import (
     Deliver,
     Delivered,
     Died,
+    Drop,
     Event,
     Exhausted,
     Fail,
     Finish,
+    Late,
     Offered,
     Poisoned,
     Pull,
@@ -56,7 +60,6 @@ from asyncloader.events import (
 
 __all__ = [
     "Assignment",
-    "ReorderBuffer",
     "Scheduler",
     "quarantined",
 ]
@@ -113,6 +116,9 @@ class Scheduler:
         self._choice = WorkerChoice(self._unanswered) if assignment == "least_loaded" else None
         self._owner: dict[int, int] = {}  # seq -> worker, for every task that is neither delivered nor void
         self._unanswered_tasks: dict[int, Task] = {}
+        # seq -> the worker besides its owner that will answer it; None if that one died, until the task is answered or
+        # assigned again. These tasks' places among all that a worker has are not known.
+        self._second: dict[int, int | None] = {}
         self._reorder: ReorderBuffer[Deliver] = ReorderBuffer()
         self._send_seq = 0
         self._recovery = Recovery(
@@ -139,9 +145,18 @@ class Scheduler:
         task = self._unanswered_tasks.get(seq)
         return None if task is None else (task, self._owner[seq])
 
+    @property
+    def starved(self) -> bool:
+        """Whether no outcome is ready for the consumer, and there are tasks."""
+        return bool(self._owner) and len(self._owner) == len(self._unanswered_tasks) + len(self._reorder)
+
     def unanswered(self, worker: int) -> int:
         """Number of tasks that the worker has not answered."""
         return self._unanswered[worker]
+
+    def hedged(self, seq: int) -> bool:
+        """Whether two workers were given the task, and one of them still has it."""
+        return seq in self._second
 
     @property
     def undelivered(self) -> int:
@@ -185,6 +200,8 @@ class Scheduler:
             return self._started()
         if isinstance(event, Died):
             return self._died(event)
+        if isinstance(event, Late):
+            return self._give_twice(event)
         if isinstance(event, Replaced):
             self._recovery.up(event.worker)
             return self._send_waiting(event.worker)
@@ -230,35 +247,79 @@ class Scheduler:
         return [Assign(worker, task)]
 
     def _choose(self) -> int | None:
-        if self._choice is not None:
-            if not self._recovery.active:
-                return self._choice.least(self._active, self._load, self._share)
-            candidates = [w for w in range(self.workers) if self._active[w] and self._load[w] < self._share]
-            candidates = [w for w in candidates if self._recovery.free(w)] or candidates
-            return min(candidates, key=self._unanswered.__getitem__, default=None)
+        worker = self._in_turn() if self._choice is None else self._least_unanswered(self._choice)
+        if worker is not None or self.iterable:
+            return worker
+        # An index that was pulled before `credits` was lowered, or there are tasks that two workers have: to the least
+        # loaded worker.
+        return min(filter(self._active.__getitem__, range(self.workers)), key=self._load.__getitem__, default=None)
+
+    def _least_unanswered(self, choice: WorkerChoice) -> int | None:
+        if not self._recovery.active:
+            return choice.least(self._active, self._load, self._share)
+        candidates = [w for w in range(self.workers) if self._active[w] and self._load[w] < self._share]
+        candidates = [w for w in candidates if self._recovery.free(w)] or candidates
+        return min(candidates, key=self._unanswered.__getitem__, default=None)
+
+    def _in_turn(self) -> int | None:
         share = 0 if self.in_order else self.credits * self.workers // max(1, sum(self._active))
         for _ in range(self.workers):
             worker = self._next_worker
             self._next_worker = (worker + 1) % self.workers
             if self._active[worker] and (self.in_order or self._load[worker] < share):
                 return worker
-        if self.iterable:
-            return None
-        # An index that was pulled before `credits` was lowered: to the least loaded worker.
-        return min(filter(self._active.__getitem__, range(self.workers)), key=self._load.__getitem__, default=None)
+        return None
 
     def _count(self, worker: int, change: int) -> None:
         self._unanswered[worker] += change
         if self._choice is not None:
             self._choice.enter(worker)
 
+    def _give_twice(self, event: Late) -> list[Action]:
+        head = self.head
+        recovery = self._recovery
+        if self._choice is None or head is None or head[0].seq in self._second:
+            return []
+        if recovery.active or recovery.suspected(head[0].seq):
+            return []  # it may be what kills workers
+        # Also beyond a worker's share: the others have run ahead as far as they may while this task was late.
+        others = filter(self._active.__getitem__, event.others)
+        other = min(others, key=lambda worker: (self._unanswered[worker], self._load[worker]), default=None)
+        if other is None or (event.idle and self._unanswered[other]):
+            return []
+        self._second[head[0].seq] = other
+        self._load[other] += 1
+        self._count(other, 1)
+        return [Assign(other, head[0])]
+
+    def _drop_second(self, seq: int) -> None:
+        """The second worker of this task does not have it any more."""
+        other = self._second[seq]
+        assert other is not None
+        if seq in self._unanswered_tasks:
+            self._second[seq] = None
+        else:
+            del self._second[seq]
+        self._load[other] -= 1
+        self._count(other, -1)
+
     def _completed(self, event: Completed) -> list[Action]:
+        if self._second and event.seq in self._second:
+            if event.seq not in self._unanswered_tasks:
+                if event.worker != self._second[event.seq]:
+                    raise ValueError(f"task {event.seq} was answered twice by worker {event.worker}")
+                self._drop_second(event.seq)
+                return [Drop(event.outcome), *self._pull_ahead()]
+            if event.worker == self._second[event.seq]:
+                self._second[event.seq], self._owner[event.seq] = self._owner[event.seq], event.worker
         if event.seq not in self._unanswered_tasks:
             raise ValueError(f"task {event.seq} was answered but not outstanding (worker {event.worker})")
         return self._outcome(event.seq, event.outcome)
 
     def _outcome(self, seq: int, outcome: Any) -> list[Action]:
         del self._unanswered_tasks[seq]
+        if self._second and self._second.get(seq, 0) is None:
+            del self._second[seq]
         worker = self._owner[seq]
         self._count(worker, -1)
         deliver = Deliver(seq, worker, outcome)
@@ -307,8 +368,13 @@ class Scheduler:
 
     def _died(self, event: Died) -> list[Action]:
         worker, recovery = event.worker, self._recovery
+        twice = [seq for seq, other in self._second.items() if other == worker]
+        for seq in twice:
+            self._drop_second(seq)
         lost = [seq for seq in self._unanswered_tasks if self._owner[seq] == worker]
-        poisoned = recovery.died(event, lost)
+        twice += [seq for seq in lost if seq in self._second]
+        open_twice = [seq for seq in twice if seq in self._unanswered_tasks] if twice else None
+        poisoned = recovery.died(event, lost, open_twice)
         needed = self._active[worker] and (self.iterable or not self._offers_ended or len(lost) > len(poisoned))
         if poisoned and (self.iterable or not recovery.may_replace(worker)):
             # A stream cannot go on behind a batch that it cannot make.
@@ -328,8 +394,14 @@ class Scheduler:
         else:
             self._active[worker] = False
         for seq in lost:
-            if seq not in poisoned:
+            if seq in poisoned:
+                continue
+            other = self._second.pop(seq, None)
+            if other is None:
                 actions += self._assign_again(seq, worker)
+            else:  # who is the only one now
+                self._owner[seq], self._second[seq] = other, worker
+                self._drop_second(seq)
         for seq in poisoned:  # last: tasks that are pulled in their stead must queue behind the reassigned ones
             actions += self._outcome(seq, Poisoned(self._unanswered_tasks[seq], recovery.deaths(seq)))
         return actions
@@ -398,69 +470,3 @@ def quarantined(poisoned: Poisoned, advice: str = QUARANTINE_ADVICE) -> TaskQuar
     who = [(death.worker_id, death.pid, death.exitcode) for death in deaths]
     advice = " ".join(filter(None, [deaths[-1].reason, advice]))
     return TaskQuarantined(bare_index(poisoned.task.index), who, deaths[-1].trace, advice)
-
-
-T = TypeVar("T")
-
-
-class ReorderBuffer(Generic[T]):
-    """Returns items in the order of their sequence numbers, whatever the order in which they arrive.
-
-    Every number from 0 on must be either pushed or skipped, once. `push` and `skip` return at once what has become
-    deliverable.
-
-    Raises:
-        ValueError: a number was passed twice.
-    """
-
-    __slots__ = ("_held", "_next", "_skipped")
-
-    def __init__(self) -> None:
-        self._next = 0
-        self._held: dict[int, T] = {}
-        self._skipped: set[int] = set()
-
-    @property
-    def next_seq(self) -> int:
-        """The number of the next item to be returned."""
-        return self._next
-
-    def __len__(self) -> int:
-        """Number of items held back because an earlier one is missing."""
-        return len(self._held)
-
-    def push(self, seq: int, item: T) -> list[T]:
-        """Add item number `seq`. Returns the items that are now in order (perhaps none)."""
-        if seq == self._next and not self._held and not self._skipped:
-            self._next += 1  # the common case: nothing waits, nothing is skipped
-            return [item]
-        self._check_new(seq)
-        self._held[seq] = item
-        return self._release()
-
-    def skip(self, seq: int) -> list[T]:
-        """Skip number `seq`, which will never come. Returns the items that are now in order."""
-        self._check_new(seq)
-        self._skipped.add(seq)
-        return self._release()
-
-    def drain(self) -> list[T]:
-        """Remove and return everything that is held back, in order."""
-        held = [self._held[seq] for seq in sorted(self._held)]
-        self._held.clear()
-        return held
-
-    def _check_new(self, seq: int) -> None:
-        if seq < self._next or seq in self._held or seq in self._skipped:
-            raise ValueError(f"sequence number {seq} came twice (waiting for {self._next})")
-
-    def _release(self) -> list[T]:
-        out: list[T] = []
-        while True:
-            if self._next in self._held:
-                out.append(self._held.pop(self._next))
-            elif self._next in self._skipped:
-                self._skipped.remove(self._next)
-            else:
-                return out
-            self._next += 1

@@ -19,9 +19,11 @@ from asyncloader.events import (
     Deliver,
     Delivered,
     Died,
+    Drop,
     Exhausted,
     Fail,
     Finish,
+    Late,
     Offered,
     Poisoned,
     Pull,
@@ -46,13 +48,14 @@ class Made(NamedTuple):
 
 
 class Strike(NamedTuple):
-    """A death over a task: whose, what the worker had in hand, in the order in which it was sent, and whether it is
-    known that somebody else caused it.
+    """A death over a task: whose, what the worker had in hand, in the order in which it was sent, whether it is known
+    that somebody else caused it, and whether another worker had one of these too.
     """
 
     pid: int
     hand: tuple[int, ...]
     outside: bool
+    twice: bool
 
 
 @dataclass
@@ -81,6 +84,8 @@ class World:
     poison: frozenset[Any] = frozenset()  # indices, or (worker, place), over which a worker dies
     kills: int = 0  # from outside, of which one can tell or not
     retirements: int = 0
+    late: int = 0  # times that the consumer's task is late
+    hedged: int = 0  # tasks that a second worker got
     spared: bool = False  # no kill that looks like a task's doing strikes one that was struck before
     prompt: bool = False  # indices are there when they are asked for
     varying: bool = False  # batches turn out larger or smaller: credits are lowered and raised
@@ -93,8 +98,10 @@ class World:
     tasks: dict[int, Task] = field(default_factory=dict)  # all that were ever assigned
     whose: dict[int, int] = field(default_factory=dict)  # task -> the worker that it was first given to
     strikes: dict[int, list[Strike]] = field(default_factory=dict)
+    trials: set[tuple[int, int]] = field(default_factory=set)  # a worker's process, and a suspect that it was sent
     answered: set[int] = field(default_factory=set)
     void: set[int] = field(default_factory=set)
+    dropped: list[int] = field(default_factory=list)  # tasks whose second outcome was
     killed_by: dict[Any, int] = field(default_factory=dict)  # what is poison -> workers that it killed
     line: deque[Deliver] = field(default_factory=deque)
     delivered: list[Deliver] = field(default_factory=list)
@@ -126,6 +133,8 @@ class World:
                 worker.asked = True
             elif isinstance(action, Deliver):
                 self.line.append(action)
+            elif isinstance(action, Drop):
+                self.dropped.append(action.outcome.task.seq)
             else:
                 self.last.append(action)
 
@@ -141,13 +150,15 @@ class World:
         scheduler = self.scheduler
         credits = scheduler.credits * scheduler.workers
         assert scheduler.undelivered <= self.most_credits * scheduler.workers + scheduler.reorder_window
-        sent = [task.seq for worker in self.workers for task in worker.queue]
+        second = scheduler._second
+        sent = [t.seq for worker in self.workers for t in worker.queue if second.get(t.seq) != worker.number]
         assert len(set(sent)) == len(sent)
         waiting = scheduler.outstanding.keys() - set(sent)
         assert len(scheduler.outstanding) == len(sent) + len(waiting)
         for worker in self.workers:
             given = [seq for seq in scheduler.outstanding if scheduler._owner[seq] == worker.number]
-            assert [seq for seq in given if seq in sent] == [task.seq for task in worker.queue]  # else it blames others
+            single = [seq for seq in given if seq in sent and seq not in second]
+            assert single == self.single(worker)  # else it blames others
             held = waiting & set(scheduler._recovery._waiting[worker.number])
             waiting -= held
             assert not held or not worker.up or (self.concurrent and self.tries(worker)), f"{held} wait for nothing"
@@ -158,9 +169,13 @@ class World:
                 ahead, scheduler.reorder_window
             )  # no credit is idle
 
+    def single(self, worker: Worker) -> list[int]:
+        """The tasks that it was sent, and no other worker."""
+        return [task.seq for task in worker.queue if not self.scheduler.hedged(task.seq)]
+
     def tries(self, worker: Worker) -> bool:
-        """It is over a task that was struck before."""
-        return bool(worker.queue) and worker.queue[0].seq in self.strikes
+        """It is over a task that it was sent as a suspect."""
+        return bool(worker.queue) and (worker.pid, worker.queue[0].seq) in self.trials
 
     def assign(self, action: Assign) -> None:
         worker, task = self.workers[action.worker], action.task
@@ -168,6 +183,7 @@ class World:
         assert not worker.ended
         assert self.tasks.setdefault(task.seq, task) == task
         assert task.seq not in self.answered | self.void
+        assert task not in worker.queue
         first = self.whose.setdefault(task.seq, action.worker)
         if self.scheduler.assignment == "round_robin":
             assert action.worker == first
@@ -178,6 +194,8 @@ class World:
             assert not self.tries(worker), "a suspect is to be tried alone"
             assert not (action.suspect and worker.queue), "a suspect is to be tried alone"
         worker.queue.append(task)
+        if action.suspect:
+            self.trials.add((worker.pid, task.seq))
 
     # -------------------------------------------------------------------------------------------- moves
 
@@ -200,6 +218,8 @@ class World:
             found += [("kill", w.number) for w in up]
         if self.retirements:
             found += [("retire", w.number) for w in up if w.started and not w.ended]
+        if self.late:
+            found.append(("late", 0))
         return found
 
     def run(self) -> None:
@@ -232,9 +252,28 @@ class World:
         elif what in ("crash", "kill"):
             self.kills -= 1
             self.die(worker, outside=what == "kill")
+        elif what == "late":
+            self.late -= 1
+            self.give_twice()
         else:
             self.retirements -= 1
             self.die(worker, retired=True)
+
+    def give_twice(self) -> None:
+        others = self.random.sample(range(len(self.workers)), self.random.randint(1, len(self.workers)))
+        head, idle = self.scheduler.head, self.random.random() < 0.3
+        if head is None or head[1] in others:
+            return
+        before = [len(worker.queue) for worker in self.workers]
+        self.handle(Late(others, idle))
+        gets = [worker.number for worker in self.workers if len(worker.queue) > before[worker.number]]
+        assert len(gets) <= 1
+        self.hedged += len(gets)
+        for number in gets:
+            assert number in others
+            assert before[number] == 0 or not idle
+            assert self.workers[number].queue[-1] == head[0]
+            assert self.scheduler.hedged(head[0].seq)
 
     def offer(self) -> None:
         if self.offered == len(self.indices):
@@ -264,20 +303,24 @@ class World:
             return
         del worker.queue[place]
         worker.made += 1
+        late, dropped = task.seq in self.answered, len(self.dropped)
         self.answered.add(task.seq)
         self.handle(Completed(worker.number, task.seq, Made(worker.number, task, worker.made - 1)))
+        assert self.last or self.dropped[dropped:] == [task.seq] * late
 
     def die(self, worker: Worker, *, retired: bool = False, outside: bool = False) -> None:
         hand = tuple(task.seq for task in worker.queue)
         at_work = worker.started
+        twice = [seq for seq in hand if self.scheduler.hedged(seq)]
+        blamed = [seq for seq in (hand if self.concurrent else twice or hand[:1]) if seq not in self.answered]
         worker.queue.clear()
         worker.up = False
         struck: set[int] = set()
         if not retired:
             worker.deaths += 1
             if at_work:
-                for seq in hand if self.concurrent else hand[:1]:
-                    self.strikes.setdefault(seq, []).append(Strike(worker.pid, hand, outside))
+                for seq in blamed:
+                    self.strikes.setdefault(seq, []).append(Strike(worker.pid, hand, outside, bool(twice)))
                     struck.add(seq)
         guilty = {seq for seq in struck if len(self.held_against(seq)) >= 3}
         self.answered |= guilty
@@ -286,7 +329,7 @@ class World:
         fails = worker.deaths > self.max_restarts or bool(guilty and self.scheduler.iterable)
         assert fails == (bool(self.last) and isinstance(self.last[0], Fail))
         if fails:
-            self.check_failure(worker, hand, sorted(guilty))
+            self.check_failure(worker, blamed, sorted(guilty))
 
     def held_against(self, seq: int) -> list[Strike]:
         """Strikes that the task may have caused."""
@@ -294,7 +337,7 @@ class World:
 
     # ---------------------------------------------------------------------------------------------- ends
 
-    def check_failure(self, worker: Worker, hand: tuple[int, ...], guilty: list[int]) -> None:
+    def check_failure(self, worker: Worker, blamed: list[int], guilty: list[int]) -> None:
         (fail,) = self.last
         assert isinstance(fail, Fail)
         if guilty:
@@ -304,8 +347,8 @@ class World:
             assert isinstance(fail.error, WorkerDied)
             assert fail.error.pid == worker.pid
             assert "max_worker_restarts" in fail.error.advice
-            if hand and worker.started and not self.scheduler.iterable:
-                assert f"for indices {self.tasks[hand[0]].index}. " in fail.error.advice
+            if blamed and worker.started and not self.scheduler.iterable:
+                assert f"for indices {self.tasks[blamed[0]].index}. " in fail.error.advice
 
     def check_delivered(self) -> None:
         """Whatever the end was: nothing twice, in order, and quarantined is only what was struck thrice."""
@@ -320,7 +363,7 @@ class World:
             else:
                 assert isinstance(item.outcome, Made)
                 assert len(self.held_against(item.seq)) < 3
-        assert all(number <= 3 for number in self.killed_by.values())
+        assert all(number <= 3 + self.hedged for number in self.killed_by.values())
 
     def check_poisoned(self, poisoned: Poisoned) -> None:
         task = poisoned.task
@@ -328,9 +371,10 @@ class World:
         assert [death.pid for death in poisoned.deaths] == [strike.pid for strike in strikes]
         assert len(strikes) == 3
         if self.concurrent:
-            assert [strike.hand for strike in strikes[1:]] == [(task.seq,)] * 2  # they leave no doubt
+            assert {strike.hand for strike in strikes[1:] if not strike.twice} == {(task.seq,)}  # they leave no doubt
         else:
-            assert [strike.hand[0] for strike in strikes] == [task.seq] * 3
+            assert {strike.hand[0] for strike in strikes if not strike.twice} == {task.seq}
+        assert not strikes[-1].twice
         assert not self.spared or task.index in self.poison, "an innocent task in quarantine"
 
     def check_end(self) -> None:
@@ -371,6 +415,7 @@ def map_world(
     spared: bool = False,
     prompt: bool = False,
     varying: bool = False,
+    late: int = 0,
 ) -> World:
     """A world whose sampler gives the indices below `count`. `reorder_window` and `first_worker` are ignored where they
     do not apply.
@@ -397,4 +442,5 @@ def map_world(
         spared=spared,
         prompt=prompt,
         varying=varying,
+        late=late,
     )

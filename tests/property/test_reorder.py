@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncloader.epoch.scheduler import ReorderBuffer
+from asyncloader.epoch.reorder import ReorderBuffer
 
 
 @given(st.permutations(range(12)), st.sets(st.integers(0, 11)))

@@ -13,7 +13,7 @@ from asyncloader.epoch import recovery
 from asyncloader.epoch.recovery import Recovery
 from asyncloader.epoch.scheduler import Assignment, Scheduler
 from asyncloader.errors import TaskQuarantined, WorkerDied
-from asyncloader.events import Action, Assign, Died, Fail, Finish, Poisoned
+from asyncloader.events import Action, Assign, Completed, Deliver, Died, Drop, Fail, Finish, Poisoned
 from tests.drawn import scaled
 from tests.property.recovery_world import PLENTY, World, map_world
 from tests.property.scheduler_world import assignments, randoms
@@ -35,12 +35,14 @@ from tests.property.scheduler_world import assignments, randoms
             "kills": st.integers(0, 6),
             "retirements": st.integers(0, 3),
             "prompt": st.booleans(),
+            "late": st.integers(0, 12),
         }
     ),
     random=randoms,
 )
 def test_every_index_comes_once_whatever_dies(options: dict[str, Any], random: Random) -> None:
-    """With restarts enough each index comes once, as a batch or as poisoned, in order when asked, within the credits.
+    """With restarts enough each index comes once, as a batch or as poisoned, in order when asked, within the credits,
+    also if tasks were given to two workers.
 
     What is quarantined was struck thrice by what may have been its doing: at the head of a blocking worker's tasks, or
     the second time and the third alone.
@@ -62,6 +64,7 @@ def test_every_index_comes_once_whatever_dies(options: dict[str, Any], random: R
             "concurrent": st.booleans(),
             "poison": st.frozensets(st.integers(0, 15), max_size=3),
             "kills": st.integers(0, 12),
+            "late": st.integers(0, 12),
         }
     ),
     random=randoms,
@@ -217,6 +220,14 @@ class Endless(Scheduler):
         return super()._died(event)
 
 
+class Echo(Scheduler):
+    """Passes on both answers of a task that two workers had."""
+
+    def _completed(self, event: Completed) -> list[Action]:
+        given = super()._completed(event)
+        return [Deliver(event.seq, event.worker, each.outcome) if isinstance(each, Drop) else each for each in given]
+
+
 @pytest.mark.parametrize("kind", [Forgetful, Hasty, Twofold, Endless])
 def test_the_world_notices_a_planted_bug(kind: type[Scheduler]) -> None:
     """A scheduler that loses, doubles, or sends into the void is found within a few runs."""
@@ -227,6 +238,15 @@ def test_the_world_notices_a_planted_bug(kind: type[Scheduler]) -> None:
             world = World(scheduler, random, concurrent=False, max_restarts=1, indices=list(range(12)), kills=4)
             world.run()
             world.check_delivered()
+
+
+def test_the_world_notices_a_batch_that_comes_twice() -> None:
+    """Of two answers to a task that two workers had."""
+    with pytest.raises((AssertionError, ValueError)):  # noqa: PT012 - which of them finds it is chance
+        for seed in range(20):
+            indices = list(range(12))
+            scheduler = Echo(workers=2, credits=2, assignment="least_loaded")
+            World(scheduler, Random(seed), concurrent=False, max_restarts=1, indices=indices, late=4).run()
 
 
 @pytest.mark.parametrize("concurrent", [False, True])

@@ -14,6 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from asyncloader.epoch.hedging import Hedging
 from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.errors import WorkerDied
 from asyncloader.events import (
@@ -22,7 +23,9 @@ from asyncloader.events import (
     Deliver,
     Delivered,
     Died,
+    Drop,
     Finish,
+    Late,
     Offered,
     Pull,
     Replace,
@@ -56,6 +59,7 @@ class Case:
         spare: how many times as many batches the workers can make as the consumer takes.
         node_days: days until a node is lost, on average; every second one is killed, the others are cut off.
         slow: share of tasks that take 20 times as long.
+        hedged: whether what is late is given to a second node; False: that this is left out.
         in_order: whether each batch has its place, or comes as soon as it is made.
         seed: of all that is drawn.
     """
@@ -69,6 +73,7 @@ class Case:
     spare: float = 1.25
     node_days: float = math.inf
     slow: float = 0.0
+    hedged: bool = True
     in_order: bool = True
     seed: int = 0
 
@@ -80,7 +85,7 @@ class Outcome(NamedTuple):
         delivered: batches.
         lost: batches that did not come.
         doubled: batches that came twice, or out of their place.
-        again: tasks that were assigned a second time.
+        again: tasks that were assigned a second time, to a second worker or after a loss.
         nodes_lost: how often a node was lost.
         stalled: share of the steps that waited for a batch.
         waited: share of the time that steps waited.
@@ -108,6 +113,8 @@ class _Epoch:
             assignment="least_loaded",
             reorder_window=case.window,
         )
+        self.hedging = Hedging()
+        self.waits_late = False  # for a task to be late
         self.seen: set[int] = set()  # batches that came, where they have no places
         self.now = 0.0
         self.events: list[tuple[float, int, Any, tuple[Any, ...]]] = []
@@ -176,11 +183,16 @@ class _Epoch:
                 self.at(self.now + ANEW_S, self._back, action.worker)
             elif isinstance(action, Finish):
                 self.finished = True
+            elif isinstance(action, Drop):
+                pass
             else:
                 raise RuntimeError(f"nobody expected {action!r}")  # noqa: TRY004 - the scheduler is wrong, no type
 
     def _assign(self, action: Assign) -> None:
         worker, task = action.worker, action.task
+        self.hedging.assigned(task.seq, worker, str(self.node_of[worker]), self.now)
+        if self.scheduler.hedged(task.seq) and self.scheduler.unanswered(worker) > 1:
+            self.hedging.costs()
         self.again += task.seq in self.sent
         self.sent.add(task.seq)
         seconds = self.rng.lognormvariate(math.log(self.mean) - 0.045, 0.3) * len(self.up) / sum(self.up)
@@ -191,7 +203,29 @@ class _Epoch:
 
     def _done(self, worker: int, life: int, task: Any) -> None:
         if life == self.life[worker]:
+            self.hedging.answered(task.seq, worker, self.now)
             self._carry_out(self.scheduler.handle(Completed(worker, task.seq, task.index)))
+            self._mind_late()
+
+    def _mind_late(self) -> None:
+        """As `LateTasks`, with this clock."""
+        scheduler, head = self.scheduler, self.scheduler.head
+        if not self.case.hedged or self.hedging.limit is None or not scheduler.starved or head is None:
+            return
+        seq, worker = head[0].seq, head[1]
+        at = None if self.waits_late or scheduler.hedged(seq) else self.hedging.late_at(seq, worker)
+        if at is None:
+            return
+        if at > self.now:
+            self.waits_late = True
+            self.at(at, self._ring)
+            return
+        others = [each for each, node in enumerate(self.node_of) if node != self.node_of[worker]]
+        self._carry_out(scheduler.handle(Late(others, not self.hedging.may_cost)))
+
+    def _ring(self) -> None:
+        self.waits_late = False
+        self._mind_late()
 
     # ---------------------------------------------------------------------------------------------- the consumer
 
@@ -218,6 +252,7 @@ class _Epoch:
         self.sent.discard(batch.seq)
         self.at(self.now + case.step_s, self._take)
         self._carry_out(self.scheduler.handle(Delivered(batch.seq)))
+        self._mind_late()
 
     # ----------------------------------------------------------------------------------------------- misfortunes
 
@@ -241,6 +276,7 @@ class _Epoch:
     def _noticed(self, worker: int, life: int) -> None:
         if life == self.life[worker]:
             error = WorkerDied(worker, 0, None, "the connection is gone")
+            self.hedging.died(worker)
             self._carry_out(self.scheduler.handle(Died(worker, error, lost=True)))
 
     def _back(self, worker: int) -> None:

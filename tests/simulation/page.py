@@ -63,9 +63,9 @@ is the share of the time in which the consumer had no batch.
 {outcomes}
 
 A lost node costs the tasks that its workers were at, and the time until that is noticed. Slow tasks cost more: the
-order is exact, so a batch that is late holds up those behind it. More outstanding tasks, a larger window and more
-workers each make the wait shorter; only `in_order=False` ends it. No task is given to a second worker because the
-first one is slow.
+order is exact, so a batch that is late holds up those behind it. So a task that the consumer waits for, and that takes
+longer than nearly all others, is given to a worker at another node too, which counts as made again. More outstanding
+tasks, a larger window and more workers each make the wait shorter still; only `in_order=False` ends it.
 """
 # Pixels: the whole, the names, a row, a bar.
 _WIDTH, _LABEL, _ROW, _BAR = 860, 320, 26, 16

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncloader.epoch.scheduler import ReorderBuffer
+from asyncloader.epoch.reorder import ReorderBuffer
 
 
 def test_in_order_items_pass_through() -> None:

@@ -1,0 +1,52 @@
+"""A task that is late at one node comes from another one, once."""
+
+from __future__ import annotations
+
+import os
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncloader import DataLoader
+from tests.integration.comparing import assert_same
+from tests.service import definitions
+from tests.service.serving import serving
+
+OPTIONS: dict[str, Any] = {"batch_size": 2, "seed": 1, "num_workers": 2, "shuffle": True}
+LENGTH = 1200
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_what_is_late_comes_from_another_node(in_order: bool, tmp_path: Path) -> None:
+    """While one node hangs at a task, and once it has answered after all: the batches are those of an undisturbed run,
+    and nobody waits for it.
+    """
+    gate = tmp_path / "gate"
+    with DataLoader[Any](definitions.numbers(n=LENGTH), **OPTIONS) as loader:
+        expected = list(loader)
+    late = next(number for number, batch in enumerate(expected) if 13 in batch["index"])
+    assert 250 < late < 500
+    os.mkfifo(gate)
+    hanging = definitions.hanging(n=LENGTH, marks=str(tmp_path))
+    listen = ["127.0.0.1:0"]
+    flags = ["--open", "hanging"]
+    with (
+        serving(tmp_path, ["hanging"], *flags, listen=listen, workers=1) as one,
+        serving(tmp_path, ["hanging"], *flags, listen=listen, workers=1) as two,
+        DataLoader[Any](hanging, **OPTIONS, in_order=in_order, workers=f"{one.tcp},{two.tcp}") as loader,
+    ):
+        batches = iter(loader)
+        got = list(islice(batches, late + 50))
+        assert loader.stats()["data/hedged_batches"] > 0
+        gate.write_bytes(b"go on")
+        got += batches
+    if not in_order:
+        got.sort(key=first)
+        expected.sort(key=first)
+    assert_same(got, expected)
+
+
+def first(batch: Any) -> int:
+    return int(batch["index"][0])

@@ -1,0 +1,58 @@
+"""When a task is late, and what a second worker may cost."""
+
+from __future__ import annotations
+
+from asyncloader.epoch.hedging import Hedging
+
+
+def answer(hedging: Hedging, node: str, seconds: float, number: int, start: int = 0) -> None:
+    """The node's only worker answers so many tasks, each after so many seconds."""
+    worker = ord(node)
+    for seq in range(start, start + number):
+        hedging.assigned(seq, worker, node, 10.0)
+        hedging.answered(seq, worker, 10.0 + seconds)
+
+
+def test_late_is_what_takes_longer_than_the_quickest_nodes_p99() -> None:
+    """However slow another node is, and however many of its tasks are late."""
+    hedging = Hedging()
+    answer(hedging, "a", 1.0, 190)
+    answer(hedging, "a", 5.0, 10)
+    answer(hedging, "b", 2.0, 120)
+    hedging.assigned(7, 1, "b", 100.0)
+    assert hedging.late_at(7, 1) == 102.0
+    assert hedging.late_at(7, 2) is None  # it does not have it
+    hedging.died(1)
+    assert hedging.late_at(7, 1) is None
+
+
+def test_nothing_is_late_before_there_are_answers() -> None:
+    """A hundred of one node's."""
+    hedging = Hedging()
+    hedging.assigned(900, 1, "a", 0.0)
+    answer(hedging, "a", 1.0, 95)
+    answer(hedging, "b", 1.0, 95)
+    assert hedging.late_at(900, 1) is None
+    answer(hedging, "b", 1.0, 34)
+    assert hedging.late_at(900, 1) == 1.0
+
+
+def test_what_was_long_ago_is_forgotten() -> None:
+    """A node that has become quick is measured as it is."""
+    hedging = Hedging()
+    answer(hedging, "a", 9.0, 320)
+    answer(hedging, "a", 1.0, 224)
+    hedging.assigned(900, 1, "a", 0.0)
+    assert hedging.late_at(900, 1) == 1.0
+
+
+def test_one_task_in_twenty_may_cost() -> None:
+    """Those that went to a worker with other tasks count."""
+    hedging = Hedging()
+    allowed = 0
+    for number in range(400):
+        answer(hedging, "a", 1.0, 1, start=number)
+        while hedging.may_cost:
+            hedging.costs()
+            allowed += 1
+    assert allowed == 20
