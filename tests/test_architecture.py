@@ -52,6 +52,8 @@ PURE = {
         "samplers.generators",
         "samplers.interleave",
         "samplers.permutation",
+        "service.node_choice",
+        "service.scaling",
         "shared.builder",
         "shared.layout",
         "state.epoch_counter",

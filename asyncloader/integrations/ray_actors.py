@@ -9,6 +9,7 @@ their own connections, long before Ray does; what the fleet learns is for those 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -19,20 +20,25 @@ from typing import Any, NamedTuple
 
 from asyncloader.service.agent import AgentNode, AgentSetup
 from asyncloader.service.engine import Credentials
+from asyncloader.service.node import DRAIN_S
+from asyncloader.service.scaling import Load, Scaling
 
 __all__ = ["Agent", "Fleet", "FleetNode", "FleetOptions", "View", "placed_at"]
 
 _log = logging.getLogger("asyncloader")
 _LOOK_S = 1.0
+_ANSWER_S = 5.0
 _MOST_WAIT_S = 30.0
 
 
 class FleetOptions(NamedTuple):
-    """As the arguments of `RayWorkers`."""
+    """As the arguments of `RayWorkers`; and for how many seconds the load must have been lower before a node goes."""
 
     nodes: int | None
     cpus_per_node: int | None
     resources: dict[str, float]
+    max_nodes: int | None
+    calm_s: float = 300.0
 
 
 class FleetNode(NamedTuple):
@@ -91,6 +97,14 @@ class Agent:
         """Have the node serve this pickled definition."""
         self._node.serve(data)
 
+    def load(self) -> Load:
+        """What the node's processes have done so far."""
+        return self._node.load()
+
+    def drain(self) -> None:
+        """Have the node finish what is in work, and send its loaders elsewhere."""
+        self._node.drain()
+
     def lives(self) -> None:
         """Return never: whoever waits for this learns of the end."""
         threading.Event().wait()
@@ -113,6 +127,9 @@ class Fleet:
         self._near: dict[str, None] = {}  # machines of loaders, where nodes are wanted first
         self._agents: dict[str, Any] = {}
         self._keeping: dict[str, asyncio.Task[None]] = {}
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+        fewest, most = options.nodes or 1, options.max_nodes
+        self._scaling = None if most is None else Scaling(fewest, most, options.calm_s)
         self._ready: dict[str, FleetNode] = {}
         self._changed = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
@@ -163,11 +180,8 @@ class Fleet:
                 await asyncio.sleep(_LOOK_S)
                 continue
             for machine in [each for each in self._agents if each not in alive]:
-                self._keeping.pop(machine).cancel()
-                del self._agents[machine]
-                if self._ready.pop(machine, None) is not None:
-                    self._tell()
-            wanted = self._options.nodes
+                self._forget(machine)
+            wanted = self._options.nodes if self._scaling is None else await self._scaled(self._scaling)
             for machine in sorted(alive, key=lambda each: (each not in self._near, -alive[each])):
                 if machine in self._agents or (wanted is not None and len(self._agents) >= wanted):
                     continue
@@ -175,6 +189,50 @@ class Fleet:
                 if alive[machine] >= workers:
                     self._begin(machine, workers)
             await asyncio.sleep(_LOOK_S)
+
+    async def _scaled(self, scaling: Scaling) -> int:
+        """How many nodes there should be. Those that came last go first, if there are too many."""
+        before, wanted = scaling.wanted, scaling.look(asyncio.get_running_loop().time(), await self._loads())
+        if wanted != before:
+            _log.info("the load wants %d nodes; until now it wanted %d", wanted, before)
+        staying = [machine for machine in self._agents if machine not in self._leaving]
+        for machine in sorted(staying, key=lambda each: each not in self._near)[wanted:]:
+            self._leaving[machine] = asyncio.get_running_loop().create_task(self._leave(machine))
+        return wanted
+
+    async def _loads(self) -> dict[str, Load]:
+        async def ask(machine: str) -> None:
+            with contextlib.suppress(_ray().exceptions.RayError, TimeoutError):
+                async with asyncio.timeout(_ANSWER_S):  # Ray is slow to notice that a machine is gone
+                    loads[machine] = await self._agents[machine].load.remote()
+
+        loads: dict[str, Load] = {}
+        await asyncio.gather(*(ask(machine) for machine in self._ready))
+        return loads
+
+    async def _leave(self, machine: str) -> None:
+        """Have its loaders go elsewhere, then end it."""
+        agent = self._agents[machine]
+        self._let_go(machine)
+        with contextlib.suppress(_ray().exceptions.RayError, TimeoutError):
+            async with asyncio.timeout(DRAIN_S + _ANSWER_S):
+                await agent.drain.remote()
+        _ray().kill(agent)
+        del self._agents[machine], self._leaving[machine]
+
+    def _let_go(self, machine: str) -> None:
+        """No loader should go there any more."""
+        self._keeping.pop(machine).cancel()
+        if self._ready.pop(machine, None) is not None:
+            self._tell()
+
+    def _forget(self, machine: str) -> None:
+        """It is not there any more."""
+        if machine in self._leaving:
+            self._leaving.pop(machine).cancel()
+        else:
+            self._let_go(machine)
+        del self._agents[machine]
 
     def _begin(self, machine: str, workers: int) -> None:
         options = {"num_cpus": workers, "resources": self._options.resources, "max_restarts": -1, "max_concurrency": 2}

@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from asyncloader.service.engine import Credentials
+from asyncloader.service.scaling import Load
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
 
-__all__ = ["READY", "SERVING", "AgentNode", "AgentSetup"]
+__all__ = ["DRAIN", "DRAINED", "LOAD", "LOOK", "READY", "SERVE", "SERVING", "AgentNode", "AgentSetup"]
 
-SETUP, READY, SERVE, SERVING = 1, 2, 3, 4
-"""Frames: an `AgentSetup`; where the node is; a pickled definition, in a file whose descriptor comes along; it is
-served."""
+SETUP, READY, SERVE, SERVING, LOOK, LOAD, DRAIN, DRAINED = range(1, 9)
+"""Frames to the node, each with its answer: an `AgentSetup`, and where the node is; a pickled definition, in a file
+whose descriptor comes along, and that it is served; a look, and its `Load`; that it should drain, and that it has."""
 
 
 class AgentSetup(NamedTuple):
@@ -42,10 +43,10 @@ class AgentSetup(NamedTuple):
 
 
 class AgentNode:
-    """A node in a process of its own. All of this blocks.
+    """A node in a process of its own. All of this blocks, and is for one thread at a time.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: it cannot be started; and from each method, it has ended.
     """
 
     def __init__(self, setup: AgentSetup) -> None:
@@ -67,16 +68,23 @@ class AgentNode:
         """Where it is: for all machines first, then for this one alone, if there is such an address."""
 
     def serve(self, data: bytes) -> None:
-        """Have it serve this pickled definition. Returns once it does.
-
-        Raises:
-            OSError: the node has ended.
-        """
+        """Have it serve this pickled definition. Returns once it does."""
         with tempfile.TemporaryFile() as file:
             file.write(data)
             file.flush()
             self._channel.send_all(wire.pack(SERVE), [file.fileno()])
         self._answer(SERVING)
+
+    def load(self) -> Load:
+        """What its processes have done so far."""
+        self._channel.send_all(wire.pack(LOOK))
+        load: Load = pickle.loads(self._answer(LOAD))
+        return load
+
+    def drain(self) -> None:
+        """Have it finish what is in work, and send its loaders elsewhere. Returns once it has, some seconds at most."""
+        self._channel.send_all(wire.pack(DRAIN))
+        self._answer(DRAINED)
 
     def _answer(self, due: int) -> bytes:
         while not self._channel.ended:

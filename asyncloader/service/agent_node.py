@@ -19,9 +19,10 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from asyncloader.service.agent import READY, SERVING, AgentSetup
-from asyncloader.service.node import Node
+from asyncloader.service.agent import DRAIN, DRAINED, LOAD, LOOK, READY, SERVE, SERVING, AgentSetup
+from asyncloader.service.node import DRAIN_S, Node
 from asyncloader.service.pickled import PickledDefinition
+from asyncloader.service.scaling import Load
 from asyncloader.service.served_definitions import Served
 from asyncloader.service.sockets import server_tls
 from asyncloader.workers.ipc import wire
@@ -44,16 +45,29 @@ def _main(argv: Sequence[str]) -> None:
 
 async def _serve(setup: AgentSetup, channel: Channel) -> None:
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    draining: list[asyncio.Task[None]] = []
     token, ca, cert, key = setup.credentials
     node = Node([], setup.workers, token, None if cert is None else server_tls(cert, key, ca))
 
+    async def drain() -> None:
+        await node.drain(DRAIN_S)
+        with contextlib.suppress(ConnectionError):
+            channel.send_all(wire.pack(DRAINED))
+
     def readable() -> None:
-        for _ in channel.receive():
-            with os.fdopen(channel.take_fd(), "rb") as file:
-                file.seek(0)
-                definition = PickledDefinition(file.read())
-            node.serve(Served(definition.name, definition, open=True))
-            channel.send_all(wire.pack(SERVING))
+        for kind, _ in channel.receive():
+            if kind == SERVE:
+                with os.fdopen(channel.take_fd(), "rb") as file:
+                    file.seek(0)
+                    definition = PickledDefinition(file.read())
+                node.serve(Served(definition.name, definition, open=True))
+                channel.send_all(wire.pack(SERVING))
+            elif kind == LOOK:
+                figures = node.figures()
+                load = Load(figures["busy_seconds"], figures["tasks"], setup.workers)
+                channel.send_all(wire.pack(LOAD, pickle.dumps(load)))
+            elif kind == DRAIN:
+                draining.append(loop.create_task(drain()))
         if channel.ended:
             loop.remove_reader(channel.fileno())
             ended.set()
@@ -73,6 +87,9 @@ async def _serve(setup: AgentSetup, channel: Channel) -> None:
             channel.send_all(wire.pack(READY, pickle.dumps(tuple(addresses))))
             await ended.wait()
     finally:
+        for task in draining:
+            task.cancel()
+        await asyncio.gather(*draining, return_exceptions=True)
         await node.close()
 
 

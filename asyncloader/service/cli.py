@@ -27,7 +27,7 @@ from typing import Any
 from asyncloader.cpus import usable_cpus
 from asyncloader.service.definition import converted, load_definition
 from asyncloader.service.metrics_endpoint import MetricsEndpoint
-from asyncloader.service.node import Node
+from asyncloader.service.node import DRAIN_S, Node
 from asyncloader.service.served_definitions import Served
 from asyncloader.service.sockets import read_address, server_tls
 from asyncloader.workers.worker import serve_async
@@ -36,7 +36,6 @@ __all__ = ["main"]
 
 _log = logging.getLogger("asyncloader")
 
-_DRAIN_S = 30.0
 _LISTS = ("listen", "arg", "open")
 
 
@@ -131,7 +130,7 @@ async def _serve(options: dict[str, Any]) -> None:
             await stopping
             metrics.ready = False
             _log.info("draining: no more loaders, and no more tasks")
-            await node.drain(_DRAIN_S)
+            await node.drain(DRAIN_S)
         for task in (starting, stopping):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

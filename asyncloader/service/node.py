@@ -45,10 +45,12 @@ from asyncloader.service.sockets import bound
 from asyncloader.service.values import pack, unpack
 from asyncloader.workers.memory.segment import memory_limit
 
-__all__ = ["Node"]
+__all__ = ["DRAIN_S", "Node"]
 
 _log = logging.getLogger("asyncloader")
 
+DRAIN_S = 30.0
+"""Seconds that a node which is to end should give what is in work."""
 HANDSHAKE_S = 10.0
 """Seconds that a connection may take until its lane is open, besides the time in which a process makes its dataset."""
 _PLAN_S = 60.0

@@ -7,7 +7,8 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
-from time import monotonic
+from itertools import islice
+from time import monotonic, sleep
 from typing import Any
 
 import psutil
@@ -148,9 +149,9 @@ def test_a_machine_that_comes(cluster: Any) -> None:
         try:
             while sum(name.endswith("/batches") and count > 0 for name, count in loader.stats().items()) < 4:
                 got.append(next(batches))
-            expected = iter(DataLoader[Any](Noise(4000, (8,)), **OPTIONS))
-            assert_same(got, [next(expected) for _ in got])
             del batches
+            with DataLoader[Any](Noise(4000, (8,)), **OPTIONS) as undisturbed:
+                assert_same(got, list(islice(undisturbed, len(got))))
         finally:
             cluster.remove_node(added)
 
@@ -178,6 +179,24 @@ def test_nodes_end_with_their_last_loader(cluster: Any, end: str) -> None:
             assert monotonic() < deadline
 
 
+def test_as_many_nodes_as_the_load_needs(cluster: Any) -> None:
+    """A second one comes while the first has no pause, and goes once the trainer is slow: the batches are the same."""
+    workers = RayWorkers(1, cpus_per_node=1, max_nodes=2)
+    workers._options = workers._options._replace(calm_s=10.0)
+    with DataLoader[Any](Noise(200_000, (8,), seconds=0.005), workers=workers, **OPTIONS) as loader:
+        nodes_of(workers, 1)
+        batches, got = iter(loader), []
+        while len(workers.nodes()) < 2:
+            got.append(next(batches))
+        while len(workers.nodes()) > 1:
+            got.append(next(batches))
+            sleep(0.05)  # at a step
+        got += islice(batches, 100)
+        del batches
+        with DataLoader[Any](Noise(200_000, (8,)), **OPTIONS) as undisturbed:
+            assert_same(got, list(islice(undisturbed, len(got))))
+
+
 def test_fewer_machines_than_wanted(cluster: Any, caplog: pytest.LogCaptureFixture) -> None:
     """It runs, and says so."""
     workers = RayWorkers(9, cpus_per_node=1)
@@ -186,7 +205,14 @@ def test_fewer_machines_than_wanted(cluster: Any, caplog: pytest.LogCaptureFixtu
     assert re.search(r"RayWorkers\(nodes=9\): [123] of 9 machines have", caplog.text)
 
 
-@pytest.mark.parametrize(("arguments", "text"), [({"nodes": 0}, "nodes=0"), ({"cpus_per_node": 0}, "cpus_per_node=0")])
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"nodes": 0}, "nodes=0"),
+        ({"cpus_per_node": 0}, "cpus_per_node=0"),
+        ({"nodes": 2, "max_nodes": 1}, "at least 2"),
+    ],
+)
 def test_numbers_below_one(arguments: dict[str, Any], text: str) -> None:
     """Are an error at once."""
     with pytest.raises(ValueError, match=text):

@@ -22,6 +22,7 @@ from asyncloader import DataLoader
 from asyncloader.service.agent import AgentNode, AgentSetup
 from asyncloader.service.engine import Credentials, EngineNode
 from asyncloader.service.pickled import PickledDefinition
+from asyncloader.service.scaling import Load
 from tests.integration.comparing import assert_same
 from tests.service import definitions
 
@@ -80,6 +81,16 @@ class LocalEngine:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         node.close()
+
+    def drain(self, number: int) -> Load:
+        """A node goes that is not needed. Returns what it has done."""
+        node = self._nodes.pop(number)
+        for changed in self._watching:
+            changed()
+        node.drain()
+        load = node.load()
+        node.close()
+        return load
 
     def close(self) -> None:
         for node in self._nodes:
@@ -169,6 +180,28 @@ def test_nodes_that_come_and_go(unix: bool) -> None:
             got += islice(batches, 50)
             del batches
         assert_same(got, list(islice(DataLoader[Any](Noise(40_000), shuffle=True, **OPTIONS), len(got))))
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
+def test_a_node_that_is_not_needed(unix: bool) -> None:
+    """It sends its loaders elsewhere, and says what its processes have done: the batches are those of an undisturbed
+    run.
+    """
+    engine = LocalEngine(2, unix=unix)
+    try:
+        with DataLoader[Any](Noise(2000, 0.002), shuffle=True, workers=engine, **OPTIONS) as loader:
+            batches = iter(loader)
+            got = [next(batches) for _ in range(30)]
+            load = engine.drain(0)
+            got += batches
+            (stays,) = (node.address for node in engine.nodes())
+            assert at_nodes(loader)[stays] == 4
+        assert load.tasks > 5
+        assert load.busy >= load.tasks * 4 * 0.002
+        assert load.processes == 1
+        assert_same(got, list(DataLoader[Any](Noise(2000), shuffle=True, **OPTIONS)))
     finally:
         engine.close()
 
