@@ -6,7 +6,8 @@ import asyncio
 import logging
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,11 +20,12 @@ pytestmark = pytest.mark.network
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nhi"
 
 
-def free_port() -> int:
-    """A port where nothing listens."""
+@contextmanager
+def silent_port() -> Generator[int]:
+    """A port where nothing listens. Nobody else can have it meanwhile."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+        yield int(sock.getsockname()[1])
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -51,14 +53,15 @@ class Told(logging.Handler):
 
 async def test_a_wrong_address_is_told_soon() -> None:
     """The error has host, cause, tries and option; a second read adds one attempt to the first one's, and no time."""
-    url = f"http://127.0.0.1:{free_port()}"
     retry = RetryPolicy(first_contact_s=0.3, first_delay_s=0.01, cap_s=0.02)
-    async with HttpTransport(url, retry=retry) as transport:
-        with pytest.raises(ReadFailed) as caught:
-            await transport.read("a")
-        first = str(caught.value)
-        with pytest.raises(ReadFailed) as caught:
-            await transport.info("b")
+    with silent_port() as port:
+        url = f"http://127.0.0.1:{port}"
+        async with HttpTransport(url, retry=retry) as transport:
+            with pytest.raises(ReadFailed) as caught:
+                await transport.read("a")
+            first = str(caught.value)
+            with pytest.raises(ReadFailed) as caught:
+                await transport.info("b")
     cause = f"{url}/{{}}: no connection to {url.removeprefix('http://')}: Connect call failed"
     end = " times: no answer at all within 0.3 s. Is the address right? "
     end += "RetryPolicy(first_contact_s=) is how long to try"
@@ -74,11 +77,11 @@ async def test_a_wrong_address_is_told_soon() -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_tells_it_too(workers: int) -> None:
     """Looking for sizes and reading share the time."""
-    url = f"http://127.0.0.1:{free_port()}/x.tar"
     retry = RetryPolicy(first_contact_s=0.3, first_delay_s=0.01, cap_s=0.02)
-    dataset = RemoteIterableDataset(url, storage_options={"retry": retry})
-    with pytest.raises(ReadFailed, match=r"no answer at all within 0\.3 s"):
-        next(iter(DataLoader(dataset, num_workers=workers)))
+    with silent_port() as port:
+        dataset = RemoteIterableDataset(f"http://127.0.0.1:{port}/x.tar", storage_options={"retry": retry})
+        with pytest.raises(ReadFailed, match=r"no answer at all within 0\.3 s"):
+            next(iter(DataLoader(dataset, num_workers=workers)))
 
 
 @pytest.fixture
@@ -92,7 +95,8 @@ def told() -> Iterator[Told]:
 async def test_a_store_that_comes_back_is_told(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line when it has not answered for some seconds, one when it does, and none in a healthy run."""
     monkeypatch.setattr(download, "_SILENT_S", -1.0)
-    port = free_port()
+    with silent_port() as port:
+        pass
     root = f"http://127.0.0.1:{port}"
     async with HttpTransport(root, retry=PATIENT) as transport:
         reading = asyncio.ensure_future(transport.read("a"))

@@ -79,10 +79,10 @@ def test_never_more_than_the_most(most: int, end: int) -> None:
 
 def test_what_is_not_known_changes_nothing() -> None:
     """No node is ready; or the processes are others than before, so their totals have begun anew; or no task ended."""
-    scaling = Scaling(2, 8, CALM_S)
+    scaling = Scaling(1, 8, CALM_S)
     for now in range(100):
-        assert scaling.look(now, {}) == 2
+        assert scaling.look(now, {}) == 1
     for now in range(100, 200):
-        assert scaling.look(now, {"a": Load(50.0 * (now % 3), 50 * (now % 3), 2)}) == 2
+        assert scaling.look(now, {"a": Load(50.0 * (now % 3), 50 * (now % 3), 2)}) == 1
     for now in range(200, 255):
-        assert scaling.look(now, {"b": Load(0.0, 0, 2)}) == 2
+        assert scaling.look(now, {"b": Load(0.0, 0, 2)}) == 1
