@@ -51,7 +51,7 @@ test-clients: $(VENV)/.stamp-test-clients ## compare libraries' batches inside i
 	$(BIN)/python -m pytest -m clients -o faulthandler_timeout=590 tests/clients/libraries $(ARGS)
 
 test-ray: $(VENV)/.stamp-test-ray ## read through RayWorkers in a Ray cluster of processes (300 MB)
-	$(BIN)/python -m pytest tests/ray_cluster $(ARGS)
+	$(BIN)/python -m pytest -o faulthandler_timeout=290 tests/ray_cluster $(ARGS)
 
 chaos: $(VENV)/.stamp-test ## kill, stop and starve workers at random; writes docs/reference/reliability.md
 	$(BIN)/python -m tests.stress --seeds $(SEEDS) --save $(ARGS)
