@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import urllib.request
@@ -48,7 +49,7 @@ def test_the_manifests_fit_together() -> None:
 
 
 def test_the_command_runs(tmp_path: Path) -> None:
-    """With this machine's addresses and a token of ours; the probes find what they ask for."""
+    """With this machine's addresses and a token of ours; the probes find what they ask for, and so does the scaler."""
     (container,) = manifests()["Deployment"]["spec"]["template"]["spec"]["containers"]
     token = tmp_path / "token"
     token.write_text("correct horse\n")
@@ -70,5 +71,11 @@ def test_the_command_runs(tmp_path: Path) -> None:
             service = Service("dns+" + said["listening"], token="correct horse")
             with DataLoader[Any](definitions.numbers(n=12), 4, seed=1, num_workers=2, workers=service) as loader:
                 assert [batch["index"].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+            with urllib.request.urlopen(said["metrics"] + "/metrics", timeout=PATIENCE_S) as answer:
+                figures = dict(re.findall(r"(?m)^(asyncloader_node_\w+) (\S+)$", answer.read().decode()))
+            (asked,) = (line for line in PAGE.read_text().splitlines() if "rate(" in line)
+            names = re.findall(r"asyncloader_node_\w+", asked)
+            assert len(names) == 2
+            assert all(float(figures[name]) > 0 for name in names)
         finally:
             node.terminate()
