@@ -24,9 +24,10 @@ from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import apply_sharding
 
 from asyncloader.dataloader2.dispatching import Dispatched, EpochOrder
-from asyncloader.dataloader2.graph._serialization import _pickled, clone
+from asyncloader.dataloader2.graph._serialization import _pickled
 from asyncloader.dataloader2.graph.settings import set_graph_random_seed
 from asyncloader.dataloader2.graph.utils import DataPipe, find_dps, replace_dp
+from asyncloader.dataloader2.random._philox import PhiloxEngine
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.dataloader2.services import Change, InitFn, ResetFn
 from asyncloader.dataloader2.utils.dispatch import _DummyIterDataPipe, find_non_dispatching_branches
@@ -84,10 +85,9 @@ class Branch(IterableDataset[Chunk]):
 
     def next_epoch(self, seed_generator: SeedGenerator, iter_reset_fn: Change | None) -> EpochOrder:
         """In the main process: what the workers are told when they begin the next epoch."""
-        self._order = EpochOrder(self._order.epoch + 1, clone(seed_generator), iter_reset_fn)
-        # The workers draw from copies: without this they would get the same seeds again in the next epoch.
-        seed_generator.generate_shared_seed()
-        seed_generator.generate_seed()
+        # The workers draw from copies of new streams: from copies of these they would draw the same in every epoch.
+        seeds = PhiloxEngine(seed_generator.generate_shared_seed()), PhiloxEngine(seed_generator.generate_seed())
+        self._order = EpochOrder(self._order.epoch + 1, SeedGenerator(_rngs=seeds), iter_reset_fn)
         return self._order
 
     def _asyncloader_epoch_message(self) -> bytes:

@@ -6,6 +6,7 @@ Data path: graph -> [services] -> DataLoader2.
 from __future__ import annotations
 
 import pickle
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -66,8 +67,9 @@ class ReadingServiceInterface(ABC):
     def finalize_iteration(self) -> None:  # noqa: B027
         """End an epoch."""
 
-    def __del__(self) -> None:
-        self.finalize()
+    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not exiting():
+            self.finalize()
 
 
 class CheckpointableReadingServiceInterface(ReadingServiceInterface):
