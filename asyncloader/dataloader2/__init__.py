@@ -8,8 +8,8 @@ package registers functional forms of datapipes that torch lacks; nothing else c
 
 from __future__ import annotations
 
-import asyncloader.dataloader2.datapipes as _forms  # noqa: F401 - registers the functional forms
 from asyncloader.dataloader2.dataloader2 import DataLoader2, DataLoader2Iterator
+from asyncloader.dataloader2.datapipes import register_forms
 from asyncloader.dataloader2.error import PauseIteration
 from asyncloader.dataloader2.reading_service import (
     CheckpointableReadingServiceInterface,
@@ -35,3 +35,5 @@ __all__ = [
     "SequentialReadingService",
     "ShuffleSpec",
 ]
+
+register_forms()

@@ -26,18 +26,23 @@ _NEW = "asyncloader.dataloader2"
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds what no other finder does: `torchdata.dataloader2` and its modules, and `torchdata` where it is missing."""
+    """Finds `torchdata.dataloader2` and its modules, and `torchdata` itself, where torchdata does not have them.
+
+    It is asked first: a path finder would load the modules of our package again, under the old names.
+    """
 
     def find_spec(
-        self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
+        self, fullname: str, path: Sequence[str] | None, _target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname == _PACKAGE:
-            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-        if fullname == _OLD or fullname.startswith(f"{_OLD}."):
-            name = _NEW + fullname.removeprefix(_OLD)
-            if name == __name__ or importlib.util.find_spec(name) is None:
+        if fullname in (_PACKAGE, _OLD):
+            if importlib.machinery.PathFinder.find_spec(fullname, path) is not None:
                 return None
-            return importlib.machinery.ModuleSpec(fullname, self)
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=fullname == _PACKAGE)
+        if fullname.startswith(f"{_OLD}.") and sys.modules[_OLD].__name__ == _NEW:
+            name = _NEW + fullname.removeprefix(_OLD)
+            if importlib.util.find_spec(name) is not None:
+                return importlib.machinery.ModuleSpec(fullname, self)
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
         return None
 
     def exec_module(self, module: ModuleType) -> None:
@@ -52,7 +57,7 @@ _finder = _Finder()
 def install() -> None:
     """Have ``import torchdata.dataloader2`` give `asyncloader.dataloader2`, unless torchdata has one. Idempotent."""
     if _finder not in sys.meta_path:
-        sys.meta_path.append(_finder)  # the last: what torchdata has is torchdata's
+        sys.meta_path.insert(0, _finder)
 
 
 def uninstall() -> None:

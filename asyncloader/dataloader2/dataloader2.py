@@ -317,9 +317,9 @@ class DataLoader2(Generic[T_co]):
         }
 
     @classmethod
-    def from_state(cls, state: dict[str, Any], reading_service: ReadingServiceInterface) -> DataLoader2[T_co]:
+    def from_state(cls, state: dict[str, Any], reading_service: ReadingServiceInterface) -> DataLoader2[Any]:
         """A new loader that goes on from a state; see `load_state_dict`."""
-        loader: DataLoader2[T_co] = DataLoader2(None, None, reading_service)
+        loader: DataLoader2[Any] = cls(None, None, reading_service)
         loader.load_state_dict(state)
         return loader
 
@@ -356,8 +356,8 @@ class DataLoader2(Generic[T_co]):
         self._ask_service("resume")
 
     def _limit(self, num_batches: int | None) -> None:
-        service = self.reading_service
-        if service is None or not hasattr(service, "_limit"):
+        service: Any = self.reading_service
+        if not hasattr(service, "_limit"):
             warnings.warn("ReadingService doesn't support `limit`.", stacklevel=3)
             return
         limit = service._limit(num_batches)

@@ -6,6 +6,7 @@ Data path: graph -> [distributed: sharding, fullsync] -> DataLoader2, or `MultiP
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
@@ -35,7 +36,7 @@ class DistributedReadingService(ReadingServiceInterface):
         if not dist.is_available():
             raise RuntimeError("Torch Distributed is required to be available")
         self._timeout = timeout
-        self._group: dist.ProcessGroup | None = None
+        self._group: Any = None
         self._datapipe: DataPipe | None = None
 
     def initialize(self, datapipe: DataPipe) -> DataPipe:

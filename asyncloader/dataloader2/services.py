@@ -67,8 +67,8 @@ class ReadingServiceInterface(ABC):
     def finalize_iteration(self) -> None:  # noqa: B027
         """End an epoch."""
 
-    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not exiting():
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
             self.finalize()
 
 
@@ -176,7 +176,7 @@ class SequentialReadingService(CheckpointableReadingServiceInterface):
     """
 
     def __init__(self, *reading_services: ReadingServiceInterface) -> None:
-        self.reading_services = reading_services
+        self.reading_services: tuple[Any, ...] = reading_services
 
     def initialize(self, datapipe: DataPipe) -> DataPipe:
         """See the interface."""

@@ -102,7 +102,7 @@ class Seeded(IterDataPipe[Any]):
             yield x, self.seed
 
 
-class Ticking(IterDataPipe[int]):
+class _Ticking(IterDataPipe[int]):
     """Can only be awaited."""
 
     def __init__(self, count: int) -> None:
@@ -112,6 +112,11 @@ class Ticking(IterDataPipe[int]):
         for x in range(self.count):
             await asyncio.sleep(0)
             yield x
+
+
+def ticking(count: int) -> Any:
+    kind: Any = _Ticking  # without `__iter__` it is abstract to type checkers
+    return kind(count)
 
 
 def _diamond() -> Any:
@@ -147,9 +152,9 @@ GRAPHS: dict[str, Callable[[], Any]] = {
     "prefetched": lambda: numbers(14).sharding_filter().prefetch(3),
     "dispatched": lambda: numbers(13).sharding_round_robin_dispatch(MP),
     "dispatched and mapped": lambda: numbers(13).shuffle().sharding_round_robin_dispatch(MP).map(double),
-    "dispatched twice": lambda: numbers(8)
-    .sharding_round_robin_dispatch(MP)
-    .zip(numbers(8, 40).sharding_round_robin_dispatch(MP)),
+    "dispatched twice": lambda: (
+        numbers(8).sharding_round_robin_dispatch(MP).zip(numbers(8, 40).sharding_round_robin_dispatch(MP))
+    ),
     "dispatched beside": lambda: numbers(8).sharding_round_robin_dispatch(MP).zip(numbers(8, 40).sharding_filter()),
     "dispatched batches": lambda: numbers(14).batch(3).sharding_round_robin_dispatch(MP).map(total),
     "not replicable": lambda: OnlyHere(numbers(10).sharding_filter().map(double)),

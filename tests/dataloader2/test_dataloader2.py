@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -23,13 +23,13 @@ from asyncloader.dataloader2 import (
 )
 from asyncloader.dataloader2.random import SeedGenerator
 from asyncloader.dataloader2.utils import WorkerInfo
-from tests.dataloader2.parts import GRAPHS, Seeded, Ticking, double, fails_at_5, numbers, plain, slow_double
+from tests.dataloader2.parts import GRAPHS, Seeded, double, fails_at_5, numbers, plain, slow_double, ticking
 
 
 class Recording(ReadingServiceInterface):
     """A user's service against the documented interface; what is called is recorded on the class."""
 
-    calls: list[Any] = []
+    calls: ClassVar[list[Any]] = []
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -140,11 +140,13 @@ def test_an_older_iterator_is_invalid() -> None:
     second = iter(loader)
     assert Recording.calls == ["initialize", "begin"]
     assert next(second) == 0
-    with pytest.raises(RuntimeError, match="^This iterator has been invalidated because another iterator has been crea"):
+    with pytest.raises(
+        RuntimeError, match=r"^This iterator has been invalidated because another iterator has been crea"
+    ):
         next(first)
     third = iter(loader)
     assert next(third) == 0
-    with pytest.raises(RuntimeError, match="only allow|single iterator per DataLoader2 constraint"):
+    with pytest.raises(RuntimeError, match=r"only allow|single iterator per DataLoader2 constraint"):
         next(second)
     assert list(third) == [1, 2, 3]
     loader.shutdown()
@@ -154,20 +156,22 @@ def test_an_older_iterator_is_invalid() -> None:
 
 def test_no_datapipe_and_shut_down() -> None:
     """The documented errors."""
-    with pytest.raises(RuntimeError, match="^Please provide datapipe or use load_state_dict to load datapipe from state$"):
+    with pytest.raises(
+        RuntimeError, match=r"^Please provide datapipe or use load_state_dict to load datapipe from state$"
+    ):
         iter(DataLoader2[int](None))
-    with pytest.raises(RuntimeError, match="^Please provide datapipe"):
+    with pytest.raises(RuntimeError, match=r"^Please provide datapipe"):
         DataLoader2[int](None).state_dict()
     with DataLoader2[int](numbers(2)) as loader:
         assert list(loader) == [0, 1]
-    with pytest.raises(RuntimeError, match="^Cannot iterate over the DataLoader as it has already been shut down$"):
+    with pytest.raises(RuntimeError, match=r"^Cannot iterate over the DataLoader as it has already been shut down$"):
         iter(loader)
 
 
 def test_an_error_shuts_down() -> None:
     """An exception of the graph reaches the caller, and ends the loader."""
     loader = DataLoader2[int](numbers(9).map(fails_at_5), reading_service=Recording())
-    found = []
+    found: list[int] = []
     with pytest.raises(ValueError, match="five is right out"):
         found.extend(loader)
     iterator = DataLoader2[int](numbers(9).map(fails_at_5))
@@ -325,7 +329,7 @@ def test_a_state_of_a_service_that_cannot_restore() -> None:
     state = loader.state_dict()
     assert state["reading_service_state"] == b"state"
     other = DataLoader2.from_state(state, Recording())
-    with pytest.raises(TypeError, match="^Cannot restore from non-checkpointable reading service$"):
+    with pytest.raises(TypeError, match=r"^Cannot restore from non-checkpointable reading service$"):
         iter(other)
 
 
@@ -368,9 +372,9 @@ async def test_a_cancelled_wait_loses_nothing() -> None:
 async def test_parts_that_are_awaited() -> None:
     """A part with ``__aiter__`` alone, below others and at the end; `amap`; by ``for`` and ``async for``."""
     for graph, expected in (
-        (Ticking(4), [0, 1, 2, 3]),
-        (Ticking(4).map(double), [0, 2, 4, 6]),
-        (Ticking(40).amap(slow_double, concurrency=7).map(double), [4 * x for x in range(40)]),
+        (ticking(4), [0, 1, 2, 3]),
+        (ticking(4).map(double), [0, 2, 4, 6]),
+        (ticking(40).amap(slow_double, concurrency=7).map(double), [4 * x for x in range(40)]),
     ):
         for service in (None, InProcessReadingService()):
             loader = DataLoader2[int](graph, reading_service=service)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data.graph_settings import apply_sharding
 
 from asyncloader.dataloader2 import (
     DataLoader2,
@@ -79,7 +81,7 @@ def in_turn(shares: list[list[Any]]) -> Iterator[Any]:
 
 
 def share(graph: Any, workers: int, worker: int) -> list[Any]:
-    torch.utils.data.graph_settings.apply_sharding(graph, workers, worker)
+    apply_sharding(graph, workers, worker)
     return list(graph)
 
 
@@ -146,8 +148,7 @@ def test_batches_come_through_shared_memory() -> None:
     ) as loader:
         kept = list(loader)
         assert [x.tolist() for x in kept] == [[x] * 3 for x in range(40)]
-    with open("/proc/self/maps") as maps:
-        assert "memfd:asyncloader" in maps.read()
+    assert "memfd:asyncloader" in Path("/proc/self/maps").read_text()
     assert [x.tolist() for x in kept] == [[x] * 3 for x in range(40)]
 
 
@@ -215,7 +216,10 @@ def test_shuffled_shards_make_the_whole() -> None:
 
 def test_an_epoch_that_is_left() -> None:
     """The next one begins anew, with workers that go on living, and also while paused by a limit."""
-    for graph in (numbers(50).sharding_filter().map(process), numbers(50).sharding_round_robin_dispatch(MP).map(process)):
+    for graph in (
+        numbers(50).sharding_filter().map(process),
+        numbers(50).sharding_round_robin_dispatch(MP).map(process),
+    ):
         with DataLoader2[Any](graph, reading_service=MultiProcessingReadingService(2)) as loader:
             iterator = iter(loader)
             pids = {next(iterator)[1] for _ in range(2)}
@@ -312,10 +316,12 @@ def test_no_branch_or_two() -> None:
 
 def test_no_workers_and_the_old_name() -> None:
     """Both warn in the documented words; the old name makes one of the new class."""
-    with pytest.warns(UserWarning, match="^Please use `InProcessReadingService` for num_workers=0$"):
+    with pytest.warns(UserWarning, match=r"^Please use `InProcessReadingService` for num_workers=0$"):
         service = MultiProcessingReadingService()
     assert list(DataLoader2[int](numbers(3).sharding_filter(), reading_service=service)) == [0, 1, 2]
-    with pytest.warns(UserWarning, match="^`PrototypeMultiProcessingReadingService` is deprecated and will be removed in"):
+    with pytest.warns(
+        UserWarning, match=r"^`PrototypeMultiProcessingReadingService` is deprecated and will be removed in"
+    ):
         old: Any = PrototypeMultiProcessingReadingService(num_workers=2)
     assert type(old) is MultiProcessingReadingService
     assert old.num_workers == 2

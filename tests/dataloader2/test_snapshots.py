@@ -26,7 +26,7 @@ from asyncloader.dataloader2.dataloader2 import (
     SERIALIZED_DATAPIPE_KEY_NAME,
 )
 from asyncloader.errors import StateError
-from tests.dataloader2.parts import MP, GRAPHS, Seeded, drawn, numbers, plain
+from tests.dataloader2.parts import GRAPHS, MP, Seeded, drawn, numbers, plain
 
 pytestmark = [pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
@@ -187,7 +187,7 @@ def test_too_late_to_load() -> None:
     loader = DataLoader2[int](numbers(3))
     state = loader.state_dict()
     iter(loader)
-    with pytest.raises(RuntimeError, match="iterator has already been created, `load_state_dict\\(\\)` can’t be called"):
+    with pytest.raises(RuntimeError, match=r"iterator has already been created, `load_state_dict\(\)` can.t be called"):
         loader.load_state_dict(state)
 
 

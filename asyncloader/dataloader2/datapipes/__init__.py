@@ -1,6 +1,6 @@
 """The datapipes that DataLoader2 needs and torch lacks, as functional forms.
 
-Data path: parts of a graph. Importing this package registers the forms, and nothing else.
+Data path: parts of a graph. `asyncloader.dataloader2` registers the forms when it is imported.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ __all__ = [
     "Prefetcher",
     "RoundRobinDemultiplexer",
     "ShardingRoundRobinDispatcher",
+    "register_forms",
 ]
 
-register_form("amap", AsyncMapper)
-register_form("fullsync", FullSync)
-register_form("pin_memory", PinMemory)
-register_form("prefetch", Prefetcher)
-register_form("round_robin_demux", RoundRobinDemultiplexer)
-register_form("sharding_round_robin_dispatch", ShardingRoundRobinDispatcher)
-register_form("to_iter_datapipe", MapToIterConverter, MapDataPipe)
+
+def register_forms() -> None:
+    """Register the functional forms; see `forms.py`. Again without effect."""
+    register_form("amap", AsyncMapper)
+    register_form("fullsync", FullSync)
+    register_form("pin_memory", PinMemory)
+    register_form("prefetch", Prefetcher)
+    register_form("round_robin_demux", RoundRobinDemultiplexer)
+    register_form("sharding_round_robin_dispatch", ShardingRoundRobinDispatcher)
+    register_form("to_iter_datapipe", MapToIterConverter, MapDataPipe)

@@ -27,7 +27,7 @@ class MapToIterConverter(IterDataPipe[Any]):
     def __init__(self, datapipe: MapDataPipe[Any], indices: list[Any] | None = None) -> None:
         if not isinstance(datapipe, MapDataPipe):
             raise TypeError(f"MapToIterConverter can only apply on MapDataPipe, but found {type(datapipe)}")
-        self.datapipe = datapipe
+        self.datapipe: Any = datapipe
         self.indices = indices
 
     def __iter__(self) -> Iterator[Any]:

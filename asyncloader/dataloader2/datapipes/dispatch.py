@@ -36,7 +36,7 @@ class ShardingRoundRobinDispatcher(IterDataPipe[Any]):
                 "`sharding_round_robin_dispatch` currently only supports `SHARDING_PRIORITIES.MULTIPROCESSING`. "
                 "Please open issue on github for your feature request."
             )
-        self.source_datapipe = source_datapipe
+        self.source_datapipe: Any = source_datapipe
         self.sharding_group_filter = sharding_group_filter
 
     def __iter__(self) -> Any:

@@ -57,9 +57,9 @@ class FullSync(IterDataPipe[Any]):
     def __init__(self, datapipe: IterDataPipe[Any], timeout: float = 1800) -> None:
         if not dist.is_available():
             raise RuntimeError("Torch Distributed is required to be available to use `FullSync`.")
-        self.datapipe = datapipe
+        self.datapipe: Any = datapipe
         self.timeout = timeout
-        self._group: dist.ProcessGroup | None = None
+        self._group: Any = None
         self._ahead: ReadAhead | None = None
 
     def __iter__(self) -> Iterator[Any]:

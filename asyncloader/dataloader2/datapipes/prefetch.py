@@ -32,7 +32,7 @@ class Prefetcher(IterDataPipe[Any]):
     def __init__(self, source_datapipe: IterDataPipe[Any], buffer_size: int = 10) -> None:
         if buffer_size <= 0:
             raise ValueError("'buffer_size' is required to be a positive integer.")
-        self.source_datapipe = source_datapipe
+        self.source_datapipe: Any = source_datapipe
         self.buffer_size = buffer_size
         self._ahead: ReadAhead | None = None
 
