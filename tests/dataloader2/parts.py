@@ -38,6 +38,10 @@ def total(pair: Any) -> Any:
     return sum(pair)
 
 
+def no_third(x: int) -> bool:
+    return x % 3 != 0
+
+
 def mod3(x: int) -> int:
     return x % 3
 
@@ -171,7 +175,7 @@ GRAPHS: dict[str, Callable[[], Any]] = {
 # As above, where each worker's share is another one than an interleaved order says.
 UNEVEN: dict[str, Callable[[], Any]] = {
     "unsharded": lambda: numbers(5),
-    "filtered after": lambda: numbers(30).sharding_filter().filter(odd),
+    "filtered after": lambda: numbers(30).sharding_filter().filter(no_third),
     "batched after": lambda: numbers(17).sharding_filter().batch(4),
     "own shuffle": lambda: numbers(17).sharding_filter().batch(3),
     "classified": _classified,
