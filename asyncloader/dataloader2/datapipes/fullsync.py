@@ -17,12 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterDataPipe
 
-from asyncloader.dataloader2.datapipes.read_ahead import ReadAhead
+from asyncloader.dataloader2.datapipes.read_ahead import STOP_S, ReadAhead
 
 __all__ = ["FullSync", "PrefetchTimeoutError"]
-
-_GRACE_S = 20.0
-"""Longest wait for an agreement that is under way when a graph is shut down."""
 
 
 class PrefetchTimeoutError(RuntimeError):
@@ -102,7 +99,7 @@ class FullSync(IterDataPipe[Any]):
 
     def shutdown(self) -> None:
         """End the thread, and wait for it, at most 20 seconds. Idempotent."""
-        self._stop(_GRACE_S)
+        self._stop(STOP_S)
         self._group = None
 
     def _stop(self, seconds: float) -> None:

@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import Any
 
-__all__ = ["ReadAhead"]
+__all__ = ["STOP_S", "ReadAhead"]
+
+STOP_S = 20.0
+"""Longest wait for an item that is being read when the thread is to end."""
 
 
 class _Buffer:
@@ -109,8 +112,11 @@ class ReadAhead:
             self._buffer.paused = False
             self._buffer.changed.notify_all()
 
-    def stop(self, timeout: float | None = None) -> None:
-        """End the thread, and wait for it, at most `timeout` seconds; what was read ahead is dropped. Idempotent."""
+    def stop(self, timeout: float = STOP_S) -> None:
+        """End the thread, and wait for it, at most `timeout` seconds; what was read ahead is dropped. Idempotent.
+
+        A thread that is still reading an item then ends with it.
+        """
         self._end()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout)
