@@ -119,6 +119,7 @@ def _uneven(rank: int) -> Any:
     return found
 
 
+@pytest.mark.thorough
 def test_fullsync_ends_with_the_shortest(tmp_path: Path) -> None:
     """The rank with more drops what the other one does not have, in each epoch."""
     assert both(tmp_path, _uneven) == [[[0, 1, 2, 3, 4]] * 2] * 2
@@ -136,6 +137,7 @@ def _failing(rank: int) -> Any:
     return found
 
 
+@pytest.mark.thorough
 def test_an_error_in_one_rank_ends_the_others_epoch(tmp_path: Path) -> None:
     """It is raised there, and nobody waits."""
     zero, one = both(tmp_path, _failing)
@@ -161,6 +163,7 @@ def _waits(x: int) -> int:
     return x
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_late(tmp_path: Path) -> None:
     """PrefetchTimeoutError in both, in the documented words."""
     assert both(tmp_path, _late) == ["Fail to fetch data within 1 seconds"] * 2
@@ -172,6 +175,7 @@ def _policy(rank: int) -> Any:
         return list(loader), dist_share_seed((1 << 64) - 1 - rank)
 
 
+@pytest.mark.thorough
 def test_sharding_among_workers_alone_and_a_shared_seed(tmp_path: Path) -> None:
     """With the workers' priority each rank reads everything; a seed of 64 bits is rank 0's everywhere."""
     assert both(tmp_path, _policy) == [(list(range(6)), (1 << 64) - 1)] * 2
