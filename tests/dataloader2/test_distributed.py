@@ -103,6 +103,7 @@ def _with_workers(rank: int) -> Any:
     return found
 
 
+@pytest.mark.thorough
 def test_two_ranks_with_two_workers_each(tmp_path: Path) -> None:
     """The ranks share the graph, and each rank's workers its share."""
     for ours, theirs in zip(*both(tmp_path, _with_workers), strict=True):
