@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # switched off is setuptools' general advice about editable installs.
 INSTALL := PYTHONWARNINGS=ignore::UserWarning $(PIP) install --quiet -c constraints.txt --no-build-isolation
 
-.PHONY: help demo demo-remote demo-service test test-all test-integrations test-clients test-ray chaos bench check format docs clean
+.PHONY: help demo demo-remote demo-service test test-all test-integrations test-clients test-ray test-dataloader2-reference chaos bench check format docs clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # two pips in one environment would trip over each other
 
@@ -52,6 +52,14 @@ test-clients: $(VENV)/.stamp-test-clients ## compare libraries' batches inside i
 
 test-ray: $(VENV)/.stamp-test-ray ## read through RayWorkers in a Ray cluster of processes (300 MB)
 	$(BIN)/python -m pytest -o faulthandler_timeout=290 tests/ray_cluster $(ARGS)
+
+# torchdata 0.9.0 has the last DataLoader2, and asks for an older torch, which it does not need: hence --no-deps.
+REFERENCE_VENV := $(VENV)-dataloader2-reference
+test-dataloader2-reference: ## compare DataLoader2 with that of torchdata 0.9.0, in an environment of its own (1 GB)
+	$(MAKE) VENV=$(REFERENCE_VENV) $(REFERENCE_VENV)/.stamp-test
+	$(REFERENCE_VENV)/bin/python -m pip install --quiet --no-deps torchdata==0.9.0
+	$(REFERENCE_VENV)/bin/python -m pip install --quiet requests urllib3
+	$(REFERENCE_VENV)/bin/python -m pytest --all -m clients tests/dataloader2_reference $(ARGS)
 
 chaos: $(VENV)/.stamp-test ## kill, stop and starve workers at random; writes docs/reference/reliability.md
 	$(BIN)/python -m tests.stress --seeds $(SEEDS) --save $(ARGS)

@@ -203,13 +203,17 @@ class Progress:
             self.seeds = {"rank": self._rank, "base": base_seed, "shared": shared_seed}
         self._cursors, self._given, self._next_worker = [b""] * workers, [0] * workers, 0
         saved = None if self._resumed is None else self._resumed["workers"]
+        says = getattr(type(self.config.dataset), "_asyncloader_epoch_message", None)
+        message = b"" if says is None else says(self.config.dataset)
         if saved is None:
             saved_cursors = [None] * workers if self.carried is None else self.carried["cursors"]
             found = [None if each is None else Cursor(**each) for each in saved_cursors]
             if new_workers and len(self._inherited) == workers:
                 found = [Cursor(*pickle.loads(data)) if data else None for data in self._inherited]
             starts = [
-                EpochStart(shared_seed, self.epoch, self._clock.sets_dataset, each and each.epoch_later())
+                EpochStart(
+                    shared_seed, self.epoch, self._clock.sets_dataset, each and each.epoch_later(), message=message
+                )
                 for each in found
             ]
             self._cursors = [pickle.dumps(tuple(start.cursor), 5) if start.cursor else b"" for start in starts]
@@ -230,6 +234,7 @@ class Progress:
                     self._clock.sets_dataset,
                     cursor,
                     given - (cursor.batches if cursor else 0),
+                    message=message,
                 )
             )
         return base_seed, starts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from pathlib import Path
@@ -108,3 +109,19 @@ def test_names_page_lists_torchs_names() -> None:
 def test_every_public_name_is_there() -> None:
     """Names are looked up late, so a typing error would show only when a user asks for the name."""
     assert all(getattr(asyncloader, name) is not None for name in asyncloader.__all__)
+
+
+def test_the_api_page_has_dataloader2() -> None:
+    """Every public name of it, of its adapters, graph functions and datapipes; torch's own three are torch's."""
+    page = (REFERENCE / "api.md").read_text()
+    listed = set(re.findall(r"auto(?:class|function):: (asyncloader\.dataloader2\.[\w.]+)", page))
+    names = {
+        f"asyncloader.dataloader2{module}.{name}"
+        for module in ("", ".adapter", ".graph", ".datapipes", ".compat")
+        for name in importlib.import_module(f"asyncloader.dataloader2{module}").__all__
+        if name not in ("DataPipe", "DataPipeGraph", "traverse_dps", "register_forms")
+    }
+    assert names - listed == set()
+    for name in listed:
+        module, _, member = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), member), name

@@ -154,6 +154,8 @@ class Reader:
         set_epoch = getattr(self.dataset, "set_epoch", None)
         if start.epoch_set and callable(set_epoch):  # `set_epoch` was called on the consumer's copy only
             set_epoch(start.epoch)
+        if start.message:
+            self.dataset._asyncloader_begin_epoch(start.message)
         if seeding is not None and setup.iterable:
             seeding.samples.batch(-1)  # for random numbers that `__iter__` draws
         self._bookmark.begin(cursor)

@@ -38,6 +38,8 @@ class EpochStart(NamedTuple):
         made: batches made until then, if some of the `skip` batches raised: they raise and are discarded again. None:
             none raised.
         stream_key: seed of the worker's shuffle buffer, where the main process assigns shards.
+        message: what the main process's copy of a dataset of ours tells those of the workers about this epoch: the
+            bytes that its `_asyncloader_epoch_message` returned, for their `_asyncloader_begin_epoch`. Empty: nothing.
     """
 
     shared_seed: int | None = None
@@ -47,6 +49,7 @@ class EpochStart(NamedTuple):
     skip: int = 0
     made: int | None = None
     stream_key: int = 0
+    message: bytes = b""
 
 
 class WorkerSetup(NamedTuple):

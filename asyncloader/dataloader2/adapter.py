@@ -1,0 +1,168 @@
+"""Adapters: functions from a graph to a changed graph, which `DataLoader2` applies in its constructor.
+
+Data path: graph -> [adapter] -> DataLoader2.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
+from torch.utils.data.graph import traverse_dps
+from torch.utils.data.graph_settings import apply_shuffle_settings
+
+from asyncloader.dataloader2.datapipes.forms import has_form
+from asyncloader.dataloader2.graph.utils import DataPipe, end_of, list_dps, remove_dp
+
+__all__ = [
+    "Adapter",
+    "CacheTimeout",
+    "FullSync",
+    "PinMemory",
+    "PrefetchPolicy",
+    "ShardingPolicy",
+    "Shuffle",
+]
+
+
+class Adapter(ABC):
+    """Changes a graph. Derive your own from this class, or give any function."""
+
+    @abstractmethod
+    def __call__(self, datapipe: DataPipe) -> DataPipe:
+        """The changed graph's end. `datapipe` may be changed itself: it is the loader's own copy."""
+
+
+class Shuffle(Adapter):
+    """Switches the shuffles of a graph on or off.
+
+    Args:
+        enable: True (default): on, and one is added at the end, with a warning, if there is none. False: off. None: as
+            they are.
+    """
+
+    def __init__(self, enable: bool | None = True) -> None:
+        self.enable = enable
+
+    def __call__(self, datapipe: DataPipe) -> DataPipe:
+        """See `Adapter`."""
+        return apply_shuffle_settings(datapipe, shuffle=self.enable)
+
+
+class CacheTimeout(Adapter):
+    """Sets how long the readers of a cache wait for the process that fills it.
+
+    Args:
+        timeout: seconds.
+
+    Raises:
+        ValueError: it is no integer.
+    """
+
+    def __init__(self, timeout: int | None = None) -> None:
+        if not isinstance(timeout, int):
+            raise ValueError("timeout should be integer")  # noqa: TRY004 - as in torchdata
+        self.timeout = timeout
+
+    def __call__(self, datapipe: DataPipe) -> DataPipe:
+        """See `Adapter`."""
+        for each in list_dps(traverse_dps(datapipe)):
+            if type(each).__name__.startswith("_WaitPendingCacheItem"):
+                each.set_timeout(self.timeout)
+        return datapipe
+
+
+class PinMemory(Adapter):
+    """Page-locks what the graph gives, unless its end does so already.
+
+    Args:
+        device: the CUDA device; default None: the current one.
+
+    Raises:
+        RuntimeError: when applied: CUDA is not available.
+    """
+
+    def __init__(self, device: Any = None) -> None:
+        self.device = device
+
+    def __call__(self, datapipe: DataPipe) -> DataPipe:
+        """See `Adapter`."""
+        return _ending_with("pin_memory", datapipe, self.device)
+
+
+class FullSync(Adapter):
+    """Has the ranks end their epochs together, unless the graph ends with a `fullsync` already.
+
+    Args:
+        timeout: seconds to wait for other ranks; default 1800.
+    """
+
+    def __init__(self, timeout: float = 1800) -> None:
+        self.timeout = timeout
+
+    def __call__(self, datapipe: DataPipe) -> DataPipe:
+        """See `Adapter`."""
+        return _ending_with("fullsync", datapipe, self.timeout)
+
+
+def _ending_with(form: str, datapipe: DataPipe, *arguments: Any) -> DataPipe:
+    if has_form(datapipe, form):
+        return datapipe
+    made: DataPipe = getattr(datapipe, form)(*arguments)
+    return made
+
+
+class ShardingPolicy(Adapter):
+    """Says among whom the `sharding_filter` parts of a graph share its items.
+
+    Args:
+        priority: ``SHARDING_PRIORITIES.MULTIPROCESSING``: among the workers of each rank alone, so that each rank reads
+            everything. ``DISTRIBUTED``: among the ranks alone. None or ``DEFAULT``: among both.
+
+    Raises:
+        TypeError: it is neither.
+        RuntimeError: when applied: the graph has no `sharding_filter`.
+    """
+
+    def __init__(self, priority: SHARDING_PRIORITIES | None = None) -> None:
+        if priority is not None and not isinstance(priority, SHARDING_PRIORITIES):
+            raise TypeError(f"priority must be one of SHARDING_PRIORITIES or None, not {priority!r}")
+        self.priority = None if priority == SHARDING_PRIORITIES.DEFAULT else priority
+
+    def __call__(self, datapipe: DataPipe) -> DataPipe:
+        """See `Adapter`."""
+        filters: list[Any] = [each for each in list_dps(traverse_dps(datapipe)) if has_form(each, "sharding_filter")]
+        if not filters:
+            raise RuntimeError("ShardingPolicy needs a `sharding_filter` in the graph")
+        for each in filters:
+            each.sharding_group_filter = self.priority
+        return datapipe
+
+
+class PrefetchPolicy(Adapter):
+    """Sets how far the `prefetch` parts of a graph read ahead; adds one at the end if there is none.
+
+    Args:
+        buffer_size: items; 0 takes all of them out.
+
+    Raises:
+        ValueError: it is negative.
+    """
+
+    def __init__(self, buffer_size: int) -> None:
+        if buffer_size < 0:
+            raise ValueError(f"buffer_size must be at least 0, not {buffer_size}")
+        self.buffer_size = buffer_size
+
+    def __call__(self, datapipe: DataPipe) -> DataPipe:
+        """See `Adapter`."""
+        found: list[Any] = [each for each in list_dps(traverse_dps(datapipe)) if has_form(each, "prefetch")]
+        for each in found:
+            if self.buffer_size:
+                each.buffer_size = self.buffer_size
+            else:
+                datapipe = end_of(remove_dp(traverse_dps(datapipe), each))
+        if self.buffer_size and not found:
+            datapipe = datapipe.prefetch(self.buffer_size)
+        return datapipe

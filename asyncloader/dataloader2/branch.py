@@ -1,0 +1,194 @@
+"""The workers' part of a graph: what each worker does with its copy, and how the copies' items become one stream again.
+
+Data path: graph (a copy per worker) -> [branch: chunks] -> rings -> [branch: items in turn] -> rest of the graph.
+
+Items travel in chunks, so that small ones do not cost a message each. The sizes of the chunks grow in the same way in
+all workers (1, 1, 2, 2, 4, ... up to a limit), so that whoever takes one item of each worker in turn never has more
+than one chunk of each at hand.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, get_worker_info
+from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
+from torch.utils.data.graph import traverse_dps
+from torch.utils.data.graph_settings import apply_sharding
+
+from asyncloader.dataloader2.dispatching import Dispatched, EpochOrder
+from asyncloader.dataloader2.graph._serialization import _pickled
+from asyncloader.dataloader2.graph.settings import set_graph_random_seed
+from asyncloader.dataloader2.graph.utils import DataPipe, find_dps, replace_dp
+from asyncloader.dataloader2.random._philox import PhiloxEngine
+from asyncloader.dataloader2.random.seed_generator import SeedGenerator
+from asyncloader.dataloader2.services import Change, InitFn, ResetFn
+from asyncloader.dataloader2.utils.dispatch import _DummyIterDataPipe, find_non_dispatching_branches
+from asyncloader.dataloader2.utils.worker import WorkerInfo
+from asyncloader.loader import DataLoader
+
+__all__ = ["Branch", "Chunk", "Interleaved"]
+
+
+class Chunk(NamedTuple):
+    """Some items of one worker, in their order.
+
+    Attributes:
+        worker: its number.
+        items: may be empty in the last chunk.
+        last: whether the worker has no more in this epoch.
+        failure: the error that ended its part of the epoch; None: it came to its end.
+    """
+
+    worker: int
+    items: list[Any]
+    last: bool
+    failure: ExceptionWrapper | None = None
+
+
+class Branch(IterableDataset[Chunk]):
+    """The dataset that each worker has a copy of: reads the graph, and gives chunks.
+
+    Args:
+        datapipe: the end of the graph's replicable part.
+        workers: their number.
+        most: items in a chunk.
+        init_fn: see `MultiProcessingReadingService`.
+        reset_fn: the same.
+        dispatched: for each worker, what reads from the dispatching process; empty without one.
+    """
+
+    def __init__(
+        self,
+        datapipe: DataPipe,
+        workers: int,
+        most: int,
+        init_fn: InitFn | None,
+        reset_fn: ResetFn | None,
+        dispatched: list[Dispatched],
+    ) -> None:
+        self._datapipe = datapipe
+        self._workers = workers
+        self._most = most
+        self._init_fn = init_fn
+        self._reset_fn = reset_fn
+        self._dispatched = dispatched
+        self._begun: DataPipe | None = None
+        self._order = EpochOrder(0, SeedGenerator(0), None)
+
+    def next_epoch(self, seed_generator: SeedGenerator, iter_reset_fn: Change | None) -> EpochOrder:
+        """In the main process: what the workers are told when they begin the next epoch."""
+        # The workers draw from copies of new streams: from copies of these they would draw the same in every epoch.
+        seeds = PhiloxEngine(seed_generator.generate_shared_seed()), PhiloxEngine(seed_generator.generate_seed())
+        self._order = EpochOrder(self._order.epoch + 1, SeedGenerator(_rngs=seeds), iter_reset_fn)
+        return self._order
+
+    def _asyncloader_epoch_message(self) -> bytes:
+        return _pickled(tuple(self._order))
+
+    def _asyncloader_begin_epoch(self, message: bytes) -> None:
+        self._order = EpochOrder(*pickle.loads(message))
+
+    def __iter__(self) -> Iterator[Chunk]:
+        found = get_worker_info()
+        assert found is not None
+        worker = WorkerInfo(self._workers, found.id)
+        items: list[Any] = []
+        failure: ExceptionWrapper | None = None
+        size, even = 1, False
+        try:
+            for item in self._begin(worker):  # type: ignore[union-attr]
+                items.append(item)
+                if len(items) == size:
+                    yield Chunk(worker.worker_id, items, last=False)
+                    items = []
+                    size, even = min(size * 2 if even else size, self._most), not even
+        except Exception:
+            failure = ExceptionWrapper(where=f"in worker process {worker.worker_id}")
+        yield Chunk(worker.worker_id, items, last=True, failure=failure)
+
+    def _begin(self, worker: WorkerInfo) -> DataPipe:
+        """The graph, ready for this epoch."""
+        if self._begun is None:
+            self._begun = self._initialized(worker)
+        datapipe, order = self._begun, self._order
+        for each in self._dispatched[worker.worker_id :][:1]:
+            each.epoch = order.epoch
+        if order.iter_reset_fn is not None:
+            datapipe = order.iter_reset_fn(datapipe)
+        seeds = order.seed_generator.spawn(worker.worker_id)
+        random.seed(seeds.generate_seed())
+        torch.manual_seed(seeds.generate_seed())
+        np.random.seed(seeds.generate_seed() & 0xFFFFFFFF)
+        datapipe = set_graph_random_seed(datapipe, seeds)
+        if self._reset_fn is not None:
+            datapipe = self._reset_fn(datapipe, worker, seeds)
+        self._begun = datapipe
+        return datapipe
+
+    def _initialized(self, worker: WorkerInfo) -> DataPipe:
+        datapipe = self._datapipe
+        graph = traverse_dps(datapipe)
+        for part in find_non_dispatching_branches(graph):
+            apply_sharding(part, worker.num_workers, worker.worker_id, SHARDING_PRIORITIES.MULTIPROCESSING)
+        for dummy in find_dps(graph, _DummyIterDataPipe):
+            graph = replace_dp(graph, dummy, self._dispatched[worker.worker_id])
+        datapipe = next(iter(graph.values()))[0]
+        if self._init_fn is not None:
+            datapipe = self._init_fn(datapipe, worker)
+            assert isinstance(datapipe, (IterDataPipe, MapDataPipe))
+        return datapipe
+
+
+class Interleaved(IterDataPipe[Any]):
+    """In the main process: the workers' items, one of each in turn; workers without more are passed over.
+
+    It is not replicable.
+
+    Args:
+        loader: of chunks.
+    """
+
+    def __init__(self, loader: DataLoader[Any, Any]) -> None:
+        self._loader: DataLoader[Any, Any] | None = loader
+        self._workers = loader.num_workers
+
+    def is_replicable(self) -> bool:
+        """No: the main process has the workers."""
+        return False
+
+    def __iter__(self) -> Iterator[Any]:
+        assert self._loader is not None, "the workers have ended"
+        chunks = iter(self._loader)
+        waiting: list[deque[Any]] = [deque() for _ in range(self._workers)]
+        failures: dict[int, ExceptionWrapper] = {}
+        living = set(range(self._workers))
+        worker = -1
+        while living or any(waiting):
+            worker = (worker + 1) % self._workers
+            while not waiting[worker] and worker in living:
+                chunk: Chunk = next(chunks)
+                waiting[chunk.worker].extend(chunk.items)
+                if chunk.last:
+                    living.discard(chunk.worker)
+                if chunk.failure is not None:
+                    failures[chunk.worker] = chunk.failure
+            if waiting[worker]:
+                yield waiting[worker].popleft()
+            elif worker in failures:
+                failures[worker].reraise()
+        for _ in chunks:  # to the end, at which the workers become free
+            raise AssertionError("a worker gave a chunk after its last one")
+
+    def shutdown(self) -> None:
+        """End the workers, and wait for them. Idempotent."""
+        loader, self._loader = self._loader, None
+        if loader is not None:
+            loader.close()

@@ -1,0 +1,399 @@
+"""DataLoader2: reads a graph of datapipes through a reading service, one epoch after the other, and saves where it is.
+
+Data path: graph -> adapters -> reading service -> [dataloader2: iterator] -> the user.
+
+A snapshot within an epoch holds how many items were delivered, and the seeds that the epoch began with. To resume, the
+graph begins the epoch again with the same seeds, and the items that were delivered are read and dropped: what comes
+then is the rest of the epoch, exactly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import sys
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import Any, Generic, Self, TypeVar
+
+import torch
+from torch.utils.data import MapDataPipe
+
+from asyncloader.dataloader2.adapter import Adapter
+from asyncloader.dataloader2.datapipes.async_map import awaited_graph
+from asyncloader.dataloader2.datapipes.convert import MapToIterConverter
+from asyncloader.dataloader2.error import PauseIteration
+from asyncloader.dataloader2.graph._serialization import clone, deserialize_datapipe, serialize_datapipe
+from asyncloader.dataloader2.graph.utils import DataPipe
+from asyncloader.dataloader2.random.seed_generator import SeedGenerator, checked_seed
+from asyncloader.dataloader2.services import CheckpointableReadingServiceInterface, ReadingServiceInterface
+from asyncloader.errors import StateError
+
+__all__ = [
+    "POSITION_KEY_NAME",
+    "RANDOMNESS_STATE_KEY_NAME",
+    "READING_SERVICE_STATE_KEY_NAME",
+    "SERIALIZED_DATAPIPE_KEY_NAME",
+    "DataLoader2",
+    "DataLoader2Iterator",
+]
+
+T_co = TypeVar("T_co", covariant=True)
+
+SERIALIZED_DATAPIPE_KEY_NAME = "serialized_datapipe"
+READING_SERVICE_STATE_KEY_NAME = "reading_service_state"
+RANDOMNESS_STATE_KEY_NAME = "randomness_state"
+POSITION_KEY_NAME = "position"
+"""Ours: items of the epoch that were delivered; None between epochs. States of torchdata lack it."""
+
+_INVALIDATED = (
+    "This iterator has been invalidated because another iterator has been created from the same DataLoader2.\n"
+    "This may be caused multiple references to the same DataLoader2. For feedback regarding this single iterator per "
+    "DataLoader2 constraint, feel free to comment on this issue: https://github.com/pytorch/data/issues/45."
+)
+_OVER = object()
+
+
+class DataLoader2Iterator(Iterator[T_co]):
+    """Iterates a `DataLoader2`, until another iterator of the same loader is made.
+
+    Attributes of the graph's own iterator are reachable through it.
+    """
+
+    def __init__(self, dataloader: DataLoader2[T_co], iterator_id: int) -> None:
+        self.dataloader = dataloader
+        self.iterator_id = iterator_id
+        self.limit_counter: int | None = None
+        self.limit_threshold: int | None = None
+
+    def __next__(self) -> T_co:
+        loader = self.dataloader
+        if self.iterator_id != loader.valid_iterator_id:
+            raise RuntimeError(_INVALIDATED)
+        try:
+            item: T_co = loader._read()
+        except PauseIteration:
+            raise StopIteration from None
+        if self.limit_counter is not None and self.limit_threshold is not None:
+            self.limit_counter += 1
+            if self.limit_counter >= self.limit_threshold:
+                self._pause()
+        return item
+
+    def _pause(self) -> None:
+        """Pause: the next call ends as if nothing was left, until `resume`."""
+        self.dataloader._pause()
+
+    def resume(self) -> None:
+        """Go on after a pause. A limit counts anew."""
+        self.dataloader._resume()
+        self.limit_counter = None if self.limit_threshold is None else 0
+
+    def limit(self, num_batches: int | None) -> None:
+        """Pause after so many items, and again after as many from each `resume` on.
+
+        Args:
+            num_batches: from 1; None: no limit any more.
+        """
+        self.limit_counter = None if num_batches is None else 0
+        self.limit_threshold = num_batches
+        self.dataloader._limit(num_batches)
+
+    def __getattr__(self, name: str) -> Any:
+        source = None if name.startswith("__") else vars(self)["dataloader"]._datapipe_iter
+        if source is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(source, name)
+
+
+class DataLoader2(Generic[T_co]):
+    """Reads a graph of datapipes.
+
+    The graph and the reading service are cloned by pickle, so that the caller's stay as they are; with lambdas only if
+    cloudpickle or dill is installed. One iterator is valid at a time. `with` ends it by `shutdown`; ``async for`` reads
+    it too, in a thread, and `aclose` ends it then.
+
+    Args:
+        datapipe: the end of the graph; None if `load_state_dict` follows. A `MapDataPipe` is read in the order of its
+            indices.
+        datapipe_adapter_fn: an `Adapter`, or several, which are applied in their order now; default None.
+        reading_service: reads the graph; default None: it is read in this process, as it is.
+
+    Raises:
+        Exception: whatever pickling the graph or the service raises.
+    """
+
+    def __init__(
+        self,
+        datapipe: DataPipe | None,
+        datapipe_adapter_fn: Iterable[Adapter] | Adapter | None = None,
+        reading_service: ReadingServiceInterface | None = None,
+    ) -> None:
+        self._terminated = True  # until the graph is known to pickle
+        if isinstance(datapipe, MapDataPipe):
+            datapipe = MapToIterConverter(datapipe)
+        self.datapipe: DataPipe | None = None if datapipe is None else clone(datapipe)
+        self.reading_service = None if reading_service is None else clone(reading_service)
+        self.reading_service_state: bytes | None = None
+        if datapipe_adapter_fn is None:
+            self.datapipe_adapter_fns: list[Callable[[DataPipe], DataPipe]] = []
+        else:
+            several = isinstance(datapipe_adapter_fn, Iterable)
+            self.datapipe_adapter_fns = list(datapipe_adapter_fn) if several else [datapipe_adapter_fn]  # type: ignore[arg-type,list-item]
+        self._datapipe_iter: Iterator[Any] | None = None
+        self.valid_iterator_id: int | None = None
+        self._adapted = False
+        self._reset_iter = True
+        self._is_paused = False
+        self._seed: int | None = None
+        self._reset_seed = False
+        with torch.random.fork_rng(devices=()):
+            self._seed_generator = SeedGenerator()
+        self._initial_seed_generator = clone(self._seed_generator)
+        self._delivered: int | None = None  # items of this epoch; None between epochs
+        self._resume_at: int | None = None  # the next `iter()` begins the last epoch again, and drops so many items
+        self._to_drop = 0
+        self._adapt()
+        self._terminated = False
+
+    def _adapt(self) -> None:
+        if self.datapipe is not None:
+            for adapt in self.datapipe_adapter_fns:
+                self.datapipe = adapt(self.datapipe)
+        self._datapipe_before_reading_service_adapt = clone(self.datapipe)
+
+    def __iter__(self) -> DataLoader2Iterator[T_co]:
+        """Begin an epoch. Without an item read from the iterator before, that one's epoch goes on.
+
+        Raises:
+            RuntimeError: there is no datapipe, or the loader was shut down.
+            TypeError: there is a state of the reading service, which cannot restore one.
+        """
+        if self.datapipe is None:
+            raise RuntimeError("Please provide datapipe or use load_state_dict to load datapipe from state")
+        if self._terminated:
+            raise RuntimeError("Cannot iterate over the DataLoader as it has already been shut down")
+        if self._reset_iter:
+            self._begin_epoch(self.datapipe)
+        self.valid_iterator_id = 0 if self.valid_iterator_id is None else self.valid_iterator_id + 1
+        return DataLoader2Iterator(self, self.valid_iterator_id)
+
+    def _begin_epoch(self, datapipe: DataPipe) -> None:
+        resume_at, self._resume_at = self._resume_at, None
+        self._datapipe_iter = None  # ends what the epoch before still does
+        if resume_at is not None:
+            self._seed_generator = clone(self._initial_seed_generator)
+        elif self._seed is None:
+            with torch.random.fork_rng(devices=()):
+                self._seed_generator.seed()
+        elif self._reset_seed:
+            self._seed_generator.seed(self._seed)
+            self._reset_seed = False
+        self._initial_seed_generator = clone(self._seed_generator)
+        service = self.reading_service
+        if service is not None:
+            if not self._adapted:
+                datapipe = self.datapipe = self._initialized(service, awaited_graph(datapipe))
+                self._adapted = True
+            change = service.initialize_iteration(self._seed_generator)
+            if change is not None:
+                self.datapipe = datapipe = change(datapipe)
+        elif not self._adapted:
+            datapipe = self.datapipe = awaited_graph(datapipe)
+            self._adapted = True
+        self._datapipe_iter = iter(datapipe)
+        self._reset_iter = False
+        self._delivered = self._to_drop = resume_at or 0
+
+    def _initialized(self, service: ReadingServiceInterface, datapipe: DataPipe) -> DataPipe:
+        if self.reading_service_state is None:
+            return service.initialize(datapipe)
+        if not isinstance(service, CheckpointableReadingServiceInterface):
+            raise TypeError("Cannot restore from non-checkpointable reading service")
+        return service.restore(datapipe, self.reading_service_state)
+
+    def _read(self) -> Any:
+        """The next item, for the valid iterator."""
+        self._reset_iter = True
+        try:
+            if self._is_paused:
+                raise PauseIteration("DataLoader2 has been paused. `resume` must be called before continuing.")
+            if self._datapipe_iter is None:
+                raise StopIteration
+            while self._to_drop:
+                self._drop_one(self._datapipe_iter)
+            item = next(self._datapipe_iter)
+        except PauseIteration:
+            raise
+        except StopIteration:
+            self._delivered = None
+            if self.reading_service is not None:
+                self.reading_service.finalize_iteration()
+            raise
+        except Exception:
+            self.shutdown()
+            raise
+        if self._delivered is not None:
+            self._delivered += 1
+        return item
+
+    def _drop_one(self, source: Iterator[Any]) -> None:
+        try:
+            next(source)
+        except StopIteration:
+            raise StateError(
+                f"the graph ended {self._to_drop} items before the position to resume from: it is not the same graph, "
+                "or its items do not follow from its seeds"
+            ) from None
+        self._to_drop -= 1
+
+    def seed(self, seed: int) -> None:
+        """Seed the next epoch; those after it continue the stream of this seed.
+
+        Raises:
+            ValueError: the seed is not between 0 and 2**64 - 1.
+        """
+        self._seed = checked_seed(seed)
+        self._reset_seed = True
+        self._resume_at = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not exiting() and not getattr(self, "_terminated", True):
+            self.shutdown()
+
+    def shutdown(self) -> None:
+        """End the epoch and all that reads for it; wait until it is gone. Idempotent."""
+        if self._terminated:
+            return
+        self._terminated = True
+        self._datapipe_iter = None
+        if self.reading_service is not None:
+            self.reading_service.finalize_iteration()
+            self.reading_service.finalize()
+
+    async def aclose(self) -> None:
+        """`shutdown`, in a thread. Idempotent."""
+        await asyncio.shield(asyncio.to_thread(self.shutdown))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __aiter__(self) -> AsyncIterator[T_co]:
+        """Begin an epoch, as `iter` does. Items are waited for in a thread, so that the event loop goes on."""
+        return _AsyncIterator(iter(self))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, from which another loader goes on exactly; between epochs: the next epoch's beginning.
+
+        Returns:
+            ``serialized_datapipe``: the graph before the reading service, pickled. ``reading_service_state``: bytes, or
+            None. ``randomness_state``: ``(seed, reset_seed, seeds now, seeds at the epoch's beginning)``. ``position``:
+            items of the epoch that were delivered; None between epochs.
+
+        Raises:
+            RuntimeError: there is no datapipe.
+        """
+        if self._datapipe_before_reading_service_adapt is None:
+            raise RuntimeError("Please provide datapipe or use load_state_dict to load datapipe from state")
+        state = self.reading_service_state
+        if self._adapted or state is None:
+            service = self.reading_service
+            state = service.checkpoint() if isinstance(service, CheckpointableReadingServiceInterface) else None
+        generators = pickle.dumps(self._seed_generator), pickle.dumps(self._initial_seed_generator)
+        return {
+            SERIALIZED_DATAPIPE_KEY_NAME: serialize_datapipe(self._datapipe_before_reading_service_adapt),
+            READING_SERVICE_STATE_KEY_NAME: state,
+            RANDOMNESS_STATE_KEY_NAME: (self._seed, self._reset_seed, *generators),
+            POSITION_KEY_NAME: self._delivered if self._resume_at is None else self._resume_at,
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], reading_service: ReadingServiceInterface) -> DataLoader2[Any]:
+        """A new loader that goes on from a state; see `load_state_dict`."""
+        loader: DataLoader2[Any] = cls(None, None, reading_service)
+        loader.load_state_dict(state)
+        return loader
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state with the next ``iter()``: in the middle of an epoch with the rest of it.
+
+        The graph is the state's; the adapters given to the constructor are applied to it. It is unpickled, which runs
+        what the bytes say: load only states that you saved yourself.
+
+        Raises:
+            RuntimeError: an iterator was made already.
+        """
+        if self._datapipe_iter is not None or self._adapted:
+            raise RuntimeError(
+                "DataLoaderV2 iterator has already been created, `load_state_dict()` can’t be called. "  # noqa: RUF001
+                "Please create a new dataloader in order to use load state dict."
+            )
+        self.datapipe = deserialize_datapipe(state_dict[SERIALIZED_DATAPIPE_KEY_NAME])
+        self.reading_service_state = state_dict[READING_SERVICE_STATE_KEY_NAME]
+        self._seed, self._reset_seed, now, initial = state_dict[RANDOMNESS_STATE_KEY_NAME]
+        self._seed_generator, self._initial_seed_generator = pickle.loads(now), pickle.loads(initial)
+        self._resume_at = state_dict.get(POSITION_KEY_NAME)
+        self._adapt()
+
+    def _restore_checkpoint_beginning_of_epoch(self) -> None:
+        """After `load_state_dict`: begin the last epoch again, from its first item."""
+        self._seed_generator = clone(self._initial_seed_generator)
+        self._resume_at = 0
+
+    def _pause(self) -> None:
+        self._ask_service("pause")
+
+    def _resume(self) -> None:
+        self._ask_service("resume")
+
+    def _limit(self, num_batches: int | None) -> None:
+        service: Any = self.reading_service
+        if not hasattr(service, "_limit"):
+            warnings.warn("ReadingService doesn't support `limit`.", stacklevel=3)
+            return
+        limit = service._limit(num_batches)
+        if limit is not None and self.datapipe is not None:
+            self.datapipe = limit(self.datapipe, num_batches)
+
+    def _ask_service(self, what: str) -> None:
+        ask = getattr(self.reading_service, f"_{what}", None)
+        if ask is None:
+            warnings.warn(f"ReadingService doesn't support `{what}`.", stacklevel=4)
+            return
+        if what == "resume" and not self._is_paused:
+            warnings.warn("Resume is called when `DataLoader2` is not paused. No operation is performed.", stacklevel=4)
+            return
+        self._is_paused = what == "pause"
+        change = ask()
+        if change is not None and self.datapipe is not None:
+            self.datapipe = change(self.datapipe)
+
+
+class _AsyncIterator(AsyncIterator[T_co]):
+    """Reads a `DataLoader2Iterator` in a thread. A cancelled call loses nothing: the next one gets its item."""
+
+    def __init__(self, iterator: DataLoader2Iterator[T_co]) -> None:
+        self._iterator = iterator
+        self._reading: asyncio.Future[Any] | None = None
+
+    async def __anext__(self) -> T_co:
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(asyncio.to_thread(next, self._iterator, _OVER))
+        try:
+            item = await asyncio.shield(self._reading)
+        finally:
+            if self._reading.done():  # else the call was cancelled
+                self._reading = None
+        if item is _OVER:
+            raise StopAsyncIteration
+        found: T_co = item
+        return found

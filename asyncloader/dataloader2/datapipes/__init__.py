@@ -1,0 +1,38 @@
+"""The datapipes that DataLoader2 needs and torch lacks, as functional forms.
+
+Data path: parts of a graph. `asyncloader.dataloader2` registers the forms when it is imported.
+"""
+
+from __future__ import annotations
+
+from torch.utils.data import MapDataPipe
+
+from asyncloader.dataloader2.datapipes.async_map import AsyncMapper
+from asyncloader.dataloader2.datapipes.convert import MapToIterConverter
+from asyncloader.dataloader2.datapipes.dispatch import RoundRobinDemultiplexer, ShardingRoundRobinDispatcher
+from asyncloader.dataloader2.datapipes.forms import register_form
+from asyncloader.dataloader2.datapipes.fullsync import FullSync, PrefetchTimeoutError
+from asyncloader.dataloader2.datapipes.prefetch import PinMemory, Prefetcher
+
+__all__ = [
+    "AsyncMapper",
+    "FullSync",
+    "MapToIterConverter",
+    "PinMemory",
+    "PrefetchTimeoutError",
+    "Prefetcher",
+    "RoundRobinDemultiplexer",
+    "ShardingRoundRobinDispatcher",
+    "register_forms",
+]
+
+
+def register_forms() -> None:
+    """Register the functional forms; see `forms.py`. Again without effect."""
+    register_form("amap", AsyncMapper)
+    register_form("fullsync", FullSync)
+    register_form("pin_memory", PinMemory)
+    register_form("prefetch", Prefetcher)
+    register_form("round_robin_demux", RoundRobinDemultiplexer)
+    register_form("sharding_round_robin_dispatch", ShardingRoundRobinDispatcher)
+    register_form("to_iter_datapipe", MapToIterConverter, MapDataPipe)

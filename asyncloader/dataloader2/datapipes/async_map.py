@@ -1,0 +1,132 @@
+"""The form `amap`, and datapipes that define ``__aiter__``: coroutines in a graph that is read by a plain ``for``.
+
+Data path: graph -> [async_map: event loop in a thread, calls in flight] -> graph.
+
+The loop runs in a thread of its own (`asyncloader.bridge`) as long as the datapipe is read, in the main process or in a
+worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+from torch.utils.data import IterDataPipe
+
+from asyncloader.bridge import Bridge
+from asyncloader.dataloader2.graph.utils import DataPipe, list_dps, replace_dp, traverse_dps
+
+__all__ = ["AsyncMapper", "Awaited", "awaited_graph", "is_awaited"]
+
+_END = object()
+
+
+def is_awaited(datapipe: Any) -> bool:
+    """Whether a datapipe can only be read with ``async for``: it defines ``__aiter__`` and no ``__iter__``."""
+    kind = type(datapipe)
+    return hasattr(kind, "__aiter__") and getattr(kind, "__iter__", None) is IterDataPipe.__iter__
+
+
+def awaited_graph(datapipe: DataPipe) -> DataPipe:
+    """The graph with an `Awaited` after each part that can only be read with ``async for``."""
+    readers = {id(each.source_datapipe) for each in list_dps(traverse_dps(datapipe)) if isinstance(each, Awaited)}
+    for part in list_dps(traverse_dps(datapipe)):
+        if is_awaited(part) and id(part) not in readers:
+            graph = replace_dp(traverse_dps(datapipe), part, Awaited(part))
+            datapipe = next(iter(graph.values()))[0]
+    return datapipe
+
+
+class Awaited(IterDataPipe[Any]):
+    """Reads a datapipe that defines ``__aiter__``, for what reads by ``for``. `DataLoader2` puts it where it is needed.
+
+    Args:
+        source_datapipe: is awaited item by item, in the loop's thread.
+    """
+
+    def __init__(self, source_datapipe: Any) -> None:
+        self.source_datapipe = source_datapipe
+
+    def __iter__(self) -> Iterator[Any]:
+        bridge = Bridge()
+        bridge.acquire()
+        try:
+            iterator: AsyncIterator[Any] = bridge.run(_begun(self.source_datapipe))
+            try:
+                while (item := bridge.run(_next(iterator))) is not _END:
+                    yield item
+            finally:
+                bridge.run(_closed(iterator))
+        finally:
+            bridge.release()
+
+    def __len__(self) -> int:
+        return len(self.source_datapipe)
+
+
+async def _begun(source: Any) -> AsyncIterator[Any]:
+    return aiter(source)
+
+
+async def _next(iterator: AsyncIterator[Any]) -> Any:
+    return await anext(iterator, _END)
+
+
+async def _closed(iterator: Any) -> None:
+    close = getattr(iterator, "aclose", None)
+    if close is not None:
+        await close()
+
+
+class AsyncMapper(IterDataPipe[Any]):
+    """Form ``amap``. Awaits a coroutine function for each item, several calls at a time; results in the items' order.
+
+    An error of a call is raised where its result would have come.
+
+    Args:
+        datapipe: read in the reader's thread, at most `concurrency` items ahead.
+        fn: coroutine function of one item.
+        concurrency: calls in flight at a time, from 1; default 16.
+
+    Raises:
+        ValueError: the concurrency is less than 1.
+    """
+
+    def __init__(self, datapipe: Any, fn: Callable[[Any], Awaitable[Any]], concurrency: int = 16) -> None:
+        if concurrency < 1:
+            raise ValueError(f"concurrency must be at least 1, not {concurrency}")
+        self.datapipe = datapipe
+        self.fn = fn
+        self.concurrency = concurrency
+
+    def __iter__(self) -> Iterator[Any]:
+        bridge = Bridge()
+        bridge.acquire()
+        calls: deque[asyncio.Task[Any]] = deque()
+        try:
+            for item in self.datapipe:
+                calls.append(bridge.run(_called(self.fn, item)))
+                if len(calls) >= self.concurrency:
+                    yield bridge.run(_result(calls.popleft()))
+            while calls:
+                yield bridge.run(_result(calls.popleft()))
+        finally:
+            calls.clear()
+            bridge.release()  # cancels what is in flight
+
+    def __len__(self) -> int:
+        return len(self.datapipe)
+
+
+async def _called(fn: Callable[[Any], Awaitable[Any]], item: Any) -> asyncio.Task[Any]:
+    return asyncio.ensure_future(_awaited(fn, item))
+
+
+async def _awaited(fn: Callable[[Any], Awaitable[Any]], item: Any) -> Any:
+    return await fn(item)
+
+
+async def _result(task: asyncio.Task[Any]) -> Any:
+    return await task

@@ -1,0 +1,101 @@
+"""The forms `sharding_round_robin_dispatch` and `round_robin_demux`: what is dealt to several readers in turn.
+
+Data path: graph -> [dispatch] -> the workers' parts of the graph.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import IterDataPipe
+from torch.utils.data.datapipes.iter.combining import _ChildDataPipe, _DemultiplexerIterDataPipe
+from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
+
+__all__ = ["RoundRobinDemultiplexer", "ShardingRoundRobinDispatcher"]
+
+
+class ShardingRoundRobinDispatcher(IterDataPipe[Any]):
+    """Form ``sharding_round_robin_dispatch``. Marks a cut: what comes before runs in one process, which deals its items
+    to the workers in turn. Without workers it changes nothing.
+
+    Args:
+        source_datapipe: what cannot be split among workers.
+        sharding_group_filter: ``SHARDING_PRIORITIES.MULTIPROCESSING``; others cannot be dealt to.
+
+    Raises:
+        NotImplementedError: another sharding priority.
+    """
+
+    def __init__(
+        self, source_datapipe: IterDataPipe[Any], sharding_group_filter: SHARDING_PRIORITIES | None = None
+    ) -> None:
+        if sharding_group_filter != SHARDING_PRIORITIES.MULTIPROCESSING:
+            raise NotImplementedError(
+                "`sharding_round_robin_dispatch` currently only supports `SHARDING_PRIORITIES.MULTIPROCESSING`. "
+                "Please open issue on github for your feature request."
+            )
+        self.source_datapipe: Any = source_datapipe
+        self.sharding_group_filter = sharding_group_filter
+
+    def __iter__(self) -> Any:
+        yield from self.source_datapipe
+
+    def __len__(self) -> int:
+        return len(self.source_datapipe)
+
+
+class _InTurn:
+    """Says which of the readers the next item is for."""
+
+    def __init__(self, readers: int) -> None:
+        self.readers = readers
+        self.dealt = -1
+
+    def __call__(self, _: Any) -> int:
+        self.dealt += 1
+        return self.dealt % self.readers
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return type(self), (self.readers,)
+
+
+class _Dealer(_DemultiplexerIterDataPipe):
+    """Reads for all readers, and begins with the first one in every epoch."""
+
+    def reset(self) -> None:
+        super().reset()
+        self.classifier_fn = _InTurn(self.num_instances)
+
+
+class RoundRobinDemultiplexer(IterDataPipe[Any]):
+    """Form ``round_robin_demux``. Splits a datapipe: item ``i`` goes to reader ``i % num_instances``.
+
+    Args:
+        datapipe: is read once for all.
+        num_instances: how many readers; 1 gives the datapipe itself, in a list.
+        buffer_size: items that may wait for a reader that is behind; default 1000; -1: any number.
+
+    Returns:
+        A list of datapipes.
+
+    Raises:
+        ValueError: `num_instances` is less than 1, or the buffer size is 0.
+        BufferError: when iterated: more items wait than the buffer holds.
+    """
+
+    def __new__(cls, datapipe: IterDataPipe[Any], num_instances: int, buffer_size: int = 1000) -> Any:
+        """See the class."""
+        if num_instances < 1:
+            raise ValueError(f"Expected `num_instances` larger than 0, but {num_instances} is found")
+        if num_instances == 1:
+            return [datapipe]
+        if not buffer_size:
+            raise ValueError(f"Expected `buffer_size` larger than 0 or -1, but {buffer_size} is found")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Unlimited buffer size", UserWarning)  # it was asked for
+            dealer: Any = _Dealer(
+                datapipe, num_instances, _InTurn(num_instances), drop_none=False, buffer_size=buffer_size
+            )  # type: ignore[abstract]
+        return [_ChildDataPipe(dealer, reader) for reader in range(num_instances)]

@@ -1,0 +1,137 @@
+"""The form `fullsync`: the ranks' epochs end together, with the first of them that has nothing left.
+
+Data path: graph -> [fullsync: thread, agreement over gloo] -> DataLoader2.
+
+Each rank reads one item ahead and tells the others whether it has one. How often a rank does that follows from the
+items it has taken, so that ranks that leave an epoch at the same item also agree in the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterDataPipe
+
+from asyncloader.dataloader2.datapipes.read_ahead import STOP_S, ReadAhead
+
+__all__ = ["FullSync", "PrefetchTimeoutError"]
+
+
+class PrefetchTimeoutError(RuntimeError):
+    """No item came, or no agreement on one, within `timeout` seconds.
+
+    Attributes:
+        timeout: the seconds that were waited.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        super().__init__(f"Fail to fetch data within {timeout} seconds")
+        self.timeout = timeout
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return type(self), (self.timeout,)
+
+
+class FullSync(IterDataPipe[Any]):
+    """Form ``fullsync``. Ends in all ranks at once: when the first rank has no item left, the others drop theirs.
+
+    It is not replicable: the main process of each rank runs it.
+
+    Args:
+        datapipe: this rank's items; is read in a thread, one item ahead.
+        timeout: seconds to wait for an item, in this and in the other ranks; default 1800.
+
+    Raises:
+        RuntimeError: when iterated without an initialized `torch.distributed`.
+        PrefetchTimeoutError: when iterated, after the timeout.
+    """
+
+    def __init__(self, datapipe: IterDataPipe[Any], timeout: float = 1800) -> None:
+        if not dist.is_available():
+            raise RuntimeError("Torch Distributed is required to be available to use `FullSync`.")
+        self.datapipe: Any = datapipe
+        self.timeout = timeout
+        self._group: Any = None
+        self._ahead: ReadAhead | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError("Torch Distributed is required to be initialized to use `FullSync`.")
+        if dist.get_world_size() == 1:
+            yield from self.datapipe
+            return
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+        late = partial(PrefetchTimeoutError, self.timeout)
+        begin = partial(_agreed, self.datapipe, self._group, late)
+        self._ahead = ReadAhead(begin, 1, even=True, timeout=self.timeout, late=late)
+        yield from self._ahead
+
+    def __len__(self) -> int:
+        return len(self.datapipe)
+
+    def __getstate__(self) -> Any:
+        state = {**self.__dict__, "_ahead": None, "_group": None}
+        return state if IterDataPipe.getstate_hook is None else IterDataPipe.getstate_hook(state)
+
+    def is_replicable(self) -> bool:
+        """No: the main processes of the ranks agree."""
+        return False
+
+    def reset(self) -> None:
+        """End the epoch before: wait for an agreement that is under way."""
+        self._stop(self.timeout)
+
+    def pause(self) -> None:
+        """Read no further until `resume`."""
+        if self._ahead is not None:
+            self._ahead.pause()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self._ahead is not None:
+            self._ahead.resume()
+
+    def shutdown(self) -> None:
+        """End the thread, and wait for it, at most 20 seconds. Idempotent."""
+        self._stop(STOP_S)
+        self._group = None
+
+    def _stop(self, seconds: float) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.stop(seconds)
+
+
+def _agreed(source: IterDataPipe[Any], group: dist.ProcessGroup, late: Callable[[], Exception]) -> Iterator[Any]:
+    """The items for which every rank has one. In the thread."""
+    iterator = iter(source)
+    while True:
+        failure: Exception | None = None
+        item, have = None, 1
+        try:
+            item = next(iterator)
+        except StopIteration:
+            have = 0
+        except Exception as error:  # the others must hear of the end
+            failure, have = error, 0
+        all_have = torch.tensor(have, dtype=torch.int32)
+        try:
+            dist.all_reduce(all_have, op=dist.ReduceOp.MIN, group=group)
+        except RuntimeError as error:
+            if failure is None and "timed out" in str(error).lower():
+                raise late() from error
+            raise failure or error from None
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure
+        if not all_have.item():
+            return
+        yield item

@@ -1,0 +1,154 @@
+"""Reads an iterator in a thread, some items ahead of whoever takes them.
+
+Data path: graph -> [read_ahead: thread, buffer] -> `prefetch`, `pin_memory`, `fullsync`.
+
+The thread refers to the buffer and the iterator, never to what takes the items, which may therefore be dropped at any
+time: its finalizer ends the thread. An error of the iterator is kept and raised where its item would have come.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from time import monotonic
+from typing import Any
+
+__all__ = ["STOP_S", "ReadAhead"]
+
+STOP_S = 20.0
+"""Longest wait for an item that is being read when the thread is to end."""
+
+
+class _Buffer:
+    """What the thread and the taker share; all under `changed`'s lock."""
+
+    def __init__(self, size: int, even: bool) -> None:
+        self.changed = threading.Condition()
+        self.items: deque[Any] = deque()
+        self.size = size
+        self.even = even
+        self.error: BaseException | None = None
+        self.over = self.stopped = self.paused = False
+
+    def wants_more(self) -> bool:
+        """Wait until there is room. False: read no more."""
+        with self.changed:
+            while True:
+                room = len(self.items) < self.size
+                if self.stopped and not (self.even and room):
+                    return False
+                if room and not self.paused:
+                    return True
+                self.changed.wait()
+
+    def end(self, error: BaseException | None) -> None:
+        with self.changed:
+            self.error, self.over = error, True
+            self.changed.notify_all()
+
+
+class ReadAhead:
+    """An iterator that another one is read ahead for.
+
+    Args:
+        begin: returns the iterator, called in the thread.
+        size: items that are kept ready, from 1.
+        even: after `stop` the thread still reads until `size` items are ready, so that what was read follows from what
+            was taken alone, in all ranks alike. Default: it stops at once.
+        timeout: longest wait for an item, in seconds; default None: no limit.
+        late: makes the error that is raised after `timeout`.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[], Iterator[Any]],
+        size: int,
+        *,
+        even: bool = False,
+        timeout: float | None = None,
+        late: Callable[[], Exception] = TimeoutError,
+    ) -> None:
+        self._buffer = _Buffer(size, even)
+        self._timeout, self._late = timeout, late
+        self._thread = threading.Thread(
+            target=_read, args=(begin, self._buffer), name="asyncloader-read-ahead", daemon=True
+        )
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        buffer = self._buffer
+        deadline = None if self._timeout is None else monotonic() + self._timeout
+        with buffer.changed:
+            while not buffer.items and not buffer.over and not buffer.stopped:
+                left = None if deadline is None else deadline - monotonic()
+                if left is not None and left <= 0:
+                    raise self._late()
+                buffer.changed.wait(None if left is None else min(left, threading.TIMEOUT_MAX))
+            if buffer.items:
+                item = buffer.items.popleft()
+                buffer.changed.notify_all()
+                return item
+            error, buffer.error = buffer.error, None
+            buffer.over = True
+        if error is None:
+            raise StopIteration
+        try:
+            raise error
+        finally:
+            del error  # its traceback refers to this frame
+
+    def pause(self) -> None:
+        """Read no further until `resume`; an item that is being read still comes."""
+        with self._buffer.changed:
+            self._buffer.paused = True
+
+    def resume(self) -> None:
+        """Read on."""
+        with self._buffer.changed:
+            self._buffer.paused = False
+            self._buffer.changed.notify_all()
+
+    def stop(self, timeout: float = STOP_S) -> None:
+        """End the thread, and wait for it, at most `timeout` seconds; what was read ahead is dropped. Idempotent.
+
+        A thread that is still reading an item then ends with it.
+        """
+        self._end()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+        self._buffer.items.clear()
+
+    def _end(self) -> None:
+        with self._buffer.changed:
+            self._buffer.stopped, self._buffer.paused = True, False
+            self._buffer.changed.notify_all()
+
+    def __del__(self) -> None:
+        # The condition's lock is reentrant: the collector may run this in a thread that holds it, and all others hold
+        # it for a moment only.
+        if hasattr(self, "_thread"):
+            self._end()
+
+
+def _read(begin: Callable[[], Iterator[Any]], buffer: _Buffer) -> None:
+    error: BaseException | None = None
+    try:
+        iterator = begin()
+        while buffer.wants_more():
+            try:
+                item = next(iterator)
+            except StopIteration:
+                break
+            with buffer.changed:
+                buffer.items.append(item)
+                buffer.changed.notify_all()
+            del item
+    except BaseException as raised:
+        error = raised
+    finally:
+        buffer.end(error)
+        del error

@@ -1,0 +1,185 @@
+"""Reads the replicable part of a graph in worker processes, and the rest in the main process.
+
+Data path: graph -> [multiprocess: cut] -> worker processes -> rings -> rest of the graph -> DataLoader2.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch.utils.data.graph import traverse_dps
+
+from asyncloader.dataloader2.branch import Branch, Interleaved
+from asyncloader.dataloader2.dispatching import Dispatcher
+from asyncloader.dataloader2.graph.settings import set_graph_random_seed
+from asyncloader.dataloader2.graph.utils import DataPipe, end_of, find_replicable_branches, replace_dp
+from asyncloader.dataloader2.random.seed_generator import SeedGenerator
+from asyncloader.dataloader2.services import (
+    Change,
+    InitFn,
+    ReadingServiceInterface,
+    ResetFn,
+    each_of_form,
+    pause_graph,
+    resume_graph,
+    shutdown_graph,
+)
+from asyncloader.dataloader2.utils.dispatch import _DummyIterDataPipe, find_lca_round_robin_sharding_dp
+from asyncloader.loader import DataLoader
+
+__all__ = ["MultiProcessingReadingService", "PrototypeMultiProcessingReadingService"]
+
+
+class MultiProcessingReadingService(ReadingServiceInterface):
+    """Reads the graph in worker processes; items cross through shared memory.
+
+    Each worker has a copy of the replicable part of the graph, in which a `sharding_filter` keeps its share. Parts that
+    are not replicable, and those after them, stay in the main process. What comes up to a
+    `sharding_round_robin_dispatch` runs in one process of its own. Items come in turn: one of worker 0, one of worker 1
+    and so on, so that the order is that of the graph without workers. Workers live until `finalize`.
+
+    Args:
+        num_workers: default 0: the graph is read in this process, with a warning.
+        multiprocessing_context: name of a start method; default None: torch's.
+        worker_prefetch_cnt: items that each worker keeps ready; default 10; at least 1 is.
+        main_prefetch_cnt: items that are kept ready in the main process, over all workers; default 10.
+        worker_init_fn: changes each worker's copy of the graph, once; default None.
+        worker_reset_fn: the same at the beginning of each epoch; default None. The workers' generators of `random`,
+            torch and numpy are seeded before.
+
+    Raises:
+        AssertionError: at the first ``iter()``: no replicable part, or more than one.
+    """
+
+    def __init__(
+        self,
+        num_workers: int = 0,
+        multiprocessing_context: str | None = None,
+        worker_prefetch_cnt: int = 10,
+        main_prefetch_cnt: int = 10,
+        worker_init_fn: InitFn | None = None,
+        worker_reset_fn: ResetFn | None = None,
+    ) -> None:
+        if multiprocessing_context is not None and multiprocessing_context not in mp.get_all_start_methods():
+            raise AssertionError(
+                f"Please choose one available multiprocessing context from {mp.get_all_start_methods()}"
+            )
+        self.num_workers = num_workers
+        self.multiprocessing_context = multiprocessing_context
+        self.worker_prefetch_cnt = worker_prefetch_cnt
+        self.main_prefetch_cnt = main_prefetch_cnt
+        self.worker_init_fn = worker_init_fn
+        self.worker_reset_fn = worker_reset_fn
+        self._end_datapipe: DataPipe | None = None
+        self._branch: Branch | None = None
+        self._interleaved: Interleaved | None = None
+        self._dispatcher: Dispatcher | None = None
+        if not num_workers:
+            warnings.warn("Please use `InProcessReadingService` for num_workers=0", stacklevel=2)
+
+    def initialize(self, datapipe: DataPipe) -> DataPipe:
+        """See the interface. Starts the dispatching process, if there is one; the workers start with the first item."""
+        if self.num_workers:
+            datapipe = self._cut(datapipe)
+        self._end_datapipe = datapipe
+        return datapipe
+
+    def _cut(self, datapipe: DataPipe) -> DataPipe:
+        graph = traverse_dps(datapipe)
+        dispatching = find_lca_round_robin_sharding_dp(graph)
+        dummy = _DummyIterDataPipe()
+        if dispatching is not None:
+            graph = replace_dp(graph, dispatching, dummy)
+        branches = find_replicable_branches(graph)
+        assert len(branches) == 1, "MultiProcessingReadingService only supports single replicable branch currently"
+        context: Any = mp.get_context(self.multiprocessing_context)
+        if dispatching is not None:
+            self._dispatcher = Dispatcher(dispatching, self.num_workers, context)
+        alone = branches[0] is end_of(graph)
+        synced = bool(each_of_form(end_of(graph), "fullsync"))
+        # What the main process keeps ready comes from the workers. Only what it does itself to the items is read ahead
+        # by a thread, and not past a `fullsync`: how far that is read must be the same in all ranks.
+        ahead = self.main_prefetch_cnt if alone or synced else 0
+        most = max(1, (self.worker_prefetch_cnt + -(-ahead // self.num_workers)) // 2)
+        dispatched = [] if self._dispatcher is None else self._dispatcher.dispatched
+        self._branch = Branch(
+            branches[0], self.num_workers, most, self.worker_init_fn, self.worker_reset_fn, dispatched
+        )
+        loader: DataLoader[Any, Any] = DataLoader(
+            self._branch,
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=self.num_workers,
+            prefetch_factor=2,
+            persistent_workers=True,
+            multiprocessing_context=context,
+            generator=torch.Generator(),  # the global one is the user's
+        )
+        self._interleaved = Interleaved(loader)
+        end = end_of(replace_dp(graph, branches[0], self._interleaved))
+        if self.main_prefetch_cnt > 0 and not ahead:
+            end = end.prefetch(self.main_prefetch_cnt)
+        return end
+
+    def initialize_iteration(self, seed_generator: SeedGenerator, iter_reset_fn: Change | None = None) -> Change | None:
+        """See the interface."""
+        assert self._end_datapipe is not None
+        set_graph_random_seed(self._end_datapipe, seed_generator)
+        if self._branch is None:
+            return iter_reset_fn
+        order = self._branch.next_epoch(seed_generator, iter_reset_fn)
+        if self._dispatcher is not None:
+            self._dispatcher.begin(order)
+        return None
+
+    def finalize(self) -> None:
+        """See the interface. Waits until all processes are gone; one that does not end within 20 seconds is killed."""
+        end, self._end_datapipe = getattr(self, "_end_datapipe", None), None
+        if end is None:
+            return
+        dispatcher, self._dispatcher = self._dispatcher, None
+        interleaved, self._interleaved = self._interleaved, None
+        self._branch = None
+        if dispatcher is not None:
+            dispatcher.end_soon()  # first: a worker may wait for an item of it
+        try:
+            shutdown_graph(end)
+            if interleaved is not None:
+                interleaved.shutdown()
+        finally:
+            if dispatcher is not None:
+                dispatcher.close()
+
+    def _pause(self) -> Change | None:
+        # Workers go on until what they keep ready is full.
+        if self._end_datapipe is not None:
+            pause_graph(self._end_datapipe)
+        return None
+
+    def _resume(self) -> Change | None:
+        if self._end_datapipe is not None:
+            resume_graph(self._end_datapipe)
+        return None
+
+    def _limit(self, num_batches: int | None) -> None:  # noqa: ARG002 - the iterator counts
+        return None
+
+
+class PrototypeMultiProcessingReadingService(MultiProcessingReadingService):
+    """The old name of `MultiProcessingReadingService`: warns, and makes one of those."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """See the class."""
+        warnings.warn(
+            "`PrototypeMultiProcessingReadingService` is deprecated and will be removed in TorchData 0.8. "
+            "Please use `MultiProcessingReadingService`.",
+            stacklevel=2,
+        )
+        return MultiProcessingReadingService(*args, **kwargs)
+
+
+def _as_it_is(chunk: Any) -> Any:
+    return chunk

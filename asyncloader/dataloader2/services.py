@@ -1,0 +1,256 @@
+"""What reads a graph for DataLoader2: the interface, reading in this process, and several services in a row.
+
+Data path: graph -> [services] -> DataLoader2.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from torch.utils.data.graph import traverse_dps
+
+from asyncloader.dataloader2.datapipes.forms import has_form
+from asyncloader.dataloader2.graph.settings import set_graph_random_seed
+from asyncloader.dataloader2.graph.utils import DataPipe, list_dps
+from asyncloader.dataloader2.random.seed_generator import SeedGenerator
+from asyncloader.dataloader2.utils.worker import WorkerInfo
+
+__all__ = [
+    "Change",
+    "CheckpointableReadingServiceInterface",
+    "InProcessReadingService",
+    "InitFn",
+    "ReadingServiceInterface",
+    "ResetFn",
+    "SequentialReadingService",
+    "each_of_form",
+]
+
+Change: TypeAlias = Callable[[DataPipe], DataPipe]
+InitFn: TypeAlias = Callable[[DataPipe, WorkerInfo], DataPipe]
+ResetFn: TypeAlias = Callable[[DataPipe, WorkerInfo, SeedGenerator], DataPipe]
+
+
+def each_of_form(datapipe: DataPipe, *names: str) -> list[Any]:
+    """The parts of a graph that functional forms of these names make."""
+    return [each for each in list_dps(traverse_dps(datapipe)) if any(has_form(each, name) for name in names)]
+
+
+class ReadingServiceInterface(ABC):
+    """How a graph is read. It must pickle until it is initialized: `DataLoader2` keeps a copy of it."""
+
+    @abstractmethod
+    def initialize(self, datapipe: DataPipe) -> DataPipe:
+        """Adapt the graph, once, before the first epoch. Returns the datapipe to read."""
+
+    def finalize(self) -> None:  # noqa: B027 - optional, as the next two
+        """Let go of all that was acquired. Called by `DataLoader2.shutdown`, perhaps more than once."""
+
+    def initialize_iteration(  # noqa: B027
+        self, seed_generator: SeedGenerator, iter_reset_fn: Change | None = None
+    ) -> Change | None:
+        """Begin an epoch.
+
+        Args:
+            seed_generator: gives the epoch's seeds.
+            iter_reset_fn: from another service: a function that changes the graph at the beginning of each epoch.
+
+        Returns:
+            Such a function, for `DataLoader2` or the next service; None: nothing is to be changed.
+        """
+
+    def finalize_iteration(self) -> None:  # noqa: B027
+        """End an epoch."""
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.finalize()
+
+
+class CheckpointableReadingServiceInterface(ReadingServiceInterface):
+    """A reading service with a state."""
+
+    @abstractmethod
+    def checkpoint(self) -> bytes:
+        """The state."""
+
+    @abstractmethod
+    def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
+        """`initialize`, from a state."""
+
+
+_PAUSABLE = ("prefetch", "fullsync", "pin_memory")
+
+
+def pause_graph(datapipe: DataPipe) -> None:
+    """Have the threads of a graph read no further."""
+    for each in each_of_form(datapipe, *_PAUSABLE):
+        if hasattr(each, "pause"):
+            each.pause()
+
+
+def resume_graph(datapipe: DataPipe) -> None:
+    """Have the threads of a graph read on."""
+    for each in each_of_form(datapipe, *_PAUSABLE):
+        if hasattr(each, "resume"):
+            each.resume()
+
+
+class InProcessReadingService(ReadingServiceInterface):
+    """Reads the graph in this process. Seeds the graph; global generators stay as they are.
+
+    Args:
+        prefetch_cnt: items that a thread reads ahead; default 0: no thread.
+        init_fn: changes the graph once; default None.
+        reset_fn: changes the graph at the beginning of each epoch; default None.
+
+    Both functions get ``WorkerInfo(1, 0)``.
+    """
+
+    def __init__(self, prefetch_cnt: int = 0, init_fn: InitFn | None = None, reset_fn: ResetFn | None = None) -> None:
+        self.prefetch_cnt = prefetch_cnt
+        self.init_fn = init_fn
+        self.reset_fn = reset_fn
+        self._end_datapipe: DataPipe | None = None
+
+    def initialize(self, datapipe: DataPipe) -> DataPipe:
+        """See the interface."""
+        if self.init_fn is not None:
+            datapipe = self.init_fn(datapipe, WorkerInfo(1, 0))
+        if self.prefetch_cnt > 0:
+            datapipe = datapipe.prefetch(self.prefetch_cnt)
+        self._end_datapipe = datapipe
+        return datapipe
+
+    def initialize_iteration(self, seed_generator: SeedGenerator, iter_reset_fn: Change | None = None) -> Change | None:
+        """See the interface."""
+        assert self._end_datapipe is not None
+        set_graph_random_seed(self._end_datapipe, seed_generator)
+        if self.reset_fn is None:
+            return iter_reset_fn
+        reset, end = self.reset_fn, self._end_datapipe
+
+        def begin(_: DataPipe) -> DataPipe:
+            found = end if iter_reset_fn is None else iter_reset_fn(end)
+            return reset(found, WorkerInfo(1, 0), seed_generator)
+
+        return begin
+
+    def finalize(self) -> None:
+        """See the interface."""
+        end, self._end_datapipe = getattr(self, "_end_datapipe", None), None
+        if end is not None:
+            shutdown_graph(end)
+
+    def _pause(self) -> Change | None:
+        if self._end_datapipe is not None:
+            pause_graph(self._end_datapipe)
+        return None
+
+    def _resume(self) -> Change | None:
+        if self._end_datapipe is not None:
+            resume_graph(self._end_datapipe)
+        return None
+
+    def _limit(self, num_batches: int | None) -> None:  # noqa: ARG002 - the iterator counts
+        return None
+
+
+def shutdown_graph(datapipe: DataPipe) -> None:
+    """End the threads of a graph."""
+    for each in each_of_form(datapipe, *_PAUSABLE):
+        if hasattr(each, "shutdown"):
+            each.shutdown()
+
+
+class SequentialReadingService(CheckpointableReadingServiceInterface):
+    """Several services, each over what the one before makes of the graph.
+
+    Args:
+        reading_services: in the order in which they are initialized; they are finalized in the reverse order.
+    """
+
+    def __init__(self, *reading_services: ReadingServiceInterface) -> None:
+        self.reading_services: tuple[Any, ...] = reading_services
+
+    def initialize(self, datapipe: DataPipe) -> DataPipe:
+        """See the interface."""
+        for each in self.reading_services:
+            datapipe = each.initialize(datapipe)
+        return datapipe
+
+    def finalize(self) -> None:
+        """See the interface."""
+        for each in reversed(getattr(self, "reading_services", ())):
+            each.finalize()
+
+    def initialize_iteration(self, seed_generator: SeedGenerator, iter_reset_fn: Change | None = None) -> Change | None:
+        """See the interface; what one service returns is the next one's `iter_reset_fn`."""
+        for each in self.reading_services:
+            iter_reset_fn = each.initialize_iteration(seed_generator=seed_generator, iter_reset_fn=iter_reset_fn)
+        return iter_reset_fn
+
+    def finalize_iteration(self) -> None:
+        """See the interface."""
+        for each in reversed(self.reading_services):
+            each.finalize_iteration()
+
+    def checkpoint(self) -> bytes:
+        """The states of all, in their order; that of a service without one is empty, with a warning."""
+        states = []
+        for each in self.reading_services:
+            if isinstance(each, CheckpointableReadingServiceInterface):
+                states.append(each.checkpoint())
+            else:
+                warnings.warn(f"{type(each).__name__} has no checkpoint: its state is left out", stacklevel=2)
+                states.append(b"")
+        return pickle.dumps(states)
+
+    def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
+        """See the interface. Services without a state are initialized, with a warning."""
+        states: list[bytes] = pickle.loads(serialized_state)
+        assert len(states) == len(self.reading_services)
+        for each, state in zip(self.reading_services, states, strict=True):
+            if isinstance(each, CheckpointableReadingServiceInterface):
+                datapipe = each.restore(datapipe, state)
+            else:
+                warnings.warn(f"{type(each).__name__} has no restore: it begins anew", stacklevel=2)
+                datapipe = each.initialize(datapipe)
+        return datapipe
+
+    def _pause(self) -> Change | None:
+        return _chained([each._pause() for each in self.reading_services if hasattr(each, "_pause")])
+
+    def _resume(self) -> Change | None:
+        return _chained([each._resume() for each in self.reading_services if hasattr(each, "_resume")])
+
+    def _limit(self, num_batches: int | None) -> Callable[[DataPipe, int | None], DataPipe] | None:
+        found = [each._limit(num_batches) for each in self.reading_services if hasattr(each, "_limit")]
+        limits = [each for each in found if each is not None]
+        if not limits:
+            return None
+
+        def limit(datapipe: DataPipe, count: int | None) -> DataPipe:
+            for each in limits:
+                datapipe = each(datapipe, count)
+            return datapipe
+
+        return limit
+
+
+def _chained(changes: list[Change | None]) -> Change | None:
+    present = [each for each in changes if each is not None]
+    if not present:
+        return None
+
+    def chain(datapipe: DataPipe) -> DataPipe:
+        for each in present:
+            datapipe = each(datapipe)
+        return datapipe
+
+    return chain

@@ -1,0 +1,383 @@
+"""DataLoader2 in this process: epochs, iterators, seeds, limits, ends, errors in the documented words."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import weakref
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch.utils.data.datapipes.iter import IterableWrapper
+from torch.utils.data.datapipes.map import SequenceWrapper
+
+import asyncloader.dataloader2 as dl2
+from asyncloader.dataloader2 import (
+    CheckpointableReadingServiceInterface,
+    DataLoader2,
+    InProcessReadingService,
+    ReadingServiceInterface,
+    SequentialReadingService,
+)
+from asyncloader.dataloader2.random import SeedGenerator
+from asyncloader.dataloader2.utils import WorkerInfo
+from tests.dataloader2.parts import GRAPHS, Seeded, double, fails_at_5, numbers, plain, slow_double, ticking
+
+
+class Recording(ReadingServiceInterface):
+    """A user's service against the documented interface; what is called is recorded on the class."""
+
+    calls: ClassVar[list[Any]] = []
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
+    def initialize(self, datapipe: Any) -> Any:
+        self.calls.append(f"initialize{self.name}")
+        return datapipe
+
+    def initialize_iteration(self, seed_generator: Any, iter_reset_fn: Any = None) -> Any:
+        self.calls.append(f"begin{self.name}")
+        return iter_reset_fn
+
+    def finalize_iteration(self) -> None:
+        self.calls.append(f"end{self.name}")
+
+    def finalize(self) -> None:
+        if type(self).__name__ in ("Recording", "Saving"):
+            self.calls.append(f"finalize{self.name}")
+
+    def __del__(self) -> None:
+        pass  # the original, of which the loader has a clone
+
+
+class Saving(Recording, CheckpointableReadingServiceInterface):
+    def checkpoint(self) -> bytes:
+        self.calls.append(f"checkpoint{self.name}")
+        return b"state" + self.name.encode()
+
+    def restore(self, datapipe: Any, serialized_state: bytes) -> Any:
+        self.calls.append((f"restore{self.name}", serialized_state))
+        return datapipe
+
+
+def _once(datapipe: Any, info: WorkerInfo) -> Any:
+    Recording.calls.append(info)
+    return datapipe.map(double)
+
+
+def _each_time(datapipe: Any, info: WorkerInfo, seeds: SeedGenerator) -> Any:
+    Recording.calls.append(info)
+    assert seeds.generate_seed() != seeds.generate_seed()
+    return datapipe.map(double)
+
+
+@pytest.fixture(autouse=True)
+def nothing_recorded() -> None:
+    Recording.calls.clear()
+
+
+def test_names_are_torchdatas() -> None:
+    """`__all__` is that of `torchdata.dataloader2`."""
+    assert sorted(dl2.__all__) == [
+        "CheckpointableReadingServiceInterface",
+        "DataLoader2",
+        "DataLoader2Iterator",
+        "DistributedReadingService",
+        "InProcessReadingService",
+        "MultiProcessingReadingService",
+        "PauseIteration",
+        "PrototypeMultiProcessingReadingService",
+        "ReadingServiceInterface",
+        "SequentialReadingService",
+        "ShuffleSpec",
+    ]
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_graph_is_read_as_it_is(name: str) -> None:
+    """With and without a service, two epochs each: what a plain ``for`` over the graph gives, up to its order."""
+    expected = sorted(map(repr, map(plain, GRAPHS[name]())))
+    for service in (None, InProcessReadingService(), InProcessReadingService(prefetch_cnt=3)):
+        with DataLoader2[Any](GRAPHS[name](), reading_service=service) as loader:
+            for _ in range(2):
+                assert sorted(map(repr, map(plain, loader))) == expected
+
+
+def test_the_callers_graph_and_service_stay_as_they_are() -> None:
+    """Both are cloned."""
+    graph, service = numbers(3).shuffle(), InProcessReadingService(2)
+    loader = DataLoader2[int](graph, reading_service=service)
+    assert sorted(loader) == [0, 1, 2]
+    assert loader.datapipe is not graph
+    assert service._end_datapipe is None
+    loader.shutdown()
+
+
+def test_a_lambda_is_cloned_where_cloudpickle_is() -> None:
+    """A graph that pickle refuses is cloned with its code; a lock cannot be, and pickle's error is raised."""
+    with pytest.warns(UserWarning, match="pickle"):
+        graph = numbers(3).map(lambda x: x + 1)
+    assert list(DataLoader2[int](graph)) == [1, 2, 3]
+    with pytest.raises(TypeError, match="cannot pickle"):
+        DataLoader2(IterableWrapper([1], deepcopy=False).map(double, __import__("threading").Lock()))
+
+
+def test_a_map_datapipe_is_read_by_its_indices() -> None:
+    """As `to_iter_datapipe`; other indices by that form."""
+    graph = SequenceWrapper([5, 6, 7]).map(double)
+    assert list(DataLoader2[int](graph)) == [10, 12, 14]
+    assert list(graph.to_iter_datapipe([2, 0])) == [14, 10]
+    assert len(graph.to_iter_datapipe()) == 3
+
+
+def test_an_older_iterator_is_invalid() -> None:
+    """The words of torchdata; the newest goes on. Without an item between, the epoch is the same one."""
+    loader = DataLoader2[int](numbers(4), reading_service=Recording())
+    first = iter(loader)
+    second = iter(loader)
+    assert Recording.calls == ["initialize", "begin"]
+    assert next(second) == 0
+    with pytest.raises(
+        RuntimeError, match=r"^This iterator has been invalidated because another iterator has been crea"
+    ):
+        next(first)
+    third = iter(loader)
+    assert next(third) == 0
+    with pytest.raises(RuntimeError, match=r"only allow|single iterator per DataLoader2 constraint"):
+        next(second)
+    assert list(third) == [1, 2, 3]
+    loader.shutdown()
+    loader.shutdown()
+    assert Recording.calls == ["initialize", "begin", "begin", "end", "end", "finalize"]
+
+
+def test_no_datapipe_and_shut_down() -> None:
+    """The documented errors."""
+    with pytest.raises(
+        RuntimeError, match=r"^Please provide datapipe or use load_state_dict to load datapipe from state$"
+    ):
+        iter(DataLoader2[int](None))
+    with pytest.raises(RuntimeError, match=r"^Please provide datapipe"):
+        DataLoader2[int](None).state_dict()
+    with DataLoader2[int](numbers(2)) as loader:
+        assert list(loader) == [0, 1]
+    with pytest.raises(RuntimeError, match=r"^Cannot iterate over the DataLoader as it has already been shut down$"):
+        iter(loader)
+
+
+def test_an_error_shuts_down() -> None:
+    """An exception of the graph reaches the caller, and ends the loader."""
+    loader = DataLoader2[int](numbers(9).map(fails_at_5), reading_service=Recording())
+    found: list[int] = []
+    with pytest.raises(ValueError, match="five is right out"):
+        found.extend(loader)
+    iterator = DataLoader2[int](numbers(9).map(fails_at_5))
+    with pytest.raises(ValueError, match="five"):
+        list(iterator)
+    assert Recording.calls[-1] == "finalize"
+    with pytest.raises(RuntimeError, match="already been shut down"):
+        iter(loader)
+
+
+def test_a_dropped_loader_shuts_down() -> None:
+    """No reference cycle keeps it, in the middle of an epoch either."""
+    loader = DataLoader2[int](numbers(9).prefetch(2), reading_service=Recording())
+    iterator = iter(loader)
+    next(iterator)
+    gone = weakref.ref(loader)
+    gc.disable()
+    try:
+        del loader, iterator
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert Recording.calls[-1] == "finalize"
+
+
+def test_seeds() -> None:
+    """The same seed gives the same epochs; it holds once, and later epochs continue its stream."""
+
+    def epochs(seed: int) -> list[list[int]]:
+        loader = DataLoader2[int](numbers(20).shuffle(), reading_service=InProcessReadingService())
+        loader.seed(seed)
+        found = [list(loader), list(loader)]
+        loader.seed(seed)
+        assert list(loader) == found[0]
+        return found
+
+    first = epochs(3)
+    assert first == epochs(3) != epochs(4)
+    assert first[0] != first[1]
+    loader = DataLoader2[int](numbers(2))
+    for bad in (-1, 1 << 64):
+        with pytest.raises(ValueError, match=rf"^Expected an uint64 seed, but got {bad}\.$"):
+            loader.seed(bad)
+    loader.seed((1 << 64) - 1)
+
+
+def test_without_a_seed_epochs_follow_the_global_generator() -> None:
+    """It is read, and not moved: two epochs are alike until somebody draws from it."""
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    loader = DataLoader2[int](numbers(20).shuffle(), reading_service=InProcessReadingService())
+    found = [list(loader), list(loader)]
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(1)
+    found.append(list(loader))
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_user_generator_is_not_touched_by_the_constructor() -> None:
+    """Making a loader draws nothing from the global generator."""
+    before = torch.get_rng_state()
+    DataLoader2[int](numbers(3))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_limit_pause_and_resume(prefetch: int) -> None:
+    """A limit pauses without ending the epoch, holds over `resume`, and counts anew."""
+    loader = DataLoader2[int](numbers(8), reading_service=InProcessReadingService(prefetch))
+    iterator = iter(loader)
+    iterator.limit(3)
+    assert list(iterator) == [0, 1, 2]
+    assert list(iterator) == []
+    iterator.resume()
+    assert list(iterator) == [3, 4, 5]
+    iterator.limit(None)
+    iterator.resume()
+    assert next(iterator) == 6
+    iterator._pause()
+    assert list(iterator) == []
+    iterator.resume()
+    assert list(iterator) == [7]
+    with pytest.warns(UserWarning, match="Resume is called when `DataLoader2` is not paused"):
+        iterator.resume()
+    loader.shutdown()
+
+
+def test_a_service_that_cannot_pause() -> None:
+    """The documented warnings; reading goes on."""
+    loader = DataLoader2[int](numbers(3), reading_service=Recording())
+    iterator = iter(loader)
+    with pytest.warns(UserWarning, match=r"^ReadingService doesn't support `limit`\.$"):
+        iterator.limit(1)
+    with pytest.warns(UserWarning, match=r"^ReadingService doesn't support `pause`\.$"):
+        next(iterator)
+    with pytest.warns(UserWarning, match=r"^ReadingService doesn't support `resume`\.$"):
+        iterator.resume()
+    iterator.limit_threshold = None
+    assert list(iterator) == [1, 2]
+
+
+def test_the_iterator_gives_the_graphs_attributes() -> None:
+    """Attributes of the graph's own iterator; an unknown one is an AttributeError."""
+    loader = DataLoader2[int](numbers(3))
+    iterator: Any = iter(loader)
+    assert iterator.gi_frame is not None
+    with pytest.raises(AttributeError):
+        _ = iterator.nonsense
+
+
+def test_functions_of_the_service_in_this_process() -> None:
+    """`init_fn` changes the graph once, `reset_fn` each epoch's, and both get ``WorkerInfo(1, 0)``."""
+    loader = DataLoader2[int](numbers(2), reading_service=InProcessReadingService(0, _once, _each_time))
+    assert [list(loader), list(loader)] == [[0, 4], [0, 4]]
+    assert Recording.calls == [WorkerInfo(1, 0)] * 3
+    loader.shutdown()
+
+
+def test_services_in_a_row() -> None:
+    """Begun in their order, ended in the reverse; states in their order, with a warning for one that has none."""
+    service = SequentialReadingService(Saving("A"), Recording("B"), Saving("C"))
+    loader = DataLoader2[int](numbers(1), reading_service=service)
+    list(loader)
+    with pytest.warns(UserWarning, match="Recording has no checkpoint"):
+        state = loader.state_dict()
+    loader.shutdown()
+    assert Recording.calls == [
+        *("initializeA", "initializeB", "initializeC", "beginA", "beginB", "beginC", "endC", "endB", "endA"),
+        *("checkpointA", "checkpointC", "endC", "endB", "endA", "finalizeC", "finalizeB", "finalizeA"),
+    ]
+    del loader
+    Recording.calls.clear()
+    loader = DataLoader2.from_state(state, service)
+    with pytest.warns(UserWarning, match="Recording has no restore"):
+        assert list(loader) == [0]
+    assert Recording.calls[:3] == [("restoreA", b"stateA"), "initializeB", ("restoreC", b"stateC")]
+
+
+def test_pauses_go_through_services_in_a_row() -> None:
+    """To those that can pause."""
+    loader = DataLoader2[int](
+        numbers(4), reading_service=SequentialReadingService(Recording(), InProcessReadingService(1))
+    )
+    iterator = iter(loader)
+    iterator.limit(2)
+    assert list(iterator) == [0, 1]
+    iterator.resume()
+    assert list(iterator) == [2, 3]
+    loader.shutdown()
+
+
+def test_a_state_of_a_service_that_cannot_restore() -> None:
+    """The documented TypeError."""
+    loader = DataLoader2[int](numbers(1), reading_service=Saving())
+    state = loader.state_dict()
+    assert state["reading_service_state"] == b"state"
+    other = DataLoader2.from_state(state, Recording())
+    with pytest.raises(TypeError, match=r"^Cannot restore from non-checkpointable reading service$"):
+        iter(other)
+
+
+def test_seeds_of_the_graph() -> None:
+    """Before a `sharding_filter` shared seeds, after it own ones: three parts, three seeds."""
+    graph = Seeded(Seeded(Seeded(numbers(1)).sharding_filter()))
+    loader = DataLoader2[Any](graph, reading_service=InProcessReadingService())
+    loader.seed(1)
+    ((((_, shared), near), far),) = list(loader)
+    assert None not in (shared, near, far)
+    assert near != far
+
+
+async def test_async_for() -> None:
+    """The same items as by ``for``; errors and the end come through; `aclose` ends it."""
+    async with DataLoader2[int](numbers(5).map(double), reading_service=InProcessReadingService(2)) as loader:
+        for _ in range(2):
+            assert [item async for item in loader] == [0, 2, 4, 6, 8]
+    with pytest.raises(RuntimeError, match="already been shut down"):
+        aiter(loader)
+    failing = DataLoader2[int](numbers(9).map(fails_at_5))
+    with pytest.raises(ValueError, match="five"):
+        _ = [item async for item in failing]
+    await failing.aclose()
+
+
+async def test_a_cancelled_wait_loses_nothing() -> None:
+    """The item that was waited for comes with the next call."""
+    async with DataLoader2[int](numbers(3)) as loader:
+        items = aiter(loader)
+        task = asyncio.ensure_future(anext(items))
+        await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        rest = [item async for item in items]
+        assert (rest if task.cancelled() else [task.result(), *rest]) == [0, 1, 2]
+
+
+async def test_parts_that_are_awaited() -> None:
+    """A part with ``__aiter__`` alone, below others and at the end; `amap`; by ``for`` and ``async for``."""
+    for graph, expected in (
+        (ticking(4), [0, 1, 2, 3]),
+        (ticking(4).map(double), [0, 2, 4, 6]),
+        (ticking(40).amap(slow_double, concurrency=7).map(double), [4 * x for x in range(40)]),
+    ):
+        for service in (None, InProcessReadingService()):
+            loader = DataLoader2[int](graph, reading_service=service)
+            assert list(loader) == expected
+            assert [x async for x in loader] == expected
+            loader.shutdown()

@@ -1,0 +1,235 @@
+"""The functional forms of ours, how they are registered beside others', and the old import path."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import IterDataPipe
+from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
+
+import asyncloader.dataloader2
+from asyncloader.dataloader2 import DataLoader2, compat
+from asyncloader.dataloader2.datapipes import Prefetcher
+from asyncloader.dataloader2.datapipes.async_map import awaited_graph
+from asyncloader.dataloader2.datapipes.forms import has_form, is_replicable
+from tests.dataloader2.parts import MP, OnlyHere, async_fails_at_5, double, fails_at_5, numbers, slow_double, ticking
+
+
+class Counting(IterDataPipe[int]):
+    """Counts what was read of it, and says when it is more."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.read = 0
+        self.more = threading.Condition()
+
+    def __iter__(self) -> Iterator[int]:
+        for x in range(self.count):
+            with self.more:
+                self.read += 1
+                self.more.notify_all()
+            yield x
+
+    def wait_for(self, read: int) -> None:
+        with self.more:
+            assert self.more.wait_for(lambda: self.read >= read, timeout=60)
+
+
+def test_prefetch_reads_ahead() -> None:
+    """As far as its buffer, and no further; epochs begin anew; a dropped iterator ends the thread."""
+    source = Counting(20)
+    graph = source.prefetch(3)
+    iterator = iter(graph)
+    assert next(iterator) == 0
+    source.wait_for(4)
+    assert list(iterator) == list(range(1, 20))
+    assert source.read == 20
+    assert len(numbers(5).prefetch()) == 5
+    iterator = iter(graph)
+    assert [next(iterator), next(iterator)] == [0, 1]
+    assert list(graph) == list(range(20))
+    for bad in (0, -1):
+        with pytest.raises(ValueError, match=r"^'buffer_size' is required to be a positive integer"):
+            numbers(1).prefetch(bad)
+
+
+def test_prefetch_pauses() -> None:
+    """Nothing is read while it is paused."""
+    source = Counting(20)
+    graph = source.prefetch(2)
+    iterator = iter(graph)
+    next(iterator)
+    source.wait_for(3)
+    graph.pause()
+    assert [next(iterator), next(iterator)] == [1, 2]
+    assert source.read == 3
+    graph.resume()
+    assert list(iterator) == list(range(3, 20))
+    graph.shutdown()
+    graph.shutdown()
+
+
+def test_prefetch_raises_where_the_item_would_come() -> None:
+    """After the items before it."""
+    iterator = iter(numbers(9).map(fails_at_5).prefetch(8))
+    assert [next(iterator) for _ in range(5)] == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="five"):
+        next(iterator)
+
+
+def test_round_robin_demux() -> None:
+    """Item ``i`` to reader ``i % n``, in every epoch; the buffer's limits."""
+    readers = numbers(7).round_robin_demux(3)
+    for _ in range(2):
+        assert [list(each) for each in readers] == [[0, 3, 6], [1, 4], [2, 5]]
+    graph = numbers(4)
+    assert graph.round_robin_demux(1) == [graph]
+    assert [list(each) for each in numbers(5000).round_robin_demux(2, buffer_size=-1)][1] == list(range(1, 5000, 2))
+    with pytest.raises(BufferError, match="buffer overflow"):
+        list(numbers(5000).round_robin_demux(2)[0])
+    with pytest.raises(ValueError, match="Expected `num_instances` larger than 0, but 0 is found"):
+        numbers(4).round_robin_demux(0)
+    with pytest.raises(ValueError, match="Expected `buffer_size` larger than 0"):
+        numbers(4).round_robin_demux(2, buffer_size=0)
+
+
+def test_dispatch_form() -> None:
+    """Without workers it changes nothing; it deals to workers alone."""
+    graph = numbers(4).sharding_round_robin_dispatch(MP)
+    assert (list(graph), len(graph)) == ([0, 1, 2, 3], 4)
+    for other in (SHARDING_PRIORITIES.DISTRIBUTED, None):
+        with pytest.raises(NotImplementedError, match=r"only supports `SHARDING_PRIORITIES.MULTIPROCESSING`"):
+            numbers(4).sharding_round_robin_dispatch(other)
+
+
+class Gate:
+    """Says how many calls were in flight at most; each call waits until that many were."""
+
+    def __init__(self, wanted: int) -> None:
+        self.wanted = wanted
+        self.now = self.most = 0
+        self.reached = asyncio.Event()
+
+    async def __call__(self, x: int) -> int:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        if self.most >= self.wanted:
+            self.reached.set()
+        await self.reached.wait()
+        self.now -= 1
+        return x
+
+
+def test_amap_keeps_calls_in_flight_in_order() -> None:
+    """As many as `concurrency`: with fewer this would wait for ever. Results in the items' order."""
+    gate = Gate(5)
+    assert list(numbers(20).amap(gate, concurrency=5)) == list(range(20))
+    assert gate.most == 5
+    assert len(numbers(3).amap(slow_double)) == 3
+    with pytest.raises(ValueError, match="concurrency must be at least 1, not 0"):
+        numbers(3).amap(slow_double, concurrency=0)
+
+
+def test_amap_raises_where_the_result_would_come() -> None:
+    """The calls in flight are cancelled, and the thread ends."""
+    iterator = iter(numbers(9).amap(async_fails_at_5, concurrency=4))
+    assert [next(iterator) for _ in range(5)] == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="five"):
+        next(iterator)
+
+
+def test_a_left_amap_ends() -> None:
+    """A dropped iterator cancels what is in flight."""
+    iterator = iter(numbers(9).amap(slow_double, concurrency=4))
+    assert next(iterator) == 0
+    del iterator
+
+
+def test_awaited_parts_are_wrapped_once() -> None:
+    """The graph is read twice, wrapped again without effect, and left in the middle."""
+    graph: Any = awaited_graph(ticking(5).map(double))
+    assert awaited_graph(graph) is graph
+    assert [list(graph), list(graph)] == [[0, 2, 4, 6, 8]] * 2
+    iterator = iter(graph)
+    next(iterator)
+    del iterator
+
+
+class Other(IterDataPipe[Any]):
+    def __init__(self, source: Any, *_: Any) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.source
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """Another library registers names that are ours, after us."""
+    IterDataPipe.register_datapipe_as_function("prefetch", Other)
+    IterDataPipe.register_datapipe_as_function("sharding_round_robin_dispatch", Other)
+    yield
+    for name in ("prefetch", "sharding_round_robin_dispatch"):
+        del IterDataPipe.functions[name]
+
+
+def test_a_name_that_others_register_is_theirs(registered: None) -> None:
+    """Registering it after us works, and then theirs is made; both are recognized by the name."""
+    assert type(numbers(3).prefetch(2)) is Other
+    assert has_form(numbers(3).prefetch(2), "prefetch")
+    assert has_form(Prefetcher(numbers(3)), "prefetch")
+    assert has_form(numbers(3).sharding_round_robin_dispatch(MP), "sharding_round_robin_dispatch")
+    assert not has_form(numbers(3), "prefetch")
+    assert is_replicable(numbers(3))
+    assert not is_replicable(OnlyHere(numbers(3)))
+    with DataLoader2[int](
+        numbers(6).sharding_round_robin_dispatch(MP).map(double),
+        reading_service=asyncloader.dataloader2.MultiProcessingReadingService(2),
+    ) as loader:
+        assert list(loader) == [0, 2, 4, 6, 8, 10]
+
+
+def test_nothing_is_registered_without_the_package() -> None:
+    """`import asyncloader` and its loader do not import it; the package registers the forms, and prints nothing."""
+    script = (
+        "import sys, asyncloader; asyncloader.DataLoader\n"
+        "from torch.utils.data.datapipes.iter import IterableWrapper\n"
+        "assert 'asyncloader.dataloader2' not in sys.modules\n"
+        "assert not hasattr(IterableWrapper([]), 'prefetch')\n"
+        "import asyncloader.dataloader2\n"
+        "assert list(IterableWrapper([1]).prefetch()) == [1]\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+
+
+def test_the_old_import_path() -> None:
+    """Between `install` and `uninstall`, both repeatable, the old names are ours; before and after there are none."""
+    import importlib
+
+    with pytest.raises(ImportError):
+        importlib.import_module("torchdata.dataloader2")
+    compat.install()
+    compat.install()
+    try:
+        old = importlib.import_module("torchdata.dataloader2")
+        assert old is asyncloader.dataloader2
+        for name in ("graph", "adapter", "random", "reading_service", "utils", "utils.dispatch", "error", "linter"):
+            module = importlib.import_module(f"torchdata.dataloader2.{name}")
+            assert module is importlib.import_module(f"asyncloader.dataloader2.{name}")
+        assert old.__spec__ is not None
+        assert old.__spec__.name == "asyncloader.dataloader2"
+        with pytest.raises(ImportError):
+            importlib.import_module("torchdata.dataloader2.nonsense")
+    finally:
+        compat.uninstall()
+        compat.uninstall()
+    assert not [name for name in sys.modules if name.startswith("torchdata.dataloader2")]
+    with pytest.raises(ImportError):
+        importlib.import_module("torchdata.dataloader2")

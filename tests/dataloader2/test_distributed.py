@@ -1,0 +1,192 @@
+"""DistributedReadingService and `fullsync` with two ranks over gloo, each in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from asyncloader.dataloader2 import (
+    DataLoader2,
+    DistributedReadingService,
+    MultiProcessingReadingService,
+    SequentialReadingService,
+)
+from asyncloader.dataloader2.adapter import FullSync, ShardingPolicy
+from asyncloader.dataloader2.datapipes import PrefetchTimeoutError
+from asyncloader.dataloader2.random import dist_share_seed
+from tests.dataloader2.parts import MP, Seeded, fails_at_5, numbers
+
+pytestmark = [pytest.mark.network]
+
+
+def _rank(rank: int, store: str, body: Callable[[int], Any], answers: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    try:
+        answers.send((rank, body(rank)))
+    except BaseException as error:
+        answers.send((rank, error))
+    finally:
+        dist.destroy_process_group()
+
+
+def both(tmp_path: Path, body: Callable[[int], Any]) -> list[Any]:
+    """What the function returns in each of two ranks."""
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe(duplex=False) for _ in range(2)]
+    processes = [
+        context.Process(target=_rank, args=(rank, str(tmp_path / "store"), body, pipes[rank][1])) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for _, end in pipes:
+            end.close()
+        answers = dict(pipe.recv() for pipe, _ in pipes)
+    finally:
+        for process in processes:
+            process.join(30)
+            process.kill()
+            process.join()
+            process.close()
+        for pipe, _ in pipes:
+            pipe.close()
+    for answer in answers.values():
+        if isinstance(answer, BaseException):
+            raise answer
+    return [answers[0], answers[1]]
+
+
+def _epochs(rank: int) -> Any:
+    graph = Seeded(Seeded(numbers(21).shuffle()).sharding_filter())
+    loader = DataLoader2[Any](graph, reading_service=DistributedReadingService(60))
+    found = [list(loader), list(loader)]
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    found.append(list(loader))  # an epoch that was left at the same item everywhere
+    loader.shutdown()
+    return found
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """Shares without overlap that end together, shared seeds before the filter, own ones after it."""
+    zero, one = both(tmp_path, _epochs)
+    for ours, theirs in zip(zero, one, strict=True):
+        assert len(ours) == len(theirs) == 10
+        assert len({x for ((x, _), _) in ours + theirs}) == 20
+        (shared,) = {seed for ((_, seed), _) in ours + theirs}
+        own = [{seed for (_, seed) in each} for each in (ours, theirs)]
+        assert len(own[0]) == len(own[1]) == 1
+        assert own[0] != own[1]
+        assert shared
+
+
+def _with_workers(rank: int) -> Any:
+    found = []
+    for graph in (
+        numbers(24).shuffle().sharding_filter(),
+        numbers(24).sharding_filter().sharding_round_robin_dispatch(MP),
+    ):
+        service = SequentialReadingService(DistributedReadingService(60), MultiProcessingReadingService(2))
+        with DataLoader2[int](graph, reading_service=service) as loader:
+            iterator = iter(loader)
+            for _ in range(5):
+                next(iterator)
+            found.append(list(loader))
+            found.append(list(loader))
+    return found
+
+
+@pytest.mark.thorough
+def test_two_ranks_with_two_workers_each(tmp_path: Path) -> None:
+    """The ranks share the graph, and each rank's workers its share."""
+    for ours, theirs in zip(*both(tmp_path, _with_workers), strict=True):
+        assert len(ours) == len(theirs) == 12
+        assert sorted(ours + theirs) == list(range(24))
+
+
+def _uneven(rank: int) -> Any:
+    loader = DataLoader2[int](numbers(5 + 7 * rank), FullSync(60))
+    found = [list(loader), list(loader)]
+    loader.shutdown()
+    assert loader.datapipe is not None
+    loader.datapipe.shutdown()
+    return found
+
+
+@pytest.mark.thorough
+def test_fullsync_ends_with_the_shortest(tmp_path: Path) -> None:
+    """The rank with more drops what the other one does not have, in each epoch."""
+    assert both(tmp_path, _uneven) == [[[0, 1, 2, 3, 4]] * 2] * 2
+
+
+def _failing(rank: int) -> Any:
+    graph = numbers(9).map(fails_at_5) if rank else numbers(9)
+    loader = DataLoader2[int](graph, reading_service=DistributedReadingService(60))
+    found: list[Any] = []
+    try:
+        found.extend(loader)
+    except ValueError as error:
+        found.append(str(error).partition("\n")[0])
+    loader.shutdown()
+    return found
+
+
+@pytest.mark.thorough
+def test_an_error_in_one_rank_ends_the_others_epoch(tmp_path: Path) -> None:
+    """It is raised there, and nobody waits."""
+    zero, one = both(tmp_path, _failing)
+    assert zero == [0, 1, 2, 3, 4]
+    assert one == [*range(5), "five is right out"]
+
+
+def _late(rank: int) -> Any:
+    loader = DataLoader2[int](
+        numbers(3) if rank else numbers(3).map(_waits), reading_service=DistributedReadingService(1)
+    )
+    try:
+        return list(loader)
+    except PrefetchTimeoutError as error:
+        return str(error).partition("\n")[0]
+    finally:
+        loader.shutdown()
+
+
+def _waits(x: int) -> int:
+    if x == 1:
+        time.sleep(4)  # longer than the timeout
+    return x
+
+
+@pytest.mark.thorough
+def test_a_rank_that_is_late(tmp_path: Path) -> None:
+    """PrefetchTimeoutError in both, in the documented words."""
+    assert both(tmp_path, _late) == ["Fail to fetch data within 1 seconds"] * 2
+
+
+def _policy(rank: int) -> Any:
+    graph = numbers(6).sharding_filter()
+    with DataLoader2[int](graph, ShardingPolicy(MP), DistributedReadingService(60)) as loader:
+        return list(loader), dist_share_seed((1 << 64) - 1 - rank)
+
+
+@pytest.mark.thorough
+def test_sharding_among_workers_alone_and_a_shared_seed(tmp_path: Path) -> None:
+    """With the workers' priority each rank reads everything; a seed of 64 bits is rank 0's everywhere."""
+    assert both(tmp_path, _policy) == [(list(range(6)), (1 << 64) - 1)] * 2
+
+
+def test_without_torch_distributed() -> None:
+    """The documented RuntimeErrors."""
+    loader = DataLoader2[int](numbers(2), reading_service=DistributedReadingService())
+    with pytest.raises(RuntimeError, match=r"^Torch Distributed is required to be initialized$"):
+        iter(loader)
+    with pytest.raises(RuntimeError, match=r"^Torch Distributed is required to be initialized to use `FullSync`"):
+        list(numbers(2).fullsync())
+    assert str(PrefetchTimeoutError(3)) == "Fail to fetch data within 3 seconds"

@@ -1,0 +1,233 @@
+"""States of DataLoader2: exact in the middle of an epoch, between epochs, and from the epoch's beginning."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncloader.dataloader2 import (
+    DataLoader2,
+    InProcessReadingService,
+    MultiProcessingReadingService,
+    ReadingServiceInterface,
+    SequentialReadingService,
+)
+from asyncloader.dataloader2.adapter import Shuffle
+from asyncloader.dataloader2.dataloader2 import (
+    RANDOMNESS_STATE_KEY_NAME,
+    READING_SERVICE_STATE_KEY_NAME,
+    SERIALIZED_DATAPIPE_KEY_NAME,
+)
+from asyncloader.errors import StateError
+from tests.dataloader2.parts import GRAPHS, MP, Seeded, drawn, numbers, plain
+
+pytestmark = [pytest.mark.filterwarnings("ignore:This DataLoader will create")]
+
+LENGTH = 23
+SOURCES = {
+    "shuffled": lambda: Seeded(numbers(LENGTH).shuffle().sharding_filter()),
+    "dispatched": lambda: Seeded(numbers(LENGTH).shuffle().sharding_round_robin_dispatch(MP)),
+}
+
+
+def service(workers: int) -> ReadingServiceInterface:
+    return MultiProcessingReadingService(workers) if workers else InProcessReadingService()
+
+
+def split(graph: Any, workers: int, taken: int, *, seed: int | None = None, epochs: int = 0) -> tuple[Any, Any, Any]:
+    """A state after `taken` items of the epoch after `epochs` ones, the rest of that epoch, and the next epoch."""
+    with DataLoader2[Any](graph, reading_service=service(workers)) as loader:
+        if seed is not None:
+            loader.seed(seed)
+        for _ in range(epochs):
+            list(loader)
+        iterator = iter(loader)
+        for _ in range(taken):
+            next(iterator)
+        state = loader.state_dict()
+        return state, [plain(x) for x in iterator], [plain(x) for x in loader]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    source=st.sampled_from(sorted(SOURCES)),
+    workers=st.sampled_from([0, 0, 0, 1, 2]),
+    taken=st.integers(0, LENGTH),
+    more=st.integers(0, LENGTH),
+    epochs=st.integers(0, 2),
+    seed=st.sampled_from([None, 0, 77]),
+)
+def test_the_rest_of_the_epoch_is_exact(
+    source: str, workers: int, taken: int, more: int, epochs: int, seed: int | None
+) -> None:
+    """From any moment of any epoch, resumed twice, whatever the global generator has become meanwhile; in the seeded
+    case the epoch after it, too.
+    """
+    state, rest, after = split(SOURCES[source](), workers, taken, seed=seed, epochs=epochs)
+    torch.rand(1)
+    with DataLoader2.from_state(state, service(workers)) as loader:
+        assert loader.state_dict()["position"] == taken
+        iterator = iter(loader)
+        more = min(more, len(rest))
+        assert [plain(next(iterator)) for _ in range(more)] == rest[:more]
+        again = loader.state_dict()
+        assert again["position"] == taken + more
+        assert [plain(x) for x in iterator] == rest[more:]
+        if seed is not None:
+            assert [plain(x) for x in loader] == after
+    with DataLoader2.from_state(again, service(workers)) as loader:
+        assert [plain(x) for x in loader] == rest[more:]
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_every_graph_resumes(name: str) -> None:
+    """In this process and with two workers, from the middle of the second epoch."""
+    length = len(list(GRAPHS[name]()))
+    for workers in (0, 2):
+        state, rest, after = split(GRAPHS[name](), workers, length // 2, seed=5, epochs=1)
+        with DataLoader2.from_state(state, service(workers)) as loader:
+            assert [plain(x) for x in loader] == rest
+            assert [plain(x) for x in loader] == after
+
+
+def test_numbers_of_the_workers_generators() -> None:
+    """They follow from the seed, so what is drawn after the position is drawn again."""
+    state, rest, _ = split(numbers(11).sharding_filter().map(drawn), 2, 4, seed=1)
+    with DataLoader2.from_state(state, service(2)) as loader:
+        assert [plain(x) for x in loader] == rest
+
+
+def test_a_state_between_epochs_is_the_next_epoch() -> None:
+    """With a seed its stream goes on; before the first epoch the seed is still to be used."""
+    graph = numbers(15).shuffle()
+    loader = DataLoader2[int](graph, reading_service=service(0))
+    loader.seed(8)
+    states = []
+    epochs = []
+    for _ in range(3):
+        states.append(loader.state_dict())
+        epochs.append(list(loader))
+    assert [state["position"] for state in states] == [None] * 3
+    for state, epoch in zip(states, epochs, strict=True):
+        assert list(DataLoader2.from_state(state, service(0))) == epoch
+
+
+def test_layout() -> None:
+    """The documented keys and types, and ours beside them."""
+    loader = DataLoader2[int](numbers(4), reading_service=service(0))
+    loader.seed(3)
+    next(iter(loader))
+    state = loader.state_dict()
+    assert list(state) == [
+        SERIALIZED_DATAPIPE_KEY_NAME,
+        READING_SERVICE_STATE_KEY_NAME,
+        RANDOMNESS_STATE_KEY_NAME,
+        "position",
+    ]
+    assert (SERIALIZED_DATAPIPE_KEY_NAME, READING_SERVICE_STATE_KEY_NAME, RANDOMNESS_STATE_KEY_NAME) == (
+        "serialized_datapipe",
+        "reading_service_state",
+        "randomness_state",
+    )
+    assert type(state["serialized_datapipe"]) is bytes
+    assert state["reading_service_state"] is None
+    seed, reset, now, initial = state["randomness_state"]
+    assert (seed, reset, type(now), type(initial)) == (3, False, bytes, bytes)
+
+
+def test_the_last_epoch_from_its_beginning() -> None:
+    """`_restore_checkpoint_beginning_of_epoch`, from the middle and from the end, with and without a seed."""
+    for seed in (None, 4):
+        for taken in (3, 12):
+            loader = DataLoader2[int](numbers(12).shuffle(), reading_service=service(0))
+            if seed is not None:
+                loader.seed(seed)
+            iterator = iter(loader)
+            begun = [next(iterator) for _ in range(taken)]
+            state = loader.state_dict()
+            whole = begun + list(iterator)
+            torch.rand(1)
+            other = DataLoader2.from_state(state, service(0))
+            other._restore_checkpoint_beginning_of_epoch()
+            assert list(other) == whole
+
+
+def test_a_state_without_a_position_begins_the_next_epoch() -> None:
+    """As states of torchdata's layout: the graph and the random numbers, but no place in the epoch."""
+    state, _, after = split(numbers(9).shuffle(), 0, 4, seed=6)
+    del state["position"]
+    assert [plain(x) for x in DataLoader2.from_state(state, service(0))] == after
+
+
+def test_a_new_seed_begins_anew() -> None:
+    """`seed` after `load_state_dict` forgets the position."""
+    state, _, _ = split(numbers(9).shuffle(), 0, 4, seed=6)
+    loader = DataLoader2.from_state(state, service(0))
+    loader.seed(6)
+    assert len(list(loader)) == 9
+
+
+def test_adapters_are_applied_to_the_loaded_graph() -> None:
+    """The graph of the state goes through those of the constructor."""
+    state, _, _ = split(numbers(20).shuffle(), 0, 0, seed=6)
+    loader = DataLoader2[int](None, Shuffle(False), service(0))
+    loader.load_state_dict(state)
+    assert list(loader) == list(range(20))
+
+
+def test_too_late_to_load() -> None:
+    """The documented RuntimeError, once an iterator was made."""
+    loader = DataLoader2[int](numbers(3))
+    state = loader.state_dict()
+    iter(loader)
+    with pytest.raises(RuntimeError, match=r"iterator has already been created, `load_state_dict\(\)` can.t be called"):
+        loader.load_state_dict(state)
+
+
+def test_a_graph_that_does_not_fit_its_position() -> None:
+    """A StateError, when the graph ends before it."""
+    state, _, _ = split(numbers(9), 0, 4, seed=6)
+    state["position"] = 12
+    with pytest.raises(StateError, match="the graph ended 3 items before the position to resume from"):
+        list(DataLoader2.from_state(state, service(0)))
+
+
+def test_a_limit_is_a_position() -> None:
+    """A state taken at a pause resumes after it."""
+    loader = DataLoader2[int](numbers(9).shuffle(), reading_service=SequentialReadingService(service(0)))
+    iterator = iter(loader)
+    iterator.limit(4)
+    list(iterator)
+    with pytest.warns(UserWarning, match="has no checkpoint"):
+        state = loader.state_dict()
+    iterator.limit(None)
+    iterator.resume()
+    rest = list(iterator)
+    with pytest.warns(UserWarning, match="has no restore"):
+        assert list(DataLoader2.from_state(state, SequentialReadingService(service(0)))) == rest
+    loader.shutdown()
+
+
+@pytest.mark.thorough
+def test_another_process_resumes(tmp_path: Path) -> None:
+    """Saved by `torch.save` here, resumed in a fresh interpreter."""
+    state, rest, _ = split(numbers(LENGTH).shuffle().sharding_filter(), 2, 9)
+    torch.save(state, tmp_path / "state")
+    script = (
+        "import sys, torch\n"
+        "from asyncloader.dataloader2 import DataLoader2, MultiProcessingReadingService\n"
+        "state = torch.load(sys.argv[1], weights_only=False)\n"
+        "with DataLoader2.from_state(state, MultiProcessingReadingService(2)) as loader:\n"
+        "    print(list(loader))\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "state")], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert found.stdout.strip() == repr(rest)
