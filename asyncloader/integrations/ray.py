@@ -1,4 +1,4 @@
-"""Ray: `RayWorkers`, and `prepare_data_loader` for Ray Train, which would build a stock loader."""
+"""Ray: `RayWorkers`, Ray Data's blocks as a dataset, and `prepare_data_loader` for Ray Train."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
 
+from asyncloader.integrations.ray_blocks import BlockSampler, RayBlocks
 from asyncloader.integrations.ray_workers import RayWorkers
 from asyncloader.loader import DataLoader
 
-__all__ = ["RayWorkers", "prepare_data_loader"]
+__all__ = ["BlockSampler", "RayBlocks", "RayWorkers", "prepare_data_loader"]
 
 
 def prepare_data_loader(data_loader: Any, add_dist_sampler: bool = True, **options: Any) -> Any:

@@ -1,0 +1,146 @@
+"""Ray Data's blocks as a dataset, and an order of its rows that reads few blocks at a time.
+
+Data path: Ray's object store -> [ray_blocks] -> collate.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset, Sampler
+
+from asyncloader.samplers.permutation import Permutation
+
+__all__ = ["BlockSampler", "RayBlocks"]
+
+_KEPT = 4  # blocks that a process has at hand
+_MIX = 0x9E3779B97F4A7C15  # makes another seed of each block's number
+
+
+class RayBlocks(Dataset[dict[str, Any]]):
+    """The rows of a Ray dataset, each a dictionary of its columns: numbers, texts and numpy arrays.
+
+    What the dataset still has to compute is computed now, in the cluster; the rows are in the order of its blocks,
+    which Ray Data keeps only if told so (`preserve_order`). The blocks stay in Ray's object store. A process reads
+    them in the memory of its own machine, to which Ray brings a block once for all processes. Use `BlockSampler`, so
+    that each block is asked for by few batches.
+
+    Workers of any kind can read it. Those that are not Ray's own join the cluster when they first read.
+
+    Args:
+        dataset: a `ray.data.Dataset`.
+
+    Raises:
+        RuntimeError: this process is not connected to a Ray cluster.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        ray = import_module("ray")
+        if not ray.is_initialized():
+            raise RuntimeError("RayBlocks needs a Ray cluster: call ray.init() before")
+        refs = dataset.to_arrow_refs()
+        count = ray.remote(num_cpus=0)(_rows)
+        self.block_sizes: list[int] = ray.get([count.remote(ref) for ref in refs])
+        """Rows of each block."""
+        self._ends: list[int] = np.cumsum(self.block_sizes, dtype=np.int64).tolist()
+        self._packed: bytes = ray.cloudpickle.dumps(refs)  # opened by who reads: it takes a connection to the cluster
+        self._address: str = ray.get_runtime_context().gcs_address
+        self._refs: list[Any] | None = None
+        self._at_hand: OrderedDict[int, dict[str, Any]] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_refs": None, "_at_hand": OrderedDict()}
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """One row.
+
+        Raises:
+            IndexError: there is none of this index.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"index {index} of {len(self)} rows")
+        block = bisect_right(self._ends, index)
+        row = index - self._ends[block] + self.block_sizes[block]
+        # Copies: the store's arrays cannot be written to, of which torch warns.
+        return {name: np.array(column[row])[()] for name, column in self._columns(block).items()}
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """The rows of a batch, in the order of their indices."""
+        return [self[index] for index in indices]
+
+    def _columns(self, block: int) -> dict[str, Any]:
+        columns = self._at_hand.get(block)
+        if columns is None:
+            accessor = import_module("ray.data.block").BlockAccessor
+            columns = self._at_hand[block] = accessor.for_block(self._fetched(block)).to_numpy()
+            if len(self._at_hand) > _KEPT:
+                self._at_hand.popitem(last=False)
+        else:
+            self._at_hand.move_to_end(block)
+        return columns
+
+    def _fetched(self, block: int) -> Any:
+        ray = import_module("ray")
+        if not ray.is_initialized():
+            ray.init(address=self._address, log_to_driver=False, logging_level="WARNING")
+        if self._refs is None:
+            self._refs = ray.cloudpickle.loads(self._packed)
+        return ray.get(self._refs[block])
+
+
+class BlockSampler(Sampler[int]):
+    """All rows of a `RayBlocks`, block by block: the blocks in a shuffled order, the rows within each shuffled, too.
+
+    The order follows from seed and epoch alone, as that of `SeededSampler`.
+
+    Args:
+        dataset: what is read.
+        seed: 0 to 2**64 - 1.
+
+    Raises:
+        ValueError: the seed is out of range.
+    """
+
+    def __init__(self, dataset: RayBlocks, seed: int) -> None:
+        Permutation(0, seed)  # checks the seed
+        self.block_sizes = dataset.block_sizes
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is that of epoch `epoch`, 0 to 2**64 - 1.
+
+        Raises:
+            ValueError: it is out of range.
+        """
+        Permutation(0, self.seed, epoch)
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return sum(self.block_sizes)
+
+    def __iter__(self) -> Iterator[int]:
+        return self.iter_from(0)
+
+    def iter_from(self, start: int) -> Iterator[int]:
+        """The present epoch's order from position `start` on. Blocks before it are passed over."""
+        starts = np.cumsum([0, *self.block_sizes], dtype=np.int64)
+        blocks = len(self.block_sizes)
+        for block in Permutation(blocks, self.seed, self.epoch)(np.arange(blocks)).tolist():
+            size = self.block_sizes[block]
+            if start < size:
+                order = Permutation(size, (self.seed + _MIX * (block + 1)) % 2**64, self.epoch)
+                yield from (starts[block] + order(np.arange(start, size))).tolist()
+            start = max(0, start - size)
+
+
+def _rows(table: Any) -> int:
+    return int(table.num_rows)
