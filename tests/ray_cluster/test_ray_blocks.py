@@ -24,7 +24,7 @@ UNASSISTED: dict[str, Any] = OPTIONS | {"num_workers": 0}
 def blocks(cluster: Any) -> RayBlocks:
     """A hundred rows in seven blocks, computed by the cluster."""
 
-    def squared(batch: dict[str, Any]) -> dict[str, Any]:
+    def squared(batch: Any) -> Any:
         return {"id": batch["id"], "square": batch["id"] ** 2, "row": np.repeat(batch["id"][:, None], 3, axis=1)}
 
     return RayBlocks(ray.data.range(100, override_num_blocks=7).map_batches(squared, batch_format="numpy"))
