@@ -91,9 +91,10 @@ class RayBlocks(Dataset[dict[str, Any]]):
         ray = import_module("ray")
         if not ray.is_initialized():
             ray.init(address=self._address, log_to_driver=False, logging_level="WARNING")
-        if self._refs is None:
-            self._refs = ray.cloudpickle.loads(self._packed)
-        return ray.get(self._refs[block])
+        refs = self._refs
+        if refs is None:
+            refs = self._refs = ray.cloudpickle.loads(self._packed)
+        return ray.get(refs[block])
 
 
 class BlockSampler(Sampler[int]):
