@@ -26,7 +26,7 @@ from asyncloader.dataloader2.error import PauseIteration
 from asyncloader.dataloader2.graph._serialization import clone, deserialize_datapipe, serialize_datapipe
 from asyncloader.dataloader2.graph.utils import DataPipe
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator, checked_seed
-from asyncloader.dataloader2.services import CheckpointableReadingServiceInterface, ReadingServiceInterface
+from asyncloader.dataloader2.services import CheckpointableReadingServiceInterface, ReadingServiceInterface, end_soon
 from asyncloader.errors import StateError
 
 __all__ = [
@@ -264,18 +264,18 @@ class DataLoader2(Generic[T_co]):
         self.shutdown()
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not exiting() and not getattr(self, "_terminated", True):
-            self.shutdown()
+        if not exiting() and not getattr(self, "_terminated", True) and self._adapted:
+            self._terminated = True
+            source, self._datapipe_iter = [self._datapipe_iter], None
+            end_soon(_end, source, self.reading_service)
 
     def shutdown(self) -> None:
         """End the epoch and all that reads for it; wait until it is gone. Idempotent."""
         if self._terminated:
             return
         self._terminated = True
-        self._datapipe_iter = None
-        if self.reading_service is not None:
-            self.reading_service.finalize_iteration()
-            self.reading_service.finalize()
+        source, self._datapipe_iter = [self._datapipe_iter], None
+        _end(source, self.reading_service)
 
     async def aclose(self) -> None:
         """`shutdown`, in a thread. Idempotent."""
@@ -376,6 +376,14 @@ class DataLoader2(Generic[T_co]):
         change = ask()
         if change is not None and self.datapipe is not None:
             self.datapipe = change(self.datapipe)
+
+
+def _end(source: list[Any], service: ReadingServiceInterface | None) -> None:
+    """End what an epoch is read from, whose last reference is in this list, and then the service."""
+    source.clear()
+    if service is not None:
+        service.finalize_iteration()
+        service.finalize()
 
 
 class _AsyncIterator(AsyncIterator[T_co]):

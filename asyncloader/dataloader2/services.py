@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -29,6 +30,7 @@ __all__ = [
     "ResetFn",
     "SequentialReadingService",
     "each_of_form",
+    "end_soon",
 ]
 
 Change: TypeAlias = Callable[[DataPipe], DataPipe]
@@ -39,6 +41,11 @@ ResetFn: TypeAlias = Callable[[DataPipe, WorkerInfo, SeedGenerator], DataPipe]
 def each_of_form(datapipe: DataPipe, *names: str) -> list[Any]:
     """The parts of a graph that functional forms of these names make."""
     return [each for each in list_dps(traverse_dps(datapipe)) if any(has_form(each, name) for name in names)]
+
+
+def end_soon(end: Callable[..., object], *arguments: Any) -> None:
+    """Have this called in a thread: for finalizers, which run anywhere and so must not wait."""
+    threading.Thread(target=end, args=arguments, name="asyncloader-stop", daemon=True).start()
 
 
 class ReadingServiceInterface(ABC):
@@ -67,9 +74,11 @@ class ReadingServiceInterface(ABC):
     def finalize_iteration(self) -> None:  # noqa: B027
         """End an epoch."""
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self.finalize()
+    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if (
+            not exiting() and getattr(self, "_end_datapipe", self) is not None
+        ):  # ours: None when there is nothing to end
+            end_soon(self.finalize)
 
 
 class CheckpointableReadingServiceInterface(ReadingServiceInterface):

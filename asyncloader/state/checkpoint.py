@@ -161,6 +161,8 @@ class StateKeeper:
         every, rank = config.snapshot_every, config.topology.rank
         progress = Progress(clock, expectations(config), streams, resumed, total, every, self.tally, rank)
         progress.config = config
+        if says := getattr(type(config.dataset), "_asyncloader_epoch_message", None):
+            progress.message = says(config.dataset)
         return progress
 
     def state(self, spec: LoaderSpec[Any], *, before_last: bool = False, finished: bool = False) -> dict[str, Any]:

@@ -46,6 +46,8 @@ class Progress:
 
     config: EpochConfig
     """The options of the epoch."""
+    message = b""
+    """What the workers' copies of the dataset are told; see `EpochStart`."""
 
     def __init__(
         self,
@@ -203,8 +205,6 @@ class Progress:
             self.seeds = {"rank": self._rank, "base": base_seed, "shared": shared_seed}
         self._cursors, self._given, self._next_worker = [b""] * workers, [0] * workers, 0
         saved = None if self._resumed is None else self._resumed["workers"]
-        says = getattr(type(self.config.dataset), "_asyncloader_epoch_message", None)
-        message = b"" if says is None else says(self.config.dataset)
         if saved is None:
             saved_cursors = [None] * workers if self.carried is None else self.carried["cursors"]
             found = [None if each is None else Cursor(**each) for each in saved_cursors]
@@ -212,7 +212,7 @@ class Progress:
                 found = [Cursor(*pickle.loads(data)) if data else None for data in self._inherited]
             starts = [
                 EpochStart(
-                    shared_seed, self.epoch, self._clock.sets_dataset, each and each.epoch_later(), message=message
+                    shared_seed, self.epoch, self._clock.sets_dataset, each and each.epoch_later(), message=self.message
                 )
                 for each in found
             ]
@@ -234,7 +234,7 @@ class Progress:
                     self._clock.sets_dataset,
                     cursor,
                     given - (cursor.batches if cursor else 0),
-                    message=message,
+                    message=self.message,
                 )
             )
         return base_seed, starts

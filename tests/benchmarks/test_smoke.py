@@ -179,7 +179,7 @@ def test_memory_of_the_tree_counts_children() -> None:
     during = tree_memory(os.getpid())
     parent.send(None)
     process.join()
-    assert during.pss > before.pss + 60 * 2**20
+    assert during.pss > before.pss + 48 * 2**20  # of 64: this process may give some back meanwhile
 
 
 def test_memory_counts_open_segments_once() -> None:

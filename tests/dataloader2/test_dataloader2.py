@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import threading
 import weakref
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ from asyncloader.dataloader2 import (
 from asyncloader.dataloader2.random import SeedGenerator
 from asyncloader.dataloader2.utils import WorkerInfo
 from tests.dataloader2.parts import GRAPHS, Seeded, double, fails_at_5, numbers, plain, slow_double, ticking
+from tests.integration.running import PATIENCE_S
 
 
 class Recording(ReadingServiceInterface):
@@ -49,7 +51,7 @@ class Recording(ReadingServiceInterface):
         if type(self).__name__ in ("Recording", "Saving"):
             self.calls.append(f"finalize{self.name}")
 
-    def __del__(self) -> None:
+    def __del__(self, **_: Any) -> None:
         pass  # the original, of which the loader has a clone
 
 
@@ -194,7 +196,10 @@ def test_a_dropped_loader_shuts_down() -> None:
         assert gone() is None
     finally:
         gc.enable()
-    assert Recording.calls[-1] == "finalize"
+    for thread in threading.enumerate():  # a finalizer does not wait: a thread ends what is there
+        if thread.name == "asyncloader-stop":
+            thread.join(PATIENCE_S)
+    assert Recording.calls[-2:] == ["end", "finalize"]
 
 
 def test_seeds() -> None:

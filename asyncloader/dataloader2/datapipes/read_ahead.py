@@ -8,6 +8,7 @@ time: its finalizer ends the thread. An error of the iterator is kept and raised
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -127,10 +128,10 @@ class ReadAhead:
             self._buffer.stopped, self._buffer.paused = True, False
             self._buffer.changed.notify_all()
 
-    def __del__(self) -> None:
+    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         # The condition's lock is reentrant: the collector may run this in a thread that holds it, and all others hold
         # it for a moment only.
-        if hasattr(self, "_thread"):
+        if not exiting() and hasattr(self, "_thread"):
             self._end()
 
 
