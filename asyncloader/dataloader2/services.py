@@ -11,7 +11,7 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.utils.data.graph import traverse_dps
 
@@ -74,11 +74,12 @@ class ReadingServiceInterface(ABC):
     def finalize_iteration(self) -> None:  # noqa: B027
         """End an epoch."""
 
-    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        if (
-            not exiting() and getattr(self, "_end_datapipe", self) is not None
-        ):  # ours: None when there is nothing to end
-            end_soon(self.finalize)
+    if not TYPE_CHECKING:  # for type checkers a service of the user's may have one of its own, without arguments
+
+        def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+            nothing = getattr(self, "_end_datapipe", self) is None  # to end: of a service of ours
+            if not exiting() and not nothing:
+                end_soon(self.finalize)
 
 
 class CheckpointableReadingServiceInterface(ReadingServiceInterface):

@@ -51,7 +51,7 @@ class Recording(ReadingServiceInterface):
         if type(self).__name__ in ("Recording", "Saving"):
             self.calls.append(f"finalize{self.name}")
 
-    def __del__(self, **_: Any) -> None:
+    def __del__(self) -> None:
         pass  # the original, of which the loader has a clone
 
 
