@@ -21,11 +21,11 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nhi"
 
 
 @contextmanager
-def silent_port() -> Generator[int]:
-    """A port where nothing listens. Nobody else can have it meanwhile."""
+def silent() -> Generator[tuple[socket.socket, int]]:
+    """A socket that does not listen, and its port, which nobody else can have meanwhile."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        yield int(sock.getsockname()[1])
+        yield sock, int(sock.getsockname()[1])
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -54,7 +54,7 @@ class Told(logging.Handler):
 async def test_a_wrong_address_is_told_soon() -> None:
     """The error has host, cause, tries and option; a second read adds one attempt to the first one's, and no time."""
     retry = RetryPolicy(first_contact_s=0.3, first_delay_s=0.01, cap_s=0.02)
-    with silent_port() as port:
+    with silent() as (_, port):
         url = f"http://127.0.0.1:{port}"
         async with HttpTransport(url, retry=retry) as transport:
             with pytest.raises(ReadFailed) as caught:
@@ -78,7 +78,7 @@ async def test_a_wrong_address_is_told_soon() -> None:
 def test_a_loader_tells_it_too(workers: int) -> None:
     """Looking for sizes and reading share the time."""
     retry = RetryPolicy(first_contact_s=0.3, first_delay_s=0.01, cap_s=0.02)
-    with silent_port() as port:
+    with silent() as (_, port):
         dataset = RemoteIterableDataset(f"http://127.0.0.1:{port}/x.tar", storage_options={"retry": retry})
         with pytest.raises(ReadFailed, match=r"no answer at all within 0\.3 s"):
             next(iter(DataLoader(dataset, num_workers=workers)))
@@ -95,15 +95,14 @@ def told() -> Iterator[Told]:
 async def test_a_store_that_comes_back_is_told(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line when it has not answered for some seconds, one when it does, and none in a healthy run."""
     monkeypatch.setattr(download, "_SILENT_S", -1.0)
-    with silent_port() as port:
-        pass
-    root = f"http://127.0.0.1:{port}"
-    async with HttpTransport(root, retry=PATIENT) as transport:
-        reading = asyncio.ensure_future(transport.read("a"))
-        await told.event.wait()
-        async with await asyncio.start_server(answer, "127.0.0.1", port):
-            assert await reading == b"hi"
-            assert await transport.read("a") == b"hi"
+    with silent() as (sock, port):
+        root = f"http://127.0.0.1:{port}"
+        async with HttpTransport(root, retry=PATIENT) as transport:
+            reading = asyncio.ensure_future(transport.read("a"))
+            await told.event.wait()
+            async with await asyncio.start_server(answer, sock=sock):
+                assert await reading == b"hi"
+                assert await transport.read("a") == b"hi"
     assert len(told.lines) == 2
     assert told.lines[0].startswith(f"WARNING {root} has not answered for ")
     assert told.lines[0].endswith("; it is tried for 15 s, then the read fails")
