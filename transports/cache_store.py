@@ -41,7 +41,8 @@ from asyncloader.transports.cache_layout import (
     fill_name,
     storable_etag,
 )
-from asyncloader.transports.cache_usage import OPEN_FLAGS, CacheCounts, CacheUsage, same_file, try_lock
+from asyncloader.transports.cache_usage import OPEN_FLAGS, CacheCounts, CacheUsage
+from asyncloader.transports.file_lock import same_file, try_lock
 
 __all__ = [
     "CacheEntry",

@@ -22,7 +22,6 @@ rewrite unfinished files are counted before finished ones.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
@@ -39,8 +38,9 @@ from asyncloader.transports.cache_layout import (
     sum_added,
     sum_changes,
 )
+from asyncloader.transports.file_lock import same_file, try_lock
 
-__all__ = ["OPEN_FLAGS", "CacheCounts", "CacheUsage", "same_file", "try_lock"]
+__all__ = ["OPEN_FLAGS", "CacheCounts", "CacheUsage"]
 
 OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
 """For every open in the directory: links are never followed, so nothing outside of it is touched."""
@@ -260,26 +260,6 @@ class CacheUsage:
                     os.unlink(path)
             finally:
                 os.close(descriptor)
-
-
-def try_lock(descriptor: int) -> bool:
-    """Lock an open file for this descriptor; False if another descriptor has the lock.
-
-    The lock ends with the descriptor, also when its process dies; a forked child that inherited it holds it, too.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def same_file(descriptor: int, path: str) -> bool:
-    """Return whether `path` still names the open file."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
-    except FileNotFoundError:
-        return False
 
 
 def _scan(directory: str) -> list[os.DirEntry[str]]:

@@ -5,6 +5,7 @@ Data path: graph -> [adapter] -> DataLoader2.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "Adapter",
     "CacheTimeout",
     "FullSync",
+    "InvalidateCache",
     "PinMemory",
     "PrefetchPolicy",
     "ShardingPolicy",
@@ -68,8 +70,48 @@ class CacheTimeout(Adapter):
     def __call__(self, datapipe: DataPipe) -> DataPipe:
         """See `Adapter`."""
         for each in list_dps(traverse_dps(datapipe)):
-            if type(each).__name__.startswith("_WaitPendingCacheItem"):
+            if has_form(each, "end_caching") or type(each).__name__.startswith(_WAITS):
                 each.set_timeout(self.timeout)
+        return datapipe
+
+
+_WAITS = "_WaitPendingCacheItem"
+"""The name of the part of torchdata's caches that waits: its ``end_caching`` makes several."""
+
+
+class InvalidateCache(Adapter):
+    """Has the caches of a graph filled anew: what was cached before this adapter was made counts as not cached.
+
+    Ranks and workers that share a cache directory fill it once: give all of them the same time.
+
+    Args:
+        before: nanoseconds since 1970; default None: now.
+
+    Raises:
+        RuntimeError: when applied: a cache on disk is torchdata's, which cannot be invalidated; or there is no cache.
+    """
+
+    def __init__(self, before: int | None = None) -> None:
+        self.before = time.time_ns() if before is None else before
+
+    def __call__(self, datapipe: DataPipe) -> DataPipe:
+        """See `Adapter`."""
+        caches = 0
+        each: Any
+        for each in list_dps(traverse_dps(datapipe)):
+            if type(each).__name__.startswith(_WAITS):
+                raise RuntimeError(
+                    "InvalidateCache needs asyncloader's `on_disk_cache`: delete the files of torchdata's"
+                )
+            if has_form(each, "end_caching"):
+                each.invalidate(self.before)
+            elif has_form(each, "in_memory_cache"):
+                each.cache, each.idx = None, 0
+            else:
+                continue
+            caches += 1
+        if not caches:
+            raise RuntimeError("InvalidateCache needs an `on_disk_cache` or an `in_memory_cache` in the graph")
         return datapipe
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import IterDataPipe, MapDataPipe
 
 __all__ = ["has_form", "is_replicable", "register_form"]
 
-_OURS: dict[str, type] = {}
+_OURS: dict[str, Callable[..., Any]] = {}
 
 
 class _Form:
@@ -34,12 +34,12 @@ class _Form:
         return functools.partial(self._registry.get(self._name, self._made), datapipe)
 
 
-def register_form(name: str, made: type, owner: type = IterDataPipe) -> None:
+def register_form(name: str, made: Callable[..., Any], owner: type = IterDataPipe) -> None:
     """Let ``datapipe.name(...)`` make one of ours, as long as nobody else has registered the name.
 
     Args:
         name: of the form.
-        made: the class; its first argument is the datapipe.
+        made: the class, or a function; its first argument is the datapipe.
         owner: whose form it is: `IterDataPipe` (default) or `MapDataPipe`.
     """
     assert owner in (IterDataPipe, MapDataPipe)

@@ -1,0 +1,83 @@
+"""The form `in_memory_cache`: keeps what the first epoch read.
+
+Data path: graph -> [in_memory_cache] -> graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterDataPipe
+
+__all__ = ["InMemoryCacheHolder"]
+
+
+class InMemoryCacheHolder(IterDataPipe[Any]):
+    """Form ``in_memory_cache``. Keeps the items of the first epoch that is read to its end, for those after it.
+
+    Beyond its size it keeps the last items of the epoch, and the others are read again in each. Each process has one of
+    its own. The items are the same objects in each epoch, in the same order: shuffle after this part, not before.
+
+    Args:
+        source_dp: is read.
+        size: of the kept items in MiB: tensors and arrays by their elements, other objects as `sys.getsizeof` has them.
+            Default None: no limit.
+    """
+
+    def __init__(self, source_dp: Any, size: float | None = None) -> None:
+        self.source_dp = source_dp
+        self.size = None if size is None else int(size * (1 << 20))
+        self.cache: deque[Any] | None = None
+        self.idx = 0  # items before the kept ones
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.cache:
+            if self.idx:
+                yield from itertools.islice(self.source_dp, self.idx)
+            yield from self.cache
+            return
+        kept: deque[Any] = deque()
+        sizes: deque[int] = deque()
+        total = passed = 0
+        for item in self.source_dp:
+            kept.append(item)
+            if self.size is not None:
+                sizes.append(_size(item))
+                total += sizes[-1]
+                while total > self.size:
+                    total -= sizes.popleft()
+                    kept.popleft()
+                    passed += 1
+            yield item
+        self.cache, self.idx = kept, passed
+
+    def __len__(self) -> int:
+        try:
+            return len(self.source_dp)
+        except TypeError:
+            if self.cache:
+                return self.idx + len(self.cache)
+            raise TypeError(
+                f"{type(self).__name__} instance doesn't have valid length until the cache is loaded."
+            ) from None
+
+    def __getstate__(self) -> Any:
+        state = {**self.__dict__, "cache": None, "idx": 0}
+        return state if IterDataPipe.getstate_hook is None else IterDataPipe.getstate_hook(state)
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value.nbytes
+    size = sys.getsizeof(value)
+    if isinstance(value, dict):
+        return size + sum(_size(key) + _size(each) for key, each in value.items())
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return size + sum(map(_size, value))
+    return size

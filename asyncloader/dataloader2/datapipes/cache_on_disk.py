@@ -1,0 +1,198 @@
+"""The forms `on_disk_cache` and `end_caching`: what the parts between them make of an item is written to files, once.
+
+Data path: graph -> [on_disk_cache] -> parts that download, decompress, ... -> [end_caching: files] -> paths -> graph.
+
+An item that is not cached goes through the parts between on its own, while this process alone has the right to write
+its files. That right is given back before the paths are given out, so no reader ever waits for a slower reader. Paths
+come in the order of the items, whatever was cached before: an epoch that is resumed finds more files than the first
+time, and gives the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import IO, Any, NoReturn
+
+from torch.utils.data import IterDataPipe
+from torch.utils.data.graph import traverse_dps
+
+from asyncloader.dataloader2.datapipes.cache_files import CacheFiles
+from asyncloader.dataloader2.datapipes.file_claim import claimed
+from asyncloader.dataloader2.datapipes.forms import has_form, is_replicable
+from asyncloader.dataloader2.graph.utils import list_dps
+
+__all__ = ["EndOnDiskCacheHolder", "OnDiskCacheHolder"]
+
+_MODES = {"wb": "wb", "b": "wb", "w": "wt", "wt": "wt", "t": "wt"}
+
+
+class OnDiskCacheHolder(IterDataPipe[Any]):
+    """Form ``on_disk_cache``. What comes after it, up to ``end_caching``, is done for items that are not cached.
+
+    Args:
+        source_datapipe: is read item by item.
+        filepath_fn: from an item to the path of its file; default None: the item is the path.
+        hash_dict: hashes of files by their paths, in hexadecimal digits; default None. A file that has another one, or
+            none here, is not cached. Files are read whole for it in each epoch.
+        hash_type: ``"sha256"`` (default) or ``"md5"``.
+        extra_check_fn: from the path of an item's file that exists to whether it is valid; default None: it is.
+
+    Raises:
+        ValueError: there is no such type of hash.
+        RuntimeError: it is read before ``end_caching`` was called.
+    """
+
+    def __init__(
+        self,
+        source_datapipe: Any,
+        filepath_fn: Callable[[Any], str | os.PathLike[str]] | None = None,
+        hash_dict: dict[str, str] | None = None,
+        hash_type: str = "sha256",
+        extra_check_fn: Callable[[str], bool] | None = None,
+    ) -> None:
+        self.source_datapipe = source_datapipe
+        self.filepath_fn = filepath_fn
+        self.files = CacheFiles(hash_dict, hash_type, extra_check_fn)
+        self.ended = False
+        self.missing: list[Any] = []  # the item that is written now, for the parts between
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.ended:
+            raise RuntimeError("Please call `end_caching()` before iteration.")
+        yield from self.missing
+
+    def __add__(self, other: Any) -> NoReturn:
+        raise RuntimeError("`OnDiskCacheHolder` doesn't support add operation")
+
+
+class EndOnDiskCacheHolder(IterDataPipe[str]):
+    """Form ``end_caching``. Writes what comes to files, and gives the paths of these and of those that were cached.
+
+    The parts since ``on_disk_cache`` make pairs of path and content of each item: one with the item's own path, or any
+    number with other ones. They begin anew with each item. An item of which they make nothing is not cached. If other
+    processes, ranks or jobs write the same item, one of them does, and the others wait for it.
+
+    Args:
+        datapipe: gives the pairs.
+        mode: ``"wb"`` (default) or ``"wt"`` (UTF-8).
+        filepath_fn: from the first of a pair to the path; default None: it is the path.
+        same_filepath_fn: take ``filepath_fn`` of ``on_disk_cache``; default False.
+        skip_read: the second of a pair is the content: bytes, or a string. Default False: it is an open file, or an
+            iterable of such pieces, and is closed at its end.
+        timeout: seconds to wait for another process that writes the item; default 300.
+
+    Raises:
+        ValueError: two functions for paths; a mode that is none of these; between the two forms is a part that shares
+            items among processes, or that is not replicable; two files of an item have the same path.
+        RuntimeError: no ``on_disk_cache`` is before it, or that has an end already; a hash is wrong, or missing.
+        TypeError: no pairs come, or their content is not what `skip_read` says.
+        TimeoutError: another process did not write the item in time.
+    """
+
+    def __init__(
+        self,
+        datapipe: Any,
+        mode: str = "wb",
+        filepath_fn: Callable[[Any], str | os.PathLike[str]] | None = None,
+        *,
+        same_filepath_fn: bool = False,
+        skip_read: bool = False,
+        timeout: float = 300,
+    ) -> None:
+        if filepath_fn is not None and same_filepath_fn:
+            raise ValueError("`filepath_fn` is mutually exclusive with `same_filepath_fn`")
+        if mode not in _MODES:
+            raise ValueError(f"mode should be one of {', '.join(_MODES)}, not {mode!r}")
+        self._holder = _holder_before(datapipe)
+        self._holder.ended = True
+        self.datapipe = datapipe
+        self.mode = _MODES[mode]
+        self.filepath_fn = self._holder.filepath_fn if same_filepath_fn else filepath_fn
+        self.skip_read = skip_read
+        self.timeout = timeout
+
+    def set_timeout(self, timeout: float) -> None:
+        """Set the seconds to wait for another process."""
+        self.timeout = timeout
+
+    def invalidate(self, before: int) -> None:
+        """Have what was written before count as not cached.
+
+        Args:
+            before: nanoseconds since 1970.
+        """
+        self._holder.files.valid_from = before
+
+    def __iter__(self) -> Iterator[str]:
+        found = self._holder.files.found
+        for item in self._holder.source_datapipe:
+            path = _path(item, self._holder.filepath_fn)
+            files = found(path)
+            if files is None:
+                with claimed(path, self.timeout):
+                    files = found(path) or self._written(item, path)
+            yield from files
+
+    def _written(self, item: Any, path: str) -> list[str]:
+        files: list[str] = []
+        cache = self._holder.files
+        self._holder.missing = [item]
+        try:
+            for pair in self.datapipe:
+                if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                    raise TypeError(f"`end_caching` needs pairs of a path and its content, not {type(pair).__name__}")
+                file = _path(pair[0], self.filepath_fn)
+                if file in files:
+                    raise ValueError(f"two files of {path} have the same path: {file}")
+                cache.write(file, path, self.mode, partial(self._write, pair[1], file))
+                files.append(file)
+        finally:
+            self._holder.missing = []
+        cache.complete(path, files)
+        return files
+
+    def _write(self, content: Any, file: str, opened: IO[Any]) -> None:
+        if isinstance(content, (bytes, bytearray, memoryview, str)) != self.skip_read:
+            raise TypeError(
+                f"the content of {file} is {type(content).__name__}: `end_caching` takes bytes and strings with "
+                "skip_read=True, and open files without it"
+            )
+        if self.skip_read:
+            opened.write(content)
+            return
+        try:
+            opened.writelines(content)
+        finally:
+            if callable(close := getattr(content, "close", None)):
+                close()
+
+
+def _path(value: Any, function: Callable[[Any], str | os.PathLike[str]] | None) -> str:
+    path = os.fspath(value if function is None else function(value))
+    if not isinstance(path, str):
+        raise TypeError(f"a cached file's path should be a string, not {type(path).__name__}")
+    return path
+
+
+def _holder_before(datapipe: Any) -> OnDiskCacheHolder:
+    """The nearest ``on_disk_cache`` without an end; checks the parts after it."""
+    holders = [each for each in list_dps(traverse_dps(datapipe)) if isinstance(each, OnDiskCacheHolder)]
+    for holder in holders:
+        if not holder.ended:
+            break
+    else:
+        if holders:
+            raise RuntimeError("`end_caching` can only be invoked once per `OnDiskCacheHolder`")
+        raise RuntimeError("Expected `OnDiskCacheHolder` existing in pipeline when `end_caching` is invoked")
+    for each in list_dps(traverse_dps(datapipe), exclude_dps=[holder]):
+        if not is_replicable(each) or any(has_form(each, form) for form in _SHARING):
+            raise ValueError(
+                f"{type(each).__name__} is between `on_disk_cache` and `end_caching`, where each item goes through "
+                "alone: put it before or after them"
+            )
+    return holder
+
+
+_SHARING = ("sharding_filter", "sharding_round_robin_dispatch")

@@ -1,0 +1,41 @@
+"""Locks open files against other processes. The kernel lets go of a lock when its process ends, however it ends.
+
+Data path: none; beside `cache_usage`, and the files of DataLoader2's caches.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+__all__ = ["same_file", "try_lock", "unlock", "wait_for_lock"]
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file for this descriptor; False if another descriptor has the lock.
+
+    The lock ends with the descriptor, also when its process dies; a forked child that inherited it holds it, too.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def wait_for_lock(descriptor: int) -> None:
+    """`try_lock`, but wait until it succeeds."""
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def unlock(descriptor: int) -> None:
+    """Let go of a lock, also for forked children that inherited the descriptor."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def same_file(descriptor: int, path: str) -> bool:
+    """Return whether `path` still names the open file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False
