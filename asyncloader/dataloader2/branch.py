@@ -10,13 +10,10 @@ than one chunk of each at hand.
 from __future__ import annotations
 
 import pickle
-import random
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, get_worker_info
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
@@ -31,7 +28,7 @@ from asyncloader.dataloader2.random._philox import PhiloxEngine
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.dataloader2.services import Change, InitFn, ResetFn
 from asyncloader.dataloader2.utils.dispatch import _DummyIterDataPipe, find_non_dispatching_branches
-from asyncloader.dataloader2.utils.worker import WorkerInfo
+from asyncloader.dataloader2.utils.worker import WorkerInfo, seed_process
 from asyncloader.loader import DataLoader
 
 __all__ = ["Branch", "Chunk", "Interleaved"]
@@ -124,9 +121,7 @@ class Branch(IterableDataset[Chunk]):
         if order.iter_reset_fn is not None:
             datapipe = order.iter_reset_fn(datapipe)
         seeds = order.seed_generator.spawn(worker.worker_id)
-        random.seed(seeds.generate_seed())
-        torch.manual_seed(seeds.generate_seed())
-        np.random.seed(seeds.generate_seed() & 0xFFFFFFFF)
+        seed_process(seeds)
         datapipe = set_graph_random_seed(datapipe, seeds)
         if self._reset_fn is not None:
             datapipe = self._reset_fn(datapipe, worker, seeds)
