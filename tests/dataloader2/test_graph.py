@@ -39,6 +39,7 @@ from asyncloader.dataloader2.graph._serialization import (
     extract_wrapper,
     serialize_datapipe,
 )
+from asyncloader.dataloader2.graph.picture import to_graph
 from asyncloader.dataloader2.graph.utils import _find_replicable_branches, end_of
 from asyncloader.dataloader2.linter import _check_shuffle_before_sharding
 from asyncloader.dataloader2.random import SeedGenerator
@@ -178,6 +179,22 @@ def test_branches() -> None:
     assert find_lca_round_robin_sharding_dp(traverse_dps(beside)) is None
     assert beside in find_non_dispatching_branches(traverse_dps(end))
     assert find_non_dispatching_branches(traverse_dps(beside)) == [beside]
+
+
+def test_picture() -> None:
+    """A box for each part, an arrow to each that reads it; the readers of a fork only if they are wanted."""
+    first, second = numbers(3).fork(2)
+    end = first.map(double).zip(second)
+
+    def drawn(debug: bool) -> tuple[list[str], int]:
+        lines = to_graph(end, debug=debug).source.splitlines()
+        return sorted(line.split("label=")[1].split()[0] for line in lines if "label" in line), sum(
+            "->" in line for line in lines
+        )
+
+    assert drawn(debug=False) == (["Forker", "IterableWrapper", "Mapper", "Zipper"], 4)
+    boxes, arrows = drawn(debug=True)
+    assert (boxes.count("ChildDataPipe"), len(boxes), arrows) == (2, 6, 6)
 
 
 def test_linter() -> None:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterDataPipe, MapDataPipe
 
-from asyncloader.dataloader2.communication import iter as iter_loop
-from asyncloader.dataloader2.communication import map as map_loop
+import asyncloader.dataloader2.communication.iter as iter_loop
+import asyncloader.dataloader2.communication.map as map_loop
 from asyncloader.dataloader2.communication.protocol import (
     IterDataPipeQueueProtocolServer,
     MapDataPipeQueueProtocolServer,

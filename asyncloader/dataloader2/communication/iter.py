@@ -16,7 +16,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import IterDataPipe
 from torch.utils.data.graph import traverse_dps
 
-from asyncloader.dataloader2.communication import messages
+import asyncloader.dataloader2.communication.messages as messages  # noqa: PLR0402 - the package imports this module
 from asyncloader.dataloader2.communication.protocol import (
     Change,
     EmptyQueue,

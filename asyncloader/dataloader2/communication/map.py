@@ -11,7 +11,7 @@ from typing import Any
 from torch._utils import ExceptionWrapper
 from torch.utils.data import MapDataPipe
 
-from asyncloader.dataloader2.communication import messages
+import asyncloader.dataloader2.communication.messages as messages  # noqa: PLR0402 - the package imports this module
 from asyncloader.dataloader2.communication.iter import NotAvailable, default_not_available_hook
 from asyncloader.dataloader2.communication.protocol import (
     EmptyQueue,

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch._utils import ExceptionWrapper
 
-from asyncloader.dataloader2.communication import messages
+import asyncloader.dataloader2.communication.messages as messages  # noqa: PLR0402 - the package imports this module
 from asyncloader.dataloader2.graph.utils import DataPipe
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 
