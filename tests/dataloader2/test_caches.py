@@ -246,7 +246,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"Please call `end_caching\(\)` before iteration"):
         list(cache.map(double))
     with pytest.raises(RuntimeError, match="`OnDiskCacheHolder` doesn't support add operation"):
-        cache + cache
+        _ = cache + cache
     with pytest.raises(RuntimeError, match="Expected `OnDiskCacheHolder` existing in pipeline"):
         numbers(2).end_caching()
     with pytest.raises(ValueError, match="`filepath_fn` is mutually exclusive with `same_filepath_fn`"):

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,7 +56,7 @@ METHODS = ["fork", "spawn"]
 
 
 @contextmanager
-def in_thread(*graphs: Any, kind: Any = IterDataPipeQueueProtocolClient) -> Iterator[list[Any]]:
+def in_thread(*graphs: Any, kind: Any = IterDataPipeQueueProtocolClient) -> Generator[list[Any]]:
     """Clients of a loop in a thread, for each graph one."""
     pairs = [(ThreadingQueue(), ThreadingQueue()) for _ in graphs]
     clients = [kind(*pair) for pair in pairs]
@@ -78,7 +78,7 @@ def in_thread(*graphs: Any, kind: Any = IterDataPipeQueueProtocolClient) -> Iter
 
 
 @contextmanager
-def in_process(graph: Any, method: str = "fork", **options: Any) -> Iterator[Any]:
+def in_process(graph: Any, method: str = "fork", **options: Any) -> Generator[Any]:
     """The process and its client; it must end by itself."""
     context = multiprocessing.get_context(method)
     child, requests, responses = CreateProcessForDataPipeline(context, graph, "worker process", INFO, **options)

@@ -10,7 +10,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch._utils import ExceptionWrapper
 from torch.utils.data import IterDataPipe
@@ -70,7 +70,7 @@ class NonBlocking(IterDataPipe[Any]):
     calls the hook between two questions.
     """
 
-    not_available_hook: Callable[[], object] | None = staticmethod(default_not_available_hook)
+    not_available_hook: ClassVar[Any] = default_not_available_hook  # a function without arguments, or None
 
     def __iter__(self) -> Iterator[Any]:
         self.reset_iterator()
@@ -100,7 +100,7 @@ class NonBlocking(IterDataPipe[Any]):
     @staticmethod
     def register_not_available_hook(hook_function: Callable[[], object] | None) -> None:
         """Have a function called between two questions, for all datapipes of this process; None: ask again at once."""
-        NonBlocking.not_available_hook = None if hook_function is None else staticmethod(hook_function)
+        NonBlocking.not_available_hook = hook_function
 
 
 def EnsureNonBlockingDataPipe(validated_datapipe: Any) -> Any:  # noqa: N802 - as in torchdata

@@ -6,7 +6,7 @@ Data path: datapipe -> [map: DataPipeBehindQueues] -> response queue -> [map: Qu
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, ClassVar
 
 from torch._utils import ExceptionWrapper
 from torch.utils.data import MapDataPipe
@@ -39,7 +39,7 @@ class NonBlockingMap(MapDataPipe[Any]):
     and calls the hook between two questions.
     """
 
-    not_available_hook: Callable[[], object] | None = staticmethod(default_not_available_hook)
+    not_available_hook: ClassVar[Any] = default_not_available_hook  # a function without arguments, or None
 
     def __getitem__(self, index: Any) -> Any:
         return self._asked(lambda: self.nonblocking_getitem(index))
@@ -67,7 +67,7 @@ class NonBlockingMap(MapDataPipe[Any]):
     @staticmethod
     def register_not_available_hook(hook_function: Callable[[], object] | None) -> None:
         """Have a function called between two questions, for all datapipes of this process; None: ask again at once."""
-        NonBlockingMap.not_available_hook = None if hook_function is None else staticmethod(hook_function)
+        NonBlockingMap.not_available_hook = hook_function
 
 
 def EnsureNonBlockingMapDataPipe(validated_datapipe: Any) -> Any:  # noqa: N802 - as in torchdata

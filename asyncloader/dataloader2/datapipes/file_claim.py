@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,7 +26,7 @@ _TELL_AFTER = 10.0
 
 
 @contextmanager
-def claimed(path: str, timeout: float) -> Iterator[None]:
+def claimed(path: str, timeout: float) -> Generator[None]:
     """Have the right to write `path` within the block. Its directory is made if need be.
 
     Args:
