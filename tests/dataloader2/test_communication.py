@@ -6,6 +6,7 @@ import functools
 import multiprocessing
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -384,7 +385,7 @@ input()
         pidfd = os.pidfd_open(int(parent.stdout.readline()))
         parent.send_signal(signal.SIGKILL)
     try:
-        poll = __import__("select").poll()
+        poll = select.poll()
         poll.register(pidfd)
         assert poll.poll(60_000)
     finally:

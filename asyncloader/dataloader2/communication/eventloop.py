@@ -153,8 +153,9 @@ def CreateProcessForDataPipeline(  # noqa: N802
         ``(process, request queue, response queue)``. The caller starts the process, has it end by a `TerminateRequest`,
         takes the last response, and joins it.
     """
-    process, requests, responses = CreateProcessForMultipleDataPipelines(
-        multiprocessing_ctx, [datapipe], process_name, worker_info, custom_reset_fn, call_on_process_init, several=False
+    functions = (call_on_process_init, custom_reset_fn)
+    process, requests, responses = _process(
+        multiprocessing_ctx, _answer_one, [datapipe], process_name, worker_info, *functions
     )
     return process, requests[0], responses[0]
 
@@ -165,28 +166,36 @@ def CreateProcessForMultipleDataPipelines(  # noqa: N802
     process_name: str,
     worker_info: WorkerInfo,
     custom_reset_fn: ResetFn | None = None,
-    call_on_process_init: Callable[[DataPipe], DataPipe] | None = None,
-    *,
-    several: bool = True,
 ) -> tuple[Any, list[Any], list[Any]]:
-    """Make a process for `MultipleDataPipesToQueuesLoop`. The arguments are those of `CreateProcessForDataPipeline`.
+    """Make a process for `MultipleDataPipesToQueuesLoop`.
+
+    Args:
+        multiprocessing_ctx: of `multiprocessing`; says how the process is started.
+        datapipes: the ends of the graph.
+        process_name: see `DataPipeToQueuesLoop`, as of the following.
+        worker_info: see there.
+        custom_reset_fn: see there.
 
     Returns:
         ``(process, request queues, response queues)``, as by `CreateProcessForDataPipeline`.
     """
+    functions = (None, custom_reset_fn)
+    return _process(
+        multiprocessing_ctx, MultipleDataPipesToQueuesLoop, list(datapipes), process_name, worker_info, *functions
+    )
+
+
+def _process(
+    multiprocessing_ctx: Any,
+    loop: Callable[..., None],
+    datapipes: list[DataPipe],
+    process_name: str,
+    worker_info: WorkerInfo,
+    *functions: Any,
+) -> tuple[Any, list[Any], list[Any]]:
     requests, responses = ([multiprocessing_ctx.Queue() for _ in datapipes] for _ in range(2))
     process = multiprocessing_ctx.Process(
-        target=_in_process,
-        args=(
-            several,
-            list(datapipes),
-            requests,
-            responses,
-            process_name,
-            worker_info,
-            call_on_process_init,
-            custom_reset_fn,
-        ),
+        target=_in_process, args=(loop, datapipes, requests, responses, process_name, worker_info, *functions)
     )
 
     def died() -> WorkerDied:
@@ -208,8 +217,15 @@ def _parent() -> int | None:
     return None if parent is None else parent.sentinel
 
 
+def _answer_one(
+    source_datapipes: Sequence[DataPipe], req_queues: Sequence[Any], res_queues: Sequence[Any], *rest: Any
+) -> None:
+    """`DataPipeToQueuesLoop`, with the arguments of `MultipleDataPipesToQueuesLoop`."""
+    DataPipeToQueuesLoop(source_datapipes[0], req_queues[0], res_queues[0], *rest)
+
+
 def _in_process(
-    several: bool,
+    loop: Callable[..., None],
     datapipes: list[DataPipe],
     requests: list[Any],
     responses: list[Any],
@@ -224,10 +240,7 @@ def _in_process(
         [WatchedQueue(each, _parent, _ParentEndedError) for each in each_of] for each_of in (requests, responses)
     )
     try:
-        if several:
-            MultipleDataPipesToQueuesLoop(datapipes, asked, given, process_name, worker_info, *functions)
-        else:
-            DataPipeToQueuesLoop(datapipes[0], asked[0], given[0], process_name, worker_info, *functions)
+        loop(datapipes, asked, given, process_name, worker_info, *functions)
     except _ParentEndedError:
         for each in responses:
             each.cancel_join_thread()  # nobody reads what is not written yet
