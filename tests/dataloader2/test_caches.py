@@ -323,7 +323,8 @@ def test_cache_timeout_and_invalidation(tmp_path: Path) -> None:
         with DataLoader2[str](graph, adapters, MultiProcessingReadingService(2)) as loader:
             assert [list(loader), list(loader)] == [files] * 2
     assert sorted(made(tmp_path)) == ["0", "0", "1", "1", "2", "2"]
-    with DataLoader2[str](graph, InvalidateCache(Path(files[0]).stat().st_mtime_ns)) as loader:
+    oldest = min(Path(file).stat().st_mtime_ns for file in files)
+    with DataLoader2[str](graph, InvalidateCache(oldest)) as loader:
         assert list(loader) == files
     assert len(made(tmp_path)) == 6
     memory: Any = numbers(2).in_memory_cache()
