@@ -82,7 +82,7 @@ docs: $(VENV)/.stamp-docs ## build the pages into build/docs; a warning is an er
 	@echo "built build/docs/index.html"
 
 clean: ## remove everything that make made
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(REFERENCE_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # Which extras each target installs. One stamp each: `make demo` must not wait for the linters.

@@ -69,23 +69,23 @@ def _or_from_text(init: Callable[Concatenate[_Error, _P], None]) -> Callable[Con
 
     @functools.wraps(init)
     def either(self: _Error, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        if not kwargs and _is_text(args):
+        if not kwargs and len(args) == 1 and isinstance(args[0], str):
             Exception.__init__(self, *args)
         else:
             init(self, *args, **kwargs)
+            vars(self)["_has_parts"] = True
 
     return either
-
-
-def _is_text(args: tuple[Any, ...]) -> bool:
-    return len(args) == 1 and isinstance(args[0], str)
 
 
 class LoaderError(Exception):
     """Root of the loader's own errors."""
 
+    # Not told from `args`: torch's datapipes replace those of what passes through them.
+    _has_parts = False
+
     def __str__(self) -> str:
-        return super().__str__() if _is_text(self.args) else self._sentence()
+        return self._sentence() if self._has_parts else super().__str__()
 
     def _sentence(self) -> str:
         """The text that is made from the attributes, if the error was not made from a text."""

@@ -4,9 +4,11 @@ import importlib
 import pickle
 import pkgutil
 import signal
+from collections.abc import Iterator
 
 import pytest
 from torch._utils import ExceptionWrapper
+from torch.utils.data import IterDataPipe
 
 import asyncloader
 from asyncloader.errors import (
@@ -96,6 +98,23 @@ def test_error_is_made_from_a_text(kind: type[LoaderError]) -> None:
     for error in (kind("what\nhappened"), pickle.loads(pickle.dumps(kind("what\nhappened")))):
         assert (str(error), error.args) == ("what\nhappened", ("what\nhappened",))
         assert [name for name in attributes if getattr(error, name) not in NOTHING] == []
+
+
+@pytest.mark.parametrize("error", [error for error in ALL if error._has_parts], ids=lambda e: type(e).__name__)
+def test_error_passes_through_a_datapipe(error: LoaderError) -> None:
+    """torch's datapipes replace arguments that are no text. The error's own text stays, also in a copy."""
+
+    class Raising(IterDataPipe[None]):
+        def __iter__(self) -> Iterator[None]:
+            raise copied
+            yield
+
+    copied = pickle.loads(pickle.dumps(error))
+    with pytest.raises(type(error)) as caught:
+        list(Raising())
+    assert caught.value.args != error.args
+    for each in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert str(each) == str(error)
 
 
 @pytest.mark.parametrize("error", ALL, ids=lambda e: type(e).__name__)
