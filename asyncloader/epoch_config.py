@@ -27,6 +27,10 @@ __all__ = ["EpochConfig", "max_restarts"]
 
 _SEEDED_RESTARTS = 3
 _CONCURRENCY = 256
+_LOSS = (
+    "Its random numbers begin anew: the states of its generators were lost with it, so random augmentations differ "
+    "from those of an undisturbed run. With seed= they do not."
+)
 _OURS = frozenset((*DEFAULTS, *FIELD_NAMES))
 
 
@@ -98,6 +102,8 @@ class EpochConfig:
     """A service that has the workers; None: they are processes of this machine."""
     max_restarts: int
     """How often each worker may be replaced."""
+    loss: str
+    """What is lost with a worker that is replaced, for the warning; empty: nothing."""
     on_error: OnError
     max_skipped_samples: int | None
     device: DeviceLike
@@ -137,6 +143,7 @@ class EpochConfig:
             "ring_bytes": optional_size("ring_bytes", ours.ring_bytes),
             "worker_memory_limit": optional_size("worker_memory_limit", ours.worker_memory_limit),
             "max_restarts": max_restarts(ours.max_worker_restarts, seeded=seeded),
+            "loss": "" if seeded else getattr(type(dataset), "_asyncloader_loss", _LOSS),
         }
         as_given = {
             field.name: getattr(ours if field.name in _OURS else loader, field.name)

@@ -69,13 +69,17 @@ def _or_from_text(init: Callable[Concatenate[_Error, _P], None]) -> Callable[Con
 
     @functools.wraps(init)
     def either(self: _Error, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        if not kwargs and len(args) == 1 and isinstance(args[0], str):
+        if not kwargs and _is_text(args):
             Exception.__init__(self, *args)
         else:
             init(self, *args, **kwargs)
             vars(self)["_has_parts"] = True
 
     return either
+
+
+def _is_text(args: tuple[Any, ...]) -> bool:
+    return len(args) == 1 and isinstance(args[0], str)
 
 
 class LoaderError(Exception):

@@ -14,22 +14,21 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, get_worker_info
-from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
-from torch.utils.data.graph import traverse_dps
-from torch.utils.data.graph_settings import apply_sharding
+from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
 
 from asyncloader.dataloader2.dispatching import Dispatched, EpochOrder
 from asyncloader.dataloader2.graph._serialization import _pickled
 from asyncloader.dataloader2.graph.settings import set_graph_random_seed
-from asyncloader.dataloader2.graph.utils import DataPipe, find_dps, replace_dp
+from asyncloader.dataloader2.graph.utils import DataPipe
 from asyncloader.dataloader2.random._philox import PhiloxEngine
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.dataloader2.services import Change, InitFn, ResetFn
-from asyncloader.dataloader2.utils.dispatch import _DummyIterDataPipe, find_non_dispatching_branches
-from asyncloader.dataloader2.utils.worker import WorkerInfo, seed_process
+from asyncloader.dataloader2.utils.worker import WorkerInfo, seed_process, worker_graph
+from asyncloader.errors import WorkerDied
 from asyncloader.loader import DataLoader
+from asyncloader.option_objects import Recovery
 
 __all__ = ["Branch", "Chunk", "Interleaved"]
 
@@ -61,6 +60,11 @@ class Branch(IterableDataset[Chunk]):
         reset_fn: the same.
         dispatched: for each worker, what reads from the dispatching process; empty without one.
     """
+
+    _asyncloader_loss = (
+        "It reads its part of the graph again, with the epoch's seeds, and drops what had come before: if the items "
+        "follow from the seeds, none is lost and none comes twice."
+    )
 
     def __init__(
         self,
@@ -129,17 +133,11 @@ class Branch(IterableDataset[Chunk]):
         return datapipe
 
     def _initialized(self, worker: WorkerInfo) -> DataPipe:
-        datapipe = self._datapipe
-        graph = traverse_dps(datapipe)
-        for part in find_non_dispatching_branches(graph):
-            apply_sharding(part, worker.num_workers, worker.worker_id, SHARDING_PRIORITIES.MULTIPROCESSING)
-        for dummy in find_dps(graph, _DummyIterDataPipe):
-            graph = replace_dp(graph, dummy, self._dispatched[worker.worker_id])
-        datapipe = next(iter(graph.values()))[0]
-        if self._init_fn is not None:
-            datapipe = self._init_fn(datapipe, worker)
-            assert isinstance(datapipe, (IterDataPipe, MapDataPipe))
-        return datapipe
+        dispatched = self._dispatched[worker.worker_id] if self._dispatched else None
+        return worker_graph(self._datapipe, worker, self._init_fn, dispatched)
+
+
+_RESUME = "Mend what ended it, and go on from where this loader was: DataLoader2.from_state(loader.state_dict(), ...)."
 
 
 class Interleaved(IterDataPipe[Any]):
@@ -148,18 +146,37 @@ class Interleaved(IterDataPipe[Any]):
     It is not replicable.
 
     Args:
-        loader: of chunks.
+        branch: what the workers read.
+        restarts: how often each of them may be replaced in an epoch.
+        options: further ones of the loader that has the workers.
     """
 
-    def __init__(self, loader: DataLoader[Any, Any]) -> None:
-        self._loader: DataLoader[Any, Any] | None = loader
-        self._workers = loader.num_workers
+    def __init__(self, branch: Branch, restarts: int, **options: Any) -> None:
+        self._loader: DataLoader[Any, Any] | None = DataLoader(
+            branch,
+            batch_size=None,
+            collate_fn=_as_it_is,
+            persistent_workers=True,
+            generator=torch.Generator(),  # the global one is the user's
+            max_worker_restarts=restarts,
+            recovery=Recovery(allow_replay=True),
+            **options,
+        )
+        self._workers = self._loader.num_workers
+        self._no_more = (
+            f"It had been replaced {restarts} times in this epoch."
+            if restarts
+            else "It is not replaced, because what the dispatching process dealt to it is gone."
+        )
 
     def is_replicable(self) -> bool:
         """No: the main process has the workers."""
         return False
 
     def __iter__(self) -> Iterator[Any]:
+        return self._items()  # torch adds lines to the errors of a generator function
+
+    def _items(self) -> Iterator[Any]:
         assert self._loader is not None, "the workers have ended"
         chunks = iter(self._loader)
         waiting: list[deque[Any]] = [deque() for _ in range(self._workers)]
@@ -169,7 +186,7 @@ class Interleaved(IterDataPipe[Any]):
         while living or any(waiting):
             worker = (worker + 1) % self._workers
             while not waiting[worker] and worker in living:
-                chunk: Chunk = next(chunks)
+                chunk = self._next(chunks)
                 waiting[chunk.worker].extend(chunk.items)
                 if chunk.last:
                     living.discard(chunk.worker)
@@ -182,8 +199,20 @@ class Interleaved(IterDataPipe[Any]):
         for _ in chunks:  # to the end, at which the workers become free
             raise AssertionError("a worker gave a chunk after its last one")
 
+    def _next(self, chunks: Iterator[Chunk]) -> Chunk:
+        try:
+            return next(chunks)
+        except WorkerDied as error:
+            if "max_worker_restarts" not in error.advice:  # an option that a reading service does not have
+                raise
+            raise error.with_advice(f"{self._no_more} {_RESUME}") from None
+
     def shutdown(self) -> None:
         """End the workers, and wait for them. Idempotent."""
         loader, self._loader = self._loader, None
         if loader is not None:
             loader.close()
+
+
+def _as_it_is(chunk: Any) -> Any:
+    return chunk

@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import torch
 import torch.multiprocessing as mp
 from torch.utils.data.graph import traverse_dps
 
@@ -20,17 +19,23 @@ from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.dataloader2.services import (
     Change,
     InitFn,
+    LimitFn,
     ReadingServiceInterface,
     ResetFn,
     each_of_form,
     pause_graph,
+    reset_here,
     resume_graph,
     shutdown_graph,
 )
 from asyncloader.dataloader2.utils.dispatch import _DummyIterDataPipe, find_lca_round_robin_sharding_dp
-from asyncloader.loader import DataLoader
+from asyncloader.dataloader2.utils.worker import WorkerInfo, worker_graph
 
 __all__ = ["MultiProcessingReadingService", "PrototypeMultiProcessingReadingService"]
+
+
+_RESTARTS = 3
+"""How often each worker is replaced in an epoch, as by a loader with a seed."""
 
 
 class MultiProcessingReadingService(ReadingServiceInterface):
@@ -39,7 +44,8 @@ class MultiProcessingReadingService(ReadingServiceInterface):
     Each worker has a copy of the replicable part of the graph, in which a `sharding_filter` keeps its share. Parts that
     are not replicable, and those after them, stay in the main process. What comes up to a
     `sharding_round_robin_dispatch` runs in one process of its own. Items come in turn: one of worker 0, one of worker 1
-    and so on, so that the order is that of the graph without workers. Workers live until `finalize`.
+    and so on, so that the order is that of the graph without workers. Workers live until `finalize`. One that dies is
+    replaced, with a RuntimeWarning: the new one reads its part again with the epoch's seeds, and drops what had come.
 
     Args:
         num_workers: default 0: the graph is read in this process, with a warning.
@@ -52,6 +58,8 @@ class MultiProcessingReadingService(ReadingServiceInterface):
 
     Raises:
         AssertionError: at the first ``iter()``: no replicable part, or more than one.
+        WorkerDied: by ``next()``: a worker died that had been replaced three times in this epoch, or one of a graph
+            with a dispatching process, whose items are dealt only once; or that process died.
     """
 
     def __init__(
@@ -84,6 +92,8 @@ class MultiProcessingReadingService(ReadingServiceInterface):
         """See the interface. Starts the dispatching process, if there is one; the workers start with the first item."""
         if self.num_workers:
             datapipe = self._cut(datapipe)
+        else:
+            datapipe = worker_graph(datapipe, WorkerInfo(1, 0), self.worker_init_fn)
         self._end_datapipe = datapipe
         return datapipe
 
@@ -108,17 +118,13 @@ class MultiProcessingReadingService(ReadingServiceInterface):
         self._branch = Branch(
             branches[0], self.num_workers, most, self.worker_init_fn, self.worker_reset_fn, dispatched
         )
-        loader: DataLoader[Any, Any] = DataLoader(
+        self._interleaved = Interleaved(
             self._branch,
-            batch_size=None,
-            collate_fn=_as_it_is,
+            restarts=0 if dispatched else _RESTARTS,
             num_workers=self.num_workers,
             prefetch_factor=2,
-            persistent_workers=True,
             multiprocessing_context=context,
-            generator=torch.Generator(),  # the global one is the user's
         )
-        self._interleaved = Interleaved(loader)
         end = end_of(replace_dp(graph, branches[0], self._interleaved))
         if self.main_prefetch_cnt > 0 and not ahead:
             end = end.prefetch(self.main_prefetch_cnt)
@@ -129,7 +135,7 @@ class MultiProcessingReadingService(ReadingServiceInterface):
         assert self._end_datapipe is not None
         set_graph_random_seed(self._end_datapipe, seed_generator)
         if self._branch is None:
-            return iter_reset_fn
+            return reset_here(self._end_datapipe, self.worker_reset_fn, seed_generator, iter_reset_fn)
         order = self._branch.next_epoch(seed_generator, iter_reset_fn)
         if self._dispatcher is not None:
             self._dispatcher.begin(order)
@@ -153,19 +159,15 @@ class MultiProcessingReadingService(ReadingServiceInterface):
             if dispatcher is not None:
                 dispatcher.close()
 
-    def _pause(self) -> Change | None:
+    def _pause(self, pause_fn: Change | None = None) -> Change | None:
         # Workers go on until what they keep ready is full.
-        if self._end_datapipe is not None:
-            pause_graph(self._end_datapipe)
-        return None
+        return pause_graph(self._end_datapipe, pause_fn)
 
-    def _resume(self) -> Change | None:
-        if self._end_datapipe is not None:
-            resume_graph(self._end_datapipe)
-        return None
+    def _resume(self, resume_fn: Change | None = None) -> Change | None:
+        return resume_graph(self._end_datapipe, resume_fn)
 
-    def _limit(self, num_batches: int | None) -> None:  # noqa: ARG002 - the iterator counts
-        return None
+    def _limit(self, num_batches: int | None, limit_fn: LimitFn | None = None) -> LimitFn | None:  # noqa: ARG002
+        return limit_fn  # the iterator counts
 
 
 class PrototypeMultiProcessingReadingService(MultiProcessingReadingService):
@@ -179,7 +181,3 @@ class PrototypeMultiProcessingReadingService(MultiProcessingReadingService):
             stacklevel=2,
         )
         return MultiProcessingReadingService(*args, **kwargs)
-
-
-def _as_it_is(chunk: Any) -> Any:
-    return chunk

@@ -19,23 +19,29 @@ from asyncloader.dataloader2.datapipes.forms import has_form
 from asyncloader.dataloader2.graph.settings import set_graph_random_seed
 from asyncloader.dataloader2.graph.utils import DataPipe, list_dps
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
-from asyncloader.dataloader2.utils.worker import WorkerInfo
+from asyncloader.dataloader2.utils.worker import WorkerInfo, worker_graph
 
 __all__ = [
     "Change",
     "CheckpointableReadingServiceInterface",
     "InProcessReadingService",
     "InitFn",
+    "LimitFn",
     "ReadingServiceInterface",
     "ResetFn",
     "SequentialReadingService",
     "each_of_form",
     "end_soon",
+    "pause_graph",
+    "reset_here",
+    "resume_graph",
+    "shutdown_graph",
 ]
 
 Change: TypeAlias = Callable[[DataPipe], DataPipe]
 InitFn: TypeAlias = Callable[[DataPipe, WorkerInfo], DataPipe]
 ResetFn: TypeAlias = Callable[[DataPipe, WorkerInfo, SeedGenerator], DataPipe]
+LimitFn: TypeAlias = Callable[[DataPipe, int | None], DataPipe]
 
 
 def each_of_form(datapipe: DataPipe, *names: str) -> list[Any]:
@@ -94,21 +100,36 @@ class CheckpointableReadingServiceInterface(ReadingServiceInterface):
         """`initialize`, from a state."""
 
 
-_PAUSABLE = ("prefetch", "fullsync", "pin_memory")
-
-
-def pause_graph(datapipe: DataPipe) -> None:
-    """Have the threads of a graph read no further."""
-    for each in each_of_form(datapipe, *_PAUSABLE):
-        if hasattr(each, "pause"):
+def pause_graph(end: DataPipe | None, further: Change | None) -> Change | None:
+    """Have the parts of a graph pause that can. Returns the function of another service."""
+    parts: list[Any] = [] if end is None else list_dps(traverse_dps(end))
+    for each in parts:
+        if callable(getattr(each, "pause", None)):
             each.pause()
+    return further
 
 
-def resume_graph(datapipe: DataPipe) -> None:
-    """Have the threads of a graph read on."""
-    for each in each_of_form(datapipe, *_PAUSABLE):
-        if hasattr(each, "resume"):
+def resume_graph(end: DataPipe | None, further: Change | None) -> Change | None:
+    """Have the parts of a graph go on, from the sources to its end. Returns the function of another service."""
+    parts: list[Any] = [] if end is None else list_dps(traverse_dps(end))
+    for each in reversed(parts):
+        if callable(getattr(each, "resume", None)):
             each.resume()
+    return further
+
+
+def reset_here(
+    end: DataPipe, reset_fn: ResetFn | None, seed_generator: SeedGenerator, iter_reset_fn: Change | None
+) -> Change | None:
+    """What changes a graph that is read in this process at the beginning of an epoch; None: nothing."""
+    if reset_fn is None:
+        return iter_reset_fn
+
+    def begin(_: DataPipe) -> DataPipe:
+        found = end if iter_reset_fn is None else iter_reset_fn(end)
+        return reset_fn(found, WorkerInfo(1, 0), seed_generator)
+
+    return begin
 
 
 class InProcessReadingService(ReadingServiceInterface):
@@ -130,8 +151,7 @@ class InProcessReadingService(ReadingServiceInterface):
 
     def initialize(self, datapipe: DataPipe) -> DataPipe:
         """See the interface."""
-        if self.init_fn is not None:
-            datapipe = self.init_fn(datapipe, WorkerInfo(1, 0))
+        datapipe = worker_graph(datapipe, WorkerInfo(1, 0), self.init_fn)
         if self.prefetch_cnt > 0:
             datapipe = datapipe.prefetch(self.prefetch_cnt)
         self._end_datapipe = datapipe
@@ -141,15 +161,7 @@ class InProcessReadingService(ReadingServiceInterface):
         """See the interface."""
         assert self._end_datapipe is not None
         set_graph_random_seed(self._end_datapipe, seed_generator)
-        if self.reset_fn is None:
-            return iter_reset_fn
-        reset, end = self.reset_fn, self._end_datapipe
-
-        def begin(_: DataPipe) -> DataPipe:
-            found = end if iter_reset_fn is None else iter_reset_fn(end)
-            return reset(found, WorkerInfo(1, 0), seed_generator)
-
-        return begin
+        return reset_here(self._end_datapipe, self.reset_fn, seed_generator, iter_reset_fn)
 
     def finalize(self) -> None:
         """See the interface."""
@@ -157,23 +169,19 @@ class InProcessReadingService(ReadingServiceInterface):
         if end is not None:
             shutdown_graph(end)
 
-    def _pause(self) -> Change | None:
-        if self._end_datapipe is not None:
-            pause_graph(self._end_datapipe)
-        return None
+    def _pause(self, pause_fn: Change | None = None) -> Change | None:
+        return pause_graph(self._end_datapipe, pause_fn)
 
-    def _resume(self) -> Change | None:
-        if self._end_datapipe is not None:
-            resume_graph(self._end_datapipe)
-        return None
+    def _resume(self, resume_fn: Change | None = None) -> Change | None:
+        return resume_graph(self._end_datapipe, resume_fn)
 
-    def _limit(self, num_batches: int | None) -> None:  # noqa: ARG002 - the iterator counts
-        return None
+    def _limit(self, num_batches: int | None, limit_fn: LimitFn | None = None) -> LimitFn | None:  # noqa: ARG002
+        return limit_fn  # the iterator counts
 
 
 def shutdown_graph(datapipe: DataPipe) -> None:
     """End the threads of a graph."""
-    for each in each_of_form(datapipe, *_PAUSABLE):
+    for each in each_of_form(datapipe, "prefetch", "fullsync", "pin_memory"):
         if hasattr(each, "shutdown"):
             each.shutdown()
 
@@ -233,34 +241,22 @@ class SequentialReadingService(CheckpointableReadingServiceInterface):
                 datapipe = each.initialize(datapipe)
         return datapipe
 
-    def _pause(self) -> Change | None:
-        return _chained([each._pause() for each in self.reading_services if hasattr(each, "_pause")])
+    # Each gets the function of the services before it, and returns that for those after it.
 
-    def _resume(self) -> Change | None:
-        return _chained([each._resume() for each in self.reading_services if hasattr(each, "_resume")])
+    def _pause(self, pause_fn: Change | None = None) -> Change | None:
+        for each in self.reading_services:
+            if hasattr(each, "_pause"):
+                pause_fn = each._pause(pause_fn)
+        return pause_fn
 
-    def _limit(self, num_batches: int | None) -> Callable[[DataPipe, int | None], DataPipe] | None:
-        found = [each._limit(num_batches) for each in self.reading_services if hasattr(each, "_limit")]
-        limits = [each for each in found if each is not None]
-        if not limits:
-            return None
+    def _resume(self, resume_fn: Change | None = None) -> Change | None:
+        for each in self.reading_services:
+            if hasattr(each, "_resume"):
+                resume_fn = each._resume(resume_fn)
+        return resume_fn
 
-        def limit(datapipe: DataPipe, count: int | None) -> DataPipe:
-            for each in limits:
-                datapipe = each(datapipe, count)
-            return datapipe
-
-        return limit
-
-
-def _chained(changes: list[Change | None]) -> Change | None:
-    present = [each for each in changes if each is not None]
-    if not present:
-        return None
-
-    def chain(datapipe: DataPipe) -> DataPipe:
-        for each in present:
-            datapipe = each(datapipe)
-        return datapipe
-
-    return chain
+    def _limit(self, num_batches: int | None, limit_fn: LimitFn | None = None) -> LimitFn | None:
+        for each in self.reading_services:
+            if hasattr(each, "_limit"):
+                limit_fn = each._limit(num_batches, limit_fn)
+        return limit_fn

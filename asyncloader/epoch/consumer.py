@@ -175,7 +175,7 @@ class Consumer:
             indices,
             self._progress.ends,
             respawner=respawner,
-            exact=self._config.seeded,
+            loss=self._config.loss,
             replays=self._config.replays,
             assigner=None if self._progress.assignment is None else self._progress.assignment.assigner,
             adapts=self._adapts,

@@ -82,7 +82,7 @@ class Pipeline(Listener):
         source: an async source of indices; None if the consumer passes them in, or the dataset is iterable.
         ends: filled with each worker's final state of an iterable dataset (a pickled cursor).
         respawner: starts replacements for workers that died.
-        exact: whether a replacement makes the same batches as its predecessor (seeded mode); if not, it warns.
+        loss: what a replacement does not have of its predecessor, for the warning; empty: it makes the same batches.
         replays: whether a stream without a state may be read again from its beginning.
         assigner: assigns shards to the workers; None if the dataset has no shards to assign.
         adapts: whether credits follow how many batches the rings have room for.
@@ -98,7 +98,7 @@ class Pipeline(Listener):
         ends: dict[int, bytes] | None = None,
         *,
         respawner: WorkerRespawner,
-        exact: bool = False,
+        loss: str = "",
         replays: bool = False,
         assigner: ShardAssigner | None = None,
         adapts: bool = False,
@@ -111,7 +111,7 @@ class Pipeline(Listener):
         self._statistics = Statistics() if statistics is None else statistics
         self._time = self._statistics.recorder.time
         self._at_nodes = pool.start_method == "service"
-        hedges = self._at_nodes and exact and scheduler.assignment == "least_loaded"
+        hedges = self._at_nodes and not loss and scheduler.assignment == "least_loaded"
         self._late_tasks = LateTasks(pool, scheduler, self._statistics) if hedges else None
         self._pool = pool
         self._scheduler = scheduler
@@ -125,7 +125,7 @@ class Pipeline(Listener):
         self._closed = False
         self._advanced: int | None = None  # the last delivery that was taken
         self._respawner = respawner
-        self._exact = exact
+        self._loss = loss
         self._replays = replays
         self._assigner = assigner
         self._resume_points: ResumePoints | None = None  # None: not started
@@ -316,12 +316,8 @@ class Pipeline(Listener):
         start = self._starts[worker] if self._resume_points is None else self._resume_points.start(worker)
         handed = self._handovers.pop(worker, None)
         retired, rng_state, warning = handed is not None, handed or b"", ""
-        if not self._exact and not rng_state:
-            warning = (
-                f"DataLoader worker {worker} died and was replaced. Its random numbers begin anew: the states of its "
-                "generators were lost with it, so random augmentations differ from those of an undisturbed run. With "
-                "seed= they do not."
-            )
+        if self._loss and not rng_state:
+            warning = f"DataLoader worker {worker} died and was replaced. {self._loss}"
         self.notices.append(Notice(retired, warning))
         death, lost = self._deaths.pop(worker)
         if lost:

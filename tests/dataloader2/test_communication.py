@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 from torch.utils.data import IterDataPipe
 from torch.utils.data.datapipes.map import SequenceWrapper
-from torch.utils.data.graph_settings import apply_sharding
 
 from asyncloader.dataloader2 import DataLoader2, ReadingServiceInterface, communication
 from asyncloader.dataloader2.communication import messages
@@ -46,11 +45,12 @@ from asyncloader.dataloader2.communication.protocol import (
     ProtocolServer,
 )
 from asyncloader.dataloader2.communication.queue import LocalQueue, ThreadingQueue
-from asyncloader.dataloader2.graph.utils import DataPipe
+from asyncloader.dataloader2.graph.utils import DataPipe, replace_dp, traverse_dps
 from asyncloader.dataloader2.random import SeedGenerator
-from asyncloader.dataloader2.utils import WorkerInfo
+from asyncloader.dataloader2.utils import WorkerInfo, process_init_fn
+from asyncloader.dataloader2.utils.dispatch import _DummyIterDataPipe, find_lca_round_robin_sharding_dp
 from asyncloader.errors import WorkerDied
-from tests.dataloader2.parts import dies_at_5, double, fails_at_5, numbers, process
+from tests.dataloader2.parts import MP, dies_at_5, double, fails_at_5, numbers, process
 
 INFO = WorkerInfo(1, 0)
 METHODS = ["fork", "spawn"]
@@ -406,18 +406,39 @@ def test_queues_in_one_process() -> None:
 
 
 class OfTheUsers(ReadingServiceInterface):
-    """A reading service as it was written over these modules: two processes, read in turn."""
+    """A reading service as it was written over these modules: two processes, read in turn, and one that deals to them
+    what comes up to a `sharding_round_robin_dispatch`.
+    """
 
     def __init__(self) -> None:
         self.children: list[Any] = []
+        self.dispatcher: Any = None
         self.datapipe: Any = None
 
     def initialize(self, datapipe: DataPipe) -> Any:
         context = multiprocessing.get_context("fork")
+        dispatching: Any = find_lca_round_robin_sharding_dp(traverse_dps(datapipe))
+        dealt: list[Any] = [(None, None)] * 2
+        if dispatching is not None:
+            dummy: Any = _DummyIterDataPipe()
+            datapipe = next(iter(replace_dp(traverse_dps(datapipe), dispatching, dummy).values()))[0]
+            self.dispatcher = communication.eventloop.CreateProcessForMultipleDataPipelines(
+                context, dispatching.round_robin_demux(2), "dispatching process", WorkerInfo(2, 0)
+            )
+            self.dispatcher[0].start()
+            dealt = list(zip(*self.dispatcher[1:], strict=True))
         wrappers = []
-        for number in range(2):
+        for number, queues in enumerate(dealt):
+            info = WorkerInfo(2, number)
+            init = functools.partial(
+                process_init_fn,
+                worker_info=info,
+                worker_prefetch_cnt=0 if dispatching else 2,
+                dispatching_req_queue=queues[0],
+                dispatching_res_queue=queues[1],
+            )
             child, requests, responses = communication.eventloop.CreateProcessForDataPipeline(
-                context, datapipe, "worker process", WorkerInfo(2, number), functools.partial(sharded, number)
+                context, datapipe, "worker process", info, init
             )
             child.daemon = True
             child.start()
@@ -435,15 +456,21 @@ class OfTheUsers(ReadingServiceInterface):
         for child, client in children:
             client.discard_existing_request()
             end(child, client)
+        if self.dispatcher is not None:  # the workers have told it to end
+            child, requests, responses = self.dispatcher
+            child.join(60)
+            assert child.exitcode == 0
+            for each in (*requests, *responses):
+                each.close()
+                each.join_thread()
+            self.dispatcher = None
 
 
-def sharded(number: int, datapipe: Any) -> Any:
-    return apply_sharding(datapipe, 2, number)
-
-
-def test_a_reading_service_of_the_users() -> None:
+@pytest.mark.parametrize("dispatched", [False, True])
+def test_a_reading_service_of_the_users(dispatched: bool) -> None:
     """Written against `communication`: the order without workers, epochs, limits and an early end."""
-    with DataLoader2[int](numbers(7).sharding_filter(), None, OfTheUsers()) as loader:
+    graph = numbers(7).sharding_round_robin_dispatch(MP) if dispatched else numbers(7).sharding_filter()
+    with DataLoader2[int](graph, None, OfTheUsers()) as loader:
         assert [list(loader), list(loader)] == [list(range(7))] * 2
         service: Any = loader.reading_service
         iterator = iter(loader)

@@ -315,16 +315,51 @@ def test_services_in_a_row() -> None:
     assert Recording.calls[:3] == [("restoreA", b"stateA"), "initializeB", ("restoreC", b"stateC")]
 
 
+class Pausing(Recording):
+    """A service that hands on what it is given, and a function of its own."""
+
+    def _pause(self, pause_fn: Any) -> Any:
+        assert pause_fn is None
+        return self._recorded
+
+    def _resume(self, resume_fn: Any) -> Any:
+        assert resume_fn is None
+        return self._recorded
+
+    def _limit(self, num_batches: int | None, limit_fn: Any) -> Any:
+        assert limit_fn is None
+        return self._recorded
+
+    def _recorded(self, datapipe: Any, *numbers: Any) -> Any:
+        self.calls.append(numbers)
+        return datapipe
+
+
+class Stoppable(Seeded):
+    """A part of the user's that can pause."""
+
+    def pause(self) -> None:
+        Recording.calls.append("pause")
+
+    def resume(self) -> None:
+        Recording.calls.append("resume")
+
+
 def test_pauses_go_through_services_in_a_row() -> None:
-    """To those that can pause."""
-    loader = DataLoader2[int](
-        numbers(4), reading_service=SequentialReadingService(Recording(), InProcessReadingService(1))
+    """To those that can pause, each with the function of the one before, which the loader calls; and to all parts of
+    the graph that can.
+    """
+    loader = DataLoader2[Any](
+        Stoppable(numbers(4)),
+        reading_service=SequentialReadingService(Recording(), Pausing(), InProcessReadingService(1)),
     )
     iterator = iter(loader)
+    Recording.calls.clear()
     iterator.limit(2)
-    assert list(iterator) == [0, 1]
+    assert [x for x, _ in iterator] == [0, 1]
     iterator.resume()
-    assert list(iterator) == [2, 3]
+    assert [x for x, _ in iterator] == [2, 3]
+    assert Recording.calls[:5] == [(2,), "pause", (), "resume", ()]
     loader.shutdown()
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.utils.data import IterDataPipe
+from torch.utils.data.datapipes.iter import IterableWrapper
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
 import asyncloader.dataloader2
@@ -209,27 +212,45 @@ def test_nothing_is_registered_without_the_package() -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
 
 
-def test_the_old_import_path() -> None:
-    """Between `install` and `uninstall`, both repeatable, the old names are ours; before and after there are none."""
-    import importlib
-
-    with pytest.raises(ImportError):
-        importlib.import_module("torchdata.dataloader2")
+@pytest.mark.parametrize("torchdata", ["none", "without", "with"])
+def test_the_old_import_path(torchdata: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between `install` and `uninstall`, both repeatable, the old names are ours, unless a torchdata that is installed
+    has them; before and after there are none.
+    """
+    package = tmp_path / "torchdata"
+    for name in {"none": [], "without": ["."], "with": [".", "dataloader2", "datapipes"]}[torchdata]:
+        (package / name).mkdir(parents=True, exist_ok=True)
+        (package / name / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("torchdata.dataloader2", "torchdata.datapipes")
     compat.install()
     compat.install()
     try:
-        old = importlib.import_module("torchdata.dataloader2")
-        assert old is asyncloader.dataloader2
+        loader2, datapipes = map(importlib.import_module, names)
+        if torchdata == "with":
+            assert [each.__file__ for each in (loader2, datapipes)] == [
+                str(package / name / "__init__.py") for name in ("dataloader2", "datapipes")
+            ]
+            return
+        assert loader2 is asyncloader.dataloader2
         for name in ("graph", "adapter", "random", "reading_service", "utils", "utils.dispatch", "error", "linter"):
             module = importlib.import_module(f"torchdata.dataloader2.{name}")
             assert module is importlib.import_module(f"asyncloader.dataloader2.{name}")
-        assert old.__spec__ is not None
-        assert old.__spec__.name == "asyncloader.dataloader2"
-        with pytest.raises(ImportError):
-            importlib.import_module("torchdata.dataloader2.nonsense")
+        assert loader2.__spec__ is not None
+        assert loader2.__spec__.name == "asyncloader.dataloader2"
+        assert datapipes.iter.IterableWrapper is IterableWrapper
+        assert datapipes.iter.Prefetcher is Prefetcher
+        assert [len(datapipes.iter.UnZipper(numbers(0), 2)), datapipes.map.__all__[-1]] == [2, "Zipper"]
+        for name in (f"{name}.nonsense" for name in names):
+            with pytest.raises(ModuleNotFoundError):
+                importlib.import_module(name)
     finally:
         compat.uninstall()
         compat.uninstall()
-    assert not [name for name in sys.modules if name.startswith("torchdata.dataloader2")]
-    with pytest.raises(ImportError):
-        importlib.import_module("torchdata.dataloader2")
+        left = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("torchdata")}
+        assert list(left) == {"none": [], "without": ["torchdata"], "with": ["torchdata", *names]}[torchdata]
+    assert [name for name in ("dataloader2", "datapipes") if left and hasattr(left["torchdata"], name)] == []
+    for name in names:
+        with pytest.raises(ImportError):
+            importlib.import_module(name)
+    sys.modules.pop("torchdata", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -154,6 +155,10 @@ def test_batches_come_through_shared_memory() -> None:
 
 def _once(datapipe: Any, info: WorkerInfo) -> Any:
     assert info.num_workers == 2
+    return _tagged_once(datapipe, info)
+
+
+def _tagged_once(datapipe: Any, info: WorkerInfo) -> Any:
     return datapipe.map(_Tag(info.worker_id))
 
 
@@ -277,13 +282,76 @@ def test_an_error_of_the_init_function() -> None:
         list(loader)
 
 
-def test_a_worker_that_dies() -> None:
-    """As elsewhere: WorkerDied, and nothing is left."""
-    loader = DataLoader2[int](
-        numbers(10).sharding_filter().map(dies_at_5), reading_service=MultiProcessingReadingService(2)
+@pytest.mark.filterwarnings("ignore:DataLoader worker . died and was replaced:RuntimeWarning")
+@settings(max_examples=8, deadline=None)
+@given(kills=st.lists(st.integers(0, 23), min_size=1, max_size=3), workers=st.integers(1, 3))
+def test_workers_that_are_killed(kills: list[int], workers: int) -> None:
+    """Each is replaced, and reads its part again: the items are those of undisturbed epochs, random numbers and all. A
+    worker may also be killed after the last item of the first epoch.
+    """
+    graph = Seeded(numbers(12).shuffle().sharding_filter()).map(drawn).map(process)
+
+    def items(kills: list[int]) -> Iterator[Any]:
+        with DataLoader2[Any](graph, reading_service=MultiProcessingReadingService(workers)) as loader:
+            loader.seed(4)
+            for epoch in range(2):
+                for position, (item, pid) in enumerate(loader):
+                    if 12 * epoch + position in kills:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
+                    yield item
+
+    assert list(items(kills)) == list(items([]))
+
+
+def test_a_replacement_is_told() -> None:
+    """By a RuntimeWarning, which says on what it depends that nothing is lost."""
+    with DataLoader2[Any](
+        numbers(40).sharding_filter().map(process), reading_service=MultiProcessingReadingService(2)
+    ) as loader:
+        iterator = iter(loader)
+        os.kill(next(iterator)[1], signal.SIGKILL)
+        with pytest.warns(
+            RuntimeWarning, match=r"^DataLoader worker 0 died .* if the items follow from the seeds, none"
+        ):
+            assert [x for x, _ in iterator] == list(range(1, 40))
+
+
+@pytest.mark.filterwarnings("ignore:DataLoader worker . died and was replaced:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("dispatched", "why"),
+    [
+        (False, "It had been replaced 3 times in this epoch"),
+        (True, "what the dispatching process dealt to it is gone"),
+    ],
+)
+def test_a_worker_that_dies_for_good(tmp_path: Path, dispatched: bool, why: str) -> None:
+    """WorkerDied says why, and what to do. That is done here: what kills is taken away, and the rest is read."""
+    bomb = tmp_path / "bomb"
+    bomb.touch()
+    graph = numbers(12).sharding_round_robin_dispatch(MP) if dispatched else numbers(12).sharding_filter()
+    loader = DataLoader2[int](graph.map(_Dies(bomb)), reading_service=MultiProcessingReadingService(2))
+    found: list[int] = []
+    with pytest.raises(WorkerDied, match="killed by signal: Killed") as caught:
+        found.extend(iter(loader))
+    assert f"{why}. Mend what ended it, and go on from where this loader was: DataLoader2.from_state(" in str(
+        caught.value
     )
-    with pytest.raises(WorkerDied):
-        list(loader)
+    bomb.unlink()
+    with DataLoader2.from_state(loader.state_dict(), MultiProcessingReadingService(2)) as rest:
+        assert found + list(rest) == list(range(12))
+
+
+class _Dies:
+    """As long as a file is there."""
+
+    def __init__(self, bomb: Path) -> None:
+        self.bomb = bomb
+
+    def __call__(self, x: int) -> int:
+        if x == 5 and self.bomb.exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
 
 
 def test_a_dispatching_process_that_dies() -> None:
@@ -319,6 +387,10 @@ def test_no_workers_and_the_old_name() -> None:
     with pytest.warns(UserWarning, match=r"^Please use `InProcessReadingService` for num_workers=0$"):
         service = MultiProcessingReadingService()
     assert list(DataLoader2[int](numbers(3).sharding_filter(), reading_service=service)) == [0, 1, 2]
+    with pytest.warns(UserWarning, match="for num_workers=0"):
+        service = MultiProcessingReadingService(worker_init_fn=_tagged_once, worker_reset_fn=_each_time)
+    ((item, tag),) = DataLoader2[Any](numbers(1), reading_service=service)
+    assert (item, tag[0], len(tag)) == (0, 0, 3)
     with pytest.warns(
         UserWarning, match=r"^`PrototypeMultiProcessingReadingService` is deprecated and will be removed in"
     ):

@@ -1,4 +1,4 @@
-"""Says which worker a function runs in, and seeds a worker's process and graph.
+"""Says which worker a function runs in, shares a graph out, and seeds a worker's process and graph.
 
 Data path: none; at the beginning of a worker, and of each epoch in it.
 """
@@ -8,17 +8,21 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torch.utils.data.graph import traverse_dps
+from torch.utils.data.graph_settings import apply_sharding
 
 from asyncloader.dataloader2.graph.settings import set_datapipes_seed, set_graph_random_seed
-from asyncloader.dataloader2.graph.utils import DataPipe, list_dps
+from asyncloader.dataloader2.graph.utils import DataPipe, end_of, find_dps, list_dps, replace_dp
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
+from asyncloader.dataloader2.utils.dispatch import _DummyIterDataPipe, find_non_dispatching_branches
 
-__all__ = ["WorkerInfo", "process_reset_fn", "seed_process"]
+__all__ = ["WorkerInfo", "process_init_fn", "process_reset_fn", "seed_process", "worker_graph"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,70 @@ class WorkerInfo:
 
     num_workers: int
     worker_id: int
+
+
+def worker_graph(
+    datapipe: DataPipe,
+    worker_info: WorkerInfo,
+    custom_init_fn: Callable[[DataPipe, WorkerInfo], DataPipe] | None,
+    dispatched: DataPipe | None = None,
+) -> DataPipe:
+    """Make a graph this worker's: its share of what is sharded, and what the dispatching process deals to it.
+
+    Args:
+        datapipe: the end of the graph, which is changed.
+        worker_info: whose share.
+        custom_init_fn: the user's, which changes the graph then; None: there is none.
+        dispatched: reads what is dealt to this worker, where the graph has a part that stands for that.
+
+    Returns:
+        The end of the changed graph.
+    """
+    graph = traverse_dps(datapipe)
+    dummies = find_dps(graph, _DummyIterDataPipe)
+    for part in find_non_dispatching_branches(graph) if dummies else [datapipe]:
+        apply_sharding(part, worker_info.num_workers, worker_info.worker_id, SHARDING_PRIORITIES.MULTIPROCESSING)
+    for dummy in dummies:
+        assert dispatched is not None
+        graph = replace_dp(graph, dummy, dispatched)
+    datapipe = end_of(graph)
+    if custom_init_fn is not None:
+        datapipe = custom_init_fn(datapipe, worker_info)
+        assert isinstance(datapipe, (IterDataPipe, MapDataPipe))
+    return datapipe
+
+
+def process_init_fn(
+    datapipe: DataPipe,
+    worker_info: WorkerInfo,
+    custom_init_fn: Callable[[DataPipe, WorkerInfo], DataPipe] | None = None,
+    worker_prefetch_cnt: int = 0,
+    dispatching_req_queue: Any = None,
+    dispatching_res_queue: Any = None,
+) -> DataPipe:
+    """Begin a worker's process, in a reading service of the user's over `communication`.
+
+    Args:
+        datapipe: the end of the graph, which is changed.
+        worker_info: which worker this is.
+        custom_init_fn: the user's, which changes the graph; default None.
+        worker_prefetch_cnt: items that a thread reads ahead; default 0: no thread.
+        dispatching_req_queue: of requests to the dispatching process; default None: there is none.
+        dispatching_res_queue: of its responses.
+
+    Returns:
+        The end of the changed graph.
+    """
+    dispatched: Any = None
+    if dispatching_req_queue is not None:
+        # Late: `communication` imports this module.
+        from asyncloader.dataloader2.communication.iter import QueueWrapper, _IterateQueueDataPipes
+        from asyncloader.dataloader2.communication.protocol import IterDataPipeQueueProtocolClient
+
+        client = IterDataPipeQueueProtocolClient(dispatching_req_queue, dispatching_res_queue)
+        dispatched = _IterateQueueDataPipes([QueueWrapper(client)])
+    datapipe = worker_graph(datapipe, worker_info, custom_init_fn, dispatched)
+    return datapipe.prefetch(worker_prefetch_cnt) if worker_prefetch_cnt > 0 else datapipe
 
 
 def seed_process(seed_generator: SeedGenerator, *, shared: bool = False) -> None:
