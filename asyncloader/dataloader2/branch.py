@@ -10,6 +10,7 @@ than one chunk of each at hand.
 from __future__ import annotations
 
 import pickle
+import threading
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -162,6 +163,7 @@ class Interleaved(IterDataPipe[Any]):
             recovery=Recovery(allow_replay=True),
             **options,
         )
+        self._beginning_or_ending = threading.Lock()
         self._workers = self._loader.num_workers
         self._no_more = (
             f"It had been replaced {restarts} times in this epoch."
@@ -174,34 +176,15 @@ class Interleaved(IterDataPipe[Any]):
         return False
 
     def __iter__(self) -> Iterator[Any]:
-        return self._items()  # torch adds lines to the errors of a generator function
+        # Not a generator: torch adds lines to the errors of one.
+        return _InTurn(self._chunks(), self._workers)
 
-    def _items(self) -> Iterator[Any]:
-        assert self._loader is not None, "the workers have ended"
-        chunks = iter(self._loader)
-        waiting: list[deque[Any]] = [deque() for _ in range(self._workers)]
-        failures: dict[int, ExceptionWrapper] = {}
-        living = set(range(self._workers))
-        worker = -1
-        while living or any(waiting):
-            worker = (worker + 1) % self._workers
-            while not waiting[worker] and worker in living:
-                chunk = self._next(chunks)
-                waiting[chunk.worker].extend(chunk.items)
-                if chunk.last:
-                    living.discard(chunk.worker)
-                if chunk.failure is not None:
-                    failures[chunk.worker] = chunk.failure
-            if waiting[worker]:
-                yield waiting[worker].popleft()
-            elif worker in failures:
-                failures[worker].reraise()
-        for _ in chunks:  # to the end, at which the workers become free
-            raise AssertionError("a worker gave a chunk after its last one")
-
-    def _next(self, chunks: Iterator[Chunk]) -> Chunk:
+    def _chunks(self) -> Iterator[Chunk]:
+        with self._beginning_or_ending:
+            assert self._loader is not None, "the workers have ended"
+            chunks = iter(self._loader)
         try:
-            return next(chunks)
+            yield from chunks
         except WorkerDied as error:
             if "max_worker_restarts" not in error.advice:  # an option that a reading service does not have
                 raise
@@ -209,9 +192,52 @@ class Interleaved(IterDataPipe[Any]):
 
     def shutdown(self) -> None:
         """End the workers, and wait for them. Idempotent."""
-        loader, self._loader = self._loader, None
+        with self._beginning_or_ending:
+            loader, self._loader = self._loader, None
         if loader is not None:
             loader.close()
+
+
+class _InTurn(Iterator[Any]):
+    """The items of an epoch.
+
+    Args:
+        chunks: of all workers.
+        workers: their number.
+    """
+
+    def __init__(self, chunks: Iterator[Chunk], workers: int) -> None:
+        self._chunks = chunks
+        self._waiting: list[deque[Any]] = [deque() for _ in range(workers)]
+        self._failures: dict[int, ExceptionWrapper] = {}
+        self._living = set(range(workers))
+        self._worker = 0  # whose turn it is
+
+    @property
+    def _asyncloader_ready(self) -> bool:
+        """Whether the next item is here, and need not be waited for."""
+        return bool(self._waiting[self._worker])
+
+    def __next__(self) -> Any:
+        while self._living or any(self._waiting):
+            worker = self._worker
+            while not self._waiting[worker] and worker in self._living:
+                self._take(next(self._chunks))
+            self._worker = (worker + 1) % len(self._waiting)
+            if self._waiting[worker]:
+                return self._waiting[worker].popleft()
+            if worker in self._failures:
+                self._failures[worker].reraise()
+        for _ in self._chunks:  # to the end, at which the workers become free
+            raise AssertionError("a worker gave a chunk after its last one")
+        raise StopIteration
+
+    def _take(self, chunk: Chunk) -> None:
+        self._waiting[chunk.worker].extend(chunk.items)
+        if chunk.last:
+            self._living.discard(chunk.worker)
+        if chunk.failure is not None:
+            self._failures[chunk.worker] = chunk.failure
 
 
 def _as_it_is(chunk: Any) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import sys
+import threading
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any, Generic, Self, TypeVar
@@ -28,6 +29,7 @@ from asyncloader.dataloader2.graph.utils import DataPipe
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator, checked_seed
 from asyncloader.dataloader2.services import CheckpointableReadingServiceInterface, ReadingServiceInterface, end_soon
 from asyncloader.errors import StateError
+from asyncloader.workers.fetch.threads import JobThreads
 
 __all__ = [
     "POSITION_KEY_NAME",
@@ -67,6 +69,12 @@ class DataLoader2Iterator(Iterator[T_co]):
         self.limit_threshold: int | None = None
 
     def __next__(self) -> T_co:
+        item = self._read()
+        self._count()
+        return item
+
+    def _read(self) -> T_co:
+        """The next item, which is not counted as delivered yet."""
         loader = self.dataloader
         if self.iterator_id != loader.valid_iterator_id:
             raise RuntimeError(_INVALIDATED)
@@ -79,6 +87,18 @@ class DataLoader2Iterator(Iterator[T_co]):
             if self.limit_counter >= self.limit_threshold:
                 self._pause()
         return item
+
+    def _count(self) -> None:
+        """Count an item as delivered: it is not read again after a resume."""
+        loader = self.dataloader
+        if self.iterator_id == loader.valid_iterator_id and loader._delivered is not None:
+            loader._delivered += 1
+
+    def _ready(self) -> bool:
+        """Whether the next item is here, so that `next` waits for nothing and runs nobody's code."""
+        loader = self.dataloader
+        valid = self.iterator_id == loader.valid_iterator_id and not loader._is_paused and not loader._to_drop
+        return valid and getattr(loader._datapipe_iter, "_asyncloader_ready", False)
 
     def _pause(self) -> None:
         """Pause: the next call ends as if nothing was left, until `resume`."""
@@ -130,6 +150,8 @@ class DataLoader2(Generic[T_co]):
         reading_service: ReadingServiceInterface | None = None,
     ) -> None:
         self._terminated = True  # until the graph is known to pickle
+        self._beginning_or_ending = threading.RLock()
+        """Held by a thread that begins an epoch: `aclose` ends what it began, not what it has not begun yet."""
         if isinstance(datapipe, MapDataPipe):
             datapipe = MapToIterConverter(datapipe)
         self.datapipe: DataPipe | None = None if datapipe is None else clone(datapipe)
@@ -169,14 +191,19 @@ class DataLoader2(Generic[T_co]):
             RuntimeError: there is no datapipe, or the loader was shut down.
             TypeError: there is a state of the reading service, which cannot restore one.
         """
+        with self._beginning_or_ending:
+            datapipe = self._readable()
+            if self._reset_iter:
+                self._begin_epoch(datapipe)
+        self.valid_iterator_id = 0 if self.valid_iterator_id is None else self.valid_iterator_id + 1
+        return DataLoader2Iterator(self, self.valid_iterator_id)
+
+    def _readable(self) -> DataPipe:
         if self.datapipe is None:
             raise RuntimeError("Please provide datapipe or use load_state_dict to load datapipe from state")
         if self._terminated:
             raise RuntimeError("Cannot iterate over the DataLoader as it has already been shut down")
-        if self._reset_iter:
-            self._begin_epoch(self.datapipe)
-        self.valid_iterator_id = 0 if self.valid_iterator_id is None else self.valid_iterator_id + 1
-        return DataLoader2Iterator(self, self.valid_iterator_id)
+        return self.datapipe
 
     def _begin_epoch(self, datapipe: DataPipe) -> None:
         resume_at, self._resume_at = self._resume_at, None
@@ -233,8 +260,6 @@ class DataLoader2(Generic[T_co]):
         except Exception:
             self.shutdown()
             raise
-        if self._delivered is not None:
-            self._delivered += 1
         return item
 
     def _drop_one(self, source: Iterator[Any]) -> None:
@@ -271,10 +296,11 @@ class DataLoader2(Generic[T_co]):
 
     def shutdown(self) -> None:
         """End the epoch and all that reads for it; wait until it is gone. Idempotent."""
-        if self._terminated:
-            return
-        self._terminated = True
-        source, self._datapipe_iter = [self._datapipe_iter], None
+        with self._beginning_or_ending:
+            if self._terminated:
+                return
+            self._terminated = True
+            source, self._datapipe_iter = [self._datapipe_iter], None
         _end(source, self.reading_service)
 
     async def aclose(self) -> None:
@@ -288,8 +314,11 @@ class DataLoader2(Generic[T_co]):
         await self.aclose()
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        """Begin an epoch, as `iter` does. Items are waited for in a thread, so that the event loop goes on."""
-        return _AsyncIterator(iter(self))
+        """An iterator of the next epoch. It begins with the first item, and reads in a thread, so that the event loop
+        goes on. See `iter` for what it raises.
+        """
+        self._readable()
+        return _AsyncIterator(self)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, from which another loader goes on exactly; between epochs: the next epoch's beginning.
@@ -387,21 +416,41 @@ def _end(source: list[Any], service: ReadingServiceInterface | None) -> None:
 
 
 class _AsyncIterator(AsyncIterator[T_co]):
-    """Reads a `DataLoader2Iterator` in a thread. A cancelled call loses nothing: the next one gets its item."""
+    """Reads a `DataLoader2` in one thread, but for items that are here already. A cancelled call loses nothing: the
+    next one gets its item, which counts as delivered only then.
+    """
 
-    def __init__(self, iterator: DataLoader2Iterator[T_co]) -> None:
-        self._iterator = iterator
+    def __init__(self, loader: DataLoader2[T_co]) -> None:
+        self._loader = loader
+        self._iterator: DataLoader2Iterator[T_co] | None = None
+        self._thread = JobThreads(1, "asyncloader-dataloader2")
         self._reading: asyncio.Future[Any] | None = None
 
     async def __anext__(self) -> T_co:
         if self._reading is None:
-            self._reading = asyncio.ensure_future(asyncio.to_thread(next, self._iterator, _OVER))
-        try:
-            item = await asyncio.shield(self._reading)
-        finally:
-            if self._reading.done():  # else the call was cancelled
-                self._reading = None
+            if self._iterator is not None and self._iterator._ready():
+                return next(self._iterator)
+            self._reading = self._thread.call(self._read, self._loader)
+            self._reading.add_done_callback(_retrieved)
+        await asyncio.wait([self._reading])  # if it is cancelled, even when the item is there, the next call gets that
+        reading, self._reading = self._reading, None
+        item = reading.result()
         if item is _OVER:
             raise StopAsyncIteration
+        assert self._iterator is not None
+        self._iterator._count()
         found: T_co = item
         return found
+
+    def _read(self, loader: DataLoader2[T_co]) -> Any:
+        if self._iterator is None:
+            self._iterator = iter(loader)
+        try:
+            return self._iterator._read()
+        except StopIteration:
+            return _OVER
+
+
+def _retrieved(reading: asyncio.Future[Any]) -> None:
+    """Have asyncio not complain of an error that nobody waits for any more."""
+    reading.exception()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import threading
+import time
 import weakref
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from asyncloader.dataloader2 import (
     CheckpointableReadingServiceInterface,
     DataLoader2,
     InProcessReadingService,
+    MultiProcessingReadingService,
     ReadingServiceInterface,
     SequentialReadingService,
 )
@@ -383,30 +384,61 @@ def test_seeds_of_the_graph() -> None:
     assert near != far
 
 
-async def test_async_for() -> None:
-    """The same items as by ``for``; errors and the end come through; `aclose` ends it."""
-    async with DataLoader2[int](numbers(5).map(double), reading_service=InProcessReadingService(2)) as loader:
+@pytest.mark.parametrize("workers", [0, 2])
+async def test_async_for(workers: int) -> None:
+    """The same items as by ``for``, also where several come at once; errors and the end come through, and positions are
+    those of the items that were given; `aclose` ends it.
+    """
+    service = MultiProcessingReadingService(workers) if workers else InProcessReadingService(2)
+    async with DataLoader2[int](numbers(50).sharding_filter().map(double), reading_service=service) as loader:
         for _ in range(2):
-            assert [item async for item in loader] == [0, 2, 4, 6, 8]
+            found = []
+            async for item in loader:
+                found.append(item)
+                assert loader.state_dict()["position"] == len(found)
+            assert found == [2 * x for x in range(50)]
     with pytest.raises(RuntimeError, match="already been shut down"):
         aiter(loader)
-    failing = DataLoader2[int](numbers(9).map(fails_at_5))
+    failing = DataLoader2[int](numbers(9).sharding_filter().map(fails_at_5), reading_service=service)
+    items = aiter(failing)
+    assert [await anext(items) for _ in range(5)] == [0, 1, 2, 3, 4]
     with pytest.raises(ValueError, match="five"):
-        _ = [item async for item in failing]
+        await anext(items)
     await failing.aclose()
 
 
-async def test_a_cancelled_wait_loses_nothing() -> None:
-    """The item that was waited for comes with the next call."""
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_cancelled_wait_loses_nothing(late: bool) -> None:
+    """The item that was waited for comes with the next call, even if it was there when the wait was cancelled."""
     async with DataLoader2[int](numbers(3)) as loader:
-        items = aiter(loader)
+        items: Any = aiter(loader)
         task = asyncio.ensure_future(anext(items))
         await asyncio.sleep(0)
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
+        if late:
+            items._reading.add_done_callback(lambda _: task.cancel())
+        else:
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
             await task
-        rest = [item async for item in items]
-        assert (rest if task.cancelled() else [task.result(), *rest]) == [0, 1, 2]
+        assert not loader.state_dict()["position"]
+        assert [item async for item in items] == [0, 1, 2]
+
+
+async def test_a_cancelled_wait_for_a_worker(caplog: pytest.LogCaptureFixture) -> None:
+    """The loader ends although a read is under way in a thread; what that raises then is nobody's."""
+    async with DataLoader2[Any](numbers(2).map(_sleeps), reading_service=MultiProcessingReadingService(1)) as loader:
+        task = asyncio.ensure_future(anext(aiter(loader)))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    gc.collect()
+    assert not caplog.records
+
+
+def _sleeps(x: int) -> int:
+    time.sleep(3600)
+    return x
 
 
 async def test_parts_that_are_awaited() -> None:
