@@ -178,6 +178,12 @@ class DataLoader2(Generic[T_co]):
         self._adapt()
         self._terminated = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_beginning_or_ending": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _beginning_or_ending=threading.RLock())
+
     def _adapt(self) -> None:
         if self.datapipe is not None:
             for adapt in self.datapipe_adapter_fns:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
+import pickle
 import threading
 import time
 import weakref
@@ -117,6 +119,15 @@ def test_the_callers_graph_and_service_stay_as_they_are() -> None:
     assert loader.datapipe is not graph
     assert service._end_datapipe is None
     loader.shutdown()
+
+
+def test_a_loader_is_copied_before_it_is_read() -> None:
+    """As for a process of a rank that is spawned."""
+    loader = DataLoader2[int](numbers(3), reading_service=InProcessReadingService())
+    loader.seed(1)
+    for copied in (pickle.loads(pickle.dumps(loader)), copy.deepcopy(loader)):
+        assert list(copied) == [0, 1, 2]
+        copied.shutdown()
 
 
 def test_a_lambda_is_cloned_where_cloudpickle_is() -> None:

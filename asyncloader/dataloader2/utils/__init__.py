@@ -1,4 +1,4 @@
-"""What a worker is told of itself, and what begins its process and each of its epochs.
+"""What a worker is told of itself, what begins its process and its epochs, and which part of a graph is dealt out.
 
 Data path: none. Names as in `torchdata.dataloader2.utils`.
 """
