@@ -19,13 +19,10 @@ from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.dataloader2.services import (
     Change,
     InitFn,
-    LimitFn,
-    ReadingServiceInterface,
+    PausableReadingService,
     ResetFn,
     each_of_form,
-    pause_graph,
     reset_here,
-    resume_graph,
     shutdown_graph,
 )
 from asyncloader.dataloader2.utils.dispatch import _DummyIterDataPipe, find_lca_round_robin_sharding_dp
@@ -38,7 +35,7 @@ _RESTARTS = 3
 """How often each worker is replaced in an epoch, as by a loader with a seed."""
 
 
-class MultiProcessingReadingService(ReadingServiceInterface):
+class MultiProcessingReadingService(PausableReadingService):
     """Reads the graph in worker processes; items cross through shared memory.
 
     Each worker has a copy of the replicable part of the graph, in which a `sharding_filter` keeps its share. Parts that
@@ -46,6 +43,7 @@ class MultiProcessingReadingService(ReadingServiceInterface):
     `sharding_round_robin_dispatch` runs in one process of its own. Items come in turn: one of worker 0, one of worker 1
     and so on, so that the order is that of the graph without workers. Workers live until `finalize`. One that dies is
     replaced, with a RuntimeWarning: the new one reads its part again with the epoch's seeds, and drops what had come.
+    At a pause they go on until what they keep ready is full.
 
     Args:
         num_workers: default 0: the graph is read in this process, with a warning.
@@ -81,7 +79,6 @@ class MultiProcessingReadingService(ReadingServiceInterface):
         self.main_prefetch_cnt = main_prefetch_cnt
         self.worker_init_fn = worker_init_fn
         self.worker_reset_fn = worker_reset_fn
-        self._end_datapipe: DataPipe | None = None
         self._branch: Branch | None = None
         self._interleaved: Interleaved | None = None
         self._dispatcher: Dispatcher | None = None
@@ -158,16 +155,6 @@ class MultiProcessingReadingService(ReadingServiceInterface):
         finally:
             if dispatcher is not None:
                 dispatcher.close()
-
-    def _pause(self, pause_fn: Change | None = None) -> Change | None:
-        # Workers go on until what they keep ready is full.
-        return pause_graph(self._end_datapipe, pause_fn)
-
-    def _resume(self, resume_fn: Change | None = None) -> Change | None:
-        return resume_graph(self._end_datapipe, resume_fn)
-
-    def _limit(self, num_batches: int | None, limit_fn: LimitFn | None = None) -> LimitFn | None:  # noqa: ARG002
-        return limit_fn  # the iterator counts
 
 
 class PrototypeMultiProcessingReadingService(MultiProcessingReadingService):

@@ -26,15 +26,13 @@ __all__ = [
     "CheckpointableReadingServiceInterface",
     "InProcessReadingService",
     "InitFn",
-    "LimitFn",
+    "PausableReadingService",
     "ReadingServiceInterface",
     "ResetFn",
     "SequentialReadingService",
     "each_of_form",
     "end_soon",
-    "pause_graph",
     "reset_here",
-    "resume_graph",
     "shutdown_graph",
 ]
 
@@ -100,22 +98,34 @@ class CheckpointableReadingServiceInterface(ReadingServiceInterface):
         """`initialize`, from a state."""
 
 
-def pause_graph(end: DataPipe | None, further: Change | None) -> Change | None:
-    """Have the parts of a graph pause that can. Returns the function of another service."""
-    parts: list[Any] = [] if end is None else list_dps(traverse_dps(end))
-    for each in parts:
-        if callable(getattr(each, "pause", None)):
-            each.pause()
-    return further
+class PausableReadingService(ReadingServiceInterface):
+    """A service whose part of the graph in this process can pause.
 
+    Attributes:
+        _end_datapipe: the end of that part; None before `initialize` and after `finalize`.
+    """
 
-def resume_graph(end: DataPipe | None, further: Change | None) -> Change | None:
-    """Have the parts of a graph go on, from the sources to its end. Returns the function of another service."""
-    parts: list[Any] = [] if end is None else list_dps(traverse_dps(end))
-    for each in reversed(parts):
-        if callable(getattr(each, "resume", None)):
-            each.resume()
-    return further
+    _end_datapipe: DataPipe | None = None
+
+    def _parts(self) -> list[Any]:
+        return [] if self._end_datapipe is None else list_dps(traverse_dps(self._end_datapipe))
+
+    # Functions are those of services before this one, for those after it.
+
+    def _pause(self, pause_fn: Change | None = None) -> Change | None:
+        for each in self._parts():
+            if callable(getattr(each, "pause", None)):
+                each.pause()
+        return pause_fn
+
+    def _resume(self, resume_fn: Change | None = None) -> Change | None:
+        for each in reversed(self._parts()):
+            if callable(getattr(each, "resume", None)):
+                each.resume()
+        return resume_fn
+
+    def _limit(self, num_batches: int | None, limit_fn: LimitFn | None = None) -> LimitFn | None:  # noqa: ARG002
+        return limit_fn  # the iterator counts
 
 
 def reset_here(
@@ -132,7 +142,7 @@ def reset_here(
     return begin
 
 
-class InProcessReadingService(ReadingServiceInterface):
+class InProcessReadingService(PausableReadingService):
     """Reads the graph in this process. Seeds the graph; global generators stay as they are.
 
     Args:
@@ -147,7 +157,6 @@ class InProcessReadingService(ReadingServiceInterface):
         self.prefetch_cnt = prefetch_cnt
         self.init_fn = init_fn
         self.reset_fn = reset_fn
-        self._end_datapipe: DataPipe | None = None
 
     def initialize(self, datapipe: DataPipe) -> DataPipe:
         """See the interface."""
@@ -168,15 +177,6 @@ class InProcessReadingService(ReadingServiceInterface):
         end, self._end_datapipe = getattr(self, "_end_datapipe", None), None
         if end is not None:
             shutdown_graph(end)
-
-    def _pause(self, pause_fn: Change | None = None) -> Change | None:
-        return pause_graph(self._end_datapipe, pause_fn)
-
-    def _resume(self, resume_fn: Change | None = None) -> Change | None:
-        return resume_graph(self._end_datapipe, resume_fn)
-
-    def _limit(self, num_batches: int | None, limit_fn: LimitFn | None = None) -> LimitFn | None:  # noqa: ARG002
-        return limit_fn  # the iterator counts
 
 
 def shutdown_graph(datapipe: DataPipe) -> None:
