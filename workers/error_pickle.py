@@ -15,7 +15,7 @@ from asyncloader.errors import LoaderError
 from asyncloader.workers.fetch.error_notes import take_notes
 from asyncloader.workers.tracebacks import hide_our_frames
 
-__all__ = ["UnknownType", "pickle_error"]
+__all__ = ["UnknownType", "pickle_error", "pickled_wrapper"]
 
 
 def pickle_error(error: Exception, worker_id: int) -> bytes:
@@ -29,11 +29,16 @@ def pickle_error(error: Exception, worker_id: int) -> bytes:
         return pickle.dumps(error.with_traceback(None))
     # Kept apart from torch's text, whose last line must be the exception's own; `raise_worker_error` adds them.
     wrapper.notes = [f"{note}, in worker {worker_id} (pid {os.getpid()})" for note in notes]
+    return pickled_wrapper(wrapper)
+
+
+def pickled_wrapper(wrapper: Any) -> bytes:
+    """Pickle torch's `ExceptionWrapper`, whatever the type of the error in it."""
     try:
         data = pickle.dumps(wrapper)
         pickle.loads(data)
     except Exception:  # a local type, or one that does not unpickle: keep its name and text
-        wrapper.exc_type = UnknownType(type(error).__name__)
+        wrapper.exc_type = UnknownType(wrapper.exc_type.__name__)
         data = pickle.dumps(wrapper)
     return data
 

@@ -18,18 +18,19 @@ from typing import Any, NamedTuple
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
-from asyncloader.dataloader2.dispatching import Dispatched, EpochOrder
+from asyncloader.dataloader2.dispatching import Dispatched, Dispatcher, EpochOrder
 from asyncloader.dataloader2.graph._serialization import _pickled
-from asyncloader.dataloader2.graph.settings import set_graph_random_seed
 from asyncloader.dataloader2.graph.utils import DataPipe
 from asyncloader.dataloader2.random._philox import PhiloxEngine
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.dataloader2.services import Change, InitFn, ResetFn
-from asyncloader.dataloader2.utils.worker import WorkerInfo, seed_process, worker_graph
+from asyncloader.dataloader2.utils.worker import WorkerInfo, process_reset_fn, worker_graph
 from asyncloader.errors import WorkerDied
 from asyncloader.loader import DataLoader
 from asyncloader.option_objects import Recovery
+from asyncloader.workers.error_pickle import pickled_wrapper
 
 __all__ = ["Branch", "Chunk", "Interleaved"]
 
@@ -82,7 +83,8 @@ class Branch(IterableDataset[Chunk]):
         self._init_fn = init_fn
         self._reset_fn = reset_fn
         self._dispatched = dispatched
-        self._begun: DataPipe | None = None
+        self._worker: WorkerInfo | None = None
+        self._initialized: DataPipe | None = None
         self._order = EpochOrder(0, SeedGenerator(0), None)
 
     def next_epoch(self, seed_generator: SeedGenerator, iter_reset_fn: Change | None) -> EpochOrder:
@@ -99,9 +101,7 @@ class Branch(IterableDataset[Chunk]):
         self._order = EpochOrder(*pickle.loads(message))
 
     def __iter__(self) -> Iterator[Chunk]:
-        found = get_worker_info()
-        assert found is not None
-        worker = WorkerInfo(self._workers, found.id)
+        worker = self._worker_info()
         items: list[Any] = []
         failure: ExceptionWrapper | None = None
         size, even = 1, False
@@ -113,30 +113,44 @@ class Branch(IterableDataset[Chunk]):
                     items = []
                     size, even = min(size * 2 if even else size, self._most), not even
         except Exception:
-            failure = ExceptionWrapper(where=f"in worker process {worker.worker_id}")
+            failure = pickle.loads(pickled_wrapper(ExceptionWrapper(where=f"in worker process {worker.worker_id}")))
         yield Chunk(worker.worker_id, items, last=True, failure=failure)
+
+    def _worker_info(self) -> WorkerInfo:
+        if self._worker is None:
+            found = get_worker_info()
+            assert found is not None
+            self._worker = WorkerInfo(self._workers, found.id)
+            # As in torchdata: a part that would share itself out among torch's workers gives all its items here.
+            torch_worker._worker_info = None
+        return self._worker
 
     def _begin(self, worker: WorkerInfo) -> DataPipe:
         """The graph, ready for this epoch."""
-        if self._begun is None:
-            self._begun = self._initialized(worker)
-        datapipe, order = self._begun, self._order
+        if self._initialized is None:
+            dispatched = self._dispatched[worker.worker_id] if self._dispatched else None
+            self._initialized = worker_graph(self._datapipe, worker, self._init_fn, dispatched)
         for each in self._dispatched[worker.worker_id :][:1]:
-            each.epoch = order.epoch
-        if order.iter_reset_fn is not None:
-            datapipe = order.iter_reset_fn(datapipe)
-        seeds = order.seed_generator.spawn(worker.worker_id)
-        seed_process(seeds)
-        datapipe = set_graph_random_seed(datapipe, seeds)
-        if self._reset_fn is not None:
-            datapipe = self._reset_fn(datapipe, worker, seeds)
-        self._begun = datapipe
-        return datapipe
+            each.epoch = self._order.epoch
+        seeds = self._order.seed_generator.spawn(worker.worker_id)
+        # Not kept: what the functions make of the graph is for this epoch, so that each epoch begins with the same.
+        return process_reset_fn(
+            self._initialized, worker, seeds, iter_reset_fn=self._order.iter_reset_fn, custom_reset_fn=self._reset_fn
+        )
 
-    def _initialized(self, worker: WorkerInfo) -> DataPipe:
-        dispatched = self._dispatched[worker.worker_id] if self._dispatched else None
-        return worker_graph(self._datapipe, worker, self._init_fn, dispatched)
+    def __getstate__(self) -> dict[str, Any]:
+        """For processes that are spawned: also with functions that only cloudpickle or dill can send."""
+        return {**vars(self), **dict.fromkeys(_THEIRS), "pickled": _pickled([getattr(self, name) for name in _THEIRS])}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, **dict(zip(_THEIRS, pickle.loads(state.pop("pickled")), strict=True)))
+
+
+_RESTARTS = 3
+"""How often each worker is replaced in an epoch, as by a loader with a seed."""
+
+_THEIRS = ("_datapipe", "_init_fn", "_reset_fn", "_order")
+"""Attributes of a `Branch` with the user's functions in them."""
 
 _RESUME = "Mend what ended it, and go on from where this loader was: DataLoader2.from_state(loader.state_dict(), ...)."
 
@@ -148,11 +162,12 @@ class Interleaved(IterDataPipe[Any]):
 
     Args:
         branch: what the workers read.
-        restarts: how often each of them may be replaced in an epoch.
+        dispatcher: the process that deals to them; None: there is none.
         options: further ones of the loader that has the workers.
     """
 
-    def __init__(self, branch: Branch, restarts: int, **options: Any) -> None:
+    def __init__(self, branch: Branch, dispatcher: Dispatcher | None, **options: Any) -> None:
+        restarts = 0 if dispatcher else _RESTARTS
         self._loader: DataLoader[Any, Any] | None = DataLoader(
             branch,
             batch_size=None,
@@ -164,6 +179,7 @@ class Interleaved(IterDataPipe[Any]):
             **options,
         )
         self._beginning_or_ending = threading.Lock()
+        self._dispatcher = dispatcher
         self._workers = self._loader.num_workers
         self._no_more = (
             f"It had been replaced {restarts} times in this epoch."
@@ -177,7 +193,7 @@ class Interleaved(IterDataPipe[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         # Not a generator: torch adds lines to the errors of one.
-        return _InTurn(self._chunks(), self._workers)
+        return _InTurn(self._chunks(), self._workers, self._dispatcher)
 
     def _chunks(self) -> Iterator[Chunk]:
         with self._beginning_or_ending:
@@ -204,10 +220,12 @@ class _InTurn(Iterator[Any]):
     Args:
         chunks: of all workers.
         workers: their number.
+        dispatcher: the process that deals to them; None: there is none.
     """
 
-    def __init__(self, chunks: Iterator[Chunk], workers: int) -> None:
+    def __init__(self, chunks: Iterator[Chunk], workers: int, dispatcher: Dispatcher | None) -> None:
         self._chunks = chunks
+        self._dispatcher = dispatcher
         self._waiting: list[deque[Any]] = [deque() for _ in range(workers)]
         self._failures: dict[int, ExceptionWrapper] = {}
         self._living = set(range(workers))
@@ -227,7 +245,10 @@ class _InTurn(Iterator[Any]):
             if self._waiting[worker]:
                 return self._waiting[worker].popleft()
             if worker in self._failures:
-                self._failures[worker].reraise()
+                failure: Any = self._failures[worker]
+                if self._dispatcher is not None and failure.exc_type is WorkerDied:
+                    raise self._dispatcher.died(_RESUME)
+                failure.reraise()
         for _ in self._chunks:  # to the end, at which the workers become free
             raise AssertionError("a worker gave a chunk after its last one")
         raise StopIteration

@@ -25,9 +25,15 @@ from asyncloader.dataloader2.datapipes.async_map import awaited_graph
 from asyncloader.dataloader2.datapipes.convert import MapToIterConverter
 from asyncloader.dataloader2.error import PauseIteration
 from asyncloader.dataloader2.graph._serialization import clone, deserialize_datapipe, serialize_datapipe
+from asyncloader.dataloader2.graph.settings import fixed_shuffle_seeds
 from asyncloader.dataloader2.graph.utils import DataPipe
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator, checked_seed
-from asyncloader.dataloader2.services import CheckpointableReadingServiceInterface, ReadingServiceInterface, end_soon
+from asyncloader.dataloader2.services import (
+    CheckpointableReadingServiceInterface,
+    ReadingServiceInterface,
+    end_soon,
+    read_by,
+)
 from asyncloader.errors import StateError
 from asyncloader.workers.fetch.threads import JobThreads
 
@@ -175,6 +181,9 @@ class DataLoader2(Generic[T_co]):
         self._delivered: int | None = None  # items of this epoch; None between epochs
         self._resume_at: int | None = None  # the next `iter()` begins the last epoch again, and drops so many items
         self._to_drop = 0
+        self._interrupted = False  # by Ctrl-C in `next()`, after which a generator of the graph is over
+        self._read_by = ""  # what read the epoch that the position is in
+        self._shuffle_seeds: list[int] | None = None  # of that epoch, if no service has set them
         self._adapt()
         self._terminated = False
 
@@ -199,9 +208,10 @@ class DataLoader2(Generic[T_co]):
         """
         with self._beginning_or_ending:
             datapipe = self._readable()
+            # First: if the epoch cannot begin, the iterator of the one before has nothing to read any more.
+            self.valid_iterator_id = 0 if self.valid_iterator_id is None else self.valid_iterator_id + 1
             if self._reset_iter:
-                self._begin_epoch(datapipe)
-        self.valid_iterator_id = 0 if self.valid_iterator_id is None else self.valid_iterator_id + 1
+                self._begin_epoch(datapipe, self._resume_at)
         return DataLoader2Iterator(self, self.valid_iterator_id)
 
     def _readable(self) -> DataPipe:
@@ -211,9 +221,12 @@ class DataLoader2(Generic[T_co]):
             raise RuntimeError("Cannot iterate over the DataLoader as it has already been shut down")
         return self.datapipe
 
-    def _begin_epoch(self, datapipe: DataPipe) -> None:
-        resume_at, self._resume_at = self._resume_at, None
+    def _begin_epoch(self, datapipe: DataPipe, resume_at: int | None) -> None:
+        """Begin the next epoch, or with a position the last one again. If that fails, it can be tried again."""
         self._datapipe_iter = None  # ends what the epoch before still does
+        self._delivered, self._resume_at = None, resume_at
+        if self._is_paused:
+            self._resume()
         if resume_at is not None:
             self._seed_generator = clone(self._initial_seed_generator)
         elif self._seed is None:
@@ -223,7 +236,19 @@ class DataLoader2(Generic[T_co]):
             self._seed_generator.seed(self._seed)
             self._reset_seed = False
         self._initial_seed_generator = clone(self._seed_generator)
+        try:
+            self._datapipe_iter = iter(self._begun(datapipe, resume_at))
+        except BaseException:
+            self._seed_generator = clone(self._initial_seed_generator)
+            raise
+        self._reset_iter = self._interrupted = False
+        self._resume_at = None
+        self._delivered = self._to_drop = resume_at or 0
+
+    def _begun(self, datapipe: DataPipe, resume_at: int | None) -> DataPipe:
+        """The graph, ready for an epoch."""
         service = self.reading_service
+        seeds: list[int] | None = None
         if service is not None:
             if not self._adapted:
                 datapipe = self.datapipe = self._initialized(service, awaited_graph(datapipe))
@@ -231,12 +256,19 @@ class DataLoader2(Generic[T_co]):
             change = service.initialize_iteration(self._seed_generator)
             if change is not None:
                 self.datapipe = datapipe = change(datapipe)
-        elif not self._adapted:
-            datapipe = self.datapipe = awaited_graph(datapipe)
-            self._adapted = True
-        self._datapipe_iter = iter(datapipe)
-        self._reset_iter = False
-        self._delivered = self._to_drop = resume_at or 0
+        else:
+            if not self._adapted:
+                datapipe = self.datapipe = awaited_graph(datapipe)
+                self._adapted = True
+            seeds = fixed_shuffle_seeds(datapipe, self._shuffle_seeds if resume_at is not None else None)
+        reader = read_by(service)
+        if resume_at and self._read_by not in ("", reader):
+            raise StateError(
+                f"the position is one of {self._read_by}, and this is {reader}, which would read another rest of the "
+                "epoch: use the same, or begin that epoch anew by _restore_checkpoint_beginning_of_epoch()"
+            )
+        self._read_by, self._shuffle_seeds = reader, seeds
+        return datapipe
 
     def _initialized(self, service: ReadingServiceInterface, datapipe: DataPipe) -> DataPipe:
         if self.reading_service_state is None:
@@ -251,6 +283,9 @@ class DataLoader2(Generic[T_co]):
         try:
             if self._is_paused:
                 raise PauseIteration("DataLoader2 has been paused. `resume` must be called before continuing.")
+            if self._interrupted and self.datapipe is not None:
+                self._begin_epoch(self.datapipe, self._delivered)
+                self._reset_iter = True
             if self._datapipe_iter is None:
                 raise StopIteration
             while self._to_drop:
@@ -266,6 +301,9 @@ class DataLoader2(Generic[T_co]):
         except Exception:
             self.shutdown()
             raise
+        except BaseException:
+            self._interrupted = self._delivered is not None
+            raise
         return item
 
     def _drop_one(self, source: Iterator[Any]) -> None:
@@ -279,9 +317,11 @@ class DataLoader2(Generic[T_co]):
         self._to_drop -= 1
 
     def seed(self, seed: int) -> None:
-        """Seed the next epoch; those after it continue the stream of this seed.
+        """Seed the next epoch; those after it continue the stream of this seed. The position of a loaded state is
+        dropped.
 
         Raises:
+            TypeError: the seed is no integer.
             ValueError: the seed is not between 0 and 2**64 - 1.
         """
         self._seed = checked_seed(seed)
@@ -319,7 +359,7 @@ class DataLoader2(Generic[T_co]):
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    def __aiter__(self) -> AsyncIterator[T_co]:
+    def __aiter__(self) -> _AsyncIterator[T_co]:
         """An iterator of the next epoch. It begins with the first item, and reads in a thread, so that the event loop
         goes on. See `iter` for what it raises.
         """
@@ -332,7 +372,9 @@ class DataLoader2(Generic[T_co]):
         Returns:
             ``serialized_datapipe``: the graph before the reading service, pickled. ``reading_service_state``: bytes, or
             None. ``randomness_state``: ``(seed, reset_seed, seeds now, seeds at the epoch's beginning)``. ``position``:
-            items of the epoch that were delivered; None between epochs.
+            items of the epoch that were delivered; None between epochs. ``read_by``: what read them, in words.
+            ``shuffle_seeds``: of the epoch's shuffles; None if they follow from ``randomness_state``, as with every
+            reading service.
 
         Raises:
             RuntimeError: there is no datapipe.
@@ -349,6 +391,8 @@ class DataLoader2(Generic[T_co]):
             READING_SERVICE_STATE_KEY_NAME: state,
             RANDOMNESS_STATE_KEY_NAME: (self._seed, self._reset_seed, *generators),
             POSITION_KEY_NAME: self._delivered if self._resume_at is None else self._resume_at,
+            "read_by": self._read_by,
+            "shuffle_seeds": self._shuffle_seeds,
         }
 
     @classmethod
@@ -361,22 +405,28 @@ class DataLoader2(Generic[T_co]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state with the next ``iter()``: in the middle of an epoch with the rest of it.
 
-        The graph is the state's; the adapters given to the constructor are applied to it. It is unpickled, which runs
-        what the bytes say: load only states that you saved yourself.
+        The graph is the state's, as adapters had made it; those given to the constructor are applied to it, too. It is
+        unpickled, which runs what the bytes say: load only states that you saved yourself.
 
         Raises:
             RuntimeError: an iterator was made already.
+            StateError: by the next ``iter()``: the position is in an epoch that other reading services, workers or
+                ranks were reading.
         """
         if self._datapipe_iter is not None or self._adapted:
             raise RuntimeError(
                 "DataLoaderV2 iterator has already been created, `load_state_dict()` can’t be called. "  # noqa: RUF001
                 "Please create a new dataloader in order to use load state dict."
             )
-        self.datapipe = deserialize_datapipe(state_dict[SERIALIZED_DATAPIPE_KEY_NAME])
-        self.reading_service_state = state_dict[READING_SERVICE_STATE_KEY_NAME]
-        self._seed, self._reset_seed, now, initial = state_dict[RANDOMNESS_STATE_KEY_NAME]
-        self._seed_generator, self._initial_seed_generator = pickle.loads(now), pickle.loads(initial)
+        datapipe, state = state_dict[SERIALIZED_DATAPIPE_KEY_NAME], state_dict[READING_SERVICE_STATE_KEY_NAME]
+        seed, reset_seed, now, initial = state_dict[RANDOMNESS_STATE_KEY_NAME]
+        generators, datapipe = (pickle.loads(now), pickle.loads(initial)), deserialize_datapipe(datapipe)
+        # Nothing above has changed the loader if it failed.
+        self.datapipe, self.reading_service_state = datapipe, state
+        self._seed, self._reset_seed = seed, reset_seed
+        self._seed_generator, self._initial_seed_generator = generators
         self._resume_at = state_dict.get(POSITION_KEY_NAME)
+        self._read_by, self._shuffle_seeds = state_dict.get("read_by", ""), state_dict.get("shuffle_seeds")
         self._adapt()
 
     def _restore_checkpoint_beginning_of_epoch(self) -> None:
@@ -414,11 +464,13 @@ class DataLoader2(Generic[T_co]):
 
 
 def _end(source: list[Any], service: ReadingServiceInterface | None) -> None:
-    """End what an epoch is read from, whose last reference is in this list, and then the service."""
-    source.clear()
-    if service is not None:
-        service.finalize_iteration()
-        service.finalize()
+    """End the service, and then what an epoch is read from, whose last reference is in this list."""
+    try:
+        if service is not None:
+            service.finalize_iteration()
+            service.finalize()
+    finally:
+        source.clear()
 
 
 class _AsyncIterator(AsyncIterator[T_co]):
@@ -431,8 +483,30 @@ class _AsyncIterator(AsyncIterator[T_co]):
         self._iterator: DataLoader2Iterator[T_co] | None = None
         self._thread = JobThreads(1, "asyncloader-dataloader2")
         self._reading: asyncio.Future[Any] | None = None
+        self._waiting = False
+        self._limit: int | None = None  # given before the epoch began
+
+    def limit(self, num_batches: int | None) -> None:
+        """See `DataLoader2Iterator.limit`. Not while an item is waited for."""
+        self._limit = num_batches
+        if self._iterator is not None:
+            self._iterator.limit(num_batches)
+
+    def resume(self) -> None:
+        """See `DataLoader2Iterator.resume`."""
+        if self._iterator is not None:
+            self._iterator.resume()
 
     async def __anext__(self) -> T_co:
+        if self._waiting:
+            raise RuntimeError("another call waits for the next item already: await one after the other")
+        self._waiting = True
+        try:
+            return await self._next()
+        finally:
+            self._waiting = False
+
+    async def _next(self) -> T_co:
         if self._reading is None:
             if self._iterator is not None and self._iterator._ready():
                 return next(self._iterator)
@@ -451,6 +525,8 @@ class _AsyncIterator(AsyncIterator[T_co]):
     def _read(self, loader: DataLoader2[T_co]) -> Any:
         if self._iterator is None:
             self._iterator = iter(loader)
+            if self._limit is not None:
+                self._iterator.limit(self._limit)
         try:
             return self._iterator._read()
         except StopIteration:

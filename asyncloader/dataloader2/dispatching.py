@@ -14,6 +14,9 @@ process dies.
 from __future__ import annotations
 
 import contextlib
+import functools
+import multiprocessing
+import os
 import pickle
 import signal
 from collections import deque
@@ -26,11 +29,12 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import IterDataPipe
 
 from asyncloader.dataloader2.graph._serialization import _pickled
-from asyncloader.dataloader2.graph.settings import set_graph_random_seed
 from asyncloader.dataloader2.graph.utils import DataPipe
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.dataloader2.services import Change
-from asyncloader.errors import WorkerDied
+from asyncloader.dataloader2.utils.worker import WorkerInfo, process_reset_fn
+from asyncloader.errors import WorkerDied, ending
+from asyncloader.workers.error_pickle import pickled_wrapper
 from asyncloader.workers.ipc.lifeline import Lifeline, hold
 from asyncloader.workers.setup_payload import InheritedFd
 
@@ -70,9 +74,10 @@ class Dispatched(IterDataPipe[Any]):
         while True:
             try:
                 self.connection.send_bytes(epoch.to_bytes(8, "little"))
-                kind, value = pickle.loads(self.connection.recv_bytes())
+                answer = self.connection.recv_bytes()
             except (EOFError, OSError):
-                raise _dispatcher_died() from None
+                raise _died("the dispatching process ended unexpectedly") from None
+            kind, value = pickle.loads(answer)
             if kind == "end":
                 return
             if kind == "error":
@@ -84,9 +89,9 @@ class Dispatched(IterDataPipe[Any]):
         self.connection.close()
 
 
-def _dispatcher_died() -> WorkerDied:
-    died: Callable[[str], WorkerDied] = WorkerDied  # type: ignore[assignment]  # each error can be made from a text
-    return died("the dispatching process ended unexpectedly")
+def _died(text: str) -> WorkerDied:
+    made: Callable[[str], WorkerDied] = WorkerDied  # type: ignore[assignment]  # each error can be made from a text
+    return made(text)
 
 
 class Dispatcher:
@@ -99,6 +104,8 @@ class Dispatcher:
     """
 
     def __init__(self, datapipe: DataPipe, workers: int, context: Any) -> None:
+        _install_fork_hook()
+        self._owner = os.getpid()
         self._control, control = context.Pipe()
         pairs = [context.Pipe() for _ in range(workers)]
         self._lifeline = Lifeline()
@@ -115,6 +122,13 @@ class Dispatcher:
         finally:
             for each in (control, *theirs):
                 each.close()
+        _dispatchers.add(self)
+
+    def died(self, advice: str) -> WorkerDied:
+        """The error for a worker's having found that the process is gone."""
+        self._process.join(1)
+        how = ending(self._process.exitcode)
+        return _died(f"the dispatching process (pid {self.pid}) ended unexpectedly, {how}. {advice}")
 
     @property
     def pid(self) -> int:
@@ -136,14 +150,37 @@ class Dispatcher:
         for each in self.dispatched:
             each.close()
 
+    def forget_in_child(self) -> None:
+        """In a forked child: end nothing there. A forked worker still needs `dispatched`."""
+        self._control.close()
+        # After a plain `os.fork`, multiprocessing's exit hook in the child would end the parent's process.
+        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]
+
     def close(self) -> None:
         """End it, and wait for it; kill it after 20 seconds. Idempotent."""
+        if os.getpid() != self._owner:
+            return
         self.end_soon()
         self._process.join(JOIN_S)
         if self._process.exitcode is None:
             self._process.kill()
             self._process.join()
         self._lifeline.close()
+        _dispatchers.discard(self)
+
+
+_dispatchers: set[Dispatcher] = set()
+
+
+@functools.cache
+def _install_fork_hook() -> None:
+    os.register_at_fork(after_in_child=_forget_all)
+
+
+def _forget_all() -> None:
+    for each in _dispatchers:
+        each.forget_in_child()
+    _dispatchers.clear()
 
 
 class _Dealing:
@@ -167,12 +204,10 @@ class _Dealing:
         self.epoch, self._dealt, self._source = order.epoch, 0, None
         self._waiting = [deque() for _ in range(self._workers)]
         try:
-            if order.iter_reset_fn is not None:
-                self._datapipe = order.iter_reset_fn(self._datapipe)
-            seeds = order.seed_generator.spawn(self._workers)  # the workers have the numbers below
-            torch.manual_seed(seeds.generate_seed())
-            set_graph_random_seed(self._datapipe, seeds)
-            self._source = iter(self._datapipe)
+            # Shared seeds: the ranks' processes deal the same items, of which a filter may follow that shares them out.
+            info, seeds = WorkerInfo(self._workers, 0), order.seed_generator
+            datapipe: Any = process_reset_fn(self._datapipe, info, seeds, True, order.iter_reset_fn)
+            self._source = iter(datapipe)
         except Exception:
             self._deal(_failure())
 
@@ -201,7 +236,8 @@ _OVER = b"over"
 
 
 def _failure() -> bytes:
-    return pickle.dumps(("error", ExceptionWrapper(where="in dispatching process 0")), 5)
+    failure = pickle.loads(pickled_wrapper(ExceptionWrapper(where="in dispatching process 0")))
+    return pickle.dumps(("error", failure), 5)
 
 
 def _dispatch(links: tuple[InheritedFd, Connection, list[Connection]], others: list[Connection], graph: bytes) -> None:

@@ -13,6 +13,7 @@ from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torch.utils.data.graph_settings import apply_sharding
 
 from asyncloader.dataloader2.datapipes.forms import has_form
+from asyncloader.dataloader2.datapipes.fullsync import FullSync
 from asyncloader.dataloader2.graph.settings import set_graph_random_seed
 from asyncloader.dataloader2.graph.utils import DataPipe
 from asyncloader.dataloader2.random.distributed import dist_share_seed
@@ -47,6 +48,8 @@ class DistributedReadingService(ReadingServiceInterface):
         apply_sharding(datapipe, dist.get_world_size(), dist.get_rank(), SHARDING_PRIORITIES.DISTRIBUTED)
         if not has_form(datapipe, "fullsync"):
             datapipe = datapipe.fullsync(self._timeout)
+        if isinstance(datapipe, FullSync):
+            datapipe.group = self._group
         self._datapipe = datapipe
         return datapipe
 
@@ -58,6 +61,9 @@ class DistributedReadingService(ReadingServiceInterface):
         seed_generator.spawn(dist.get_rank(), inplace=True)
         set_graph_random_seed(self._datapipe, seed_generator)
         return iter_reset_fn
+
+    def _read_by(self) -> str:
+        return f"{type(self).__name__} of {dist.get_world_size()} ranks"
 
     def finalize(self) -> None:
         """See the interface."""

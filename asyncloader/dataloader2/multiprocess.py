@@ -31,10 +31,6 @@ from asyncloader.dataloader2.utils.worker import WorkerInfo, worker_graph
 __all__ = ["MultiProcessingReadingService", "PrototypeMultiProcessingReadingService"]
 
 
-_RESTARTS = 3
-"""How often each worker is replaced in an epoch, as by a loader with a seed."""
-
-
 class MultiProcessingReadingService(PausableReadingService):
     """Reads the graph in worker processes; items cross through shared memory.
 
@@ -117,7 +113,7 @@ class MultiProcessingReadingService(PausableReadingService):
         )
         self._interleaved = Interleaved(
             self._branch,
-            restarts=0 if dispatched else _RESTARTS,
+            self._dispatcher,
             num_workers=self.num_workers,
             prefetch_factor=2,
             multiprocessing_context=context,
@@ -138,9 +134,12 @@ class MultiProcessingReadingService(PausableReadingService):
             self._dispatcher.begin(order)
         return None
 
+    def _read_by(self) -> str:
+        return f"{type(self).__name__} with {self.num_workers} workers"
+
     def finalize(self) -> None:
         """See the interface. Waits until all processes are gone; one that does not end within 20 seconds is killed."""
-        end, self._end_datapipe = getattr(self, "_end_datapipe", None), None
+        end = vars(self).pop("_end_datapipe", None)  # once, whichever finalizers' threads come here
         if end is None:
             return
         dispatcher, self._dispatcher = self._dispatcher, None
@@ -149,9 +148,9 @@ class MultiProcessingReadingService(PausableReadingService):
         if dispatcher is not None:
             dispatcher.end_soon()  # first: a worker may wait for an item of it
         try:
-            shutdown_graph(end)
             if interleaved is not None:
-                interleaved.shutdown()
+                interleaved.shutdown()  # then: a thread of the graph may wait for an item of theirs
+            shutdown_graph(end)
         finally:
             if dispatcher is not None:
                 dispatcher.close()

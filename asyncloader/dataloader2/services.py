@@ -32,6 +32,7 @@ __all__ = [
     "SequentialReadingService",
     "each_of_form",
     "end_soon",
+    "read_by",
     "reset_here",
     "shutdown_graph",
 ]
@@ -50,6 +51,14 @@ def each_of_form(datapipe: DataPipe, *names: str) -> list[Any]:
 def end_soon(end: Callable[..., object], *arguments: Any) -> None:
     """Have this called in a thread: for finalizers, which run anywhere and so must not wait."""
     threading.Thread(target=end, args=arguments, name="asyncloader-stop", daemon=True).start()
+
+
+def read_by(service: Any) -> str:
+    """What reads a graph, in words: a position means the same only for what is described alike."""
+    describe = getattr(service, "_read_by", None)
+    if describe is not None:
+        return str(describe())
+    return "no reading service" if service is None else type(service).__name__
 
 
 class ReadingServiceInterface(ABC):
@@ -174,7 +183,7 @@ class InProcessReadingService(PausableReadingService):
 
     def finalize(self) -> None:
         """See the interface."""
-        end, self._end_datapipe = getattr(self, "_end_datapipe", None), None
+        end = vars(self).pop("_end_datapipe", None)  # once, whichever finalizers' threads come here
         if end is not None:
             shutdown_graph(end)
 
@@ -240,6 +249,9 @@ class SequentialReadingService(CheckpointableReadingServiceInterface):
                 warnings.warn(f"{type(each).__name__} has no restore: it begins anew", stacklevel=2)
                 datapipe = each.initialize(datapipe)
         return datapipe
+
+    def _read_by(self) -> str:
+        return ", ".join(map(read_by, self.reading_services))
 
     # Each gets the function of the services before it, and returns that for those after it.
 

@@ -359,7 +359,9 @@ def test_a_dispatching_process_that_dies() -> None:
     loader = DataLoader2[int](
         numbers(10).map(dies_at_5).sharding_round_robin_dispatch(MP), reading_service=MultiProcessingReadingService(2)
     )
-    with pytest.raises(WorkerDied, match="dispatching process ended unexpectedly"):
+    with pytest.raises(
+        WorkerDied, match=r"dispatching process \(pid .*\) ended unexpectedly, killed by signal: Killed\. Mend"
+    ):
         list(loader)
     service: Any
     loader = DataLoader2[int](
@@ -368,7 +370,9 @@ def test_a_dispatching_process_that_dies() -> None:
     assert list(loader) == list(range(10))
     service = loader.reading_service
     os.kill(service._dispatcher.pid, signal.SIGKILL)
-    with pytest.raises(WorkerDied, match="dispatching process ended unexpectedly"):
+    with pytest.raises(
+        WorkerDied, match=r"dispatching process \(pid .*\) ended unexpectedly, killed by signal: Killed\. Mend"
+    ):
         list(loader)
 
 

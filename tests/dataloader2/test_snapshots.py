@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data.datapipes.map import SequenceWrapper
 
 from asyncloader.dataloader2 import (
     DataLoader2,
@@ -26,7 +27,7 @@ from asyncloader.dataloader2.dataloader2 import (
     SERIALIZED_DATAPIPE_KEY_NAME,
 )
 from asyncloader.errors import StateError
-from tests.dataloader2.parts import GRAPHS, MP, Seeded, drawn, numbers, plain
+from tests.dataloader2.parts import GRAPHS, MP, OnlyHere, Seeded, drawn, numbers, plain
 
 pytestmark = [pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
@@ -130,6 +131,8 @@ def test_layout() -> None:
         READING_SERVICE_STATE_KEY_NAME,
         RANDOMNESS_STATE_KEY_NAME,
         "position",
+        "read_by",
+        "shuffle_seeds",
     ]
     assert (SERIALIZED_DATAPIPE_KEY_NAME, READING_SERVICE_STATE_KEY_NAME, RANDOMNESS_STATE_KEY_NAME) == (
         "serialized_datapipe",
@@ -140,6 +143,112 @@ def test_layout() -> None:
     assert state["reading_service_state"] is None
     seed, reset, now, initial = state["randomness_state"]
     assert (seed, reset, type(now), type(initial)) == (3, False, bytes, bytes)
+
+
+@pytest.mark.parametrize(
+    "graph", [numbers(12).shuffle().map(str).shuffle(buffer_size=3), SequenceWrapper("abcdefgh").shuffle()]
+)
+def test_without_a_service(graph: Any) -> None:
+    """Shuffles draw their seeds as they do without a loader, another one in each epoch, and resume exactly."""
+    expected = []
+    torch.manual_seed(3)
+    for _ in range(3):
+        expected.append(list(graph))
+    assert expected[0] != expected[1]
+    torch.manual_seed(3)
+    loader = DataLoader2[Any](graph)
+    assert [list(loader), list(loader)] == expected[:2]
+    iterator = iter(loader)
+    begun = [next(iterator) for _ in range(4)]
+    state = loader.state_dict()
+    torch.rand(5)
+    resumed = DataLoader2.from_state(state, None)  # type: ignore[arg-type]
+    assert begun + list(iterator) == begun + list(resumed) == expected[2]
+
+
+def test_another_reading_service() -> None:
+    """A position says what was reading, and is refused by anything else; the epoch can be begun anew."""
+    state, _, _ = split(numbers(24).sharding_filter().batch(3), 2, 3, seed=2)
+    words = "the position is one of MultiProcessingReadingService with 2 workers, and this is "
+    for other in (service(1), service(0), None, SequentialReadingService(service(2), service(0))):
+        loader = DataLoader2.from_state(state, other)  # type: ignore[arg-type]
+        with pytest.raises(StateError, match=words):
+            iter(loader)
+        loader.shutdown()
+    with DataLoader2.from_state(state, service(1)) as loader:
+        loader._restore_checkpoint_beginning_of_epoch()
+        assert sum(loader, []) == list(range(24))
+
+
+class _Late(InProcessReadingService):
+    """Cannot begin before it is time."""
+
+    time = False
+
+    def initialize_iteration(self, seed_generator: Any, iter_reset_fn: Any = None) -> Any:
+        seed_generator.generate_seed()
+        if not _Late.time:
+            raise ConnectionError("not there yet")
+        return super().initialize_iteration(seed_generator, iter_reset_fn)
+
+
+def test_an_epoch_that_cannot_begin_yet() -> None:
+    """It can be tried again: at the loaded position, and with the same seeds; the iterator before is no longer valid."""
+    _Late.time = True
+    loader = DataLoader2[int](numbers(12).shuffle(), reading_service=_Late())
+    loader.seed(5)
+    iterator = iter(loader)
+    for _ in range(4):
+        next(iterator)
+    state = loader.state_dict()
+    rest = list(iterator)
+    between = loader.state_dict()
+    following = list(loader)
+    for saved, expected, position in ((state, rest, 4), (between, following, None)):
+        loader = DataLoader2.from_state(saved, _Late())
+        _Late.time = False
+        for _ in range(2):
+            with pytest.raises(ConnectionError):
+                iter(loader)
+            assert loader.state_dict()["position"] == position
+        _Late.time = True
+        again = loader.state_dict()
+        assert list(loader) == list(DataLoader2.from_state(again, _Late())) == expected
+    iterator = iter(loader)
+    next(iterator)
+    _Late.time = False
+    with pytest.raises(ConnectionError):
+        iter(loader)
+    with pytest.raises(RuntimeError, match="invalidated"):
+        next(iterator)
+
+
+class _Interrupting:
+    """Raises KeyboardInterrupt in its process, once, at an item."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __call__(self, x: int) -> int:
+        if x == self.at:
+            self.at = -1
+            raise KeyboardInterrupt
+        return x
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ctrl_c_and_on(workers: int) -> None:
+    """After a KeyboardInterrupt in `next` the same iterator goes on where it was."""
+    graph = OnlyHere(numbers(15).sharding_filter()).map(_Interrupting(6))
+    read = MultiProcessingReadingService(workers, main_prefetch_cnt=0) if workers else service(0)
+    with DataLoader2[int](graph, reading_service=read) as loader:
+        iterator = iter(loader)
+        found = [next(iterator) for _ in range(6)]
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
+        assert loader.state_dict()["position"] == 6
+        assert found + list(iterator) == list(range(15))
+        assert list(loader) == list(range(15))
 
 
 def test_the_last_epoch_from_its_beginning() -> None:

@@ -56,7 +56,9 @@ class FullSync(IterDataPipe[Any]):
             raise RuntimeError("Torch Distributed is required to be available to use `FullSync`.")
         self.datapipe: Any = datapipe
         self.timeout = timeout
-        self._group: Any = None
+        self.group: Any = None
+        """The ranks' process group, over gloo; None: it makes one for itself."""
+        self._own_group: Any = None
         self._ahead: ReadAhead | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -65,10 +67,10 @@ class FullSync(IterDataPipe[Any]):
         if dist.get_world_size() == 1:
             yield from self.datapipe
             return
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+        if self.group is None:
+            self.group = self._own_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
         late = partial(PrefetchTimeoutError, self.timeout)
-        begin = partial(_agreed, self.datapipe, self._group, late)
+        begin = partial(_agreed, self.datapipe, self.group, late)
         self._ahead = ReadAhead(begin, 1, even=True, timeout=self.timeout, late=late)
         yield from self._ahead
 
@@ -76,7 +78,7 @@ class FullSync(IterDataPipe[Any]):
         return len(self.datapipe)
 
     def __getstate__(self) -> Any:
-        state = {**self.__dict__, "_ahead": None, "_group": None}
+        state = {**self.__dict__, "_ahead": None, "group": None, "_own_group": None}
         return state if IterDataPipe.getstate_hook is None else IterDataPipe.getstate_hook(state)
 
     def is_replicable(self) -> bool:
@@ -98,9 +100,11 @@ class FullSync(IterDataPipe[Any]):
             self._ahead.resume()
 
     def shutdown(self) -> None:
-        """End the thread, and wait for it, at most 20 seconds. Idempotent."""
+        """End the thread, and wait for it, at most 20 seconds; then the group, if it is its own. Idempotent."""
         self._stop(STOP_S)
-        self._group = None
+        own, self.group, self._own_group = self._own_group, None, None
+        if own is not None and dist.is_initialized():
+            dist.destroy_process_group(own)
 
     def _stop(self, seconds: float) -> None:
         ahead, self._ahead = self._ahead, None

@@ -8,12 +8,15 @@ time: its finalizer ends the thread. An error of the iterator is kept and raised
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import Any
+
+from asyncloader.errors import LoaderClosed
 
 __all__ = ["STOP_S", "ReadAhead"]
 
@@ -76,11 +79,15 @@ class ReadAhead:
             target=_read, args=(begin, self._buffer), name="asyncloader-read-ahead", daemon=True
         )
         self._thread.start()
+        self._owner = os.getpid()
+        self._waited = False  # by `stop`, in vain: the thread is stuck with an item
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
+        if os.getpid() != self._owner:
+            raise LoaderClosed("this process was forked while a thread read ahead, which only its parent has")
         buffer = self._buffer
         deadline = None if self._timeout is None else monotonic() + self._timeout
         with buffer.changed:
@@ -114,13 +121,16 @@ class ReadAhead:
             self._buffer.changed.notify_all()
 
     def stop(self, timeout: float = STOP_S) -> None:
-        """End the thread, and wait for it, at most `timeout` seconds; what was read ahead is dropped. Idempotent.
+        """End the thread, and wait for it, at most `timeout` seconds, once; what was read ahead is dropped. Idempotent.
 
         A thread that is still reading an item then ends with it.
         """
+        if os.getpid() != self._owner:
+            return  # the lock may have been held when this process was forked
         self._end()
-        if self._thread is not threading.current_thread():
+        if self._thread is not threading.current_thread() and not self._waited:
             self._thread.join(timeout)
+            self._waited = True
         self._buffer.items.clear()
 
     def _end(self) -> None:
@@ -131,7 +141,7 @@ class ReadAhead:
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         # The condition's lock is reentrant: the collector may run this in a thread that holds it, and all others hold
         # it for a moment only.
-        if not exiting() and hasattr(self, "_thread"):
+        if not exiting() and os.getpid() == getattr(self, "_owner", None):
             self._end()
 
 

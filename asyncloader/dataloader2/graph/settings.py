@@ -6,14 +6,20 @@ Data path: DataLoader2 -> [settings] -> the `set_seed` of each random datapipe, 
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
+import torch
+from torch.utils.data.datapipes.iter import Shuffler
+from torch.utils.data.datapipes.map import Shuffler as MapShuffler
 from torch.utils.data.graph import traverse_dps
 
 from asyncloader.dataloader2.datapipes.forms import has_form
 from asyncloader.dataloader2.graph.utils import DataPipe, list_dps
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 
-__all__ = ["set_datapipes_seed", "set_graph_random_seed"]
+__all__ = ["fixed_shuffle_seeds", "set_datapipes_seed", "set_graph_random_seed"]
+
+_SHUFFLES = (Shuffler, MapShuffler)
 
 
 def set_datapipes_seed(datapipes: list[DataPipe], seed_generator: SeedGenerator, distributed_shared: bool) -> None:
@@ -28,6 +34,28 @@ def set_datapipes_seed(datapipes: list[DataPipe], seed_generator: SeedGenerator,
         if inspect.ismethod(getattr(datapipe, "set_seed", None)):
             generate = seed_generator.generate_shared_seed if distributed_shared else seed_generator.generate_seed
             datapipe.set_seed(generate())
+
+
+def fixed_shuffle_seeds(datapipe: DataPipe, seeds: list[int] | None) -> list[int]:
+    """Fix the seeds of torch's shuffles for an epoch in which nothing else sets them.
+
+    Args:
+        datapipe: the end of the graph.
+        seeds: those of an epoch that is to be repeated; None: those that the user has set, or else the ones that the
+            shuffles would draw, from torch's global generator, which advances.
+
+    Returns:
+        The seeds.
+    """
+    shuffles: list[Any] = [
+        each for each in list_dps(traverse_dps(datapipe)) if isinstance(each, _SHUFFLES) and each._enabled
+    ]
+    found: list[int] = []
+    for number, each in enumerate(shuffles):
+        drawn = each._seed if seeds is None else seeds[number]
+        found.append(int(torch.empty((), dtype=torch.int64).random_().item()) if drawn is None else drawn)
+        each.set_seed(found[-1])
+    return found
 
 
 def set_graph_random_seed(datapipe: DataPipe, seed_generator: SeedGenerator) -> DataPipe:

@@ -5,6 +5,8 @@ Data path: DataLoader2 -> [seed_generator] -> the `set_seed` of a graph's datapi
 
 from __future__ import annotations
 
+import operator
+
 import torch
 
 from asyncloader.dataloader2.random._philox import PhiloxEngine
@@ -15,14 +17,15 @@ _UINT64 = 1 << 64
 
 
 def checked_seed(seed: int) -> int:
-    """The seed itself.
+    """The seed, as an `int`.
 
     Raises:
+        TypeError: it is no integer.
         ValueError: it is not between 0 and 2**64 - 1.
     """
-    if not 0 <= seed < _UINT64:
+    if not 0 <= operator.index(seed) < _UINT64:
         raise ValueError(f"Expected an uint64 seed, but got {seed}.")
-    return seed
+    return operator.index(seed)
 
 
 class SeedGenerator:
@@ -48,7 +51,7 @@ class SeedGenerator:
         """Begin both streams anew; None: with a seed from torch's global generator, which advances."""
         if seed is None:
             seed = int(torch.empty((), dtype=torch.int64).random_().item())
-        checked_seed(seed)
+        seed = checked_seed(seed)
         self._shared_rng.seed(seed)
         self._worker_rng.seed(seed)
 
