@@ -11,6 +11,7 @@ import time
 import weakref
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data.datapipes.iter import IterableWrapper
@@ -235,6 +236,15 @@ def test_seeds() -> None:
     loader.seed((1 << 64) - 1)
 
 
+def test_seeds_are_integers() -> None:
+    """Of any kind; others are refused at once."""
+    loader = DataLoader2[int](numbers(3).shuffle(), reading_service=InProcessReadingService())
+    loader.seed(np.int64(7))  # type: ignore[arg-type]
+    assert loader.state_dict()["randomness_state"][0] == 7
+    with pytest.raises(TypeError):
+        loader.seed(1.5)  # type: ignore[arg-type]
+
+
 def test_without_a_seed_epochs_follow_the_global_generator() -> None:
     """It is read, and not moved: two epochs are alike until somebody draws from it."""
     torch.manual_seed(5)
@@ -416,6 +426,31 @@ async def test_async_for(workers: int) -> None:
     with pytest.raises(ValueError, match="five"):
         await anext(items)
     await failing.aclose()
+
+
+async def test_limits_and_calls_of_async_for() -> None:
+    """A limit pauses there, too; a second call while one waits is refused."""
+    async with DataLoader2[int](numbers(6), reading_service=InProcessReadingService()) as loader:
+        items = aiter(loader)
+        items.limit(2)
+        assert [item async for item in items] == [0, 1]
+        items.resume()
+        first, second = await asyncio.gather(anext(items), anext(items), return_exceptions=True)
+        assert (first, type(second)) == (2, RuntimeError)
+        assert [item async for item in items] == [3]
+        items.limit(None)
+        items.resume()
+        assert [item async for item in items] == [4, 5]
+
+
+def test_a_pause_ends_with_its_epoch() -> None:
+    """The next one is read from its beginning."""
+    loader = DataLoader2[int](numbers(4), reading_service=InProcessReadingService(2))
+    iterator = iter(loader)
+    iterator.limit(3)
+    assert list(iterator) == [0, 1, 2]
+    assert list(loader) == [0, 1, 2, 3]
+    loader.shutdown()
 
 
 @pytest.mark.parametrize("late", [False, True])

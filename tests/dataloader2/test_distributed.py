@@ -92,6 +92,7 @@ def _with_workers(rank: int) -> Any:
     for graph in (
         numbers(24).shuffle().sharding_filter(),
         numbers(24).sharding_filter().sharding_round_robin_dispatch(MP),
+        numbers(24).shuffle().sharding_round_robin_dispatch(MP).sharding_filter(),
     ):
         service = SequentialReadingService(DistributedReadingService(60), MultiProcessingReadingService(2))
         with DataLoader2[int](graph, reading_service=service) as loader:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import multiprocessing.util
 import os
 import signal
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import get_worker_info
 from torch.utils.data.graph_settings import apply_sharding
 
 from asyncloader.dataloader2 import (
@@ -23,9 +29,10 @@ from asyncloader.dataloader2 import (
     PrototypeMultiProcessingReadingService,
     SequentialReadingService,
 )
+from asyncloader.dataloader2.datapipes.read_ahead import ReadAhead
 from asyncloader.dataloader2.graph import list_dps, traverse_dps
 from asyncloader.dataloader2.utils import WorkerInfo
-from asyncloader.errors import WorkerDied
+from asyncloader.errors import LoaderClosed, WorkerDied
 from tests.dataloader2.parts import (
     GRAPHS,
     MP,
@@ -207,6 +214,159 @@ def test_seeds_in_the_workers() -> None:
     assert seeds[0][0] == seeds[0][2] != seeds[0][1]
     assert seeds[0][0][0] != seeds[1][0][0]
     assert len({tuple(item[1:]) for epoch in found for item in epoch}) == 8
+
+
+def test_seeds_in_the_dispatching_process() -> None:
+    """Its global generators follow from the seed, another one in each epoch, and so does a position in it."""
+    graph = numbers(6).map(drawn).sharding_round_robin_dispatch(MP)
+
+    def epochs() -> list[Any]:
+        with DataLoader2[Any](graph, reading_service=MultiProcessingReadingService(2)) as loader:
+            loader.seed(9)
+            return [list(loader), list(loader)]
+
+    found = epochs()
+    assert found == epochs()
+    assert len({item[1:] for epoch in found for item in epoch}) == 12
+
+
+def _worker_info(x: int) -> Any:
+    return get_worker_info()
+
+
+def test_workers_are_none_of_torchs() -> None:
+    """As in torchdata: a part that shares itself out among torch's workers gives all its items."""
+    with DataLoader2[Any](
+        numbers(4).sharding_filter().map(_worker_info), reading_service=MultiProcessingReadingService(2)
+    ) as loader:
+        assert [list(loader), list(loader)] == [[None] * 4] * 2
+
+
+def _seeded_alike(datapipe: Any) -> Any:
+    return datapipe.set_seed(7)
+
+
+class _OwnSeeds(InProcessReadingService):
+    def initialize_iteration(self, seed_generator: Any, iter_reset_fn: Any = None) -> Any:
+        return _seeded_alike
+
+
+def _tagged_each_time(datapipe: Any, info: WorkerInfo, seeds: Any) -> Any:
+    return datapipe.map(_Tag("tag"))
+
+
+def test_each_epoch_begins_with_the_same_graph() -> None:
+    """What a function makes of it is for one epoch; a service's own seeds come after those of the epoch."""
+    service = SequentialReadingService(_OwnSeeds(), MultiProcessingReadingService(1, worker_reset_fn=_tagged_each_time))
+    with DataLoader2[Any](numbers(9).shuffle(), reading_service=service) as loader:
+        first, second = list(loader), list(loader)
+    assert first == second
+    assert {tag for _, tag in first} == {"tag"}
+
+
+@pytest.mark.filterwarnings("ignore:Local function is not supported by pickle:UserWarning")
+@pytest.mark.parametrize("method", quickly(["fork", "spawn"], "fork"))
+def test_functions_that_pickle_refuses(method: str) -> None:
+    """Local ones reach workers that are spawned, too, where cloudpickle is."""
+
+    def more(x: int) -> int:
+        return x + 1
+
+    def once(datapipe: Any, info: WorkerInfo) -> Any:
+        return datapipe.map(double)
+
+    service = MultiProcessingReadingService(2, method, worker_init_fn=once)
+    with DataLoader2[int](numbers(5).sharding_filter().map(more), reading_service=service) as loader:
+        assert list(loader) == [2, 4, 6, 8, 10]
+
+
+class _TwoArgumentsError(Exception):
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(what)
+
+
+def _fails_oddly(x: int) -> int:
+    if x == 3:
+
+        class LocalError(Exception):
+            pass
+
+        raise LocalError("of a class that cannot be pickled")
+    if x == 5:
+        raise _TwoArgumentsError("of a class", "that cannot be unpickled")
+    return x
+
+
+@pytest.mark.parametrize(("start", "words"), [(0, "LocalError: of a class"), (4, "Two.* of a class")])
+@pytest.mark.parametrize("dispatched", [False, True])
+def test_errors_of_odd_classes(start: int, words: str, dispatched: bool) -> None:
+    """Their text comes, in a RuntimeError."""
+    graph = numbers(6, start).map(_fails_oddly)
+    graph = graph.sharding_round_robin_dispatch(MP) if dispatched else graph.sharding_filter()
+    loader = DataLoader2[int](graph, reading_service=MultiProcessingReadingService(2))
+    with pytest.raises(RuntimeError, match=rf"(?s)^Caught .*Original Traceback .*{words}"):
+        list(loader)
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_a_forked_process_leaves_them_alone(here: bool) -> None:
+    """A child of the main process that ends its copy of the loader, or reads it, or just ends."""
+    graph: Any = numbers(40).sharding_round_robin_dispatch(MP)
+    if here:
+        graph = OnlyHere(graph)
+    with DataLoader2[int](graph, reading_service=MultiProcessingReadingService(2)) as loader:
+        iterator = iter(loader)
+        found = [next(iterator) for _ in range(3)]
+        for what in (loader.shutdown, lambda: next(iterator), lambda: sys.exit(7)):
+            child = os.fork()
+            if not child:
+                code = 1
+                try:
+                    what()
+                    code = 7
+                except LoaderClosed:
+                    code = 7
+                except SystemExit:
+                    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+                    code = 7
+                finally:
+                    os._exit(code)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert found + list(iterator) == list(range(40))
+
+
+def _sleeps_at_3(x: int) -> int:
+    if x == 3:
+        time.sleep(3600)
+    return x
+
+
+def test_a_slow_worker_is_not_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where a thread of the main process waits for its item: workers end first."""
+    waits: list[float] = []
+    monkeypatch.setattr(ReadAhead, "stop", lambda self, seconds=0: waits.append(self._thread.join(60) or 0))
+    loader = DataLoader2[int](
+        OnlyHere(numbers(8).sharding_filter().map(_sleeps_at_3)), reading_service=MultiProcessingReadingService(2)
+    )
+    assert next(iter(loader)) == 0
+    loader.shutdown()
+    assert waits
+
+
+def test_a_dropped_circle_is_ended_once() -> None:
+    """The finalizers of the loader and of its service come in any order, each in a thread."""
+    for _ in range(6):
+        loader: Any = DataLoader2[int](
+            numbers(60).sharding_round_robin_dispatch(MP), reading_service=MultiProcessingReadingService(2)
+        )
+        loader.iterator = iter(loader)
+        next(loader.iterator)
+        loader.itself = loader
+        del loader
+        gc.collect()
+        for thread in threading.enumerate():
+            if thread.name == "asyncloader-stop":
+                thread.join(60)
 
 
 def test_shuffled_shards_make_the_whole() -> None:

@@ -150,10 +150,8 @@ def test_layout() -> None:
 )
 def test_without_a_service(graph: Any) -> None:
     """Shuffles draw their seeds as they do without a loader, another one in each epoch, and resume exactly."""
-    expected = []
     torch.manual_seed(3)
-    for _ in range(3):
-        expected.append(list(graph))
+    expected = [list(graph) for _ in range(3)]
     assert expected[0] != expected[1]
     torch.manual_seed(3)
     loader = DataLoader2[Any](graph)
@@ -177,7 +175,7 @@ def test_another_reading_service() -> None:
         loader.shutdown()
     with DataLoader2.from_state(state, service(1)) as loader:
         loader._restore_checkpoint_beginning_of_epoch()
-        assert sum(loader, []) == list(range(24))
+        assert [x for batch in loader for x in batch] == list(range(24))
 
 
 class _Late(InProcessReadingService):
@@ -193,7 +191,7 @@ class _Late(InProcessReadingService):
 
 
 def test_an_epoch_that_cannot_begin_yet() -> None:
-    """It can be tried again: at the loaded position, and with the same seeds; the iterator before is no longer valid."""
+    """It can be tried again: at the loaded position, with the same seeds; the iterator before is no longer valid."""
     _Late.time = True
     loader = DataLoader2[int](numbers(12).shuffle(), reading_service=_Late())
     loader.seed(5)

@@ -9,6 +9,8 @@ worker.
 from __future__ import annotations
 
 import asyncio
+import inspect
+import sys
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
@@ -50,6 +52,7 @@ class Awaited(IterDataPipe[Any]):
         self.source_datapipe = source_datapipe
 
     def __iter__(self) -> Iterator[Any]:
+        exiting = sys.is_finalizing
         bridge = Bridge()
         bridge.acquire()
         try:
@@ -58,7 +61,8 @@ class Awaited(IterDataPipe[Any]):
                 while (item := bridge.run(_next(iterator))) is not _END:
                     yield item
             finally:
-                bridge.run(_closed(iterator))
+                if not exiting():  # then the loop's thread is gone, and would be waited for in vain
+                    bridge.run(_closed(iterator))
         finally:
             bridge.release()
 
@@ -105,14 +109,26 @@ class AsyncMapper(IterDataPipe[Any]):
         bridge = Bridge()
         bridge.acquire()
         calls: deque[asyncio.Task[Any]] = deque()
+        failure: Exception | None = None
+        items = iter(self.datapipe)
         try:
-            for item in self.datapipe:
+            while True:
+                try:
+                    item = next(items)
+                except StopIteration:
+                    break
+                except Exception as error:
+                    failure = error
+                    break
                 calls.append(bridge.run(_called(self.fn, item)))
                 if len(calls) >= self.concurrency:
                     yield bridge.run(_result(calls.popleft()))
             while calls:
                 yield bridge.run(_result(calls.popleft()))
+            if failure is not None:  # after the results of the items before it
+                raise failure
         finally:
+            failure = None  # its traceback refers to this frame
             calls.clear()
             bridge.release()  # cancels what is in flight
 
@@ -121,12 +137,26 @@ class AsyncMapper(IterDataPipe[Any]):
 
 
 async def _called(fn: Callable[[Any], Awaitable[Any]], item: Any) -> asyncio.Task[Any]:
-    return asyncio.ensure_future(_awaited(fn, item))
+    task = asyncio.ensure_future(_awaited(fn, item))
+    task.add_done_callback(_retrieved)
+    return task
 
 
 async def _awaited(fn: Callable[[Any], Awaitable[Any]], item: Any) -> Any:
-    return await fn(item)
+    made: Any = fn(item)
+    if not inspect.isawaitable(made):
+        raise TypeError(f"`amap` needs a coroutine function, and {fn!r} returned {type(made).__name__}: use `map`")
+    return await made
+
+
+def _retrieved(task: asyncio.Task[Any]) -> None:
+    """Have asyncio not complain of an error whose turn never came."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _result(task: asyncio.Task[Any]) -> Any:
-    return await task
+    await asyncio.wait([task])
+    if task.cancelled():
+        raise RuntimeError("a call of `amap` raised CancelledError")
+    return task.result()

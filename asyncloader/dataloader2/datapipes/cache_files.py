@@ -5,7 +5,7 @@ Data path: cache_on_disk -> [cache_files: temporary file, check, rename] -> file
 Beside an item's file may lie:
 
     <path>.torchdata_list   the item became other files than this one: their paths, a line each, as in torchdata
-    <path>.lock             while a process writes the files of this item (`file_claim`)
+    <path>.asyncloader_claim  while a process writes the files of this item (`file_claim`)
     <file>.<8 digits>.part  what is written now, or what a killed process left: the next one writes over it
 
 A file gets its name when it is complete, and an item's list is written after all its files. Only a loss of power may
@@ -56,20 +56,21 @@ class CacheFiles:
     def found(self, path: str) -> list[str] | None:
         """The complete files of the item whose own path this is; None: it is not cached."""
         listed = self._listed(path)
-        if listed is not None:
-            return listed
+        if listed is not None:  # the path itself is then no file of the cache, or an old one
+            return listed or None
         return [path] if self._valid(path) and (self._check is None or self._check(path)) else None
 
     def _listed(self, path: str) -> list[str] | None:
+        """The files in its list, none if one of them is missing; None: it has no list."""
         try:
-            with open(_list_of(path), encoding="utf-8") as lines:
+            with open(_list_of(path), encoding="utf-8", errors="surrogateescape") as lines:
                 files = [line.removesuffix("\n") for line in lines]
         except FileNotFoundError:
             return None
-        return files if self._recent(_list_of(path)) and all(map(self._valid, files)) else None
+        return files if self._recent(_list_of(path)) and all(map(self._valid, files)) else []
 
     def _valid(self, file: str) -> bool:
-        if not os.path.exists(file) or not self._recent(file):
+        if not os.path.isfile(file) or not self._recent(file):
             return False
         return self._hashes is None or self._hash(file) == self._hashes.get(file)
 
@@ -80,7 +81,9 @@ class CacheFiles:
         with open(file, "rb") as content:
             return hashlib.file_digest(content, self._hash_type).hexdigest()
 
-    def write(self, file: str, item: str, mode: str, write: Callable[[IO[Any]], object]) -> None:
+    def write(
+        self, file: str, item: str, mode: str, write: Callable[[IO[Any]], object], errors: str | None = None
+    ) -> None:
         """Write one of the files of an item, whose right to be written the caller has.
 
         Args:
@@ -88,6 +91,7 @@ class CacheFiles:
             item: the item's own path.
             mode: ``"wb"`` or ``"wt"``.
             write: writes the content to the open file.
+            errors: of `open`.
 
         Raises:
             RuntimeError: the hash is another one, or there is none for the file. The file is as it was before.
@@ -98,7 +102,7 @@ class CacheFiles:
         # Items that become files of the same name do not write to the same temporary one.
         part = f"{file}.{hashlib.blake2b(os.fsencode(item), digest_size=4).hexdigest()}.part"
         try:
-            with open(part, mode, encoding=None if "b" in mode else "utf-8") as opened:
+            with open(part, mode, encoding=None if "b" in mode else "utf-8", errors=errors) as opened:
                 write(opened)
             self._compare(part, file)
             now = time.time_ns()
@@ -128,7 +132,8 @@ class CacheFiles:
                 os.unlink(_list_of(item))  # of an earlier time, when it became others
         elif files:
             lines = "".join(f"{file}\n" for file in files)
-            CacheFiles(None, "", None).write(_list_of(item), item, "wt", lambda opened: opened.write(lines))
+            write = CacheFiles(None, "", None).write
+            write(_list_of(item), item, "wt", lambda opened: opened.write(lines), "surrogateescape")  # as names are
 
 
 def _list_of(path: str) -> str:

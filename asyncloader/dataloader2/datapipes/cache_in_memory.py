@@ -72,12 +72,17 @@ class InMemoryCacheHolder(IterDataPipe[Any]):
         return state if IterDataPipe.getstate_hook is None else IterDataPipe.getstate_hook(state)
 
 
-def _size(value: Any) -> int:
+def _size(value: Any, seen: set[int] | None = None) -> int:
+    if isinstance(value, torch.Tensor) and value.is_sparse:
+        return int(value._values().nbytes + value._indices().nbytes)
     if isinstance(value, (torch.Tensor, np.ndarray)):
-        return value.nbytes
-    size = sys.getsizeof(value)
-    if isinstance(value, dict):
-        return size + sum(_size(key) + _size(each) for key, each in value.items())
-    if isinstance(value, (tuple, list, set, frozenset)):
-        return size + sum(map(_size, value))
-    return size
+        try:
+            return value.nbytes
+        except RuntimeError:  # of other layouts
+            return int(value.values().nbytes)  # type: ignore[union-attr]
+    size, seen = sys.getsizeof(value), set() if seen is None else seen
+    if not isinstance(value, (dict, tuple, list, set, frozenset)) or id(value) in seen:
+        return size
+    seen.add(id(value))
+    parts = itertools.chain(value.keys(), value.values()) if isinstance(value, dict) else value
+    return size + sum(_size(each, seen) for each in parts)

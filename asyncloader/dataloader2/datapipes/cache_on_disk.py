@@ -136,7 +136,7 @@ class EndOnDiskCacheHolder(IterDataPipe[str]):
             yield from files
 
     def _written(self, item: Any, path: str) -> list[str]:
-        files: list[str] = []
+        files: dict[str, None] = {}
         cache = self._holder.files
         self._holder.missing = [item]
         try:
@@ -147,19 +147,20 @@ class EndOnDiskCacheHolder(IterDataPipe[str]):
                 if file in files:
                     raise ValueError(f"two files of {path} have the same path: {file}")
                 cache.write(file, path, self.mode, partial(self._write, pair[1], file))
-                files.append(file)
+                files[file] = None
         finally:
             self._holder.missing = []
-        cache.complete(path, files)
-        return files
+        cache.complete(path, list(files))
+        return list(files)
 
     def _write(self, content: Any, file: str, opened: IO[Any]) -> None:
-        if isinstance(content, (bytes, bytearray, memoryview, str)) != self.skip_read:
+        whole = isinstance(content, (bytes, bytearray, memoryview, str))
+        if whole != self.skip_read and not (isinstance(content, str) and self.mode == "wt"):
             raise TypeError(
                 f"the content of {file} is {type(content).__name__}: `end_caching` takes bytes and strings with "
                 "skip_read=True, and open files without it"
             )
-        if self.skip_read:
+        if whole:
             opened.write(content)
             return
         try:

@@ -2,7 +2,7 @@
 
 Data path: none; beside `cache_files`.
 
-Who has it holds the kernel's lock of ``<path>.lock``, which is there only meanwhile. A process that ends lets go of it,
+Who has it holds the kernel's lock of ``<path>.asyncloader_claim``, which is there only meanwhile. A process that ends lets go of it,
 so that nobody waits for the dead.
 """
 
@@ -37,15 +37,18 @@ def claimed(path: str, timeout: float) -> Generator[None]:
         TimeoutError: another process, or another thread, still had it then.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    name = f"{path}.lock"
+    name = f"{path}.asyncloader_claim"
     descriptor = _locked(name, path, timeout)
     try:
         yield
     finally:
-        # Deleted while it is locked: who waits for it then sees that it has no name any more, and opens a new one.
-        Path(name).unlink()
-        unlock(descriptor)
-        os.close(descriptor)
+        try:
+            # Deleted while it is locked: who waits for it then sees that it has no name any more, and opens a new one.
+            if same_file(descriptor, name):  # else somebody has deleted it, and it may be another's
+                Path(name).unlink(missing_ok=True)
+        finally:
+            unlock(descriptor)
+            os.close(descriptor)
 
 
 def _locked(name: str, path: str, timeout: float) -> int:
@@ -87,4 +90,4 @@ def _waited(descriptor: int, path: str, begun: float, timeout: float) -> bool:
     if left <= _TELL_AFTER:
         return False
     _log.warning("waits for another process to write %s; gives up after %g seconds", path, timeout)
-    return done.wait(begun + timeout - time.monotonic())
+    return done.wait(min(begun + timeout - time.monotonic(), threading.TIMEOUT_MAX))

@@ -18,8 +18,11 @@ import torch.distributed as dist
 from torch.utils.data import IterDataPipe
 
 from asyncloader.dataloader2.datapipes.read_ahead import STOP_S, ReadAhead
+from asyncloader.errors import RanksDisagree
 
 __all__ = ["FullSync", "PrefetchTimeoutError"]
+
+_LONGEST_S = 1e8  # what gloo takes
 
 
 class PrefetchTimeoutError(RuntimeError):
@@ -49,6 +52,7 @@ class FullSync(IterDataPipe[Any]):
     Raises:
         RuntimeError: when iterated without an initialized `torch.distributed`.
         PrefetchTimeoutError: when iterated, after the timeout.
+        RanksDisagree: when iterated: the ranks left an epoch at different items.
     """
 
     def __init__(self, datapipe: IterDataPipe[Any], timeout: float = 1800) -> None:
@@ -59,6 +63,7 @@ class FullSync(IterDataPipe[Any]):
         self.group: Any = None
         """The ranks' process group, over gloo; None: it makes one for itself."""
         self._own_group: Any = None
+        self._epoch = 0
         self._ahead: ReadAhead | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -68,9 +73,11 @@ class FullSync(IterDataPipe[Any]):
             yield from self.datapipe
             return
         if self.group is None:
-            self.group = self._own_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+            limit = timedelta(seconds=min(self.timeout, _LONGEST_S))
+            self.group = self._own_group = dist.new_group(backend="gloo", timeout=limit)
+        self._epoch += 1
         late = partial(PrefetchTimeoutError, self.timeout)
-        begin = partial(_agreed, self.datapipe, self.group, late)
+        begin = partial(_agreed, self.datapipe, self.group, self._epoch, late)
         self._ahead = ReadAhead(begin, 1, even=True, timeout=self.timeout, late=late)
         yield from self._ahead
 
@@ -112,7 +119,9 @@ class FullSync(IterDataPipe[Any]):
             ahead.stop(seconds)
 
 
-def _agreed(source: IterDataPipe[Any], group: dist.ProcessGroup, late: Callable[[], Exception]) -> Iterator[Any]:
+def _agreed(
+    source: IterDataPipe[Any], group: dist.ProcessGroup, epoch: int, late: Callable[[], Exception]
+) -> Iterator[Any]:
     """The items for which every rank has one. In the thread."""
     iterator = iter(source)
     while True:
@@ -124,9 +133,9 @@ def _agreed(source: IterDataPipe[Any], group: dist.ProcessGroup, late: Callable[
             have = 0
         except Exception as error:  # the others must hear of the end
             failure, have = error, 0
-        all_have = torch.tensor(have, dtype=torch.int32)
+        least = torch.tensor([have, epoch, -epoch], dtype=torch.int32)
         try:
-            dist.all_reduce(all_have, op=dist.ReduceOp.MIN, group=group)
+            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
         except RuntimeError as error:
             if failure is None and "timed out" in str(error).lower():
                 raise late() from error
@@ -136,6 +145,12 @@ def _agreed(source: IterDataPipe[Any], group: dist.ProcessGroup, late: Callable[
                 raise failure
             finally:
                 del failure
-        if not all_have.item():
+        all_have, first, last = least.tolist()
+        if first != -last:
+            raise RanksDisagree(
+                f"the ranks are in different epochs, {first} to {-last}: some left one at an earlier item than others. "
+                "Have all of them leave it at the same item, or read it to its end"
+            )
+        if not all_have:
             return
         yield item

@@ -33,7 +33,7 @@ class _Buffer:
         self.size = size
         self.even = even
         self.error: BaseException | None = None
-        self.over = self.stopped = self.paused = False
+        self.over = self.stopped = self.paused = self.reading = False
 
     def wants_more(self) -> bool:
         """Wait until there is room. False: read no more."""
@@ -43,12 +43,13 @@ class _Buffer:
                 if self.stopped and not (self.even and room):
                     return False
                 if room and not self.paused:
+                    self.reading = True
                     return True
                 self.changed.wait()
 
     def end(self, error: BaseException | None) -> None:
         with self.changed:
-            self.error, self.over = error, True
+            self.error, self.over, self.reading = error, True, False
             self.changed.notify_all()
 
 
@@ -110,9 +111,14 @@ class ReadAhead:
             del error  # its traceback refers to this frame
 
     def pause(self) -> None:
-        """Read no further until `resume`; an item that is being read still comes."""
-        with self._buffer.changed:
-            self._buffer.paused = True
+        """Read no further until `resume`, and wait for an item that is being read, at most 20 seconds: from then on what
+        it is read from is left alone.
+        """
+        buffer = self._buffer
+        with buffer.changed:
+            buffer.paused = True
+            if self._thread is not threading.current_thread():
+                buffer.changed.wait_for(lambda: not buffer.reading, STOP_S)
 
     def resume(self) -> None:
         """Read on."""
@@ -156,6 +162,7 @@ def _read(begin: Callable[[], Iterator[Any]], buffer: _Buffer) -> None:
                 break
             with buffer.changed:
                 buffer.items.append(item)
+                buffer.reading = False
                 buffer.changed.notify_all()
             del item
     except BaseException as raised:
