@@ -13,7 +13,6 @@ from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torch.utils.data.graph_settings import apply_sharding
 
 from asyncloader.dataloader2.datapipes.forms import has_form
-from asyncloader.dataloader2.datapipes.fullsync import FullSync
 from asyncloader.dataloader2.graph.settings import set_graph_random_seed
 from asyncloader.dataloader2.graph.utils import DataPipe
 from asyncloader.dataloader2.random.distributed import dist_share_seed
@@ -48,8 +47,6 @@ class DistributedReadingService(ReadingServiceInterface):
         apply_sharding(datapipe, dist.get_world_size(), dist.get_rank(), SHARDING_PRIORITIES.DISTRIBUTED)
         if not has_form(datapipe, "fullsync"):
             datapipe = datapipe.fullsync(self._timeout)
-        if isinstance(datapipe, FullSync):
-            datapipe.group = self._group
         self._datapipe = datapipe
         return datapipe
 

@@ -79,6 +79,10 @@ def test_sizes_in_memory() -> None:
     items = [{"x": [torch.zeros(1 << 18)]}, (torch.zeros(1 << 18),), "y"]
     graph: Any = IterableWrapper(items, deepcopy=False).in_memory_cache(size=1.5)
     assert (len(list(graph)), graph.idx) == (3, 1)
+    itself: list[Any] = [torch.ones(1 << 18).to_sparse()]  # indices have 8 bytes
+    itself.append(itself)
+    graph = IterableWrapper([itself, 1], deepcopy=False).in_memory_cache(size=2.5)
+    assert (len(list(graph)), graph.idx) == (2, 1)
 
 
 def in_folder(folder: Path, item: Any) -> str:
@@ -102,7 +106,7 @@ def made(folder: Path) -> list[str]:
 
 
 def left_over(folder: Path) -> list[str]:
-    return [path.name for path in folder.rglob("*") if path.suffix in (".part", ".lock")]
+    return [path.name for path in folder.rglob("*") if path.suffix in (".part", ".asyncloader_claim")]
 
 
 def test_each_item_is_written_once(tmp_path: Path) -> None:
@@ -157,6 +161,49 @@ def test_one_item_many_files(tmp_path: Path) -> None:
     twice = numbers(2, 2).on_disk_cache(partial(in_folder, tmp_path / "b")).map(partial(several, tmp_path)).unbatch()
     with pytest.raises(ValueError, match=r"two files of .*2\.txt have the same path: .*x"):
         list(twice.end_caching(filepath_fn=partial(below, tmp_path / "x", "y")))
+
+
+def into(folder: Path, name: str) -> list[tuple[str, bytes]]:
+    return [(str(folder / name / f"{part}\udcff"), b"x") for part in range(2)]
+
+
+def under(folder: Path, name: str) -> str:
+    return str(folder / name)
+
+
+def test_files_in_a_folder_of_the_items_name(tmp_path: Path) -> None:
+    """The folder is no cached file: not while it is written, nor after a loss. Names need not be UTF-8."""
+    cache: Any = IterableWrapper(["a"]).on_disk_cache(partial(under, tmp_path))
+    graph = cache.map(partial(into, tmp_path)).unbatch().end_caching(skip_read=True)
+    files = [name for name, _ in into(tmp_path, "a")]
+    (tmp_path / "a").mkdir()
+    assert [list(graph), list(graph)] == [files] * 2
+    Path(files[0]).unlink()
+    assert list(graph) == files
+    assert Path(files[0]).exists()
+
+
+def test_names_that_claims_do_not_take(tmp_path: Path) -> None:
+    """A cached file may have the name of another one and `.lock`."""
+    cache: Any = IterableWrapper(["x.lock", "x"]).on_disk_cache(partial(under, tmp_path))
+    graph = cache.map(partial(file_under, tmp_path)).end_caching(skip_read=True)
+    assert [Path(path).read_text() for path in graph] == ["x.lock", "x"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x", "x.lock"]
+
+
+def file_under(folder: Path, name: str) -> tuple[str, bytes]:
+    return under(folder, name), name.encode()
+
+
+def test_a_claim_that_somebody_deletes(tmp_path: Path) -> None:
+    """Another one that came since stays; nothing is raised, and no descriptor left."""
+    path = str(tmp_path / "x")
+    name = Path(f"{path}.asyncloader_claim")
+    with claimed(path, 0):
+        name.unlink()
+        with claimed(path, 0):
+            assert name.exists()
+    assert not name.exists()
 
 
 def test_caches_in_a_row_and_within_each_other(tmp_path: Path) -> None:
@@ -231,6 +278,7 @@ def test_kinds_of_content(tmp_path: Path) -> None:
     assert handle.closed
     assert [Path(path).read_text("utf-8") for path in graph(Handle("ä", "b"), "wt")] == ["äb"]
     assert [Path(path).read_text("utf-8") for path in graph("ß", "t", skip_read=True)] == ["ß"]
+    assert [Path(path).read_text("utf-8") for path in graph("ß", "t")] == ["ß"]  # as torchdata takes it
     for content, options in ((b"a", {}), (handle, {"skip_read": True})):
         with pytest.raises(TypeError, match="takes bytes and strings with skip_read=True, and open files without it"):
             list(graph(content, **options))
@@ -281,8 +329,27 @@ def test_waiting_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, monke
     monkeypatch.setattr("asyncloader.dataloader2.datapipes.file_claim._TELL_AFTER", 0.01)
     path = str(tmp_path / "x")
     with claimed(path, 0), caplog.at_level(logging.WARNING, "asyncloader"), pytest.raises(TimeoutError):
-        _locked(f"{path}.lock", path, 0.05)
+        _locked(f"{path}.asyncloader_claim", path, 0.05)
     assert "waits for another process to write" in caplog.text
+
+
+def test_waiting_without_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any number of seconds."""
+    monkeypatch.setattr("asyncloader.dataloader2.datapipes.file_claim._TELL_AFTER", 0.01)
+    path = str(tmp_path / "x")
+    found: list[str] = []
+
+    def read() -> None:
+        with claimed(path, float("inf")):
+            found.append("mine")
+
+    with claimed(path, 0):
+        waiting = threading.Thread(target=read)
+        waiting.start()
+        waiting.join(0.2)
+        assert not found
+    waiting.join(60)
+    assert found == ["mine"]
 
 
 def test_a_writer_that_is_killed(tmp_path: Path) -> None:
@@ -305,7 +372,7 @@ list(IterableWrapper([path]).on_disk_cache().map(lambda path: (path, pieces())).
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "half\n"
-        assert sorted(Path(name).suffix for name in left_over(tmp_path)) == [".lock", ".part"]
+        assert sorted(Path(name).suffix for name in left_over(tmp_path)) == [".asyncloader_claim", ".part"]
         writer.send_signal(signal.SIGKILL)
     assert [Path(path).read_text() for path in graph] == ["content of 0"]
     assert left_over(tmp_path) == []

@@ -407,13 +407,14 @@ def test_queues_in_one_process() -> None:
 
 class OfTheUsers(ReadingServiceInterface):
     """A reading service as it was written over these modules: two processes, read in turn, and one that deals to them
-    what comes up to a `sharding_round_robin_dispatch`.
+    what comes up to a `sharding_round_robin_dispatch`. Threads read ahead, in the workers and here.
     """
 
     def __init__(self) -> None:
         self.children: list[Any] = []
         self.dispatcher: Any = None
         self.datapipe: Any = None
+        self.ahead: Any = None
 
     def initialize(self, datapipe: DataPipe) -> Any:
         context = multiprocessing.get_context("fork")
@@ -433,7 +434,7 @@ class OfTheUsers(ReadingServiceInterface):
             init = functools.partial(
                 process_init_fn,
                 worker_info=info,
-                worker_prefetch_cnt=0 if dispatching else 2,
+                worker_prefetch_cnt=2,
                 dispatching_req_queue=queues[0],
                 dispatching_res_queue=queues[1],
             )
@@ -446,13 +447,28 @@ class OfTheUsers(ReadingServiceInterface):
             self.children.append((child, client))
             wrappers.append(communication.iter.QueueWrapper(client))
         self.datapipe = _IterateQueueDataPipes(wrappers)
-        return self.datapipe
+        self.ahead = self.datapipe.prefetch(3)
+        return self.ahead
 
     def initialize_iteration(self, seed_generator: SeedGenerator, iter_reset_fn: Any = None) -> None:
+        self.ahead.reset()
         self.datapipe.reset_epoch(seed_generator, iter_reset_fn)
+
+    def _pause(self) -> None:
+        self.ahead.pause()
+        self.datapipe.request_pause()
+
+    def _resume(self) -> None:
+        self.datapipe.request_resume()
+        self.ahead.resume()
+
+    def _limit(self, num_batches: int | None) -> None:
+        pass
 
     def finalize(self) -> None:
         children, self.children = self.children, []
+        if children:
+            self.ahead.shutdown()
         for child, client in children:
             client.discard_existing_request()
             end(child, client)
@@ -466,18 +482,109 @@ class OfTheUsers(ReadingServiceInterface):
             self.dispatcher = None
 
 
+@pytest.mark.filterwarnings("ignore:Some child DataPipes are not exhausted:UserWarning")
 @pytest.mark.parametrize("dispatched", [False, True])
 def test_a_reading_service_of_the_users(dispatched: bool) -> None:
     """Written against `communication`: the order without workers, epochs, limits and an early end."""
     graph = numbers(7).sharding_round_robin_dispatch(MP) if dispatched else numbers(7).sharding_filter()
     with DataLoader2[int](graph, None, OfTheUsers()) as loader:
         assert [list(loader), list(loader)] == [list(range(7))] * 2
-        service: Any = loader.reading_service
         iterator = iter(loader)
-        service.datapipe.request_limit(3)
-        assert [next(iterator) for _ in range(3)] == [0, 1, 2]
-        service.datapipe.request_pause()
-        service.datapipe.request_resume()
-        service.datapipe.request_limit(None)
-        assert list(iterator) == [3, 4, 5, 6]
-        assert next(iter(loader)) == 0
+        iterator.limit(1)
+        found = []
+        while item := list(iterator):
+            found += item
+            iterator.resume()
+        assert found == list(range(7))
+        for _ in range(3):
+            assert next(iter(loader)) == 0
+        assert list(loader) == list(range(7))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_a_worker_reads_from_dies(method: str) -> None:
+    """The worker, which did not start that process, says so, also in a request that follows; and it still ends."""
+    context = multiprocessing.get_context(method)
+    dealing, requests, responses = CreateProcessForDataPipeline(context, numbers(9), "dispatching process", INFO)
+    dealing.start()
+    dummy: Any = _DummyIterDataPipe()
+    init = functools.partial(
+        process_init_fn,
+        worker_info=INFO,
+        worker_prefetch_cnt=2,
+        dispatching_req_queue=requests,
+        dispatching_res_queue=responses,
+    )
+    with in_process(dummy, method, call_on_process_init=init) as (_, client):
+        reader = begun(client)
+        assert next(reader) == 0
+        dealing.kill()
+        dealing.join(60)
+        with pytest.raises(WorkerDied, match="it was dispatching process"):
+            list(reader)
+        with pytest.raises(WorkerDied, match="it was dispatching process"):
+            begun(client)
+    for each in (requests, responses):
+        each.close()
+        each.join_thread()
+    dealing.close()
+
+
+class _Unreadable:
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def _unreadable(x: int) -> Any:
+    return _Unreadable() if x == 1 else x
+
+
+def test_what_cannot_be_unpickled() -> None:
+    """Its error is raised here; nothing waits for it after that, and errors of local classes come as text."""
+
+    class LocalError(Exception):
+        pass
+
+    def fails(x: int) -> Any:
+        raise LocalError("local")
+
+    with in_process(numbers(3).map(_unreadable)) as (_, client):
+        reader = begun(client)
+        assert next(reader) == 0
+        with pytest.raises(ValueError, match="no number"):
+            next(reader)
+        client.discard_existing_request()
+        assert next(reader) == 2
+    with pytest.warns(UserWarning, match="Local function"):
+        graph = numbers(3).map(fails)
+    with in_process(graph) as (_, client), pytest.raises(RuntimeError, match="Caught LocalError in worker process 0"):
+        next(begun(client))
+
+
+def test_a_pause_leaves_the_source_alone() -> None:
+    """From when it returns on: an item that was being read has come."""
+    reading, go_on = threading.Event(), threading.Event()
+
+    class Slow(IterDataPipe[int]):
+        def __iter__(self) -> Iterator[int]:
+            for x in range(3):
+                reading.set()
+                assert go_on.wait(60)
+                yield x
+
+    source: Any = Slow()
+    ahead = source.prefetch(9)
+    items = iter(ahead)
+    taker = threading.Thread(target=next, args=(items,))
+    taker.start()
+    assert reading.wait(60)
+    paused = threading.Thread(target=ahead.pause)
+    paused.start()
+    go_on.set()
+    for each in (paused, taker):
+        each.join(60)
+        assert not each.is_alive()
+    read = ahead._ahead._buffer
+    assert (read.paused, read.reading) == (True, False)
+    ahead.resume()
+    assert list(items) == [1, 2]

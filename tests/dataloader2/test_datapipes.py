@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import subprocess
 import sys
@@ -145,6 +146,38 @@ def test_amap_raises_where_the_result_would_come() -> None:
     assert [next(iterator) for _ in range(5)] == [0, 1, 2, 3, 4]
     with pytest.raises(ValueError, match="five"):
         next(iterator)
+
+
+def _cancels(x: int) -> Any:
+    raise asyncio.CancelledError
+
+
+def test_amap_gives_what_came_before_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    """Of its source, too; a plain function is named, and calls whose turn never comes are not complained of."""
+    iterator = iter(numbers(9).map(fails_at_5).amap(slow_double, concurrency=9))
+    assert [next(iterator) for _ in range(5)] == [0, 2, 4, 6, 8]
+    with pytest.raises(ValueError, match="five"):
+        next(iterator)
+    with pytest.raises(TypeError, match=r"^`amap` needs a coroutine function, and .*double.* returned int: use `map`"):
+        list(numbers(9).amap(double))
+    with pytest.raises(RuntimeError, match="a call of `amap` raised CancelledError"):
+        list(numbers(9).amap(_cancels))
+    gc.collect()
+    assert not caplog.records
+
+
+def test_an_unfinished_awaited_part_at_the_end_of_the_program() -> None:
+    """It ends, with the error of the program alone."""
+    script = (
+        "import asyncloader.dataloader2\n"
+        "from asyncloader.dataloader2.datapipes.async_map import awaited_graph\n"
+        "from tests.dataloader2.parts import ticking\n"
+        "items = iter(awaited_graph(ticking(9)))\n"
+        "next(items)\n"
+        "raise SystemExit(3)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (3, "", "")
 
 
 def test_a_left_amap_ends() -> None:

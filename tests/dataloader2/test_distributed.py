@@ -20,6 +20,7 @@ from asyncloader.dataloader2 import (
 from asyncloader.dataloader2.adapter import FullSync, ShardingPolicy
 from asyncloader.dataloader2.datapipes import PrefetchTimeoutError
 from asyncloader.dataloader2.random import dist_share_seed
+from asyncloader.errors import RanksDisagree
 from tests.dataloader2.parts import MP, Seeded, fails_at_5, numbers
 
 pytestmark = [pytest.mark.network]
@@ -125,6 +126,42 @@ def _uneven(rank: int) -> Any:
 def test_fullsync_ends_with_the_shortest(tmp_path: Path) -> None:
     """The rank with more drops what the other one does not have, in each epoch."""
     assert both(tmp_path, _uneven) == [[[0, 1, 2, 3, 4]] * 2] * 2
+
+
+def _leaving(rank: int) -> Any:
+    loader = DataLoader2[int](numbers(9), FullSync(60))
+    try:
+        iterator = iter(loader)
+        for _ in range(2 + 2 * rank):
+            next(iterator)
+        return list(loader)
+    except RanksDisagree as error:
+        return str(error).partition(":")[0]
+    finally:
+        assert loader.datapipe is not None
+        loader.datapipe.shutdown()
+
+
+@pytest.mark.thorough
+def test_ranks_that_leave_at_different_items(tmp_path: Path) -> None:
+    """Both are told, rather than that they end at different items."""
+    assert both(tmp_path, _leaving) == ["the ranks are in different epochs, 1 to 2"] * 2
+
+
+def _loaders(rank: int) -> Any:
+    counts = []
+    for _ in range(4):
+        with DataLoader2[int](numbers(3), reading_service=DistributedReadingService(60)) as loader:
+            list(loader)
+        counts.append(len([*Path("/proc/self/fd").iterdir()]))
+    return counts
+
+
+@pytest.mark.thorough
+def test_groups_are_destroyed(tmp_path: Path) -> None:
+    """A loader leaves no process group of its own."""
+    for counts in both(tmp_path, _loaders):
+        assert counts[1] == counts[-1]
 
 
 def _failing(rank: int) -> Any:

@@ -8,7 +8,6 @@ that has ended gets `WorkerDied`.
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -126,8 +125,8 @@ def _wait_for_requests(queues: list[Any]) -> None:
     if len(readers) < len(queues):  # queues of threads cannot be waited for together
         time.sleep(iter_loop.DEFAULT_NON_BLOCKING_SLEEP)
         return
-    parent = _parent()
-    if wait([*readers, *([] if parent is None else [parent])]) == [parent]:
+    sentinels = queues[0].sentinels() if isinstance(queues[0], WatchedQueue) else []
+    if not set(wait([*readers, *sentinels])) & set(readers):
         raise _ParentEndedError
 
 
@@ -201,20 +200,12 @@ def _process(
     def died() -> WorkerDied:
         return WorkerDied(worker_info.worker_id, process.pid or 0, process.exitcode, f"it was {process_name}")
 
-    def sentinel() -> int | None:
-        return None if process.pid is None else int(process.sentinel)
-
-    watched = [[WatchedQueue(each, sentinel, died) for each in queues] for queues in (requests, responses)]
+    watched = [[WatchedQueue(each, process, died) for each in queues] for queues in (requests, responses)]
     return process, watched[0], watched[1]
 
 
 class _ParentEndedError(Exception):
     """Nobody is left to answer."""
-
-
-def _parent() -> int | None:
-    parent = multiprocessing.parent_process()
-    return None if parent is None else parent.sentinel
 
 
 def _answer_one(
@@ -237,7 +228,7 @@ def _in_process(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C
     torch.set_num_threads(1)
     asked, given = (
-        [WatchedQueue(each, _parent, _ParentEndedError) for each in each_of] for each_of in (requests, responses)
+        [WatchedQueue(each, None, _ParentEndedError) for each in each_of] for each_of in (requests, responses)
     )
     try:
         loop(datapipes, asked, given, process_name, worker_info, *functions)

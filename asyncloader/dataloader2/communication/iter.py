@@ -5,6 +5,8 @@ Data path: datapipe -> [iter: DataPipeBehindQueues] -> response queue -> [iter: 
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import time
 import warnings
 from collections import deque
@@ -27,8 +29,9 @@ from asyncloader.dataloader2.communication.protocol import (
 from asyncloader.dataloader2.communication.together import Together
 from asyncloader.dataloader2.graph.utils import DataPipe, list_dps
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
-from asyncloader.dataloader2.services import ResetFn
+from asyncloader.dataloader2.services import ResetFn, shutdown_graph
 from asyncloader.dataloader2.utils.worker import WorkerInfo, process_reset_fn
+from asyncloader.workers.error_pickle import pickled_wrapper
 
 __all__ = [
     "DEFAULT_NON_BLOCKING_SLEEP",
@@ -178,8 +181,10 @@ def DataPipeBehindQueues(  # noqa: N802 - as in torchdata
             if kind is messages.TerminateRequest:
                 if request_counter is not None:
                     request_counter.ended = True
-                for reader in _readers(source):
-                    reader.request_terminate()
+                with contextlib.suppress(Exception):  # of what this reads, which has ended before
+                    shutdown_graph(source)
+                    for reader in _readers(source):
+                        reader.request_terminate()
                 protocol.response_terminate()
                 return
             if kind in respond:
@@ -218,7 +223,8 @@ def DataPipeBehindQueues(  # noqa: N802 - as in torchdata
             protocol.response_invalid_state()
         except Exception:
             over = True
-            protocol.response_worker_exception(ExceptionWrapper(where=f"in {process_name} {loop_id}"))
+            failure = pickled_wrapper(ExceptionWrapper(where=f"in {process_name} {loop_id}"))
+            protocol.response_worker_exception(pickle.loads(failure))
         yield True
 
 
@@ -233,6 +239,7 @@ def _changed(source: Any, request: Any, worker: WorkerInfo, custom_reset_fn: Res
     readers = _readers(source)
     parts: list[Any] = list_dps(traverse_dps(source))
     if isinstance(request, messages.ResetEpochRequest):
+        shutdown_graph(source)  # a thread that reads ahead would take the readers' responses
         for each in readers:
             each.reset_epoch(request.seed_generator, request.iter_reset_fn)
         source = process_reset_fn(

@@ -5,6 +5,7 @@ Data path: datapipe -> [map: DataPipeBehindQueues] -> response queue -> [map: Qu
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Generator
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ from asyncloader.dataloader2.communication.protocol import (
 )
 from asyncloader.dataloader2.services import ResetFn
 from asyncloader.dataloader2.utils.worker import WorkerInfo, process_reset_fn
+from asyncloader.workers.error_pickle import pickled_wrapper
 
 __all__ = [
     "DataPipeBehindQueues",
@@ -137,7 +139,8 @@ def DataPipeBehindQueues(  # noqa: N802 - as in torchdata
         except IndexError:
             protocol.response_index_out_of_bound()
         except Exception:
-            protocol.response_worker_exception(ExceptionWrapper(where=f"in {process_name} {loop_id}"))
+            failure = pickled_wrapper(ExceptionWrapper(where=f"in {process_name} {loop_id}"))
+            protocol.response_worker_exception(pickle.loads(failure))
         yield True
 
 

@@ -7,6 +7,7 @@ A response that is waited for and is an error of the other process is raised, ex
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from collections.abc import Callable
 from typing import Any
@@ -89,9 +90,10 @@ class ProtocolClient(Protocol):
         self._req_sent = None
 
     def discard_existing_request(self) -> None:
-        """Wait for the response of the request under way, if there is one, and drop it."""
+        """Wait for the response of the request under way, if there is one, and drop it, whatever it is."""
         if self.waiting_for_response():
-            self.request_served(_received(self.response_queue, block=True))
+            with contextlib.suppress(Exception):
+                self._response(block=True)
 
     def request_reset_epoch(self, seed_generator: SeedGenerator, iter_reset_fn: Change | None) -> None:
         """Begin an epoch."""
@@ -128,7 +130,13 @@ class ProtocolClient(Protocol):
     def _response(self, block: bool, timeout: float | None = None) -> Any:
         if not self.waiting_for_response():
             raise ProtocolError("Can not expect any response without submitted request")
-        response = _received(self.response_queue, block, timeout)
+        try:
+            response = _received(self.response_queue, block, timeout)
+        except EmptyQueue:
+            raise
+        except Exception:  # it came, and cannot be unpickled; or its sender has ended
+            self.request_served()
+            raise
         self.request_served(response)
         return response
 

@@ -5,12 +5,17 @@ Data path: protocol -> [queue] -> protocol.
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
+import os
 import pickle
 import queue
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
+
+from asyncloader.errors import WorkerDied
 
 __all__ = ["LocalQueue", "ThreadingQueue", "WatchedQueue"]
 
@@ -58,22 +63,24 @@ class LocalQueue(ThreadingQueue):
 class WatchedQueue:
     """One process's view of a queue of `multiprocessing`, whose other end belongs to another process.
 
-    Waiting for an item ends with that process. What cannot be pickled is refused where it is put, not in a thread that
-    only prints it. Other processes get the bare queue by pickle.
+    Waiting for an item ends with that process, or with the one that started the reader's. What cannot be pickled is
+    refused where it is put, not in a thread that only prints it.
 
     Args:
         bare: the queue.
-        sentinel: the handle that gets ready when the other process ends; None: it has not started.
+        other: the other process, if this one has started it; None: it is the one that has started this.
         ended: the error for who waits then.
     """
 
-    def __init__(self, bare: Any, sentinel: Callable[[], int | None], ended: Callable[[], Exception]) -> None:
+    def __init__(self, bare: Any, other: Any, ended: Callable[[], Exception]) -> None:
         self.bare = bare
-        self._sentinel = sentinel
+        self._other = other
         self._ended = ended
 
     def __reduce__(self) -> Any:
-        return _same, (self.bare,)
+        if self._other is None or self._other.pid is None:
+            return _same, (self.bare,)  # for the other process itself, which it starts
+        return _watched, (self.bare, self._other.pid, str(self._ended()))
 
     def __getattr__(self, name: str) -> Any:
         if name == "bare":  # while it is copied
@@ -91,11 +98,53 @@ class WatchedQueue:
             Exception: `ended`: the other process has ended, and there is no item.
         """
         if block:
-            reader, sentinel = self.bare._reader, self._sentinel()
-            ready = wait([reader] if sentinel is None else [reader, sentinel], timeout)
+            reader = self.bare._reader
+            ready = wait([reader, *self.sentinels()], timeout)
             if reader not in ready:
                 raise self._ended() if ready else queue.Empty
         return self.bare.get(block=False)
+
+    def sentinels(self) -> list[int]:
+        """Handles that get ready when one of the two processes has ended."""
+        found = [_parent(os.getpid())]
+        if self._other is not None and self._other.pid is not None:
+            found.append(self._other.sentinel)
+        return [each for each in found if each is not None]
+
+
+@functools.cache
+def _parent(_: int) -> int | None:
+    """The handle of the process that `multiprocessing` has started this one from. The argument is this one's pid."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return None
+    try:  # the other handle is a pipe that processes hold open which were forked later
+        return os.pidfd_open(parent.pid or 0)
+    except (AttributeError, OSError):
+        return parent.sentinel
+
+
+class _Elsewhere:
+    """A process that another one has started."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid: int | None = pid
+        try:
+            self.sentinel = os.pidfd_open(pid)
+        except ProcessLookupError:  # a handle that is ready
+            self.sentinel, end = os.pipe()
+            os.close(end)
+        except (AttributeError, OSError):
+            self.pid = None  # it cannot be watched
+
+
+def _watched(bare: Any, pid: int, text: str) -> WatchedQueue:
+    return WatchedQueue(bare, _Elsewhere(pid), functools.partial(_died, text))
+
+
+def _died(text: str) -> WorkerDied:
+    made: Callable[[str], WorkerDied] = WorkerDied  # type: ignore[assignment]  # each error can be made from a text
+    return made(text)
 
 
 class _Pickled:

@@ -13,7 +13,7 @@ leave a file with less in it, which hashes reveal.
 """
 
 # Names are strings, as users' functions give them.
-# ruff: noqa: PTH105, PTH108, PTH110, PTH116, PTH123
+# ruff: noqa: PTH105, PTH108, PTH113, PTH116, PTH123
 
 from __future__ import annotations
 

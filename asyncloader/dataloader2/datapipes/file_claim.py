@@ -2,8 +2,8 @@
 
 Data path: none; beside `cache_files`.
 
-Who has it holds the kernel's lock of ``<path>.asyncloader_claim``, which is there only meanwhile. A process that ends lets go of it,
-so that nobody waits for the dead.
+Who has it holds the kernel's lock of ``<path>.asyncloader_claim``, which is there only meanwhile. A process that ends
+lets go of it, so that nobody waits for the dead.
 """
 
 from __future__ import annotations

@@ -60,9 +60,7 @@ class FullSync(IterDataPipe[Any]):
             raise RuntimeError("Torch Distributed is required to be available to use `FullSync`.")
         self.datapipe: Any = datapipe
         self.timeout = timeout
-        self.group: Any = None
-        """The ranks' process group, over gloo; None: it makes one for itself."""
-        self._own_group: Any = None
+        self._group: Any = None  # its own: in another one somebody may agree at the same time, on something else
         self._epoch = 0
         self._ahead: ReadAhead | None = None
 
@@ -72,12 +70,12 @@ class FullSync(IterDataPipe[Any]):
         if dist.get_world_size() == 1:
             yield from self.datapipe
             return
-        if self.group is None:
+        if self._group is None:
             limit = timedelta(seconds=min(self.timeout, _LONGEST_S))
-            self.group = self._own_group = dist.new_group(backend="gloo", timeout=limit)
+            self._group = dist.new_group(backend="gloo", timeout=limit)
         self._epoch += 1
         late = partial(PrefetchTimeoutError, self.timeout)
-        begin = partial(_agreed, self.datapipe, self.group, self._epoch, late)
+        begin = partial(_agreed, self.datapipe, self._group, self._epoch, late)
         self._ahead = ReadAhead(begin, 1, even=True, timeout=self.timeout, late=late)
         yield from self._ahead
 
@@ -85,7 +83,7 @@ class FullSync(IterDataPipe[Any]):
         return len(self.datapipe)
 
     def __getstate__(self) -> Any:
-        state = {**self.__dict__, "_ahead": None, "group": None, "_own_group": None}
+        state = {**self.__dict__, "_ahead": None, "_group": None}
         return state if IterDataPipe.getstate_hook is None else IterDataPipe.getstate_hook(state)
 
     def is_replicable(self) -> bool:
@@ -107,11 +105,11 @@ class FullSync(IterDataPipe[Any]):
             self._ahead.resume()
 
     def shutdown(self) -> None:
-        """End the thread, and wait for it, at most 20 seconds; then the group, if it is its own. Idempotent."""
+        """End the thread, and wait for it, at most 20 seconds; then the process group. Idempotent."""
         self._stop(STOP_S)
-        own, self.group, self._own_group = self._own_group, None, None
-        if own is not None and dist.is_initialized():
-            dist.destroy_process_group(own)
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
 
     def _stop(self, seconds: float) -> None:
         ahead, self._ahead = self._ahead, None

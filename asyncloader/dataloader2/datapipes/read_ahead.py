@@ -111,8 +111,8 @@ class ReadAhead:
             del error  # its traceback refers to this frame
 
     def pause(self) -> None:
-        """Read no further until `resume`, and wait for an item that is being read, at most 20 seconds: from then on what
-        it is read from is left alone.
+        """Read no further until `resume`, and wait for an item that is being read, at most 20 seconds: what it is read
+        from is then left alone.
         """
         buffer = self._buffer
         with buffer.changed:
