@@ -14,13 +14,14 @@ import pickle
 import sys
 import threading
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch.utils.data import MapDataPipe
 
 from asyncloader.dataloader2.adapter import Adapter
+from asyncloader.dataloader2.async_iterator import LoaderAsyncIterator
 from asyncloader.dataloader2.datapipes.async_map import awaited_graph
 from asyncloader.dataloader2.datapipes.convert import MapToIterConverter
 from asyncloader.dataloader2.error import PauseIteration
@@ -35,7 +36,6 @@ from asyncloader.dataloader2.services import (
     read_by,
 )
 from asyncloader.errors import StateError
-from asyncloader.workers.fetch.threads import JobThreads
 
 __all__ = [
     "POSITION_KEY_NAME",
@@ -59,7 +59,6 @@ _INVALIDATED = (
     "This may be caused multiple references to the same DataLoader2. For feedback regarding this single iterator per "
     "DataLoader2 constraint, feel free to comment on this issue: https://github.com/pytorch/data/issues/45."
 )
-_OVER = object()
 
 
 class DataLoader2Iterator(Iterator[T_co]):
@@ -359,12 +358,12 @@ class DataLoader2(Generic[T_co]):
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    def __aiter__(self) -> _AsyncIterator[T_co]:
+    def __aiter__(self) -> LoaderAsyncIterator[T_co]:
         """An iterator of the next epoch. It begins with the first item, and reads in a thread, so that the event loop
         goes on. See `iter` for what it raises.
         """
         self._readable()
-        return _AsyncIterator(self)
+        return LoaderAsyncIterator(self)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, from which another loader goes on exactly; between epochs: the next epoch's beginning.
@@ -471,68 +470,3 @@ def _end(source: list[Any], service: ReadingServiceInterface | None) -> None:
             service.finalize()
     finally:
         source.clear()
-
-
-class _AsyncIterator(AsyncIterator[T_co]):
-    """Reads a `DataLoader2` in one thread, but for items that are here already. A cancelled call loses nothing: the
-    next one gets its item, which counts as delivered only then.
-    """
-
-    def __init__(self, loader: DataLoader2[T_co]) -> None:
-        self._loader = loader
-        self._iterator: DataLoader2Iterator[T_co] | None = None
-        self._thread = JobThreads(1, "asyncloader-dataloader2")
-        self._reading: asyncio.Future[Any] | None = None
-        self._waiting = False
-        self._limit: int | None = None  # given before the epoch began
-
-    def limit(self, num_batches: int | None) -> None:
-        """See `DataLoader2Iterator.limit`. Not while an item is waited for."""
-        self._limit = num_batches
-        if self._iterator is not None:
-            self._iterator.limit(num_batches)
-
-    def resume(self) -> None:
-        """See `DataLoader2Iterator.resume`."""
-        if self._iterator is not None:
-            self._iterator.resume()
-
-    async def __anext__(self) -> T_co:
-        if self._waiting:
-            raise RuntimeError("another call waits for the next item already: await one after the other")
-        self._waiting = True
-        try:
-            return await self._next()
-        finally:
-            self._waiting = False
-
-    async def _next(self) -> T_co:
-        if self._reading is None:
-            if self._iterator is not None and self._iterator._ready():
-                return next(self._iterator)
-            self._reading = self._thread.call(self._read, self._loader)
-            self._reading.add_done_callback(_retrieved)
-        await asyncio.wait([self._reading])  # if it is cancelled, even when the item is there, the next call gets that
-        reading, self._reading = self._reading, None
-        item = reading.result()
-        if item is _OVER:
-            raise StopAsyncIteration
-        assert self._iterator is not None
-        self._iterator._count()
-        found: T_co = item
-        return found
-
-    def _read(self, loader: DataLoader2[T_co]) -> Any:
-        if self._iterator is None:
-            self._iterator = iter(loader)
-            if self._limit is not None:
-                self._iterator.limit(self._limit)
-        try:
-            return self._iterator._read()
-        except StopIteration:
-            return _OVER
-
-
-def _retrieved(reading: asyncio.Future[Any]) -> None:
-    """Have asyncio not complain of an error that nobody waits for any more."""
-    reading.exception()

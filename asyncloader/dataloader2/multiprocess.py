@@ -11,8 +11,8 @@ from typing import Any
 import torch.multiprocessing as mp
 from torch.utils.data.graph import traverse_dps
 
-from asyncloader.dataloader2.branch import Branch, Interleaved
-from asyncloader.dataloader2.dispatching import Dispatcher
+from asyncloader.dataloader2.branch import Branch, Interleaved, next_order
+from asyncloader.dataloader2.dispatching import Dispatcher, EpochOrder
 from asyncloader.dataloader2.graph.settings import set_graph_random_seed
 from asyncloader.dataloader2.graph.utils import DataPipe, end_of, find_replicable_branches, replace_dp
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
@@ -75,7 +75,8 @@ class MultiProcessingReadingService(PausableReadingService):
         self.main_prefetch_cnt = main_prefetch_cnt
         self.worker_init_fn = worker_init_fn
         self.worker_reset_fn = worker_reset_fn
-        self._branch: Branch | None = None
+        self._branches: list[Branch] = []
+        self._order: EpochOrder | None = None
         self._interleaved: Interleaved | None = None
         self._dispatcher: Dispatcher | None = None
         if not num_workers:
@@ -106,18 +107,20 @@ class MultiProcessingReadingService(PausableReadingService):
         # What the main process keeps ready comes from the workers. Only what it does itself to the items is read ahead
         # by a thread, and not past a `fullsync`: how far that is read must be the same in all ranks.
         ahead = self.main_prefetch_cnt if alone or synced else 0
-        most = max(1, (self.worker_prefetch_cnt + -(-ahead // self.num_workers)) // 2)
-        dispatched = [] if self._dispatcher is None else self._dispatcher.dispatched
-        self._branch = Branch(
-            branches[0], self.num_workers, most, self.worker_init_fn, self.worker_reset_fn, dispatched
-        )
-        self._interleaved = Interleaved(
-            self._branch,
-            self._dispatcher,
-            num_workers=self.num_workers,
-            prefetch_factor=2,
-            multiprocessing_context=context,
-        )
+        # A third lies in the worker's thread, and two are under way or in the main process.
+        each = max(1, (self.worker_prefetch_cnt + -(-ahead // self.num_workers)) // 3)
+        self._branches = [
+            Branch(
+                branches[0],
+                WorkerInfo(self.num_workers, number),
+                each,
+                self.worker_init_fn,
+                self.worker_reset_fn,
+                None if self._dispatcher is None else self._dispatcher.dispatched[number],
+            )
+            for number in range(self.num_workers)
+        ]
+        self._interleaved = Interleaved(self._branches, self._dispatcher, context)
         end = end_of(replace_dp(graph, branches[0], self._interleaved))
         if self.main_prefetch_cnt > 0 and not ahead:
             end = end.prefetch(self.main_prefetch_cnt)
@@ -127,11 +130,13 @@ class MultiProcessingReadingService(PausableReadingService):
         """See the interface."""
         assert self._end_datapipe is not None
         set_graph_random_seed(self._end_datapipe, seed_generator)
-        if self._branch is None:
+        if not self._branches:
             return reset_here(self._end_datapipe, self.worker_reset_fn, seed_generator, iter_reset_fn)
-        order = self._branch.next_epoch(seed_generator, iter_reset_fn)
+        self._order = next_order(self._order, seed_generator, iter_reset_fn)
+        for branch in self._branches:
+            branch.order = self._order
         if self._dispatcher is not None:
-            self._dispatcher.begin(order)
+            self._dispatcher.begin(self._order)
         return None
 
     def _read_by(self) -> str:
@@ -144,7 +149,7 @@ class MultiProcessingReadingService(PausableReadingService):
             return
         dispatcher, self._dispatcher = self._dispatcher, None
         interleaved, self._interleaved = self._interleaved, None
-        self._branch = None
+        self._branches = []
         if dispatcher is not None:
             dispatcher.end_soon()  # first: a worker may wait for an item of it
         try:

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import multiprocessing.util
 import os
-import signal
-import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import get_worker_info
+from torch.utils.data import IterDataPipe, get_worker_info
 from torch.utils.data.graph_settings import apply_sharding
 
 from asyncloader.dataloader2 import (
@@ -29,10 +21,8 @@ from asyncloader.dataloader2 import (
     PrototypeMultiProcessingReadingService,
     SequentialReadingService,
 )
-from asyncloader.dataloader2.datapipes.read_ahead import ReadAhead
 from asyncloader.dataloader2.graph import list_dps, traverse_dps
 from asyncloader.dataloader2.utils import WorkerInfo
-from asyncloader.errors import LoaderClosed, WorkerDied
 from tests.dataloader2.parts import (
     GRAPHS,
     MP,
@@ -40,10 +30,8 @@ from tests.dataloader2.parts import (
     OnlyHere,
     Seeded,
     as_tensor,
-    dies_at_5,
     double,
     drawn,
-    fails_at_5,
     numbers,
     odd,
     plain,
@@ -264,111 +252,6 @@ def test_each_epoch_begins_with_the_same_graph() -> None:
     assert {tag for _, tag in first} == {"tag"}
 
 
-@pytest.mark.filterwarnings("ignore:Local function is not supported by pickle:UserWarning")
-@pytest.mark.parametrize("method", quickly(["fork", "spawn"], "fork"))
-def test_functions_that_pickle_refuses(method: str) -> None:
-    """Local ones reach workers that are spawned, too, where cloudpickle is."""
-
-    def more(x: int) -> int:
-        return x + 1
-
-    def once(datapipe: Any, info: WorkerInfo) -> Any:
-        return datapipe.map(double)
-
-    service = MultiProcessingReadingService(2, method, worker_init_fn=once)
-    with DataLoader2[int](numbers(5).sharding_filter().map(more), reading_service=service) as loader:
-        assert list(loader) == [2, 4, 6, 8, 10]
-
-
-class _TwoArgumentsError(Exception):
-    def __init__(self, what: str, why: str) -> None:
-        super().__init__(what)
-
-
-def _fails_oddly(x: int) -> int:
-    if x == 3:
-
-        class LocalError(Exception):
-            pass
-
-        raise LocalError("of a class that cannot be pickled")
-    if x == 5:
-        raise _TwoArgumentsError("of a class", "that cannot be unpickled")
-    return x
-
-
-@pytest.mark.parametrize(("start", "words"), [(0, "LocalError: of a class"), (4, "Two.* of a class")])
-@pytest.mark.parametrize("dispatched", [False, True])
-def test_errors_of_odd_classes(start: int, words: str, dispatched: bool) -> None:
-    """Their text comes, in a RuntimeError."""
-    graph = numbers(6, start).map(_fails_oddly)
-    graph = graph.sharding_round_robin_dispatch(MP) if dispatched else graph.sharding_filter()
-    loader = DataLoader2[int](graph, reading_service=MultiProcessingReadingService(2))
-    with pytest.raises(RuntimeError, match=rf"(?s)^Caught .*Original Traceback .*{words}"):
-        list(loader)
-
-
-@pytest.mark.parametrize("here", [False, True])
-def test_a_forked_process_leaves_them_alone(here: bool) -> None:
-    """A child of the main process that ends its copy of the loader, or reads it, or just ends."""
-    graph: Any = numbers(40).sharding_round_robin_dispatch(MP)
-    if here:
-        graph = OnlyHere(graph)
-    with DataLoader2[int](graph, reading_service=MultiProcessingReadingService(2)) as loader:
-        iterator = iter(loader)
-        found = [next(iterator) for _ in range(3)]
-        for what in (loader.shutdown, lambda: next(iterator), lambda: sys.exit(7)):
-            child = os.fork()
-            if not child:
-                code = 1
-                try:
-                    what()
-                    code = 7
-                except LoaderClosed:
-                    code = 7
-                except SystemExit:
-                    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
-                    code = 7
-                finally:
-                    os._exit(code)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        assert found + list(iterator) == list(range(40))
-
-
-def _sleeps_at_3(x: int) -> int:
-    if x == 3:
-        time.sleep(3600)
-    return x
-
-
-def test_a_slow_worker_is_not_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even where a thread of the main process waits for its item: workers end first."""
-    waits: list[float] = []
-    monkeypatch.setattr(ReadAhead, "stop", lambda self, seconds=0: waits.append(self._thread.join(60) or 0))
-    loader = DataLoader2[int](
-        OnlyHere(numbers(8).sharding_filter().map(_sleeps_at_3)), reading_service=MultiProcessingReadingService(2)
-    )
-    assert next(iter(loader)) == 0
-    loader.shutdown()
-    assert waits
-
-
-def test_a_dropped_circle_is_ended_once() -> None:
-    """The finalizers of the loader and of its service come in any order, each in a thread."""
-    for _ in range(6):
-        loader: Any = DataLoader2[int](
-            numbers(60).sharding_round_robin_dispatch(MP), reading_service=MultiProcessingReadingService(2)
-        )
-        loader.iterator = iter(loader)
-        next(loader.iterator)
-        loader.itself = loader
-        del loader
-        gc.collect()
-        for thread in threading.enumerate():
-            if thread.name == "asyncloader-stop":
-                thread.join(60)
-
-
 def test_shuffled_shards_make_the_whole() -> None:
     """In each epoch, in another order; also when the shuffle runs in the dispatching process."""
     for graph in (numbers(30).shuffle().sharding_filter(), numbers(30).shuffle().sharding_round_robin_dispatch(MP)):
@@ -400,140 +283,32 @@ def test_an_epoch_that_is_left() -> None:
             assert [x for x, _ in iterator] == [4, 5, 6, 7]
 
 
-@pytest.mark.parametrize(
-    ("graph", "where"),
-    [
-        (numbers(10).sharding_filter().map(fails_at_5), "worker process 1"),
-        (numbers(10).sharding_round_robin_dispatch(MP).map(fails_at_5), "worker process 1"),
-        (numbers(10).map(fails_at_5).sharding_round_robin_dispatch(MP), "dispatching process 0"),
-    ],
-)
-def test_errors(graph: Any, where: str) -> None:
-    """The items before it, then its type and the documented words; after that the loader is shut down."""
-    loader = DataLoader2[int](graph, reading_service=MultiProcessingReadingService(2))
-    found: list[int] = []
-    with pytest.raises(ValueError, match=rf"Caught ValueError in {where}\.\nOriginal Traceback ") as caught:
-        found.extend(loader)
-    assert str(caught.value).startswith("Caught ValueError in worker process 1.\nOriginal Traceback")
-    assert "five is right out" in str(caught.value)
-    with pytest.raises(RuntimeError, match="already been shut down"):
-        iter(loader)
+class _Fed(IterDataPipe[int]):
+    """Gives an item only when the one before was taken, which a pipe says."""
+
+    def __init__(self, taken: int) -> None:
+        self.taken = taken
+
+    def __iter__(self) -> Iterator[int]:
+        for x in range(12):
+            yield x
+            assert os.read(self.taken, 1) == b"x"
 
 
-def test_items_before_an_error() -> None:
-    """They come first, in the order without workers."""
-    loader = DataLoader2[int](
-        numbers(10).sharding_filter().map(fails_at_5), reading_service=MultiProcessingReadingService(2)
-    )
-    iterator = iter(loader)
-    assert [next(iterator) for _ in range(5)] == [0, 1, 2, 3, 4]
-    with pytest.raises(ValueError, match="five"):
-        next(iterator)
-
-
-def _refuses(datapipe: Any, info: WorkerInfo) -> Any:
-    raise LookupError(f"not in {info.worker_id}")
-
-
-def test_an_error_of_the_init_function() -> None:
-    """As any error of that worker."""
-    loader = DataLoader2[int](numbers(4), reading_service=MultiProcessingReadingService(2, worker_init_fn=_refuses))
-    with pytest.raises(LookupError, match="Caught LookupError in worker process 0"):
-        list(loader)
-
-
-@pytest.mark.filterwarnings("ignore:DataLoader worker . died and was replaced:RuntimeWarning")
-@settings(max_examples=8, deadline=None)
-@given(kills=st.lists(st.integers(0, 23), min_size=1, max_size=3), workers=st.integers(1, 3))
-def test_workers_that_are_killed(kills: list[int], workers: int) -> None:
-    """Each is replaced, and reads its part again: the items are those of undisturbed epochs, random numbers and all. A
-    worker may also be killed after the last item of the first epoch.
-    """
-    graph = Seeded(numbers(12).shuffle().sharding_filter()).map(drawn).map(process)
-
-    def items(kills: list[int]) -> Iterator[Any]:
-        with DataLoader2[Any](graph, reading_service=MultiProcessingReadingService(workers)) as loader:
-            loader.seed(4)
-            for epoch in range(2):
-                for position, (item, pid) in enumerate(loader):
-                    if 12 * epoch + position in kills:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, signal.SIGKILL)
-                    yield item
-
-    assert list(items(kills)) == list(items([]))
-
-
-def test_a_replacement_is_told() -> None:
-    """By a RuntimeWarning, which says on what it depends that nothing is lost."""
-    with DataLoader2[Any](
-        numbers(40).sharding_filter().map(process), reading_service=MultiProcessingReadingService(2)
-    ) as loader:
-        iterator = iter(loader)
-        os.kill(next(iterator)[1], signal.SIGKILL)
-        with pytest.warns(
-            RuntimeWarning, match=r"^DataLoader worker 0 died .* if the items follow from the seeds, none"
-        ):
-            assert [x for x, _ in iterator] == list(range(1, 40))
-
-
-@pytest.mark.filterwarnings("ignore:DataLoader worker . died and was replaced:RuntimeWarning")
-@pytest.mark.parametrize(
-    ("dispatched", "why"),
-    [
-        (False, "It had been replaced 3 times in this epoch"),
-        (True, "what the dispatching process dealt to it is gone"),
-    ],
-)
-def test_a_worker_that_dies_for_good(tmp_path: Path, dispatched: bool, why: str) -> None:
-    """WorkerDied says why, and what to do. That is done here: what kills is taken away, and the rest is read."""
-    bomb = tmp_path / "bomb"
-    bomb.touch()
-    graph = numbers(12).sharding_round_robin_dispatch(MP) if dispatched else numbers(12).sharding_filter()
-    loader = DataLoader2[int](graph.map(_Dies(bomb)), reading_service=MultiProcessingReadingService(2))
-    found: list[int] = []
-    with pytest.raises(WorkerDied, match="killed by signal: Killed") as caught:
-        found.extend(iter(loader))
-    assert f"{why}. Mend what ended it, and go on from where this loader was: DataLoader2.from_state(" in str(
-        caught.value
-    )
-    bomb.unlink()
-    with DataLoader2.from_state(loader.state_dict(), MultiProcessingReadingService(2)) as rest:
-        assert found + list(rest) == list(range(12))
-
-
-class _Dies:
-    """As long as a file is there."""
-
-    def __init__(self, bomb: Path) -> None:
-        self.bomb = bomb
-
-    def __call__(self, x: int) -> int:
-        if x == 5 and self.bomb.exists():
-            os.kill(os.getpid(), signal.SIGKILL)
-        return x
-
-
-def test_a_dispatching_process_that_dies() -> None:
-    """WorkerDied, whether it kills itself or is killed between two epochs."""
-    loader = DataLoader2[int](
-        numbers(10).map(dies_at_5).sharding_round_robin_dispatch(MP), reading_service=MultiProcessingReadingService(2)
-    )
-    with pytest.raises(
-        WorkerDied, match=r"dispatching process \(pid .*\) ended unexpectedly, killed by signal: Killed\. Mend"
-    ):
-        list(loader)
-    service: Any
-    loader = DataLoader2[int](
-        numbers(10).sharding_round_robin_dispatch(MP), reading_service=MultiProcessingReadingService(2)
-    )
-    assert list(loader) == list(range(10))
-    service = loader.reading_service
-    os.kill(service._dispatcher.pid, signal.SIGKILL)
-    with pytest.raises(
-        WorkerDied, match=r"dispatching process \(pid .*\) ended unexpectedly, killed by signal: Killed\. Mend"
-    ):
-        list(loader)
+def test_an_item_that_is_there_waits_for_no_other() -> None:
+    """A source may need to know that the last item was taken."""
+    taken, taking = os.pipe()
+    try:
+        source: Any = _Fed(taken)
+        with DataLoader2[int](source, reading_service=MultiProcessingReadingService(1, "fork")) as loader:
+            found: list[int] = []
+            for item in loader:
+                found.append(item)
+                os.write(taking, b"x")
+            assert found == list(range(12))
+    finally:
+        os.close(taken)
+        os.close(taking)
 
 
 def test_no_branch_or_two() -> None:
@@ -587,28 +362,3 @@ def _tagged(datapipe: Any) -> Any:
 class _Tagging(InProcessReadingService):
     def initialize_iteration(self, seed_generator: Any, iter_reset_fn: Any = None) -> Any:
         return _tagged
-
-
-def test_processes_end_with_their_parent() -> None:
-    """A main process that is killed leaves neither workers nor the dispatching process."""
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(read)
-        loader = DataLoader2[int](
-            numbers(10**6).sharding_round_robin_dispatch(MP), reading_service=MultiProcessingReadingService(2)
-        )
-        next(iter(loader))
-        pids = [each.pid for each in psutil.Process().children()]
-        os.write(write, repr(pids).encode())
-        signal.pause()
-    os.close(write)
-    try:
-        pids = [int(each) for each in os.read(read, 1000).decode().strip("[]").split(",")]
-        assert len(pids) == 3
-        processes = [psutil.Process(pid) for pid in pids]
-    finally:
-        os.close(read)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    assert not psutil.wait_procs(processes, timeout=20)[1]

@@ -87,6 +87,10 @@ class ReadAhead:
         return self
 
     def __next__(self) -> Any:
+        return self.take(1)[0]
+
+    def take(self, most: int) -> list[Any]:
+        """The items that are ready, at least one, for which it waits, and at most so many; raises as `next` does."""
         if os.getpid() != self._owner:
             raise LoaderClosed("this process was forked while a thread read ahead, which only its parent has")
         buffer = self._buffer
@@ -98,9 +102,9 @@ class ReadAhead:
                     raise self._late()
                 buffer.changed.wait(None if left is None else min(left, threading.TIMEOUT_MAX))
             if buffer.items:
-                item = buffer.items.popleft()
+                taken = [buffer.items.popleft() for _ in range(min(most, len(buffer.items)))]
                 buffer.changed.notify_all()
-                return item
+                return taken
             error, buffer.error = buffer.error, None
             buffer.over = True
         if error is None:
@@ -126,8 +130,11 @@ class ReadAhead:
             self._buffer.paused = False
             self._buffer.changed.notify_all()
 
-    def stop(self, timeout: float = STOP_S) -> None:
-        """End the thread, and wait for it, at most `timeout` seconds, once; what was read ahead is dropped. Idempotent.
+    def stop(self, timeout: float | None = STOP_S) -> None:
+        """End the thread, and wait for it, once; what was read ahead is dropped. Idempotent.
+
+        Args:
+            timeout: seconds to wait; None: as long as it takes.
 
         A thread that is still reading an item then ends with it.
         """

@@ -1,0 +1,103 @@
+"""DataLoader2 by async for: items, limits, cancelled waits, parts that are awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from typing import Any
+
+import pytest
+
+from asyncloader.dataloader2 import (
+    DataLoader2,
+    InProcessReadingService,
+    MultiProcessingReadingService,
+)
+from tests.dataloader2.parts import double, fails_at_5, numbers, slow_double, ticking
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+async def test_async_for(workers: int) -> None:
+    """The same items as by ``for``, also where several come at once; errors and the end come through, and positions are
+    those of the items that were given; `aclose` ends it.
+    """
+    service = MultiProcessingReadingService(workers) if workers else InProcessReadingService(2)
+    async with DataLoader2[int](numbers(50).sharding_filter().map(double), reading_service=service) as loader:
+        for _ in range(2):
+            found = []
+            async for item in loader:
+                found.append(item)
+                assert loader.state_dict()["position"] == len(found)
+            assert found == [2 * x for x in range(50)]
+    with pytest.raises(RuntimeError, match="already been shut down"):
+        aiter(loader)
+    failing = DataLoader2[int](numbers(9).sharding_filter().map(fails_at_5), reading_service=service)
+    items = aiter(failing)
+    assert [await anext(items) for _ in range(5)] == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="five"):
+        await anext(items)
+    await failing.aclose()
+
+
+async def test_limits_and_calls_of_async_for() -> None:
+    """A limit pauses there, too; a second call while one waits is refused."""
+    async with DataLoader2[int](numbers(6), reading_service=InProcessReadingService()) as loader:
+        items = aiter(loader)
+        items.limit(2)
+        assert [item async for item in items] == [0, 1]
+        items.resume()
+        first, second = await asyncio.gather(anext(items), anext(items), return_exceptions=True)
+        assert (first, type(second)) == (2, RuntimeError)
+        assert [item async for item in items] == [3]
+        items.limit(None)
+        items.resume()
+        assert [item async for item in items] == [4, 5]
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_cancelled_wait_loses_nothing(late: bool) -> None:
+    """The item that was waited for comes with the next call, even if it was there when the wait was cancelled."""
+    async with DataLoader2[int](numbers(3)) as loader:
+        items: Any = aiter(loader)
+        task = asyncio.ensure_future(anext(items))
+        await asyncio.sleep(0)
+        if late:
+            items._reading.add_done_callback(lambda _: task.cancel())
+        else:
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not loader.state_dict()["position"]
+        assert [item async for item in items] == [0, 1, 2]
+
+
+async def test_a_cancelled_wait_for_a_worker(caplog: pytest.LogCaptureFixture) -> None:
+    """The loader ends although a read is under way in a thread; what that raises then is nobody's."""
+    async with DataLoader2[Any](numbers(2).map(_sleeps), reading_service=MultiProcessingReadingService(1)) as loader:
+        task = asyncio.ensure_future(anext(aiter(loader)))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    gc.collect()
+    assert not caplog.records
+
+
+def _sleeps(x: int) -> int:
+    time.sleep(3600)
+    return x
+
+
+async def test_parts_that_are_awaited() -> None:
+    """A part with ``__aiter__`` alone, below others and at the end; `amap`; by ``for`` and ``async for``."""
+    for graph, expected in (
+        (ticking(4), [0, 1, 2, 3]),
+        (ticking(4).map(double), [0, 2, 4, 6]),
+        (ticking(40).amap(slow_double, concurrency=7).map(double), [4 * x for x in range(40)]),
+    ):
+        for service in (None, InProcessReadingService()):
+            loader = DataLoader2[int](graph, reading_service=service)
+            assert list(loader) == expected
+            assert [x async for x in loader] == expected
+            loader.shutdown()
