@@ -20,7 +20,7 @@ import torch
 
 from asyncloader.samplers.distributed import Topology
 
-__all__ = ["RankGroup", "destroy_unused", "make_group"]
+__all__ = ["RankGroup", "destroy", "destroy_unused", "make_group"]
 
 _TIMEOUT = timedelta(days=1)
 """Timeout of a reduction. It is long because a rank that is ahead waits while others validate or save, which is not a
@@ -104,6 +104,18 @@ _made: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary(
 
 # Groups that are no longer used: the process that made it, the group, its tensor.
 _unused: deque[tuple[int, Any, torch.Tensor]] = deque()
+
+
+def destroy(group: Any, numbers: torch.Tensor) -> None:
+    """Destroy a gloo group that this process has made, and wait for that, some seconds at most.
+
+    Args:
+        group: the caller keeps no reference to it.
+        numbers: the tensor of all its reductions, which has to outlive it.
+    """
+    _unused.append((os.getpid(), group, numbers))
+    del group
+    destroy_unused()
 
 
 def destroy_unused() -> None:

@@ -64,7 +64,8 @@ class Awaited(IterDataPipe[Any]):
                 if not exiting():  # then the loop's thread is gone, and would be waited for in vain
                     bridge.run(_closed(iterator))
         finally:
-            bridge.release()
+            if not exiting():
+                bridge.release()
 
     def __len__(self) -> int:
         return len(self.source_datapipe)
@@ -108,6 +109,7 @@ class AsyncMapper(IterDataPipe[Any]):
     def __iter__(self) -> Iterator[Any]:
         bridge = Bridge()
         bridge.acquire()
+        exiting = sys.is_finalizing
         calls: deque[asyncio.Task[Any]] = deque()
         failure: Exception | None = None
         items = iter(self.datapipe)
@@ -130,7 +132,8 @@ class AsyncMapper(IterDataPipe[Any]):
         finally:
             failure = None  # its traceback refers to this frame
             calls.clear()
-            bridge.release()  # cancels what is in flight
+            if not exiting():
+                bridge.release()  # cancels what is in flight
 
     def __len__(self) -> int:
         return len(self.datapipe)

@@ -19,6 +19,7 @@ from torch.utils.data import IterDataPipe
 
 from asyncloader.dataloader2.datapipes.read_ahead import STOP_S, ReadAhead
 from asyncloader.errors import RanksDisagree
+from asyncloader.ranks.process_group import destroy
 
 __all__ = ["FullSync", "PrefetchTimeoutError"]
 
@@ -61,6 +62,7 @@ class FullSync(IterDataPipe[Any]):
         self.datapipe: Any = datapipe
         self.timeout = timeout
         self._group: Any = None  # its own: in another one somebody may agree at the same time, on something else
+        self._numbers = torch.zeros(0)
         self._epoch = 0
         self._ahead: ReadAhead | None = None
 
@@ -73,9 +75,10 @@ class FullSync(IterDataPipe[Any]):
         if self._group is None:
             limit = timedelta(seconds=min(self.timeout, _LONGEST_S))
             self._group = dist.new_group(backend="gloo", timeout=limit)
+            self._numbers = torch.zeros(3, dtype=torch.int32)
         self._epoch += 1
         late = partial(PrefetchTimeoutError, self.timeout)
-        begin = partial(_agreed, self.datapipe, self._group, self._epoch, late)
+        begin = partial(_agreed, self.datapipe, self._group, self._numbers, self._epoch, late)
         self._ahead = ReadAhead(begin, 1, even=True, timeout=self.timeout, late=late)
         yield from self._ahead
 
@@ -107,9 +110,9 @@ class FullSync(IterDataPipe[Any]):
     def shutdown(self) -> None:
         """End the thread, and wait for it, at most 20 seconds; then the process group. Idempotent."""
         self._stop(STOP_S)
-        group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        groups, self._group = [self._group], None
+        if groups[0] is not None:
+            destroy(groups.pop(), self._numbers)
 
     def _stop(self, seconds: float) -> None:
         ahead, self._ahead = self._ahead, None
@@ -118,7 +121,11 @@ class FullSync(IterDataPipe[Any]):
 
 
 def _agreed(
-    source: IterDataPipe[Any], group: dist.ProcessGroup, epoch: int, late: Callable[[], Exception]
+    source: IterDataPipe[Any],
+    group: dist.ProcessGroup,
+    numbers: torch.Tensor,
+    epoch: int,
+    late: Callable[[], Exception],
 ) -> Iterator[Any]:
     """The items for which every rank has one. In the thread."""
     iterator = iter(source)
@@ -131,9 +138,9 @@ def _agreed(
             have = 0
         except Exception as error:  # the others must hear of the end
             failure, have = error, 0
-        least = torch.tensor([have, epoch, -epoch], dtype=torch.int32)
+        numbers[0], numbers[1], numbers[2] = have, epoch, -epoch
         try:
-            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+            dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=group)
         except RuntimeError as error:
             if failure is None and "timed out" in str(error).lower():
                 raise late() from error
@@ -143,7 +150,7 @@ def _agreed(
                 raise failure
             finally:
                 del failure
-        all_have, first, last = least.tolist()
+        all_have, first, last = numbers.tolist()
         if first != -last:
             raise RanksDisagree(
                 f"the ranks are in different epochs, {first} to {-last}: some left one at an earlier item than others. "
