@@ -282,7 +282,7 @@ class DataLoader2(Generic[T_co]):
         try:
             if self._is_paused:
                 raise PauseIteration("DataLoader2 has been paused. `resume` must be called before continuing.")
-            if self._interrupted and self.datapipe is not None:
+            if self._interrupted and not self._terminated and self.datapipe is not None:
                 self._begin_epoch(self.datapipe, self._delivered)
                 self._reset_iter = True
             if self._datapipe_iter is None:

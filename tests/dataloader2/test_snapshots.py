@@ -247,6 +247,9 @@ def test_ctrl_c_and_on(workers: int) -> None:
         assert loader.state_dict()["position"] == 6
         assert found + list(iterator) == list(range(15))
         assert list(loader) == list(range(15))
+        iterator = iter(loader)
+        loader._interrupted = True
+    assert list(iterator) == []  # it is shut down
 
 
 def test_the_last_epoch_from_its_beginning() -> None:
