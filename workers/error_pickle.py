@@ -15,7 +15,7 @@ from asyncloader.errors import LoaderError
 from asyncloader.workers.fetch.error_notes import take_notes
 from asyncloader.workers.tracebacks import hide_our_frames
 
-__all__ = ["UnknownType", "pickle_error", "pickled_wrapper"]
+__all__ = ["UnknownType", "caught", "pickle_error"]
 
 
 def pickle_error(error: Exception, worker_id: int) -> bytes:
@@ -29,11 +29,15 @@ def pickle_error(error: Exception, worker_id: int) -> bytes:
         return pickle.dumps(error.with_traceback(None))
     # Kept apart from torch's text, whose last line must be the exception's own; `raise_worker_error` adds them.
     wrapper.notes = [f"{note}, in worker {worker_id} (pid {os.getpid()})" for note in notes]
-    return pickled_wrapper(wrapper)
+    return _pickled(wrapper)
 
 
-def pickled_wrapper(wrapper: Any) -> bytes:
-    """Pickle torch's `ExceptionWrapper`, whatever the type of the error in it."""
+def caught(where: str) -> Any:
+    """The exception that is being handled, in torch's wrapper, which can be pickled whatever the exception's type."""
+    return pickle.loads(_pickled(ExceptionWrapper(where=where)))
+
+
+def _pickled(wrapper: Any) -> bytes:
     try:
         data = pickle.dumps(wrapper)
         pickle.loads(data)

@@ -31,7 +31,7 @@ from asyncloader.dataloader2.services import Change, InitFn, ResetFn
 from asyncloader.dataloader2.utils.worker import WorkerInfo, process_reset_fn, worker_graph
 from asyncloader.errors import StateError, TaskQuarantined, WorkerDied
 from asyncloader.loader import DataLoader
-from asyncloader.workers.error_pickle import pickled_wrapper
+from asyncloader.workers.error_pickle import caught
 
 __all__ = ["Branch", "Chunk", "Interleaved", "next_order"]
 
@@ -170,8 +170,7 @@ class _Chunks(Iterator[Chunk]):
             return Chunk([], last=True)
         except Exception:
             self._over = True
-            where = f"in worker process {self._branch.worker.worker_id}"
-            return Chunk([], last=True, failure=pickle.loads(pickled_wrapper(ExceptionWrapper(where=where))))
+            return Chunk([], last=True, failure=caught(f"in worker process {self._branch.worker.worker_id}"))
         self._given += len(items)
         return Chunk(items)
 

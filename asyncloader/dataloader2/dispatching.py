@@ -20,21 +20,21 @@ import os
 import pickle
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 import torch
-from torch._utils import ExceptionWrapper
 from torch.utils.data import IterDataPipe
 
+from asyncloader.dataloader2.error import worker_died
 from asyncloader.dataloader2.graph._serialization import _pickled
 from asyncloader.dataloader2.graph.utils import DataPipe
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.dataloader2.services import Change
 from asyncloader.dataloader2.utils.worker import WorkerInfo, process_reset_fn
 from asyncloader.errors import WorkerDied, ending
-from asyncloader.workers.error_pickle import pickled_wrapper
+from asyncloader.workers.error_pickle import caught
 from asyncloader.workers.ipc.lifeline import Lifeline, hold
 from asyncloader.workers.setup_payload import InheritedFd
 
@@ -76,7 +76,7 @@ class Dispatched(IterDataPipe[Any]):
                 self.connection.send_bytes(epoch.to_bytes(8, "little"))
                 answer = self.connection.recv_bytes()
             except (EOFError, OSError):
-                raise _died("the dispatching process ended unexpectedly") from None
+                raise worker_died("the dispatching process ended unexpectedly") from None
             kind, value = pickle.loads(answer)
             if kind == "end":
                 return
@@ -87,11 +87,6 @@ class Dispatched(IterDataPipe[Any]):
     def close(self) -> None:
         """Close this process's end."""
         self.connection.close()
-
-
-def _died(text: str) -> WorkerDied:
-    made: Callable[[str], WorkerDied] = WorkerDied  # type: ignore[assignment]  # each error can be made from a text
-    return made(text)
 
 
 class Dispatcher:
@@ -119,6 +114,9 @@ class Dispatcher:
         )
         try:
             self._process.start()
+        except BaseException:
+            self._lifeline.close()
+            raise
         finally:
             for each in (control, *theirs):
                 each.close()
@@ -128,7 +126,7 @@ class Dispatcher:
         """The error for a worker's having found that the process is gone."""
         self._process.join(1)
         how = ending(self._process.exitcode)
-        return _died(f"the dispatching process (pid {self.pid}) ended unexpectedly, {how}. {advice}")
+        return worker_died(f"the dispatching process (pid {self.pid}) ended unexpectedly, {how}. {advice}")
 
     @property
     def pid(self) -> int:
@@ -236,8 +234,7 @@ _OVER = b"over"
 
 
 def _failure() -> bytes:
-    failure = pickle.loads(pickled_wrapper(ExceptionWrapper(where="in dispatching process 0")))
-    return pickle.dumps(("error", failure), 5)
+    return pickle.dumps(("error", caught("in dispatching process 0")), 5)
 
 
 def _dispatch(links: tuple[InheritedFd, Connection, list[Connection]], others: list[Connection], graph: bytes) -> None:

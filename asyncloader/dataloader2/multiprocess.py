@@ -85,7 +85,12 @@ class MultiProcessingReadingService(PausableReadingService):
     def initialize(self, datapipe: DataPipe) -> DataPipe:
         """See the interface. Starts the dispatching process, if there is one; the workers start with the first item."""
         if self.num_workers:
-            datapipe = self._cut(datapipe)
+            try:
+                datapipe = self._cut(datapipe)
+            except BaseException:
+                if self._dispatcher is not None:
+                    self._dispatcher.close()
+                raise
         else:
             datapipe = worker_graph(datapipe, WorkerInfo(1, 0), self.worker_init_fn)
         self._end_datapipe = datapipe

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -55,6 +56,13 @@ def fails_at_5(x: int) -> int:
 def dies_at_5(x: int) -> int:
     if x == 5:
         os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+
+def hangs_at_3(x: int) -> int:
+    """As a read that never returns."""
+    if x == 3:
+        threading.Event().wait()
     return x
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from asyncloader.dataloader2 import (
     InProcessReadingService,
     MultiProcessingReadingService,
 )
-from tests.dataloader2.parts import double, fails_at_5, numbers, slow_double, ticking
+from tests.dataloader2.parts import double, fails_at_5, hangs_at_3, numbers, slow_double, ticking
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -74,7 +73,9 @@ async def test_a_cancelled_wait_loses_nothing(late: bool) -> None:
 
 async def test_a_cancelled_wait_for_a_worker(caplog: pytest.LogCaptureFixture) -> None:
     """The loader ends although a read is under way in a thread; what that raises then is nobody's."""
-    async with DataLoader2[Any](numbers(2).map(_sleeps), reading_service=MultiProcessingReadingService(1)) as loader:
+    async with DataLoader2[Any](
+        numbers(2, 3).map(hangs_at_3), reading_service=MultiProcessingReadingService(1)
+    ) as loader:
         task = asyncio.ensure_future(anext(aiter(loader)))
         await asyncio.sleep(0)
         task.cancel()
@@ -82,11 +83,6 @@ async def test_a_cancelled_wait_for_a_worker(caplog: pytest.LogCaptureFixture) -
             await task
     gc.collect()
     assert not caplog.records
-
-
-def _sleeps(x: int) -> int:
-    time.sleep(3600)
-    return x
 
 
 async def test_parts_that_are_awaited() -> None:

@@ -166,6 +166,12 @@ def test_amap_gives_what_came_before_an_error(caplog: pytest.LogCaptureFixture) 
     assert not caplog.records
 
 
+def ends(script: str) -> tuple[int, str, str]:
+    """The exit code of a fresh interpreter, and what it printed."""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    return ran.returncode, ran.stdout, ran.stderr
+
+
 def test_an_unfinished_awaited_part_at_the_end_of_the_program() -> None:
     """It ends, with the error of the program alone."""
     script = (
@@ -176,8 +182,7 @@ def test_an_unfinished_awaited_part_at_the_end_of_the_program() -> None:
         "next(items)\n"
         "raise SystemExit(3)\n"
     )
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (3, "", "")
+    assert ends(script) == (3, "", "")
 
 
 def test_a_left_amap_ends() -> None:
@@ -241,8 +246,7 @@ def test_nothing_is_registered_without_the_package() -> None:
         "import asyncloader.dataloader2\n"
         "assert list(IterableWrapper([1]).prefetch()) == [1]\n"
     )
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+    assert ends(script) == (0, "", "")
 
 
 @pytest.mark.parametrize("torchdata", ["none", "without", "with"])

@@ -182,6 +182,12 @@ def test_functions_in_the_workers() -> None:
     assert zero[2] != one[2]
 
 
+def two_epochs(graph: Any) -> list[list[Any]]:
+    with DataLoader2[Any](graph, reading_service=MultiProcessingReadingService(2)) as loader:
+        loader.seed(9)
+        return [list(loader), list(loader)]
+
+
 def test_seeds_in_the_workers() -> None:
     """Parts before the filter have one seed in all workers, those after it one each; another one in each epoch. The
     workers' global generators follow from the seed, and the user's stay as they are.
@@ -189,13 +195,8 @@ def test_seeds_in_the_workers() -> None:
     graph = Seeded(Seeded(numbers(4)).sharding_filter()).map(drawn)
     before = torch.get_rng_state()
 
-    def epochs() -> list[Any]:
-        with DataLoader2[Any](graph, reading_service=MultiProcessingReadingService(2)) as loader:
-            loader.seed(9)
-            return [list(loader), list(loader)]
-
-    found = epochs()
-    assert found == epochs()
+    found = two_epochs(graph)
+    assert found == two_epochs(graph)
     assert torch.equal(torch.get_rng_state(), before)
     seeds = [[(shared, own) for (((_, shared), own), *_) in epoch] for epoch in found]
     assert len({shared for shared, _ in seeds[0]}) == 1
@@ -208,13 +209,8 @@ def test_seeds_in_the_dispatching_process() -> None:
     """Its global generators follow from the seed, another one in each epoch, and so does a position in it."""
     graph = numbers(6).map(drawn).sharding_round_robin_dispatch(MP)
 
-    def epochs() -> list[Any]:
-        with DataLoader2[Any](graph, reading_service=MultiProcessingReadingService(2)) as loader:
-            loader.seed(9)
-            return [list(loader), list(loader)]
-
-    found = epochs()
-    assert found == epochs()
+    found = two_epochs(graph)
+    assert found == two_epochs(graph)
     assert len({item[1:] for epoch in found for item in epoch}) == 12
 
 

@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from tests.dataloader2.parts import (
     double,
     drawn,
     fails_at_5,
+    hangs_at_3,
     numbers,
     process,
 )
@@ -114,18 +114,12 @@ def test_a_forked_process_leaves_them_alone(here: bool) -> None:
         assert found + list(iterator) == list(range(40))
 
 
-def _sleeps_at_3(x: int) -> int:
-    if x == 3:
-        time.sleep(3600)
-    return x
-
-
 def test_a_slow_worker_is_not_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where a thread of the main process waits for its item: workers end first."""
     waits: list[float] = []
     monkeypatch.setattr(ReadAhead, "stop", lambda self, seconds=0: waits.append(self._thread.join(60) or 0))
     loader = DataLoader2[int](
-        OnlyHere(numbers(8).sharding_filter().map(_sleeps_at_3)), reading_service=MultiProcessingReadingService(2)
+        OnlyHere(numbers(8).sharding_filter().map(hangs_at_3)), reading_service=MultiProcessingReadingService(2)
     )
     assert next(iter(loader)) == 0
     loader.shutdown()

@@ -6,7 +6,6 @@ Data path: datapipe -> [iter: DataPipeBehindQueues] -> response queue -> [iter: 
 from __future__ import annotations
 
 import contextlib
-import pickle
 import time
 import warnings
 from collections import deque
@@ -14,7 +13,6 @@ from collections.abc import Callable, Generator, Iterator
 from types import MethodType
 from typing import Any, ClassVar
 
-from torch._utils import ExceptionWrapper
 from torch.utils.data import IterDataPipe
 from torch.utils.data.graph import traverse_dps
 
@@ -31,7 +29,7 @@ from asyncloader.dataloader2.graph.utils import DataPipe, list_dps
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.dataloader2.services import ResetFn, shutdown_graph
 from asyncloader.dataloader2.utils.worker import WorkerInfo, process_reset_fn
-from asyncloader.workers.error_pickle import pickled_wrapper
+from asyncloader.workers.error_pickle import caught
 
 __all__ = [
     "DEFAULT_NON_BLOCKING_SLEEP",
@@ -223,8 +221,7 @@ def DataPipeBehindQueues(  # noqa: N802 - as in torchdata
             protocol.response_invalid_state()
         except Exception:
             over = True
-            failure = pickled_wrapper(ExceptionWrapper(where=f"in {process_name} {loop_id}"))
-            protocol.response_worker_exception(pickle.loads(failure))
+            protocol.response_worker_exception(caught(f"in {process_name} {loop_id}"))
         yield True
 
 

@@ -5,11 +5,9 @@ Data path: datapipe -> [map: DataPipeBehindQueues] -> response queue -> [map: Qu
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Generator
 from typing import Any, ClassVar
 
-from torch._utils import ExceptionWrapper
 from torch.utils.data import MapDataPipe
 
 import asyncloader.dataloader2.communication.messages as messages  # noqa: PLR0402 - the package imports this module
@@ -22,7 +20,7 @@ from asyncloader.dataloader2.communication.protocol import (
 )
 from asyncloader.dataloader2.services import ResetFn
 from asyncloader.dataloader2.utils.worker import WorkerInfo, process_reset_fn
-from asyncloader.workers.error_pickle import pickled_wrapper
+from asyncloader.workers.error_pickle import caught
 
 __all__ = [
     "DataPipeBehindQueues",
@@ -139,8 +137,7 @@ def DataPipeBehindQueues(  # noqa: N802 - as in torchdata
         except IndexError:
             protocol.response_index_out_of_bound()
         except Exception:
-            failure = pickled_wrapper(ExceptionWrapper(where=f"in {process_name} {loop_id}"))
-            protocol.response_worker_exception(pickle.loads(failure))
+            protocol.response_worker_exception(caught(f"in {process_name} {loop_id}"))
         yield True
 
 

@@ -15,7 +15,7 @@ from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from asyncloader.errors import WorkerDied
+from asyncloader.dataloader2.error import worker_died
 
 __all__ = ["LocalQueue", "ThreadingQueue", "WatchedQueue"]
 
@@ -139,12 +139,7 @@ class _Elsewhere:
 
 
 def _watched(bare: Any, pid: int, text: str) -> WatchedQueue:
-    return WatchedQueue(bare, _Elsewhere(pid), functools.partial(_died, text))
-
-
-def _died(text: str) -> WorkerDied:
-    made: Callable[[str], WorkerDied] = WorkerDied  # type: ignore[assignment]  # each error can be made from a text
-    return made(text)
+    return WatchedQueue(bare, _Elsewhere(pid), functools.partial(worker_died, text))
 
 
 class _Pickled:
