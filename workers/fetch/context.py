@@ -78,6 +78,7 @@ class DatasetContext:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opened: asyncio.Future[None] | None = None
         self._leave: asyncio.Event | None = None
+        self._order = asyncio.Lock()
 
     @property
     def needed(self) -> bool:
@@ -85,7 +86,8 @@ class DatasetContext:
         return bool(self._managers) or self._before is not None
 
     async def open(self) -> None:
-        """Enter the context, once. If that failed, the next call tries again. Several tasks may wait here.
+        """Enter the context, once. If that failed, the next call tries again. Several tasks may wait here, and go on in
+        the order in which they came.
 
         Raises:
             Exception: what entering raised.
@@ -100,8 +102,12 @@ class DatasetContext:
             self._task = self._loop.create_task(self._hold(self._opened, self._leave))
             _entered.add(self._task)
             self._task.add_done_callback(_entered.discard)
-        # Shielded: a task that waits here may be cancelled while others still wait.
-        await asyncio.shield(self._opened)
+        opened = self._opened
+        # A finished future is no queue: the tasks that waited for it wake up two turns of the loop later. A task that
+        # comes meanwhile would not wait at all, overtake them, and read the samples of another task's batch.
+        async with self._order:
+            # Shielded: a task that waits here may be cancelled while others still wait.
+            await asyncio.shield(opened)
 
     async def _hold(self, opened: asyncio.Future[None], leave: asyncio.Event) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import random
 from typing import Any, Self
 
 import pytest
@@ -169,3 +170,42 @@ async def test_a_context_in_a_reference_cycle_is_exited_by_its_own_task() -> Non
     del context, owner
     gc.collect()
     assert await asyncio.wait_for(exited, 30) == (dataset.task, True)
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_tasks_go_on_in_the_order_in_which_they_came(seed: int) -> None:
+    """Tasks come before, while and after the context opens, and some are cancelled."""
+    draw = random.Random(seed)
+    for _ in range(20):
+        dataset = Slow(draw.randrange(8))
+        context = DatasetContext(dataset)
+        passed: list[int] = []
+        tasks: list[asyncio.Task[None]] = []
+        for number in range(12):
+            tasks.append(asyncio.create_task(_pass(context, number, passed)))
+            for _ in range(draw.randrange(3)):
+                await asyncio.sleep(0)
+            if draw.random() < 0.1:
+                draw.choice(tasks).cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert passed == sorted(passed)
+        assert len(passed) == sum(not task.cancelled() for task in tasks)
+        await context.close()
+
+
+class Slow(Opens):
+    """Opens after a number of turns of the loop."""
+
+    def __init__(self, turns: int) -> None:
+        super().__init__()
+        self.turns = turns
+
+    async def __aenter__(self) -> Self:
+        for _ in range(self.turns):
+            await asyncio.sleep(0)
+        return self
+
+
+async def _pass(context: DatasetContext, number: int, passed: list[int]) -> None:
+    await context.open()
+    passed.append(number)
