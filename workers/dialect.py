@@ -12,6 +12,7 @@ import pickle
 from typing import Any, Protocol
 
 from asyncloader.workers.error_pickle import pickle_error
+from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.memory.codec import Encoder, Template
 
 __all__ = ["PICKLE", "Dialect"]
@@ -20,12 +21,19 @@ __all__ = ["PICKLE", "Dialect"]
 class Dialect(Protocol):
     """How values become bytes. Functions that read raise ValueError for bytes that cannot be read."""
 
+    trusted: bool
+    """Whether the worker is a process of ours: it may send pickles, and its own log."""
+
     def dumps(self, value: Any) -> bytes:
         """Pack an index, the start of an epoch, an assignment: whatever is sent as a plain value."""
         ...
 
     def loads(self, data: bytes) -> Any:
         """Unpack a value."""
+        ...
+
+    def load_start(self, data: bytes) -> EpochStart:
+        """Unpack the start of an epoch."""
         ...
 
     def dump_error(self, error: Exception, worker_id: int) -> bytes:
@@ -48,13 +56,15 @@ class Dialect(Protocol):
         """Turn the worker's own pickle of a cursor, or of records of samples that raised, into what is sent."""
         ...
 
-    def to_pickle(self, data: bytes) -> bytes:
-        """Turn what was received of those into a pickle of this process's own."""
+    def to_pickle(self, data: bytes, *, records: bool = False) -> bytes:
+        """Turn a cursor that was received, or records of samples, into a pickle of this process's own."""
         ...
 
 
 class PickleDialect:
     """Values as pickle, errors as torch pickles them."""
+
+    trusted = True
 
     def dumps(self, value: Any) -> bytes:
         """As `Dialect`."""
@@ -63,6 +73,10 @@ class PickleDialect:
     def loads(self, data: bytes) -> Any:
         """As `Dialect`."""
         return pickle.loads(data)
+
+    def load_start(self, data: bytes) -> EpochStart:
+        """As `Dialect`."""
+        return EpochStart(*pickle.loads(data))
 
     def dump_error(self, error: Exception, worker_id: int) -> bytes:
         """As `Dialect`."""
@@ -82,7 +96,10 @@ class PickleDialect:
         """The same."""
         return data
 
-    to_pickle = from_pickle
+    def to_pickle(self, data: bytes, *, records: bool = False) -> bytes:
+        """The same."""
+        del records
+        return data
 
 
 PICKLE: Dialect = PickleDialect()

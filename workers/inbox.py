@@ -3,7 +3,8 @@
 Data path: worker -> channel -> [inbox] -> pipeline.
 
 A worker's frames are not trusted: its memory may be corrupt, or its dataset may have written to our socket. A frame
-that contradicts what was assigned to the worker raises `ValueError`, and changes nothing.
+that contradicts what was assigned to the worker raises `ValueError`, and changes nothing. What a service's worker sends
+is read completely before its task counts as answered, so that a broken answer is no answer (`WorkerHandle.distrust`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from time import perf_counter
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer, Listener
 from asyncloader.workers.memory.codec import Template
-from asyncloader.workers.memory.ring import Ring
+from asyncloader.workers.memory.ring import Ring, oneoff_anchor
 from asyncloader.workers.memory.ring_manager import RingManager
 from asyncloader.workers.source import WorkerHandle
 from asyncloader.workers.watchdog import TaskWatchdog
@@ -69,7 +70,7 @@ class Inbox:
                     listener.on_started(
                         self._worker, self._dialect.load_error(error) if error else None, self._kept(cursor)
                     )
-        elif kind == wire.RETIRING:
+        elif kind == wire.RETIRING and self._dialect.trusted:
             process.retired = body
         elif kind == wire.ASK:
             sent_epoch, number, batch, left = wire.unpack_ask(body)
@@ -79,11 +80,11 @@ class Inbox:
                 listener.on_ask(self._worker, number, batch, self._dialect.loads(left))
         elif kind == wire.COUNTS:
             process.recorder.take(body)
-        elif kind == wire.LOG:
+        elif kind == wire.LOG and self._dialect.trusted:
             if listener is not None:
                 listener.on_log(*self._dialect.loads(body))
         elif kind == wire.BAD_SAMPLES:
-            self._records = self._kept(wire.unpack_answer(body)[3])
+            self._records = self._dialect.to_pickle(wire.unpack_answer(body)[3], records=True)
         elif kind in _ANSWERS:
             self._answer_without_batch(kind, body, epoch, listener, watchdog)
         else:
@@ -103,13 +104,15 @@ class Inbox:
         result, data, cursor = wire.unpack_result(body)
         fd = self._process.channel.take_fd() if result.slot == wire.ONEOFF else None
         try:
+            cursor = self._kept(cursor)
             ring, template = self._checked(result, data, fd, epoch)
         except BaseException:
             if fd is not None:
                 os.close(fd)
             raise
         records = self._answered(result.epoch == epoch, result.seq, watchdog)
-        answer = Answer(result, template, ring, fd, self._kept(cursor), records, perf_counter())
+        answer = Answer(result, template, ring, fd, cursor, records, perf_counter())
+        self._process.answered = True
         if result.epoch == epoch and listener is not None:
             listener.on_answer(self._worker, answer)
         else:
@@ -126,6 +129,15 @@ class Inbox:
             raise ValueError(f"a worker's answer is broken: worker {self._worker} has sent no template before")
         ring = self._rings.answered(result.epoch, result.seq, result.slot, result.nbytes)
         self._template = template
+        try:
+            if ring is not None:
+                template = template.with_structure(lambda: ring.look(result.slot, result.nbytes))
+            elif fd is not None:
+                template = template.with_structure(lambda: oneoff_anchor(fd, result.nbytes))
+        except ValueError:
+            if ring is not None:
+                ring.give_back(result.slot)
+            raise
         return ring, template
 
     def _check_expected(self, sent_epoch: int, seq: int, epoch: int) -> None:
@@ -142,6 +154,8 @@ class Inbox:
         self._check_expected(sent_epoch, seq, epoch)
         self._rings.answered(sent_epoch, seq, wire.NO_SLOT, 0)
         records = self._answered(sent_epoch == epoch, seq, watchdog)
+        if kind == wire.ALL_DROPPED and not records:
+            raise ValueError(f"broken stream: worker {worker} dropped all samples of task {seq}, and says of none why")
         if sent_epoch != epoch or listener is None:
             return
         if kind == wire.EXHAUSTED:
@@ -153,6 +167,7 @@ class Inbox:
             listener.on_empty_batch(worker, seq, busy, self._kept(payload), records)
         else:
             listener.on_error(worker, seq, busy, self._dialect.load_error(payload), records)
+        self._process.answered = True
 
     def _kept(self, cursor: bytes) -> bytes:
         return self._dialect.to_pickle(cursor) if cursor else b""

@@ -317,12 +317,16 @@ class WorkerPool:
             self._loop.remove_writer(process.channel.fileno())
 
     def _on_readable(self, process: WorkerHandle) -> None:
+        self._drain_or_end(process)
+        if process.channel.ended and self._loop is not None:
+            self._loop.remove_reader(process.channel.fileno())  # whether and how it died is reported by the pidfd
+
+    def _drain_or_end(self, process: WorkerHandle) -> None:
         try:
             self._drain(process)
         except Exception as error:  # the loop would only log it, and the consumer would wait forever
-            self._fail(error)
-        if process.channel.ended and self._loop is not None:
-            self._loop.remove_reader(process.channel.fileno())  # whether and how it died is reported by the pidfd
+            if not isinstance(error, ValueError) or not process.distrust(error):
+                self._fail(error)
 
     def _drain(self, process: WorkerHandle) -> None:
         inbox = self._inboxes[process.worker_id]
@@ -333,15 +337,10 @@ class WorkerPool:
 
     def _on_death(self, process: WorkerHandle) -> None:
         # Frames that it sent before it died are still in the socket.
-        try:
-            before = -1
-            while not process.channel.ended and process.channel.received != before:
-                before = (
-                    process.channel.received
-                )  # stops when nothing new comes: a child of the worker may hold the other end open
-                self._drain(process)
-        except Exception as error:
-            self._fail(error)
+        before = -1
+        while not self._failed and not process.channel.ended and process.channel.received != before:
+            before = process.channel.received  # stops when nothing new comes: a child may hold the other end open
+            self._drain_or_end(process)
         self._on_exited(process, process.death())
         process.release()
 

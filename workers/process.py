@@ -71,6 +71,7 @@ class WorkerProcess:
         self.outside = False
         """It was killed by a SIGKILL or SIGTERM, neither from the loader nor from the out-of-memory killer."""
         self.lost = False
+        self.answered = False
         self.suspect: int | None = None
         """File with the captured standard error of a suspected task."""
         self.released = False
@@ -169,6 +170,11 @@ class WorkerProcess:
             self.outside = not reason
         advice = unguarded_main() if self._imports_main and not self.ready and self.process.exitcode == 1 else ""
         return WorkerDied(self.worker_id, self.pid, self.process.exitcode, reason, advice, trace)
+
+    def distrust(self, error: ValueError) -> bool:
+        """As `WorkerHandle`."""
+        del error
+        return False
 
     def suspected(self) -> int:
         """The next task has killed a worker before: capture its standard error. Returns a descriptor for the worker."""

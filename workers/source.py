@@ -33,6 +33,8 @@ class WorkerHandle(Protocol):
     """It has reported that it runs; before that it runs no user code."""
     started: bool
     """The user's start-up code is over."""
+    answered: bool
+    """It has answered a task, and the answer could be read."""
     retired: bytes | None
     """Set once it announced that it leaves because of its memory limit: its saved RNG state."""
 
@@ -122,6 +124,12 @@ class WorkerHandle(Protocol):
 
     def death(self) -> WorkerDied:
         """Return the error of its end. Call when `death_fd` is readable."""
+        ...
+
+    def distrust(self, error: ValueError) -> bool:
+        """It has sent what cannot be read. Returns whether it ends for that, and its tasks go to another worker. False:
+        it is a process of ours, and the error is one of the loader's.
+        """
         ...
 
     def suspected(self) -> int | None:

@@ -39,7 +39,7 @@ from asyncloader.workers.fetch.error_notes import add_note, note_collation
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample
 from asyncloader.workers.fetch.seeding import GlobalDrawCheck
-from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup, install_worker_info, seed_worker
+from asyncloader.workers.fetch.setup import WorkerSetup, install_worker_info, seed_worker
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
 from asyncloader.workers.memory import segment
@@ -294,7 +294,7 @@ class TaskRunner:
         if self._setup.iterable or is_stateful(reader.dataset):
             self._worked = False  # no cursor of its dataset is known before its first answer in this epoch
         self._start_error = None
-        start = EpochStart(*self._dialect.loads(payload))
+        start = self._dialect.load_start(payload)
         try:
             reader.dataset = self._reseed_datapipe(reader.dataset, start.shared_seed)
             reader.begin(start)

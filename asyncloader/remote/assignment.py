@@ -389,14 +389,14 @@ def _parse_ranges(plain: Iterable[Sequence[Any]]) -> Assignment:
     Raises:
         ValueError: they are not valid ranges.
     """
-    try:
-        shard_ranges = tuple(CatalogRange(*each) for each in plain)
-    except TypeError as error:
-        raise ValueError(f"a worker gives back what is no list of ranges: {error}") from None
-    if not all(
-        isinstance(n, int) and n >= 0
-        for shard_range in shard_ranges
-        for n in (shard_range.shard, shard_range.start, shard_range.stop or 0)
-    ):
-        raise ValueError(f"a worker gives back what is no list of ranges: {shard_ranges!r}")
-    return shard_ranges
+    if not isinstance(plain, list | tuple) or not all(map(_is_range, plain)):  # nothing else of it is looked at
+        raise ValueError("a worker gives back what is no list of ranges")
+    return tuple(CatalogRange(*each) for each in plain)
+
+
+def _is_range(plain: Any) -> bool:
+    if not isinstance(plain, list | tuple) or len(plain) != len(CatalogRange._fields):
+        return False
+    shard, start, stop, sync = plain
+    numbers = (shard, start, 0 if stop is None else stop)
+    return all(type(number) is int and number >= 0 for number in numbers) and type(sync) is bool

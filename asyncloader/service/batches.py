@@ -9,24 +9,31 @@ versions with different dtypes. A structure of more than 32 KB is at an offset a
 
 from __future__ import annotations
 
+import copy
 import pickle
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 import numpy as np
 import torch
+from msgspec import Meta
 
-from asyncloader.service.values import LEAF, Unsendable, build, decode, pack
-from asyncloader.workers.memory.codec import Encoder, Template
-from asyncloader.workers.memory.leaves import DTYPES, LEAF_SPECS, Dense, LeafSpec, Strided
+from asyncloader.service.unpacking import Leaf, build, check, decode
+from asyncloader.service.values import LEAF, Unsendable, pack
+from asyncloader.workers.memory.codec import Encoder, Memory, Template
+from asyncloader.workers.memory.leaves import DTYPES, LEAF_SPECS, Dense, LeafSpec, Raw, Strided
 
 __all__ = ["BatchEncoder", "BatchTemplate"]
 
 _NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 _CODES = {name: code for code, name in enumerate(_NAMES)}
-_SIZES = ("shape", "stride")
+_MOST_LEAVES = 100_000
+_Sizes = Annotated[list[int], Meta(max_length=64)]
+_Row = tuple[Literal[0, 1, 2], Annotated[list[int | str | _Sizes], Meta(max_length=6)]]
+_Table = tuple[Annotated[list[_Row], Meta(max_length=_MOST_LEAVES)], int, int]
+_tables = msgspec.msgpack.Decoder(_Table)
 _LEAF_DTYPES = frozenset("biufc")
 
 
@@ -71,6 +78,8 @@ class BatchEncoder(Encoder):
         return [*self._leaf(buffer), "array", array.dtype.str, list(array.shape), order]
 
     def _table(self, specs: list[LeafSpec], inside: int, length: int) -> bytes:
+        if len(specs) > _MOST_LEAVES:
+            raise TypeError(f"a batch that cannot be sent: it has {len(specs):,} tensors and arrays")
         rows = []
         for spec in specs:
             values: list[Any] = list(spec)
@@ -81,34 +90,53 @@ class BatchEncoder(Encoder):
 
 
 class BatchTemplate(Template):
-    """The decoding side. Neither its pickle-free structure nor its numbers are trusted."""
+    """The decoding side. Neither its pickle-free structure nor its numbers are trusted: it is checked before the task
+    counts as answered, so that a batch which cannot be made is another worker's task, and no error in its place.
+    """
 
     __slots__ = ("_tree",)
 
     def __init__(self, template: bytes) -> None:
         super().__init__(template)
-        self._tree = decode(self._structure) if self._inside < 0 else None
+        self._tree: Any = None
+        if self._inside < 0:
+            self._read_tree(self._structure)
+
+    def _read_tree(self, structure: bytes) -> None:
+        self._tree = decode(structure)
+        check(self._tree, [Leaf(spec.nbytes if isinstance(spec, Raw) else None) for spec in self._specs])
+
+    def with_structure(self, memory: Callable[[], Memory]) -> Self:
+        """As `Template`: read it, if it is among the leaves, and check it."""
+        if self._inside < 0:
+            return self
+        made = copy.copy(self)
+        made._read_tree(self._structure_in(memory()))
+        return made
 
     def _read_table(self, table: bytes) -> tuple[Iterable[LeafSpec], int, int]:
-        rows, inside, length = decode(table)
+        rows, inside, length = _tables.decode(table)
         return [_spec(kind, values) for kind, values in rows], inside, length
 
-    def _assemble(self, structure: bytes, leaves: list[Any]) -> Any:
-        return build(decode(structure) if self._inside >= 0 else self._tree, leaves)
+    def build(self, anchor: Memory | None) -> Any:
+        """As `Template`."""
+        self._check_extent(anchor)
+        return build(self._tree, self._leaves_in(anchor))
 
 
 def _spec(kind: int, values: list[Any]) -> LeafSpec:
+    fields: list[Any] = [tuple(each) if type(each) is list else each for each in values]
+    if LEAF_SPECS[kind] is not Raw:
+        name = fields[2]
+        if type(name) is not str or name not in _CODES:
+            raise ValueError(f"a tensor of dtype {name!r:.40}, which this version of torch does not have")
+        fields[2] = _CODES[name]
     make: Any = LEAF_SPECS[kind]
-    spec: Any = make(*[tuple(each) if type(each) is list else each for each in values])
-    if make in (Dense, Strided):
-        if spec.dtype not in _CODES:
-            raise ValueError(f"a tensor of dtype {spec.dtype!r:.40}, which this version of torch does not have")
-        spec = spec._replace(dtype=_CODES[spec.dtype])
+    spec: LeafSpec = make(*fields)
     for name, value in spec._asdict().items():
-        if not all(type(each) is int for each in (value if name in _SIZES and type(value) is tuple else (value,))):
+        if type(value) is not (tuple if name in ("shape", "stride") else int):
             raise ValueError(f"no part of a batch can be {spec!r:.200}")
-    found: LeafSpec = spec
-    return found
+    return spec
 
 
 assert sys.byteorder == "little", "a service sends numbers as little-endian machines have them in memory"

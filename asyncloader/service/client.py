@@ -34,14 +34,14 @@ from asyncloader.service.dialing import (
     ask_stacks,
     on_any_node,
 )
-from asyncloader.service.handshake import pack_opening, read_record
+from asyncloader.service.handshake import Opened, pack_opening
 from asyncloader.service.host_process import Death
 from asyncloader.service.link import Link
 from asyncloader.service.node_choice import node_order, to_move
+from asyncloader.service.records import read_record, shown
 from asyncloader.service.remote_channel import RemoteChannel
 from asyncloader.service.served import ServedDataset
 from asyncloader.service.shared import SharedService
-from asyncloader.service.values import unpack
 from asyncloader.workers.dialect import Dialect
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc.channel import Channel
@@ -51,8 +51,18 @@ from asyncloader.workers.stacks import Report
 __all__ = ["ServedWorker", "ServiceWorkers"]
 
 _MOST_THREADS = 16
+_MOST_BROKEN = 3
+"""Connections to a node, one after the other, that end with an answer which cannot be read, before it is left alone."""
 _ROUND_TRIPS_S = 2.0
 """Seconds that a node may take to answer, besides those in which its processes do."""
+
+
+class _Distrust:
+    """How often a node sent what cannot be read since it sent a batch that could be."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.why = ""
 
 
 class ServiceWorkers:
@@ -73,6 +83,7 @@ class ServiceWorkers:
         self._session = secrets.token_hex(8)
         self._closed = threading.Event()
         self._made: weakref.WeakSet[ServedWorker] = weakref.WeakSet()
+        self._distrusted: dict[str, _Distrust] = {}
         self._next = 0
         self._lock = threading.Lock()
 
@@ -116,14 +127,15 @@ class ServiceWorkers:
         return node_order([(there[each] + 1) / self._service.workers_at(each) for each in addresses], turn)
 
     def _opened(self, node: NodeConnection, worker: int, setup: WorkerSetup) -> ServedWorker:
-        link = node.link
+        link, distrust = node.link, self._distrusted.setdefault(node.address, _Distrust())
+        if distrust.count >= _MOST_BROKEN:
+            why = f"{distrust.count} times in a row it sent what cannot be read; the last time: {distrust.why}"
+            raise Unreachable(f"{node.address}: {why}", final=True)
         catalog, share = self._dataset.catalog, self._service.share == "epoch"
         opening = pack_opening(self._session, worker, self._credits, setup, share=share, catalog=catalog)
         link.send(frames.OPENING, opening)
-        pid = unpack(answer_of(link, frames.OPENED))
-        if type(pid) is not int:
-            raise ValueError("it did not say which process has the worker")
-        made = ServedWorker(worker, pid, node.address, link)
+        pid = read_record(Opened, answer_of(link, frames.OPENED)).pid
+        made = ServedWorker(worker, pid, node.address, link, distrust)
         with self._lock:
             self._made.add(made)
         return made
@@ -190,17 +202,18 @@ def _forget_all() -> None:
 class ServedWorker:
     """A logical worker at a node. See `WorkerHandle`."""
 
-    def __init__(self, worker_id: int, pid: int, node: str, link: Link) -> None:
+    def __init__(self, worker_id: int, pid: int, node: str, link: Link, distrust: _Distrust) -> None:
         self.worker_id = worker_id
         self.pid = pid
         self.node = node
         self.place = f"pid {pid} at {node}"
         self.dialect: Dialect = PLAIN
         self.recorder = Recorder()
-        self.ready = self.started = self.outside = self.lost = self.released = False
+        self.answered = self.ready = self.started = self.outside = self.lost = self.released = False
         self.retired: bytes | None = None
         self.kill_reason = ""
         self.suspect: int | None = None
+        self._distrust = distrust
         self._moved = ""
         self.process: Any = self
         _install_fork_hook()
@@ -244,21 +257,41 @@ class ServedWorker:
     def death(self) -> WorkerDied:
         """As `WorkerHandle`. What the node said; if it said nothing, the worker itself may be well."""
         said, why = (None, "") if self._direct else (self.channel.death, self.channel.why)
+        if not self._direct and self.channel.broken:
+            self._count_broken(why)
         if self._direct:
             with contextlib.suppress(ValueError):
                 said = next((each.body for each in self._link.receive() if each.header.kind == frames.DIED), None)
             why = self._moved or "the node closed the connection"
         if said is not None:
             with contextlib.suppress(ValueError):
-                death: Death = read_record(Death, said)
+                death = read_record(Death, said)
                 self.lost = not (death.blamed or death.shared)
                 self.outside = death.shared
-                why = str(death.reason) if self.lost else self.kill_reason or str(death.reason)
+                why = death.reason if self.lost else self.kill_reason or death.reason
                 reason = " ".join(filter(None, (f"It was at {self.node}.", why)))
-                exitcode = death.exitcode if type(death.exitcode) is int else None
-                return WorkerDied(self.worker_id, self.pid, exitcode, reason, "", str(death.trace))
+                return WorkerDied(self.worker_id, self.pid, death.exitcode, reason, "", death.trace)
         self.lost = not self.kill_reason
         return WorkerDied(self.worker_id, self.pid, None, self.kill_reason or f"It was at {self.node}, and {why}.")
+
+    def distrust(self, error: ValueError) -> bool:
+        """As `WorkerHandle`. It is made at another node, or at this one, if it is the only one: a few times."""
+        why = shown(f"{error!s:.300}")
+        if self._direct:
+            self._count_broken(why)
+            self.channel.ended = True
+            self._moved = why
+            with contextlib.suppress(OSError):
+                self._link.sock.shutdown(socket.SHUT_RDWR)  # makes `death_fd` readable
+        else:
+            self.channel.distrust(why)
+        return True
+
+    def _count_broken(self, why: str) -> None:
+        if self.answered:
+            self._distrust.count = 0
+        self._distrust.count += 1
+        self._distrust.why = why
 
     def suspected(self) -> int | None:
         """None: standard error is the node's."""

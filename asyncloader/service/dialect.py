@@ -12,29 +12,57 @@ import builtins
 import os
 import pickle
 import traceback
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
+from msgspec import Meta
 from torch._utils import ExceptionWrapper
 
 from asyncloader import errors
 from asyncloader.errors import LoaderError
 from asyncloader.service.batches import BatchEncoder, BatchTemplate
-from asyncloader.service.values import Unsendable, pack, unpack
+from asyncloader.service.records import Count, Name, pack_record, read_record
+from asyncloader.service.unpacking import unpack
+from asyncloader.service.values import Unsendable, pack
 from asyncloader.transports import errors as transport_errors
 from asyncloader.workers.error_pickle import UnknownType
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.error_notes import take_notes
-from asyncloader.workers.fetch.sample_errors import SkippedSample
+from asyncloader.workers.fetch.sample_errors import ERROR_CHARACTERS, TRACEBACK_CHARACTERS, SkippedSample
+from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.tracebacks import hide_our_frames
 
-__all__ = ["PLAIN", "PlainDialect"]
+__all__ = ["PLAIN", "PlainDialect", "epoch_of"]
 
 _TEXT = 1 << 16
 """Characters of a traceback that are sent, at most: its end."""
+_NAME = 300
+
+
+class _Raised(NamedTuple):
+    """What a task raised.
+
+    Attributes:
+        ours: whether its type is one of asyncloader's.
+        name: of its type.
+        said: its text, where its type is ours.
+        text: its traceback.
+        worker: the number of the worker.
+        notes: what asyncloader notes of it, for the user.
+    """
+
+    ours: bool
+    name: Name
+    said: str
+    text: str
+    worker: int
+    notes: Annotated[list[str], Meta(max_length=1000)]
 
 
 class PlainDialect:
     """The `Dialect` of a service."""
+
+    trusted = False
 
     def dumps(self, value: Any) -> bytes:
         """As `Dialect`. Raises `Unsendable`."""
@@ -53,27 +81,45 @@ class PlainDialect:
         text = "".join(traceback.format_exception(error))[-_TEXT:]
         kind = type(error)
         name = kind.__qualname__ if kind.__module__ == "builtins" or ours else f"{kind.__module__}.{kind.__qualname__}"
-        return pack([ours, name, str(error)[-_TEXT:] if ours else "", text, worker_id, notes])
+        said = str(error)[-_TEXT:] if ours else ""
+        return pack_record(_Raised(ours, name[:_NAME], said, text, worker_id, notes))
 
     def load_error(self, data: bytes) -> Any:
         """As `Dialect`."""
-        try:
-            ours, name, said, text, worker_id, notes = unpack(data)
-            if type(worker_id) is not int:
-                raise ValueError(f"a worker's number is {worker_id!r:.40}")
-            where = f"in DataLoader worker process {worker_id}"
-            kind = (_known(errors, name) or _known(transport_errors, name)) if ours else _known(builtins, name)
-            notes = [str(note) for note in notes]
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"broken stream: an error that cannot be read ({error})") from None
+        ours, name, said, text, worker_id, notes = read_record(_Raised, data)
+        where = f"in DataLoader worker process {worker_id}"
+        kind = (_known(errors, name) or _known(transport_errors, name)) if ours else _known(builtins, name)
         if ours:
-            raised = (RuntimeError if kind is None else kind)(str(said))
+            raised = (RuntimeError if kind is None else kind)(said)
             raised.add_note(f"Raised {where}.\nOriginal {text}")
             return raised
         wrapper: Any = ExceptionWrapper.__new__(ExceptionWrapper)
-        wrapper.exc_type = UnknownType(str(name)) if kind is None else kind
-        wrapper.exc_msg, wrapper.where, wrapper.notes = str(text), where, notes
+        wrapper.exc_type = UnknownType(name) if kind is None else kind
+        wrapper.exc_msg, wrapper.where, wrapper.notes = text, where, notes
         return wrapper
+
+    def load_start(self, data: bytes) -> EpochStart:
+        """As `Dialect`."""
+        values = unpack(data)
+        if type(values) is not tuple or len(values) != len(EpochStart._fields):
+            raise ValueError("broken stream: the start of an epoch that cannot be read")
+        start = EpochStart(*values)
+        right = (
+            _is_count(start.shared_seed, None)
+            and _is_count(start.epoch)
+            and type(start.epoch_set) is bool
+            and _is_count(start.skip)
+            and _is_count(start.made, None)
+            and _is_count(start.stream_key)
+            and start.message == b""  # what a loader's own workers would unpickle never comes over a network
+        )
+        if start.cursor is not None:
+            if type(start.cursor) is not Cursor:
+                raise ValueError("broken stream: a cursor that cannot be read")
+            _check_cursor(start.cursor)
+        if not right:
+            raise ValueError("broken stream: the start of an epoch that cannot be read")
+        return start
 
     def template(self, data: bytes) -> BatchTemplate:
         """As `Dialect`."""
@@ -96,25 +142,66 @@ class PlainDialect:
                 [record._replace(index=repr(record.index), substitute=repr(record.substitute)) for record in value]
             )
 
-    def to_pickle(self, data: bytes) -> bytes:
+    def to_pickle(self, data: bytes, *, records: bool = False) -> bytes:
         """As `Dialect`."""
         value = unpack(data)
-        if isinstance(value, tuple):
+        if not records:
             _check_cursor(value)
-        elif not isinstance(value, list) or not all(isinstance(record, SkippedSample) for record in value):
-            raise ValueError("broken stream: neither a cursor nor records of samples")
+        elif type(value) is not list or not value or not all(map(_is_record, value)):
+            raise ValueError("broken stream: records of samples that cannot be read")
         return pickle.dumps(value, 5)
 
 
-def _check_cursor(value: tuple[Any, ...]) -> None:
-    kinds = (int, int, bool, object, object, str, str)
-    if len(value) != len(kinds) or not all(isinstance(each, kind) for each, kind in zip(value, kinds, strict=True)):
+def _check_cursor(value: Any) -> None:
+    if type(value) not in (tuple, Cursor) or len(value) != len(Cursor._fields):
         raise ValueError("broken stream: a cursor that cannot be read")
+    batches, samples, ended, _, _, problem, itself = value
+    texts = type(problem) is str and type(itself) is str and itself in ("", "within", "before")
+    if not (_is_count(batches) and _is_count(samples) and type(ended) is bool and texts):
+        raise ValueError("broken stream: a cursor that cannot be read")
+
+
+def _is_record(value: Any) -> bool:
+    return (
+        type(value) is SkippedSample
+        and _is_count(value.position, None)
+        and _is_count(value.worker)
+        and _is_count(value.pid)
+        and all(type(text) is str for text in (value.error, value.traceback, value.action))
+        and value.action in ("skipped", "refilled", "replaced")
+        and len(value.error) <= ERROR_CHARACTERS
+        and len(value.traceback) <= TRACEBACK_CHARACTERS
+    )
+
+
+def _is_count(value: Any, *others: Any) -> bool:
+    return (type(value) is int and 0 <= value < 1 << 64) or (value is None and None in others)
 
 
 def _known(module: Any, name: Any) -> Any:
     kind = getattr(module, name, None) if isinstance(name, str) else None
     return kind if isinstance(kind, type) and issubclass(kind, Exception) else None
+
+
+class _StartHead(msgspec.Struct, array_like=True):
+    kind: int
+    shared_seed: int | None
+    epoch: Count
+
+
+_heads = msgspec.msgpack.Decoder(_StartHead)
+
+
+def epoch_of(start: bytes) -> int:
+    """Return the epoch of a packed `EpochStart`, without making anything of the rest, which may be large.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        return _heads.decode(start).epoch
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise ValueError("broken stream: a RESET that cannot be read") from None
 
 
 PLAIN = PlainDialect()

@@ -22,13 +22,13 @@ from asyncloader.service import frames
 from asyncloader.service.address import Service
 from asyncloader.service.definition import Defined
 from asyncloader.service.dialect import PLAIN
-from asyncloader.service.handshake import Hello, Welcome, proof, proves, read_record
+from asyncloader.service.handshake import Challenge, Hello, Look, Looked, Proof, Refusal, Welcome, proof, proves
 from asyncloader.service.lane_host import Facts
 from asyncloader.service.link import Link
+from asyncloader.service.records import pack_record, read_record
 from asyncloader.service.served_shards import Plan, PlanRequest, gathered
 from asyncloader.service.shared import SharedService
 from asyncloader.service.sockets import check_peer
-from asyncloader.service.values import pack, unpack
 from asyncloader.workers.stacks import Report
 
 __all__ = ["NodeConnection", "Unreachable", "answer_of", "ask_facts", "ask_plan", "ask_stacks", "on_any_node"]
@@ -123,18 +123,19 @@ def _greet(service: Service, defined: Defined, address: str, place: Any) -> Node
     link: Link | None = None
     token, hello = service.secret(), Hello.of(defined)
     try:
-        link = Link(_connect(service, address, place))
-        link.send(frames.HELLO, pack(tuple(hello)))
-        needed, theirs = unpack(answer_of(link, frames.CHALLENGE, service.greeting_s))
+        link = Link(_connect(service, address, place), frames.MOST_GREETING)
+        link.send(frames.HELLO, pack_record(hello))
+        needed, theirs = read_record(Challenge, answer_of(link, frames.CHALLENGE, service.greeting_s))
         if needed and token is None:
             raise Unreachable("it asks for a token: set Service(token=), or ASYNCLOADER_TOKEN", final=True)
         if token is not None and not needed:
             text = "a token was given, and it has none, so it cannot prove that it is the right service"
             raise Unreachable(text, final=True)
-        link.send(frames.PROOF, pack((proof(token, "loader", hello.nonce, theirs),)))
-        welcome: Welcome = read_record(Welcome, answer_of(link, frames.WELCOME))
+        link.send(frames.PROOF, pack_record(Proof(proof(token, "loader", hello.nonce, theirs))))
+        welcome = read_record(Welcome, answer_of(link, frames.WELCOME))
         if not proves(welcome.proof, token, "node", hello.nonce, theirs):
             raise Unreachable("it could not prove that it has the token", final=True)
+        link.most_body = frames.MOST_BODY
         return NodeConnection(address, link, welcome.checked_facts())
     except (OSError, ValueError, TypeError, Unreachable) as error:
         if link is not None:
@@ -152,7 +153,7 @@ def answer_of(link: Link, kind: int, seconds: float = _ANSWER_S) -> bytes:
     while True:
         for message in link.receive():
             if message.header.kind == frames.REFUSED:
-                text, for_now = unpack(message.body)
+                text, for_now = read_record(Refusal, message.body)
                 raise Unreachable(f"it refused: {text}", final=not for_now)
             if message.header.kind == frames.PONG:
                 deadline = monotonic() + seconds
@@ -236,7 +237,7 @@ def ask_plan(service: Service, defined: Defined, request: PlanRequest, closed: t
     """
 
     def use(node: NodeConnection) -> Plan | bytes:
-        node.link.send(frames.PLAN, pack(tuple(request)))
+        node.link.send(frames.PLAN, pack_record(request))
         answer = gathered(lambda: answer_of(node.link, frames.PLANNED))
         node.link.close()
         return answer
@@ -260,11 +261,9 @@ def ask_stacks(service: Service, defined: Defined, address: str, pids: Sequence[
     ((name, place),) = _places(address)[:1]
     node = _greet(service, defined, name, place)
     try:
-        node.link.send(frames.LOOK, pack(list(pids)))
-        answer = unpack(answer_of(node.link, frames.LOOKED))
-        return {int(pid): Report(str(state), str(text)) for pid, state, text in answer}
-    except TypeError:
-        raise ValueError(f"{address}: broken stream: stacks that cannot be read") from None
+        node.link.send(frames.LOOK, pack_record(Look(list(pids))))
+        answer = read_record(Looked, answer_of(node.link, frames.LOOKED))
+        return {pid: Report(state, text) for pid, state, text in answer.reports}
     finally:
         node.link.close()
 

@@ -13,7 +13,7 @@ A message is a header of 32 bytes, a body, and a payload; numbers are little-end
     8  bytes of the payload
 
 The payload is a batch's bytes, aligned as in the ring that they are received into. The bodies of a lane's messages are
-those of `asyncloader.workers.ipc.wire`; those of the session's messages are packed by `values.py`. Both bodies and
+those of `asyncloader.workers.ipc.wire`; those of the session's messages are packed by `records.py`. Both bodies and
 payloads are checked against a limit before memory is taken for them.
 """
 
@@ -32,6 +32,8 @@ __all__ = [
     "LOOK",
     "LOOKED",
     "MOST_BODY",
+    "MOST_GREETING",
+    "MOST_OPENING",
     "OPENED",
     "OPENING",
     "PING",
@@ -52,6 +54,10 @@ HELLO, PROOF, OPENING, PING, KILL, STAY, PLAN, LOOK = 64, 65, 66, 67, 68, 69, 70
 # node -> loader
 CHALLENGE, WELCOME, OPENED, REFUSED, DIED, PONG, DRAINING, PLANNED, LOOKED = 80, 81, 82, 83, 84, 85, 86, 87, 89
 
+MOST_GREETING: Final = 1 << 17
+"""Bytes of a body, at most, until both sides have proved that they have the token."""
+MOST_OPENING: Final = 1 << 20
+"""Bytes of a body from a loader, at most, from then on until its worker is open."""
 MOST_BODY: Final = 64 << 20
 """Bytes of a body, at most: a dataset's state may be large."""
 

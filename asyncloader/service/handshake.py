@@ -8,6 +8,7 @@
                                an epoch reads, where the loader assigns a dataset's shards
     node -> loader: OPENED     the process that has it; or PLANNED, a part of the plan
     node -> loader: REFUSED    instead of any answer: why
+    loader -> node: LOOK       instead of OPENING: processes, which LOOKED says what they do
 
 Either side proves that it has the token without sending it. The numbers are new for every connection, so a proof that
 somebody recorded is of no use.
@@ -16,95 +17,141 @@ somebody recorded is of no use.
 from __future__ import annotations
 
 import hmac
-import json
 import secrets
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from msgspec import Meta
 from torch.utils.data import default_collate, default_convert
 
 import asyncloader
 from asyncloader.service.definition import Defined
+from asyncloader.service.dialect import PLAIN
 from asyncloader.service.lane_host import Facts
-from asyncloader.service.served_shards import Catalog, read_catalog
-from asyncloader.service.values import pack, unpack
-from asyncloader.workers.fetch.dataset_state import Cursor
+from asyncloader.service.records import Count, Name, pack_record, read_record
+from asyncloader.service.served_shards import Catalog, check_catalog
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy
-from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
+from asyncloader.workers.fetch.setup import SeededSetup, WorkerSetup
 
 __all__ = [
+    "MOST_ARGUMENTS",
     "MOST_WORKERS",
+    "Challenge",
     "Hello",
+    "Look",
+    "Looked",
+    "Opened",
     "Opening",
+    "Proof",
+    "Refusal",
     "Welcome",
     "nonce",
     "pack_opening",
     "proof",
     "proves",
     "read_opening",
-    "read_record",
 ]
 
-PROTOCOL = 1
+PROTOCOL = 2
 MOST_WORKERS = 1 << 16
+MOST_ARGUMENTS = 1 << 16
+"""Characters of a definition's arguments as JSON, at most."""
 _MOST_CREDITS = 1 << 12
+_NONCE = 32
+
+_Nonce = Annotated[bytes, Meta(min_length=_NONCE, max_length=_NONCE)]
+_ProofBytes = Annotated[bytes, Meta(max_length=64)]
+_Version = Annotated[str, Meta(max_length=64)]
 
 
 class Hello(NamedTuple):
     """A loader's first message."""
 
     protocol: int
-    name: str
-    arguments: str
-    """JSON."""
-    fingerprint: str
-    version: str
-    torch: str
-    nonce: bytes
+    name: Name
+    arguments: Annotated[str, Meta(max_length=MOST_ARGUMENTS)]
+    """JSON; it is not parsed before the proof."""
+    fingerprint: _Version
+    version: _Version
+    torch: _Version
+    nonce: _Nonce
 
     @classmethod
     def of(cls, defined: Defined) -> Hello:
-        """A new one, for this definition."""
-        made_by = defined.definition
-        return cls(
-            *(PROTOCOL, made_by.name, defined.packed_arguments(), made_by.fingerprint()),
-            *(*cls.versions(), nonce()),
-        )
+        """A new one, for this definition.
+
+        Raises:
+            TypeError: the definition's arguments cannot be sent.
+        """
+        made_by, arguments = defined.definition, defined.packed_arguments()
+        if len(arguments) > MOST_ARGUMENTS:
+            raise TypeError(
+                f"{made_by.name}: its arguments are {len(arguments):,} characters of JSON, and a service takes "
+                f"{MOST_ARGUMENTS:,}: give the name of a file that has them"
+            )
+        return cls(PROTOCOL, made_by.name, arguments, made_by.fingerprint(), *cls.versions(), nonce())
 
     @staticmethod
     def versions() -> tuple[str, str]:
         """Those that both sides must have: asyncloader's, and torch's whatever it was built for."""
         return asyncloader.__version__, str(torch.__version__).partition("+")[0]
 
-    def checked(self) -> Hello:
-        """Raise ValueError if a field is of the wrong type."""
-        texts = (self.name, self.arguments, self.fingerprint, self.version, self.torch)
-        if type(self.protocol) is not int or not all(type(each) is str for each in texts):
-            raise ValueError("broken stream: a HELLO that cannot be read")
-        try:
-            given = json.loads(self.arguments)
-        except RecursionError:
-            given = None
-        if type(self.nonce) is not bytes or len(self.nonce) != _NONCE or type(given) is not dict:
-            raise ValueError("broken stream: a HELLO that cannot be read")
-        return self
+
+class Challenge(NamedTuple):
+    """A node's answer to HELLO."""
+
+    needed: bool
+    """Whether the loader must have a token."""
+    nonce: _Nonce
+
+
+class Proof(NamedTuple):
+    """The loader's, that it has the token."""
+
+    proof: _ProofBytes
 
 
 class Welcome(NamedTuple):
     """A node's answer to a proof."""
 
-    proof: bytes
-    facts: tuple[Any, ...]
+    proof: _ProofBytes
+    facts: Facts
 
     def checked_facts(self) -> Facts:
         """What the dataset is. Raises ValueError."""
-        if type(self.facts) is not tuple or len(self.facts) != len(Facts._fields):
+        if any(number is not None and not 0 <= number < 1 << 63 for number in (self.facts.length, self.facts.shuffle)):
             raise ValueError("broken stream: a WELCOME that cannot be read")
-        iterable, length, asynchronous, stateful, shuffle, problem = self.facts
-        for number in (length, shuffle):
-            if number is not None and (type(number) is not int or number < 0):
-                raise ValueError("broken stream: a WELCOME that cannot be read")
-        return Facts(bool(iterable), length, bool(asynchronous), bool(stateful), shuffle, str(problem))
+        return self.facts
+
+
+class Refusal(NamedTuple):
+    """A node's, instead of any other answer.
+
+    Attributes:
+        text: why.
+        for_now: whether it may be different later.
+    """
+
+    text: str
+    for_now: bool
+
+
+class Opened(NamedTuple):
+    """The process that has the worker."""
+
+    pid: Count
+
+
+class Look(NamedTuple):
+    """The ids of processes."""
+
+    pids: Annotated[list[int], Meta(max_length=MOST_WORKERS)]
+
+
+class Looked(NamedTuple):
+    """What they do: id, state, and the stacks of the threads."""
+
+    reports: list[tuple[int, str, str]]
 
 
 class Opening(NamedTuple):
@@ -116,11 +163,12 @@ class Opening(NamedTuple):
     share: bool
     """Whether its batches are made once for all loaders that read the same."""
     setup: WorkerSetup
+    """Without `starts`."""
+    epoch: int
+    start: bytes
+    """The `EpochStart`, packed. Only the worker's process reads it: it may contain a dataset's state, of any size."""
     catalog: Catalog | None
     """The shards that the loader assigns; None: of no such dataset."""
-
-
-_NONCE = 32
 
 
 def nonce() -> bytes:
@@ -138,28 +186,73 @@ def proves(given: Any, token: str | None, side: str, loaders: bytes, nodes: byte
     return isinstance(given, bytes) and hmac.compare_digest(given, proof(token, side, loaders, nodes))
 
 
-def read_record(kind: type, body: bytes) -> Any:
-    """Unpack a message's body to this named tuple.
+class _Options(NamedTuple):
+    """Fields of a `WorkerSetup`, and what they may be."""
 
-    Raises:
-        ValueError: it is none.
-    """
-    values = unpack(body)
-    try:
-        return kind(*values)
-    except TypeError:
-        raise ValueError(f"broken stream: a {kind.__name__} that cannot be read") from None
+    iterable: bool
+    auto_collation: bool
+    batch_size: Annotated[int, Meta(ge=0, le=1 << 40)] | None
+    drop_last: bool
+    base_seed: Count
+    num_workers: Annotated[int, Meta(ge=0, le=MOST_WORKERS)]
+    concurrency: Annotated[int, Meta(ge=0, le=1 << 16)]
+    snapshot_every: Annotated[int, Meta(ge=0, le=1 << 62)]
+    attachment: Annotated[int, Meta(ge=0, le=1 << 31)]
+    replays: bool
+    fetch_threads: Annotated[int, Meta(ge=0, le=1 << 10)]
+    decode_threads: Annotated[int, Meta(ge=0, le=1 << 10)]
+
+
+class _Seeds(NamedTuple):
+    """Fields of a `SeededSetup`; the node's definition decides on the last one."""
+
+    seed: Count
+    replicas: Count
+    first_stream: Count
+    seed_collate: bool
+
+
+class _Policy(NamedTuple):
+    """Fields of an `ErrorPolicy` that skips samples."""
+
+    refill: bool
+    length: Count | None
+    seed: Count | None
+
+
+class _OpeningMessage(NamedTuple):
+    session: Annotated[str, Meta(min_length=1, max_length=64, pattern="^[ -~]*$")]
+    worker: Annotated[int, Meta(ge=0, le=MOST_WORKERS - 1)]
+    credits: Annotated[int, Meta(ge=1, le=_MOST_CREDITS)]
+    share: bool
+    options: _Options
+    epoch: Annotated[int, Meta(ge=0, le=1 << 62)]
+    start: bytes
+    seeds: _Seeds
+    policy: _Policy | None
+    shards: Catalog | None
 
 
 def pack_opening(
     session: str, worker: int, credits: int, setup: WorkerSetup, *, share: bool, catalog: Catalog | None = None
 ) -> bytes:
     """The body of OPENING, from a set-up whose functions are the definition's."""
-    policy = None if setup.policy is None else tuple(setup.policy)
-    seeded = None if setup.seeded is None else tuple(setup.seeded)
-    values = {name: getattr(setup, name) for name in _PLAIN_FIELDS}
-    shards = None if catalog is None else tuple(catalog)
-    return pack((session, worker, credits, share, values, tuple(setup.starts[worker]), seeded, policy, shards))
+    policy, seeded, start = setup.policy, setup.seeded, setup.starts[worker]
+    assert seeded is not None  # a service serves seeded loaders only
+    return pack_record(
+        _OpeningMessage(
+            session=session,
+            worker=worker,
+            credits=credits,
+            share=share,
+            options=_Options(*(getattr(setup, name) for name in _Options._fields)),
+            epoch=start.epoch,
+            start=PLAIN.dumps(tuple(start)),
+            seeds=_Seeds(*seeded),
+            policy=None if policy is None else _Policy(policy.refill, policy.length, policy.seed),
+            shards=catalog,
+        )
+    )
 
 
 def read_opening(body: bytes) -> Opening:
@@ -168,69 +261,19 @@ def read_opening(body: bytes) -> Opening:
     Raises:
         ValueError: it cannot be read, or is out of range.
     """
-    try:
-        session, worker, credits, share, values, start, seeded, policy, shards = unpack(body)
-        if type(session) is not str or len(session) > 64:
-            raise ValueError("broken stream: an OPENING without a session")
-        _check_number("worker", worker, MOST_WORKERS - 1)
-        _check_number("credits", credits, _MOST_CREDITS, least=1)
-        options = {name: _checked(name, values[name]) for name in _PLAIN_FIELDS}
-        begin = EpochStart(*start)
-        if begin.cursor is not None and not isinstance(begin.cursor, Cursor):
-            raise ValueError("broken stream: an OPENING with a cursor that cannot be read")
-        _check_number("skip", begin.skip, 1 << 62)
-        _check_number("epoch", begin.epoch, 1 << 62)
-        _check_number("stream_key", begin.stream_key, 1 << 64)
-        catalog = read_catalog(shards)
-        seeds = SeededSetup(*seeded)
-        for name in ("seed", "replicas", "first_stream"):
-            _check_number(name, getattr(seeds, name), 1 << 64)
-        setup = WorkerSetup(
-            dataset=None,
-            collate_fn=default_collate if options["auto_collation"] else default_convert,
-            worker_init_fn=None,
-            starts=[begin] * (worker + 1),
-            seeded=seeds,
-            policy=None if policy is None else _policy(*policy),
-            **options,
-        )
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"broken stream: an OPENING that cannot be read ({error})") from None
-    return Opening(session, worker, credits, bool(share), setup, catalog)
-
-
-_PLAIN_FIELDS = {
-    "iterable": bool,
-    "auto_collation": bool,
-    "batch_size": 1 << 40,
-    "drop_last": bool,
-    "base_seed": 1 << 64,
-    "num_workers": MOST_WORKERS,
-    "concurrency": 1 << 16,
-    "snapshot_every": 1 << 62,
-    "attachment": 1 << 31,
-    "replays": bool,
-    "fetch_threads": 1 << 10,
-    "decode_threads": 1 << 10,
-}
-
-
-def _checked(name: str, value: Any) -> Any:
-    most: Any = _PLAIN_FIELDS[name]
-    if most is bool:
-        return bool(value)
-    if value is None and name == "batch_size":
-        return None
-    _check_number(name, value, most)
-    return value
-
-
-def _check_number(name: str, value: Any, most: int, least: int = 0) -> None:
-    if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{name}={value!r:.40} is not between {least} and {most}")
-
-
-def _policy(on_error: Any, refill: Any, population: Any, seed: Any) -> ErrorPolicy:
-    if on_error != "skip":
-        raise ValueError(f"on_error={on_error!r:.40} cannot be asked for")
-    return ErrorPolicy(on_error, bool(refill), population, seed)
+    asked = read_record(_OpeningMessage, body)
+    options, policy = asked.options, asked.policy
+    if asked.shards is not None:
+        check_catalog(asked.shards)
+    setup = WorkerSetup(
+        dataset=None,
+        collate_fn=default_collate if options.auto_collation else default_convert,
+        worker_init_fn=None,
+        starts=(),
+        seeded=SeededSetup(*asked.seeds),
+        policy=None if policy is None else ErrorPolicy("skip", *policy),
+        **options._asdict(),
+    )
+    return Opening(
+        *(asked.session, asked.worker, asked.credits, asked.share, setup, asked.epoch, asked.start, asked.shards)
+    )

@@ -15,8 +15,9 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from asyncloader.counters import LANE_KEY, StageTimes, stage_times, total
+from asyncloader.service.handshake import Opening
 from asyncloader.service.lane_host import FACTS, OPEN, PLAN, PLANNED, Facts, HostSetup, LaneOpening
-from asyncloader.service.served_shards import Catalog, PlanRequest
+from asyncloader.service.served_shards import PlanRequest
 from asyncloader.workers import shutdown
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import channel_pair
@@ -244,16 +245,11 @@ class HostProcesses:
 
     # ---------------------------------------------------------------------------------------------- lanes
 
-    async def open(
-        self, session: str, worker: int, setup: Any, catalog: Catalog | None, end: Callable[[Any, int], LaneEnd]
-    ) -> tuple[LaneEnd, int, int]:
+    async def open(self, opening: Opening, end: Callable[[Any, int], LaneEnd]) -> tuple[LaneEnd, int, int]:
         """Open a lane in the process that has the fewest. Returns the node's end, the number, and the process's id.
 
         Args:
-            session: the loader's name for itself.
-            worker: the logical worker's number.
-            setup: its options.
-            catalog: the shards that the loader assigns, if it does.
+            opening: the loader's request.
             end: makes the node's end, of the socket and the lane's number.
         """
         await self._all_begun.wait()  # or those that come first would all share the first process
@@ -263,7 +259,8 @@ class HostProcesses:
         number = self._requests
         ours, theirs = channel_pair()
         try:
-            self._ask(made, OPEN, LaneOpening(number, session, worker, setup, catalog), [theirs.fileno()])
+            asked = LaneOpening(number, opening.session, opening.worker, opening.setup, opening.catalog, opening.start)
+            self._ask(made, OPEN, asked, [theirs.fileno()])
             made.lanes[number] = lane = end(ours, number)
         except BaseException:
             ours.close()

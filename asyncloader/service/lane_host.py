@@ -81,6 +81,7 @@ class LaneOpening(NamedTuple):
         worker: its number among the loader's workers.
         setup: the loader's options, without dataset and functions.
         catalog: the shards that the loader assigns; None: of no such dataset.
+        start: where it begins: an `EpochStart`, packed by the loader and not read by the node.
     """
 
     number: int
@@ -88,6 +89,7 @@ class LaneOpening(NamedTuple):
     worker: int
     setup: WorkerSetup
     catalog: Catalog | None
+    start: bytes
 
 
 class HostSetup(NamedTuple):
@@ -200,6 +202,8 @@ class _LaneSetup(NamedTuple):
     defined: Defined
     made: Made | None
     catalog: Catalog | None
+    worker: int
+    start: bytes
 
     def load(self) -> WorkerSetup:
         dataset, functions = self.made or self.defined.make()
@@ -208,6 +212,7 @@ class _LaneSetup(NamedTuple):
         assert seeded is not None  # a service serves seeded loaders only
         return self.options._replace(
             dataset=dataset,
+            starts=[PLAIN.load_start(self.start)] * (self.worker + 1),
             worker_init_fn=init if self.catalog is None else finding(dataset, self.catalog, init),
             decode=functions.get("decode"),
             collate_fn=collate_fn or self.options.collate_fn,
@@ -254,7 +259,7 @@ class _Host:
         channel = _LaneChannel(sock, self._loop)
         made = self._made if self._shared or self._fresh else None
         self._fresh = False
-        setup = _LaneSetup(opening.setup, self._defined, made, opening.catalog)
+        setup = _LaneSetup(opening.setup, self._defined, made, opening.catalog, opening.worker, opening.start)
         try:
             runner = TaskRunner(
                 opening.worker, channel, setup, channel.recorder, perf_counter(), PLAIN, self._draw_check

@@ -17,32 +17,37 @@ import ssl
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from asyncloader.service import frames
 from asyncloader.service.awaiting import message_of, secured, send_whole, waited
 from asyncloader.service.epoch_cache import EpochCache
 from asyncloader.service.handshake import (
+    Challenge,
     Hello,
+    Look,
+    Looked,
+    Opened,
     Opening,
+    Proof,
+    Refusal,
     Welcome,
     nonce,
     proof,
     proves,
     read_opening,
-    read_record,
 )
 from asyncloader.service.host_process import HostProcesses, LaneEnd
 from asyncloader.service.lane_host import Facts, HostSetup
 from asyncloader.service.link import Link
 from asyncloader.service.node_lanes import ForwardedLane, PassedLane
 from asyncloader.service.pickled import PickledDefinition
+from asyncloader.service.records import pack_record, read_record
 from asyncloader.service.served_definitions import Refused, Served, as_text, asked
 from asyncloader.service.served_shards import PlanRequest, messages, read_request
 from asyncloader.service.session import Session
 from asyncloader.service.sharing_lane import SharingLane
 from asyncloader.service.sockets import bound
-from asyncloader.service.values import pack, unpack
 from asyncloader.workers.memory.segment import memory_limit
 
 __all__ = ["DRAIN_S", "Node"]
@@ -55,19 +60,15 @@ HANDSHAKE_S = 10.0
 """Seconds that a connection may take until its lane is open, besides the time in which a process makes its dataset."""
 _PLAN_S = 60.0
 """Seconds that a loader may take to receive a plan."""
-_MOST_HANDSHAKE_BODY = 1 << 20
 _PAUSE_S = 0.1
 """Seconds without new connections after one could not be accepted."""
 _MOST_CONNECTIONS = 4096
+_MOST_REFUSAL = 10_000  # characters
 _MOST_STRANGERS = 128
 _MOST_MEMORY = 0.5  # of what is there, for one session's batches in work
 _MOST_CACHED = 0.25  # of it, for batches that several loaders share
 _CACHED_BYTES = 1 << 30  # if the system does not say what is there
 _MOST_DATASETS = 8
-
-
-class _Proof(NamedTuple):
-    proof: Any
 
 
 class Node:
@@ -269,7 +270,7 @@ class Node:
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 sock = await secured(sock, self._tls)
-                link = Link(sock, _MOST_HANDSHAKE_BODY)
+                link = Link(sock, frames.MOST_GREETING)
         except (OSError, TimeoutError) as error:
             _log.debug("a connection ended in its handshake: %r", error)
             sock.close()
@@ -281,7 +282,9 @@ class Node:
             self.refusals += 1
             _log.info("a loader was refused: %s", error)
             with contextlib.suppress(OSError):
-                link.send(frames.REFUSED, pack((str(error), getattr(error, "for_now", False))))
+                link.send(
+                    frames.REFUSED, pack_record(Refusal(str(error)[:_MOST_REFUSAL], getattr(error, "for_now", False)))
+                )
                 sock.shutdown(socket.SHUT_WR)
         except (OSError, TimeoutError) as error:
             _log.debug("a connection ended in its handshake: %r", error)
@@ -294,12 +297,13 @@ class Node:
     async def _handshake(self, link: Link) -> bool:
         """Returns whether the link is kept: it is a lane's, or somebody's who stays."""
         async with asyncio.timeout(HANDSHAKE_S):
-            hello: Hello = read_record(Hello, (await message_of(link, frames.HELLO)).body).checked()
+            hello = read_record(Hello, (await message_of(link, frames.HELLO)).body)
             mine = nonce()
-            link.send(frames.CHALLENGE, pack((self._token is not None, mine)))
-            (given,) = read_record(_Proof, (await message_of(link, frames.PROOF)).body)
-            if not proves(given, self._token, "loader", hello.nonce, mine):
+            link.send(frames.CHALLENGE, pack_record(Challenge(self._token is not None, mine)))
+            given = read_record(Proof, (await message_of(link, frames.PROOF)).body)
+            if not proves(given.proof, self._token, "loader", hello.nonce, mine):
                 raise Refused("the token is wrong, or was not given: set token=, or ASYNCLOADER_TOKEN")
+            link.most_body = frames.MOST_OPENING
             self._strangers.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
         if self.draining:
             raise Refused("this node is about to end", for_now=True)
@@ -314,15 +318,15 @@ class Node:
         facts = await waited(host.facts(), link)
         if facts.problem:
             raise Refused(facts.problem)
-        answer = Welcome(proof(self._token, "node", theirs, mine), tuple(facts))
-        link.send(frames.WELCOME, pack(tuple(answer)))
+        answer = Welcome(proof(self._token, "node", theirs, mine), facts)
+        link.send(frames.WELCOME, pack_record(answer))
         async with asyncio.timeout(HANDSHAKE_S):
             message = await message_of(link, frames.OPENING, frames.STAY, frames.PLAN, frames.LOOK)
         if message.header.kind == frames.PLAN:
             await self._plan(link, host, facts, read_request(message.body))
             return False
         if message.header.kind == frames.LOOK:
-            await self._look(link, host, unpack(message.body))
+            await self._look(link, host, read_record(Look, message.body).pids)
             return False
         if message.header.kind == frames.STAY:
             self._keep(link)
@@ -350,10 +354,8 @@ class Node:
             for body in messages(answer):
                 await send_whole(link, frames.PLANNED, body)
 
-    async def _look(self, link: Link, asked: HostProcesses, pids: Any) -> None:
+    async def _look(self, link: Link, asked: HostProcesses, pids: Sequence[int]) -> None:
         """Say what processes do that read this dataset."""
-        if not isinstance(pids, list):
-            raise Refused("broken stream: a LOOK that cannot be read")
         same = [
             host
             for host in self._hosts.values()
@@ -361,7 +363,7 @@ class Node:
         ]
         found = await asyncio.gather(*(host.look(pids) for host in same))
         async with asyncio.timeout(HANDSHAKE_S):
-            await send_whole(link, frames.LOOKED, pack([each for reports in found for each in reports]))
+            await send_whole(link, frames.LOOKED, pack_record(Looked([each for reports in found for each in reports])))
 
     def _keep(self, link: Link) -> None:
         """A process is there that has no lanes now: a node that ends with the last one stays for it."""
@@ -396,7 +398,7 @@ class Node:
             _log.info("session %s reads %s with %s", session.name, served.target, as_text(host.setup.arguments))
         session.lanes += 1
         try:
-            _, number, pid = await host.open(opening.session, opening.worker, opening.setup, opening.catalog, end)
+            _, number, pid = await host.open(opening, end)
         except BaseException:
             self._forget(session)
             raise
@@ -404,7 +406,7 @@ class Node:
         self._lanes.add(lane)
         link.most_body = frames.MOST_BODY
         try:
-            link.send(frames.OPENED, pack(pid), fd=passed[0].fileno() if passed else -1)
+            link.send(frames.OPENED, pack_record(Opened(pid)), fd=passed[0].fileno() if passed else -1)
         except OSError:
             lane.close()
         finally:

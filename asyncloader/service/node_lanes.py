@@ -22,8 +22,8 @@ from asyncloader.errors import RingMemoryError
 from asyncloader.service import frames
 from asyncloader.service.host_process import Death
 from asyncloader.service.link import Link, Message
+from asyncloader.service.records import pack_record
 from asyncloader.service.session import Session
-from asyncloader.service.values import pack
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
 from asyncloader.workers.memory.ring import oneoff_anchor
@@ -66,7 +66,7 @@ class PassedLane:
     def died(self, death: Death) -> None:
         """As `LaneEnd`."""
         with contextlib.suppress(ConnectionError):
-            self._link.send(frames.DIED, pack(tuple(death)))
+            self._link.send(frames.DIED, pack_record(death))
         self.close()
 
     def close(self) -> None:
@@ -298,7 +298,7 @@ class ForwardedLane:
                 before = self._channel.received
                 for kind, body in self._channel.receive():
                     self._pass_on(kind, body)
-        self._send(partial(self._link.send, frames.DIED, pack(tuple(death))))
+        self._send(partial(self._link.send, frames.DIED, pack_record(death)))
         self._leave_lane()
 
     def _leave_lane(self) -> None:

@@ -45,6 +45,8 @@ class RemoteChannel:
         """What the node said of the end of the worker's process; None: nothing."""
         self.why = "the node closed the connection"
         """Why it ended, if it did."""
+        self.broken = False
+        """Whether it ended because of what the node sent."""
         self.gone_fd, self._gone = os.pipe()
         self._leaving = ""
         self._link = link
@@ -105,6 +107,11 @@ class RemoteChannel:
         if not self._tasks:
             self._end(why)
 
+    def distrust(self, why: str) -> None:
+        """End: the node has sent what cannot be read."""
+        self.broken = True
+        self._end(why)
+
     def kill(self) -> None:
         """Have the worker's process killed, which is at a task for too long."""
         self._send(frames.KILL)
@@ -121,6 +128,8 @@ class RemoteChannel:
     def receive(self, *, wait: bool = False) -> Iterator[tuple[int, bytes]]:
         """Give the frames that are complete, as a local worker would have sent them. Never waits."""
         del wait
+        if self.ended:  # of what came after a frame that cannot be read, nothing is
+            return
         try:
             for message in self._link.receive():
                 header, body = message
@@ -135,7 +144,7 @@ class RemoteChannel:
                     self._answered(header.kind, body)
                     yield header.kind, body
         except ValueError as error:  # no node of ours: its tasks go elsewhere
-            self._end(str(error))
+            self.distrust(str(error))
         if self._leaving and not self._tasks:
             self._end(self._leaving)
         if self._link.ended:

@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from msgspec import Meta
 
 from asyncloader.errors import StateError
-from asyncloader.service.values import pack, unpack
+from asyncloader.service.records import Count, Name, pack_record, read_record
 
 __all__ = [
     "Catalog",
     "Plan",
     "PlanRequest",
+    "check_catalog",
     "finding",
     "gathered",
     "messages",
     "planned",
-    "read_catalog",
     "read_request",
 ]
 
@@ -33,10 +35,20 @@ _PIECE = 8192
 """Entries of a message, at most."""
 
 
-class _Part:
-    """What is in one of the messages."""
+class _Planned(NamedTuple):
+    """One of the messages of a plan.
 
-    NAMES, ASSIGNMENTS, END, ERROR = range(4)
+    Attributes:
+        names: more shards' names.
+        assignments: more assignments.
+        fingerprint: the plan's, in its last message; else empty.
+        error: what was raised instead of a plan, in the service's dialect; empty: nothing.
+    """
+
+    names: Annotated[list[str], Meta(max_length=_PIECE)]
+    assignments: Annotated[list[list[tuple[Count, Count, Count | None, bool]]], Meta(max_length=_PIECE)]
+    fingerprint: Name
+    error: bytes
 
 
 class Catalog(NamedTuple):
@@ -48,9 +60,9 @@ class Catalog(NamedTuple):
         fingerprint: of the shards, their sizes and cuts.
     """
 
-    workers: int
-    ranks: int
-    fingerprint: str
+    workers: Count
+    ranks: Count
+    fingerprint: Name
 
 
 class PlanRequest(NamedTuple):
@@ -65,12 +77,12 @@ class PlanRequest(NamedTuple):
         known: the fingerprint of the shards whose names the loader has; empty: of none.
     """
 
-    workers: int
-    rank: int
-    ranks: int
-    key: int | None
+    workers: Count
+    rank: Count
+    ranks: Count
+    key: Count | None
     common: bool
-    known: str
+    known: Name
 
 
 class Plan(NamedTuple):
@@ -102,27 +114,17 @@ def read_request(body: bytes) -> PlanRequest:
     Raises:
         ValueError: it is none.
     """
-    values = unpack(body)
-    if type(values) is not tuple or len(values) != len(PlanRequest._fields):
-        raise ValueError("broken stream: a PLAN that cannot be read")
-    request = PlanRequest(*values)
-    workers, rank, ranks, key, _, known = request
-    if not all(type(each) is int for each in (workers, rank, ranks)) or type(known) is not str:
-        raise ValueError("broken stream: a PLAN that cannot be read")
-    if not (workers >= 1 and 0 <= rank < ranks and workers * ranks <= _MOST_WORKERS):
+    request = read_record(PlanRequest, body)
+    workers, rank, ranks = request[:3]
+    if not (workers >= 1 and rank < ranks and workers * ranks <= _MOST_WORKERS):
         raise ValueError(f"a plan for rank {rank} of {ranks} with {workers} workers")
-    if key is not None and (type(key) is not int or not 0 <= key < 1 << 64):
-        raise ValueError("broken stream: a PLAN that cannot be read")
-    return request._replace(common=bool(request.common))
+    return request
 
 
-def read_catalog(values: Any) -> Catalog | None:
-    """Read the part of an OPENING. Errors as `read_request`."""
-    if values is None:
-        return None
-    workers, ranks, fingerprint = values
-    read_request(pack((workers, 0, ranks, None, True, fingerprint)))
-    return Catalog(workers, ranks, fingerprint)
+def check_catalog(catalog: Catalog) -> None:
+    """Check the part of an OPENING. Errors as `read_request`."""
+    if not (catalog.workers >= 1 and catalog.ranks >= 1 and catalog.workers * catalog.ranks <= _MOST_WORKERS):
+        raise ValueError(f"a plan for {catalog.ranks} ranks with {catalog.workers} workers")
 
 
 def messages(answer: Plan | bytes) -> Iterator[bytes]:
@@ -130,12 +132,14 @@ def messages(answer: Plan | bytes) -> Iterator[bytes]:
     was raised instead, in the service's dialect.
     """
     if isinstance(answer, bytes):
-        yield pack((_Part.ERROR, answer))
+        yield pack_record(_Planned([], [], "", answer))
         return
-    for part, values in ((_Part.NAMES, answer.names), (_Part.ASSIGNMENTS, answer.assignments)):
-        for first in range(0, len(values), _PIECE):
-            yield pack((part, list(values[first : first + _PIECE])))
-    yield pack((_Part.END, answer.fingerprint))
+    names, assignments = list(answer.names), [list(each) for each in answer.assignments]
+    for first in range(0, len(names), _PIECE):
+        yield pack_record(_Planned(names[first : first + _PIECE], [], "", b""))
+    for first in range(0, len(assignments), _PIECE):
+        yield pack_record(([], assignments[first : first + _PIECE], "", b""))
+    yield pack_record(_Planned([], [], answer.fingerprint, b""))
 
 
 def gathered(receive: Callable[[], bytes]) -> Plan | bytes:
@@ -144,20 +148,18 @@ def gathered(receive: Callable[[], bytes]) -> Plan | bytes:
     Raises:
         ValueError: they are neither a plan nor an error.
     """
-    names: list[Any] = []
-    assignments: list[Any] = []
+    names: list[str] = []
+    assignments: list[Sequence[Sequence[Any]]] = []
     while True:
-        match unpack(receive()):
-            case (_Part.NAMES, [*more]) if all(type(each) is str for each in more):
-                names += more
-            case (_Part.ASSIGNMENTS, [*more]):
-                assignments += more
-            case (_Part.END, str(fingerprint)):
-                return Plan(fingerprint, names, assignments)
-            case (_Part.ERROR, bytes(error)):
-                return error
-            case _:
-                raise ValueError("broken stream: a plan that cannot be read")
+        more = read_record(_Planned, receive())
+        names += more.names
+        assignments += more.assignments
+        if more.error:
+            return more.error
+        if more.fingerprint:
+            return Plan(more.fingerprint, names, assignments)
+        if not more.names and not more.assignments:
+            raise ValueError("broken stream: a plan that cannot be read")
 
 
 def finding(dataset: Any, catalog: Catalog, init: Callable[[int], Any] | None) -> Callable[[int], Any]:

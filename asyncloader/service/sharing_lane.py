@@ -11,12 +11,13 @@ from functools import partial
 from time import perf_counter
 
 from asyncloader.errors import RingMemoryError
+from asyncloader.service.dialect import epoch_of
 from asyncloader.service.epoch_cache import EpochCache, MadeBatch
 from asyncloader.service.handshake import Opening
 from asyncloader.service.link import Link
 from asyncloader.service.node_lanes import ForwardedLane
 from asyncloader.service.session import Session
-from asyncloader.service.values import pack, unpack
+from asyncloader.service.values import pack
 from asyncloader.workers.ipc import wire
 
 __all__ = ["SharingLane"]
@@ -47,7 +48,7 @@ class SharingLane(ForwardedLane):
         self._cache = cache
         self._recipe = dataset, _recipe(opening)
         setup = opening.setup
-        self._epochs = {setup.attachment: setup.starts[opening.worker].epoch}  # by the loader's counter
+        self._epochs = {setup.attachment: opening.epoch}  # by the loader's counter
         self._making: dict[tuple[int, int], Hashable] = {}  # tasks that this lane's process carries out
         self._template = b""  # of the process's last batch
         self._bad = b""  # of the task that it answers next
@@ -57,10 +58,7 @@ class SharingLane(ForwardedLane):
     def _pass_to_lane(self, kind: int, body: bytes) -> None:
         if kind == wire.RESET:
             counter, payload = wire.unpack_reset(body)
-            start = unpack(payload)
-            if not isinstance(start, tuple) or len(start) < 2 or type(start[1]) is not int:
-                raise ValueError("broken stream: a RESET that cannot be read")
-            self._epochs[counter] = start[1]
+            self._epochs[counter] = epoch_of(payload)
         super()._pass_to_lane(kind, body)
 
     def _give(self, epoch: int, task: int, index: bytes) -> None:

@@ -1,10 +1,12 @@
-"""Packs plain values as MessagePack with their types, and unpacks them. Nothing that is unpacked is ever executed.
+"""Packs plain values as MessagePack with their types, without anything that must be executed to read them.
 
-Data path: loader -> [values] -> connection -> [values] -> worker, and back.
+Data path: loader -> [values] -> connection -> unpacking -> worker, and back.
 
-MessagePack's own types stand for themselves: None, booleans, integers of 64 bits, floats, strings and bytes. Every
-other value is an array whose first element says what the rest is: ``[0, 1, 2]`` is the list ``[1, 2]``, ``[1, 1, 2]``
-the tuple ``(1, 2)``. What is in no table here cannot be packed, and the error says where it is.
+MessagePack's own types stand for themselves: None, booleans, integers of 64 bits, floats and strings; bytes are its
+extension 0. Every other value is an array whose first element says what the rest is: ``[0, 1, 2]`` is the list
+``[1, 2]``, ``[1, 1, 2]`` the tuple ``(1, 2)``. What is in no table here cannot be packed, and the error says where.
+
+Bytes are an extension because msgspec does not tell them and strings apart in a union (`unpacking.py`).
 
 Named tuples and dataclasses are packed by name. Those of the loader itself are known; a user's must be registered where
 they are unpacked, by `register_batch_type`.
@@ -13,7 +15,7 @@ they are unpacked, by `register_batch_type`.
 from __future__ import annotations
 
 import dataclasses
-import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
@@ -21,31 +23,64 @@ from typing import Any, Final, TypeVar
 import msgspec
 import numpy as np
 import torch
+from msgspec.msgpack import Ext
 
 from asyncloader.events import PositionedIndex
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.sample_errors import SkippedSample
-from asyncloader.workers.memory.leaves import SPARSE_LAYOUTS, sparse_parts
+from asyncloader.workers.memory.leaves import DTYPES, SPARSE_LAYOUTS, sparse_parts
 
-__all__ = ["LEAF", "Unsendable", "build", "decode", "pack", "register_batch_type", "unpack"]
+__all__ = [
+    "ALL_DTYPES",
+    "ARRAY_KINDS",
+    "BYTES",
+    "DTYPE_NAMES",
+    "LEAF",
+    "MOST_ARRAYS",
+    "MOST_KEY_PAIRS",
+    "OURS",
+    "REGISTERED",
+    "SECRETLY_HASHED",
+    "SPARSE_BY_NAME",
+    "Kind",
+    "Unsendable",
+    "init_fields",
+    "pack",
+    "register_batch_type",
+    "too_many_arrays",
+]
 
-_LIST, _TUPLE, _DICT, _SET, _FROZENSET, _ORDERED, _BIG, _COMPLEX, _BYTEARRAY = range(9)
-_NAMED, _SCALAR, _ARRAY, _TENSOR, _SIZE, _DTYPE = range(9, 15)
-LEAF: Final = 15
+
+class Kind:
+    """What an array stands for, by its first element."""
+
+    LIST, TUPLE, DICT, SET, FROZENSET, ORDERED, BIG, COMPLEX, BYTEARRAY = range(9)
+    NAMED, SCALAR, ARRAY, TENSOR, SIZE, DTYPE, LEAF, SPARSE = range(9, 17)
+
+
+LEAF: Final = Kind.LEAF
 """An array ``[LEAF, number, ...]``: a part of a batch whose bytes are elsewhere (`batches.py`)."""
-_SPARSE = 16
 
-_DEPTH = 64
-_PLAIN = frozenset([type(None), bool, float, str, bytes])
-_ARRAY_KINDS = frozenset("biufcMmSU")
+MOST_ARRAYS: Final = 100_000
+"""Containers of a value, at most, and one more for each 8 bytes that it is sent in: an empty one is sent as one byte,
+and takes about 80. Numbers and texts need no such limit."""
+_ARRAY_BYTES = 8
+MOST_KEY_PAIRS: Final = 1 << 31
+"""The squares of the numbers of keys of a value's sets and dictionaries that are not texts, added up, at most: 46,340
+keys of one. The hashes of texts are secret; those of numbers are not, and keys that are chosen for that make a table's
+work grow with the square. The worst that passes takes 0.3 seconds."""
+BYTES = 0  # MessagePack extension
+_PLAIN = frozenset([type(None), bool, float, str])
+SECRETLY_HASHED = frozenset([type(None), bool, str, bytes])
+ARRAY_KINDS = frozenset("biufcMmSU")
 
-_OURS: dict[str, type] = {kind.__name__: kind for kind in (PositionedIndex, Cursor, SkippedSample)}
-_OUR_NAMES = {kind: name for name, kind in _OURS.items()}
-_registered: dict[str, type] = {}
-_TENSOR_DTYPES: dict[str, torch.dtype] = {
+OURS: dict[str, type] = {kind.__name__: kind for kind in (PositionedIndex, Cursor, SkippedSample)}
+_OUR_NAMES = {kind: name for name, kind in OURS.items()}
+REGISTERED: dict[str, type] = {}
+ALL_DTYPES: dict[str, torch.dtype] = {
     name: dtype for name in dir(torch) if isinstance(dtype := getattr(torch, name), torch.dtype) and dtype.itemsize
 }
-_DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _TENSOR_DTYPES.values()}
+DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in ALL_DTYPES.values()}
 
 _T = TypeVar("_T", bound=type)
 
@@ -78,7 +113,7 @@ def register_batch_type(kind: _T) -> _T:
     """
     if not (dataclasses.is_dataclass(kind) or _is_named_tuple(kind)):
         raise TypeError(f"register_batch_type takes a named tuple or a dataclass, but got {kind!r}")
-    _registered[_name(kind)] = kind
+    REGISTERED[_name(kind)] = kind
     return kind  # pyright: ignore[reportReturnType] - it narrows the type by the test above
 
 
@@ -93,60 +128,63 @@ def pack(value: Any, special: Callable[[Any], Any] | None = None) -> bytes:
         Unsendable: a part of it cannot be packed.
     """
     try:
-        return msgspec.msgpack.encode(_flat(value, special))
+        made = msgspec.msgpack.encode(_flat(value, special))
     except RecursionError:
         raise Unsendable("refers to itself, or is nested too deeply to be sent") from None
     except UnicodeEncodeError as error:
         raise Unsendable(
             f"contains a text that is not valid Unicode, {error.object!r:.60}, and cannot be sent"
         ) from None
+    if len(made) > MOST_ARRAYS and (most := too_many_arrays(made)):
+        raise Unsendable(f"has more than {most:,} containers in {len(made):,} bytes: send tensors or arrays")
+    return made
 
 
-def unpack(data: bytes | memoryview) -> Any:
-    """Return the value that was packed. The bytes are not trusted.
+_ARRAY_HEADS = bytes([*range(0x90, 0xA0), 0xDC, 0xDD])
+_SCALARS_SENT = re.compile(
+    rb"(?:[\x00-\x7f\xc0\xc2\xc3\xe0-\xff]|[\xcc\xd0].|[\xcd\xd1]..|[\xce\xd2\xca].{4}|[\xcf\xd3\xcb].{8}|"
+    + b"|".join(b"\\x%02x.{%d}" % (0xA0 + size, size) for size in range(32))
+    + b"|"
+    + b"|".join(b"\\x%02x.{%d}" % (0xD4 + power, 1 + (1 << power)) for power in range(5))
+    + b"|"
+    + b"|".join(b"\\xc7\\x%02x.{%d}" % (size, 1 + size) for size in range(32))
+    + rb"){0,1000}",
+    re.DOTALL,
+)
+"""Numbers, and texts and bytes of less than 32 bytes; a thousand at a time."""
+_SIZED = {
+    0xD9: (1, 0),
+    0xDA: (2, 0),
+    0xDB: (4, 0),
+    0xC7: (1, 1),
+    0xC8: (2, 1),
+    0xC9: (4, 1),
+    0xDC: (2, 0),
+    0xDD: (4, 0),
+}
+"""By the first byte: of how many bytes the size is that follows, and how many come after it besides."""
 
-    Raises:
-        ValueError: they are no packed value, or of a type that is not registered here.
-    """
-    return build(decode(data), ())
 
-
-def decode(data: bytes | memoryview) -> Any:
-    """Return the tree that `build` makes the value of.
-
-    Raises:
-        ValueError: the bytes are not MessagePack.
-    """
-    try:
-        return msgspec.msgpack.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"broken stream: not a packed value ({error})") from None
-
-
-def build(tree: Any, leaves: Sequence[Any], depth: int = _DEPTH) -> Any:
-    """Return the value of a decoded tree, whose leaves are these. Errors as `unpack`."""
-    if type(tree) is not list:
-        if type(tree) is dict or not (tree is None or isinstance(tree, int | float | str | bytes)):
-            raise ValueError(f"broken stream: a packed {type(tree).__name__}")
-        return tree
-    if not tree or not depth:
-        raise ValueError("broken stream: an empty packed value" if not tree else "broken stream: nested too deeply")
-    tag, depth = tree[0], depth - 1
-    try:
-        if tag == _LIST:
-            return [build(each, leaves, depth) for each in tree[1:]]
-        if tag == _TUPLE:
-            return tuple([build(each, leaves, depth) for each in tree[1:]])
-        if tag == LEAF:
-            return _leaf(tree, leaves)
-        values = [build(each, leaves, depth) for each in tree[1:]]
-        return _BUILD[tag](*values)
-    except ValueError:
-        raise
-    except Exception as error:  # a missing tag, too few values, a key that cannot be hashed, a constructor that raises
-        raise ValueError(
-            f"broken stream: a packed value that cannot be read ({type(error).__name__}: {error})"
-        ) from None
+def too_many_arrays(data: bytes) -> int:
+    """Return how many containers there may be, if there are more of them; else 0. Takes about a nanosecond per byte."""
+    most = MOST_ARRAYS + len(data) // _ARRAY_BYTES
+    if len(data) - len(data.translate(None, _ARRAY_HEADS)) <= most:
+        return 0
+    at = found = 0  # such bytes may be part of a number or a text: the data must be read to tell
+    while at < len(data) and found <= most:
+        scalars = _SCALARS_SENT.match(data, at)
+        if scalars is not None and scalars.end() > at:
+            at = scalars.end()
+            continue
+        head, found = data[at], found + 1  # long texts and bytes are counted, too: then this loop is bounded as well
+        if 0x90 <= head < 0xA0:
+            at += 1
+        elif head in _SIZED:
+            size, more = _SIZED[head]
+            at += 1 + size + more + (0 if head in (0xDC, 0xDD) else int.from_bytes(data[at + 1 : at + 1 + size], "big"))
+        else:  # a map, or cut off: the decoder says so
+            return 0
+    return most if found > most else 0
 
 
 # ---------------------------------------------------------------------------------------------------- packing
@@ -157,11 +195,14 @@ def _flat(value: Any, special: Callable[[Any], Any] | None) -> Any:
     if kind in _PLAIN:
         return value
     if kind is int:
-        return value if -(1 << 63) <= value < 1 << 64 else [_BIG, hex(value)]
+        return value if -(1 << 63) <= value < 1 << 64 else [Kind.BIG, hex(value)]
+    if kind is bytes:
+        return Ext(BYTES, value)
     if kind is list or kind is tuple:
-        return [_LIST if kind is list else _TUPLE, *_items(value, special)]
+        return [Kind.LIST if kind is list else Kind.TUPLE, *_items(value, special)]
     if kind is dict or kind is OrderedDict:
-        return [_DICT if kind is dict else _ORDERED, *_pairs(value, special)]
+        _check_keys_sent(value)
+        return [Kind.DICT if kind is dict else Kind.ORDERED, *_pairs(value, special)]
     if isinstance(value, torch.Tensor) and value.layout in SPARSE_LAYOUTS and kind is torch.Tensor:
         return _sparse_parts(value, special)
     if special is not None and (made := special(value)) is not None:
@@ -169,17 +210,23 @@ def _flat(value: Any, special: Callable[[Any], Any] | None) -> Any:
     if kind in _FLAT:
         return _FLAT[kind](value)
     if kind is set or kind is frozenset:
-        return [_SET if kind is set else _FROZENSET, *_items(value, special)]
+        _check_keys_sent(value)
+        return [Kind.SET if kind is set else Kind.FROZENSET, *_items(value, special)]
     if isinstance(value, np.generic):
-        return [_SCALAR, *_array_parts(np.asarray(value))]
+        return [Kind.SCALAR, *_array_parts(np.asarray(value))]
     if _is_named_tuple(kind):
-        return [_NAMED, _name(kind), *_fields(value, kind._fields, special)]
+        return [Kind.NAMED, _name(kind), *_fields(value, kind._fields, special)]
     if dataclasses.is_dataclass(value):
-        return [_NAMED, _name(kind), *_fields(value, _init_fields(kind), special)]
+        return [Kind.NAMED, _name(kind), *_fields(value, init_fields(kind), special)]
     raise Unsendable(
         f"is a {kind.__module__}.{kind.__qualname__}, which a service does not send: it sends plain values, "
         "containers, tensors, arrays, named tuples and dataclasses"
     )
+
+
+def _check_keys_sent(values: Any) -> None:
+    if len(values) ** 2 > MOST_KEY_PAIRS and not SECRETLY_HASHED.issuperset(map(type, values)):
+        raise Unsendable(f"has {len(values):,} keys that are not texts: send a list, a tensor or an array")
 
 
 def _at(error: Unsendable, step: str) -> Unsendable:
@@ -221,7 +268,8 @@ def _is_named_tuple(kind: type) -> bool:
     return issubclass(kind, tuple) and isinstance(getattr(kind, "_fields", None), tuple)
 
 
-def _init_fields(kind: Any) -> list[str]:
+def init_fields(kind: Any) -> list[str]:
+    """The fields that a dataclass is made of."""
     return [field.name for field in dataclasses.fields(kind) if field.init]
 
 
@@ -230,21 +278,21 @@ def _name(kind: type) -> str:
 
 
 def _array_parts(array: np.ndarray[Any, Any]) -> list[Any]:
-    if array.dtype.kind not in _ARRAY_KINDS:
+    if array.dtype.kind not in ARRAY_KINDS:
         raise Unsendable(f"is an array of dtype {array.dtype}, which a service does not send")
-    return [array.dtype.str, [_TUPLE, *array.shape], array.tobytes()]
+    return [array.dtype.str, [Kind.TUPLE, *array.shape], Ext(BYTES, array.tobytes())]
 
 
 def _tensor_parts(tensor: torch.Tensor) -> list[Any]:
     if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized or tensor.requires_grad:
         raise Unsendable("is a tensor that is not a plain dense one in the CPU's memory, which a service does not send")
-    if tensor.is_conj() or tensor.is_neg() or tensor.dtype not in _DTYPE_NAMES:
+    if tensor.is_conj() or tensor.is_neg() or tensor.dtype not in DTYPES:
         raise Unsendable(f"is a tensor of {tensor.dtype} that a service does not send")
     data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return [_DTYPE_NAMES[tensor.dtype], [_TUPLE, *tensor.shape], data]
+    return [DTYPE_NAMES[tensor.dtype], [Kind.TUPLE, *tensor.shape], Ext(BYTES, data)]
 
 
-_SPARSE_LAYOUTS = {str(layout): layout for layout in SPARSE_LAYOUTS}
+SPARSE_BY_NAME = {str(layout): layout for layout in SPARSE_LAYOUTS}
 
 
 def _sparse_parts(tensor: torch.Tensor, special: Callable[[Any], Any] | None) -> list[Any]:
@@ -252,99 +300,14 @@ def _sparse_parts(tensor: torch.Tensor, special: Callable[[Any], Any] | None) ->
         raise Unsendable("is a sparse tensor with a gradient, or on a device, which a service does not send")
     coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
     parts = [_flat(part, special) for part in sparse_parts(tensor)]
-    return [_SPARSE, str(tensor.layout), [_TUPLE, *tensor.shape], coalesced, *parts]
+    return [Kind.SPARSE, str(tensor.layout), [Kind.TUPLE, *tensor.shape], coalesced, *parts]
 
 
 _FLAT: dict[type, Callable[[Any], list[Any]]] = {
-    complex: lambda value: [_COMPLEX, value.real, value.imag],
-    bytearray: lambda value: [_BYTEARRAY, bytes(value)],
-    torch.Size: lambda value: [_SIZE, *value],
-    torch.dtype: lambda value: [_DTYPE, _DTYPE_NAMES[value]],
-    torch.Tensor: lambda value: [_TENSOR, *_tensor_parts(value)],
-    np.ndarray: lambda value: [_ARRAY, *_array_parts(value)],
-}
-
-# -------------------------------------------------------------------------------------------------- unpacking
-
-
-def _leaf(tree: list[Any], leaves: Sequence[Any]) -> Any:
-    number = tree[1] if len(tree) > 1 else None
-    if type(number) is not int or not 0 <= number < len(leaves):
-        raise ValueError(f"broken stream: leaf {number!r} of {len(leaves)}")
-    return leaves[number] if len(tree) == 2 else _ON_LEAF[tree[2]](leaves[number], *tree[3:])
-
-
-def _leaf_array(buffer: Any, dtype: str, shape: list[int], order: str) -> np.ndarray[Any, Any]:
-    kind, fortran = _dtype(dtype), order == "F"
-    checked = _shape(shape, kind.itemsize, memoryview(buffer).nbytes)
-    return np.ndarray(checked, kind, buffer, order="F" if fortran else "C")
-
-
-_ON_LEAF: dict[str, Callable[..., Any]] = {"array": _leaf_array}
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    dtype = np.dtype(name) if type(name) is str else None
-    if dtype is None or dtype.kind not in _ARRAY_KINDS:
-        raise ValueError(f"broken stream: an array of dtype {name!r:.40}")
-    return dtype
-
-
-def _shape(shape: Sequence[int], itemsize: int, nbytes: int) -> tuple[int, ...]:
-    if len(shape) > 64 or any(type(n) is not int or n < 0 for n in shape) or math.prod(shape) * itemsize != nbytes:
-        raise ValueError(f"broken stream: an array of shape {list(shape)[:8]} in {nbytes} bytes")
-    return tuple(shape)
-
-
-def _array(dtype: str, shape: tuple[int, ...], data: bytes) -> np.ndarray[Any, Any]:
-    kind = _dtype(dtype)
-    return np.frombuffer(bytearray(data), kind).reshape(_shape(shape, kind.itemsize, len(data)))
-
-
-def _tensor(name: str, shape: tuple[int, ...], data: bytes) -> torch.Tensor:
-    dtype = _TENSOR_DTYPES[name]
-    checked = _shape(shape, dtype.itemsize, len(data))
-    if not data:
-        return torch.empty(checked, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=dtype).view(checked)
-
-
-def _sparse(name: str, shape: tuple[int, ...], coalesced: bool, *parts: Any) -> Any:
-    layout = _SPARSE_LAYOUTS[name]
-    special: dict[str, Any] = {"is_coalesced": coalesced} if layout is torch.sparse_coo else {"layout": layout}
-    make: Any = torch.sparse_coo_tensor if layout is torch.sparse_coo else torch.sparse_compressed_tensor
-    return make(*parts, shape, **special, check_invariants=True)
-
-
-def _named(name: str, *values: Any) -> Any:
-    kind = _OURS.get(name) or _registered.get(name)
-    if kind is None:
-        raise ValueError(
-            f"a batch contains a {name}, and only types that were registered are made from a service's answers: call "
-            f"asyncloader.register_batch_type({name.rpartition('.')[2]})"
-        )
-    if dataclasses.is_dataclass(kind):
-        return kind(**dict(zip(_init_fields(kind), values, strict=True)))
-    return kind(*values)
-
-
-def _dict(*flat: Any) -> dict[Any, Any]:
-    return dict(zip(flat[::2], flat[1::2], strict=True))
-
-
-_BUILD: dict[int, Callable[..., Any]] = {
-    _DICT: _dict,
-    _ORDERED: lambda *flat: OrderedDict(_dict(*flat)),
-    _SET: lambda *values: set(values),
-    _FROZENSET: lambda *values: frozenset(values),
-    _BIG: lambda text: int(text, 16),
-    _COMPLEX: complex,
-    _BYTEARRAY: lambda data: bytearray(memoryview(data)),
-    _NAMED: _named,
-    _SCALAR: lambda dtype, shape, data: _array(dtype, shape, data)[()],
-    _ARRAY: _array,
-    _TENSOR: _tensor,
-    _SIZE: lambda *values: torch.Size(values),
-    _DTYPE: lambda name: _TENSOR_DTYPES[name],
-    _SPARSE: _sparse,
+    complex: lambda value: [Kind.COMPLEX, value.real, value.imag],
+    bytearray: lambda value: [Kind.BYTEARRAY, Ext(BYTES, bytes(value))],
+    torch.Size: lambda value: [Kind.SIZE, *value],
+    torch.dtype: lambda value: [Kind.DTYPE, DTYPE_NAMES[value]],
+    torch.Tensor: lambda value: [Kind.TENSOR, *_tensor_parts(value)],
+    np.ndarray: lambda value: [Kind.ARRAY, *_array_parts(value)],
 }

@@ -29,14 +29,16 @@ from typing import Any, NamedTuple
 from asyncloader.errors import RingMemoryError
 from asyncloader.service.batches import BatchTemplate
 from asyncloader.service.dialect import PLAIN
-from asyncloader.service.handshake import Hello, Welcome, read_opening, read_record
+from asyncloader.service.handshake import Hello, Welcome, read_opening
 from asyncloader.service.lane_host import Facts
 from asyncloader.service.link import Link
 from asyncloader.service.node import Node
+from asyncloader.service.records import pack_record, read_record
 from asyncloader.service.remote_channel import RemoteChannel
 from asyncloader.service.served_definitions import Served
 from asyncloader.service.served_shards import Plan, gathered, messages, read_request
-from asyncloader.service.values import pack, unpack
+from asyncloader.service.unpacking import unpack
+from asyncloader.service.values import pack
 from asyncloader.workers.ipc import wire
 from tests.service import definitions
 from tests.stress.wire_inputs import (
@@ -154,18 +156,19 @@ class OneNode:
 def targets(node: OneNode | None) -> dict[str, Target]:
     """All that reads what came over a network. Without a node, all but what it reads."""
     plan = Plan("0" * 16, ["a.tar", "b.tar"], [[(0, 0, 5), (1, 0, 3)], []])
-    welcome = pack(tuple(Welcome(b"", tuple(Facts(False, 40, False, False)))))
+    welcome = pack_record(Welcome(b"", Facts(False, 40, False, False)))
     error = PLAIN.dump_error(ValueError("x"), 1)
     found = {
         "value": Target(values(), unpack, 25),
         "batch": Target([split_template(each) for each in templates()], _read_template, 25),
-        "hello": Target(whole(hello("numbers", '{"n": 20}')), lambda data: read_record(Hello, data).checked(), 5),
+        "hello": Target(whole(hello("numbers", '{"n": 20}')), lambda data: read_record(Hello, data), 5),
         "welcome": Target(whole(welcome), lambda data: read_record(Welcome, data).checked_facts(), 4),
         "opening": Target(whole(*openings()), read_opening, 10),
         "request": Target(whole(REQUEST), read_request, 4),
         "plan": Target(whole(*messages(plan)), _read_plan, 5),
         "error": Target(whole(error, PLAIN.dump_error(RingMemoryError(1, 2, "x", "y"), 1)), PLAIN.load_error, 5),
-        "cursor": Target(whole(pack(CURSOR), pack([SKIPPED])), PLAIN.to_pickle, 6),
+        "cursor": Target(whole(pack(tuple(CURSOR))), PLAIN.to_pickle, 3),
+        "records": Target(whole(pack([SKIPPED])), lambda data: PLAIN.to_pickle(data, records=True), 3),
         "answers": Target(answers(), _read_as_loader, 10),
     }
     if node is not None:

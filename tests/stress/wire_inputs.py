@@ -15,7 +15,9 @@ from asyncloader.service import frames
 from asyncloader.service.batches import BatchEncoder
 from asyncloader.service.dialect import PLAIN
 from asyncloader.service.frames import pack_header
-from asyncloader.service.handshake import PROTOCOL, Hello, pack_opening
+from asyncloader.service.handshake import PROTOCOL, Hello, Look, Proof, pack_opening
+from asyncloader.service.host_process import Death
+from asyncloader.service.records import pack_record
 from asyncloader.service.served_shards import Catalog, PlanRequest
 from asyncloader.service.values import pack
 from asyncloader.workers.fetch.dataset_state import Cursor
@@ -212,7 +214,7 @@ def _setup() -> WorkerSetup:
 
 def hello(name: str, arguments: str = "{}") -> bytes:
     fingerprint = getattr(definitions, name).fingerprint()
-    return pack(tuple(Hello(PROTOCOL, name, arguments, fingerprint, *Hello.versions(), bytes(32))))
+    return pack_record(Hello(PROTOCOL, name, arguments, fingerprint, *Hello.versions(), bytes(32)))
 
 
 def openings() -> list[bytes]:
@@ -224,12 +226,12 @@ def openings() -> list[bytes]:
     ]
 
 
-REQUEST = pack(tuple(PlanRequest(2, 0, 1, 5, True, "")))
+REQUEST = pack_record(PlanRequest(2, 0, 1, 5, True, ""))
 
 
 def sessions() -> list[Original]:
     """What a loader says from the beginning to the end. Without a token its proof is the same for every connection."""
-    begun = [(Frame(frames.HELLO), hello("numbers", '{"n": 20}')), (Frame(frames.PROOF), pack((b"",)))]
+    begun = [(Frame(frames.HELLO), hello("numbers", '{"n": 20}')), (Frame(frames.PROOF), pack_record(Proof(b"")))]
     started = pack(tuple(EpochStart(epoch=1, epoch_set=True)))
     tasks = [(Frame(wire.TASK, 0, task), pack([0, 1 + task, 2])) for task in range(3)]
     again = [(Frame(wire.RESET), wire.pack_reset(wire.RESET, 1, started)[wire.PREFIX_BYTES :])]
@@ -238,7 +240,7 @@ def sessions() -> list[Original]:
     answer = [(Frame(wire.ASSIGNMENT), wire.pack_assignment(0, 1, pack([(0, 0, 1)]))[wire.PREFIX_BYTES :])]
     made = [_stream(*begun, (Frame(frames.OPENING), each), *tasks, *again, *answer, *ends) for each in openings()]
     made.append(_stream(*begun, (Frame(frames.PLAN), REQUEST)))
-    made.append(_stream(*begun, (Frame(frames.LOOK), pack([1, 2]))))
+    made.append(_stream(*begun, (Frame(frames.LOOK), pack_record(Look([1, 2])))))
     made.append(_stream(*begun, (Frame(frames.STAY), b""), (Frame(frames.PING), b"")))
     return made
 
@@ -260,5 +262,5 @@ def answers() -> list[Original]:
     failed = [(Frame(kind), wire.pack_answer(kind, 0, 7, 0.1, body)[wire.PREFIX_BYTES :]) for kind, body in answers]
     asks = [(Frame(wire.ASK), wire.pack_ask(0, 1, 2, pack([1]))[wire.PREFIX_BYTES :]), (Frame(frames.PONG), b"")]
     reset = [(Frame(wire.RESET_DONE), wire.pack_reset(wire.RESET_DONE, 1)[wire.PREFIX_BYTES :])]
-    died = [(Frame(frames.DIED), pack((1, -9, "killed", "", True, False)))]
+    died = [(Frame(frames.DIED), pack_record(Death(1, -9, "killed", "", True, False)))]
     return [_stream(*told), _stream(*told[:4], *failed), _stream(*told[:2], *asks, *reset, *died)]

@@ -102,6 +102,7 @@ _RESULT = struct.Struct("=IBIQiQQIdBId")
 _RESULT_HEAD = struct.Struct("=IQiQQIdBId")
 
 _MAX_FRAME = 1 << 31
+_LONGEST_S = 1e12
 
 
 class Result(NamedTuple):
@@ -186,6 +187,8 @@ def pack_answer(kind: int, epoch: int, seq: int, busy: float, payload: bytes = b
 def unpack_answer(body: bytes) -> tuple[int, int, float, bytes]:
     """Return epoch, sequence number, busy seconds, payload."""
     epoch, seq, busy = _unpack(_ANSWER_HEAD, body)
+    if not 0.0 <= busy < _LONGEST_S:
+        raise ValueError(f"broken stream: an answer that took {busy} seconds")
     return epoch, seq, busy, body[_ANSWER_HEAD.size :]
 
 
@@ -220,6 +223,8 @@ def pack_result(result: Result, template: bytes, cursor: bytes = b"") -> bytes:
 def unpack_result(body: bytes) -> tuple[Result, bytes, bytes]:
     """Return the result, its template (empty if `same`) and its cursor."""
     epoch, seq, slot, nbytes, pickled, samples, busy, same, cursor, sent = _unpack(_RESULT_HEAD, body)
+    if not (0.0 <= busy < _LONGEST_S and 0.0 <= sent < _LONGEST_S):  # NaN is neither
+        raise ValueError(f"broken stream: a result that took {busy} seconds, sent at {sent}")
     result = Result(epoch, seq, slot, nbytes, pickled, samples, busy, bool(same), cursor, sent)
     end = len(body) - cursor
     if end < _RESULT_HEAD.size:

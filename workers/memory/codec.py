@@ -23,7 +23,7 @@ import io
 import mmap
 import pickle
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -251,9 +251,15 @@ class Template:
         specs, inside, length = pickle.loads(table)
         return (LEAF_SPECS[kind](*values) for kind, values in specs), inside, length
 
-    def _assemble(self, structure: bytes, leaves: list[Any]) -> Any:
-        """Return the structure with the leaves in their places."""
-        return pickle.loads(structure, buffers=leaves)
+    def with_structure(self, memory: Callable[[], Memory]) -> Self:
+        """Return the template of one batch, whose structure may be among its leaves, in this memory. Here that is read
+        when the batch is built.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        del memory
+        return self
 
     def build(self, anchor: Memory | None) -> Any:
         """Return the object, with leaves that are views of the anchor's memory (None if there are no bytes).
@@ -262,21 +268,29 @@ class Template:
             ValueError: a leaf is not within the anchor.
             Exception: whatever unpickling the user's objects raises.
         """
-        structure = self._structure
+        self._check_extent(anchor)
+        structure = self._structure if self._inside < 0 else self._structure_in(anchor)
+        return pickle.loads(structure, buffers=self._leaves_in(anchor))
+
+    def _check_extent(self, anchor: Memory | None) -> None:
         if self._extent and (anchor is None or len(anchor) < self._extent):
             there = 0 if anchor is None else len(anchor)
             raise ValueError(f"a worker's answer is broken: a batch that ends at byte {self._extent} of {there}")
-        if self._inside >= 0:
-            assert anchor is not None
-            structure = bytes(_bytes(anchor, self._inside, self._size))
+
+    def _structure_in(self, anchor: Memory | None) -> bytes:
+        """Return the structure that is among the leaves."""
+        self._check_extent(anchor)
+        assert anchor is not None or not self._size
+        return b"" if anchor is None else bytes(_bytes(anchor, self._inside, self._size))
+
+    def _leaves_in(self, anchor: Memory | None) -> list[Any]:
+        """Build the leaves. What they need of the anchor must be there."""
         if self._simple:
             # Only dense tensors of common types: this loop determines the loader's speed on small batches.
             ndarray, from_numpy = np.ndarray, torch.from_numpy
-            leaves: list[Any] = [from_numpy(ndarray(s, d, anchor, o)) for d, s, o in self._simple]  # type: ignore[arg-type]
-        else:
-            storages: dict[int, torch.UntypedStorage] = {}
-            leaves = [_build_leaf(spec, anchor, storages) for spec in self._specs]
-        return self._assemble(structure, leaves)
+            return [from_numpy(ndarray(s, d, anchor, o)) for d, s, o in self._simple]  # type: ignore[arg-type]
+        storages: dict[int, torch.UntypedStorage] = {}
+        return [_build_leaf(spec, anchor, storages) for spec in self._specs]
 
 
 def _build_leaf(spec: LeafSpec, anchor: Memory | None, storages: dict[int, torch.UntypedStorage]) -> Any:

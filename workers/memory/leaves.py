@@ -37,6 +37,7 @@ __all__ = [
     "reduce_quantized",
     "reduce_sparse",
     "reduce_typed_storage",
+    "sparse_part_names",
     "sparse_parts",
     "torch_dtype",
 ]
@@ -243,6 +244,11 @@ _PARTS = {
 }
 SPARSE_LAYOUTS = frozenset(_PARTS)
 """The layouts that `sparse_parts` knows."""
+
+
+def sparse_part_names(layout: torch.layout) -> tuple[str, ...]:
+    """Return what the parts of a tensor of this layout are called."""
+    return _PARTS[layout]
 
 
 def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

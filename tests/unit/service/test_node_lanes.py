@@ -7,10 +7,10 @@ import socket
 from typing import Self
 
 from asyncloader.service import frames
-from asyncloader.service.handshake import read_record
 from asyncloader.service.host_process import Death
 from asyncloader.service.link import Link, Message
 from asyncloader.service.node_lanes import ForwardedLane
+from asyncloader.service.records import read_record
 from asyncloader.service.session import Session
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel, channel_pair

@@ -19,7 +19,8 @@ from hypothesis.extra import numpy as stn
 
 from asyncloader import register_batch_type
 from asyncloader.events import PositionedIndex
-from asyncloader.service.values import Unsendable, pack, unpack
+from asyncloader.service.unpacking import unpack
+from asyncloader.service.values import Unsendable, pack
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.memory.leaves import SPARSE_LAYOUTS
 from tests.integration.comparing import assert_same

@@ -1,0 +1,63 @@
+"""Packs and reads the messages with which a session begins, and what a node says of its processes. Pure: no sockets.
+
+Data path: loader -> [records] -> connection -> [records] -> node, and back.
+
+These messages are read before anybody has proved anything, so their reader knows numbers, texts, bytes, lists and
+named tuples of these in the order and number that each message's type has, and makes nothing else: no dictionary, no
+set, no tensor, no type by its name. Other values (`values.py`) are read only after the proof, and not by the node.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Annotated, Any, TypeAlias, TypeVar, cast
+
+import msgspec
+from msgspec import Meta
+
+__all__ = ["Count", "Name", "pack_record", "read_record", "shown"]
+
+Name: TypeAlias = Annotated[str, Meta(max_length=300)]
+"""A text that names something."""
+Count: TypeAlias = Annotated[int, Meta(ge=0)]
+"""An integer from 0 to 2**64 - 1."""
+
+_T = TypeVar("_T")
+
+
+def pack_record(record: Any) -> bytes:
+    """Pack a named tuple of plain values. What is no valid Unicode in a text is replaced."""
+    try:
+        return msgspec.msgpack.encode(record)
+    except UnicodeEncodeError:
+        return msgspec.msgpack.encode(_valid(record))
+
+
+def _valid(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    return [_valid(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind)
+
+
+def read_record(kind: type[_T], body: bytes) -> _T:
+    """Read a message's body as this named tuple, whose annotations say what its fields may be.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        record: _T = _decoder(cast("Any", kind)).decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        name = kind.__name__.strip("_").upper()
+        raise ValueError(f"broken stream: a {name} that cannot be read ({error!s:.200})") from None
+    return record
+
+
+def shown(text: str) -> str:
+    """A text that a peer sent, for a message: in one line, without escapes."""
+    return text if text.isprintable() else ascii(text)
