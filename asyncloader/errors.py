@@ -28,7 +28,7 @@ from __future__ import annotations
 import functools
 import signal
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 __all__ = [
     "DeviceUnavailable",
@@ -85,6 +85,9 @@ def _is_text(args: tuple[Any, ...]) -> bool:
 class LoaderError(Exception):
     """Root of the loader's own errors."""
 
+    about_sample: ClassVar[bool] = True
+    """Whether the error says something about a sample, so that `on_error` applies. See `is_about_sample`."""
+
     # Not told from `args`: torch's datapipes replace those of what passes through them.
     _has_parts = False
 
@@ -94,6 +97,17 @@ class LoaderError(Exception):
     def _sentence(self) -> str:
         """The text that is made from the attributes, if the error was not made from a text."""
         return super().__str__()
+
+
+def is_about_sample(error: BaseException) -> bool:
+    """Return whether an error is that of a sample, which `on_error` may leave out, and not that of the way to it.
+
+    All errors are, but those by which a transport says that it could not read: a reset, a time-out, a refused
+    credential would otherwise take samples out of the data that are as good as any. The decision is by type; each
+    class of `LoaderError` says it of itself. Errors of a user's own clients count as the sample's: only the user knows
+    what they mean.
+    """
+    return not isinstance(error, LoaderError) or error.about_sample
 
 
 class WorkerDied(LoaderError, RuntimeError):

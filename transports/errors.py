@@ -12,6 +12,10 @@
         |   +-- SizeUnknown         it can be read, but the store does not provide its size
         +-- TransportClosed         the transport was closed by `aclose()` (also a RuntimeError)
 
+*Bad samples and transport errors.* An object that is missing, has an illegal name, or is larger or smaller than it
+should be says something about this object: `on_error` may leave its sample out (`about_sample`). All others say that
+the object could not be read, and nothing about it: they are raised, whatever `on_error` says.
+
 Each error takes its message first and has the details as attributes. All of them pickle, and can be constructed from
 a message alone: so an error of a worker process can be raised again by the consumer.
 """
@@ -19,7 +23,7 @@ a message alone: so an error of a worker process can be raised again by the cons
 from __future__ import annotations
 
 import errno
-from typing import Any
+from typing import Any, ClassVar
 
 from asyncloader.errors import LoaderError
 
@@ -44,6 +48,8 @@ class TransportError(LoaderError):
         path: the requested path; None if the error concerns no single path.
     """
 
+    about_sample: ClassVar[bool] = False
+
     def __init__(self, message: str, *, path: str | None = None) -> None:
         super().__init__(message)
         self.path = path
@@ -56,9 +62,13 @@ class UnknownScheme(TransportError, ValueError):
 class InvalidPath(TransportError, ValueError):
     """The path breaks the rules of `check_path`, or a link in it leads out of the transport's root."""
 
+    about_sample = True
+
 
 class ObjectNotFound(TransportError, FileNotFoundError):
     """There is no readable object at this path. `errno` is ENOENT."""
+
+    about_sample = True
 
     def __init__(self, message: str, *, path: str | None = None) -> None:
         super().__init__(message, path=path)
@@ -81,6 +91,8 @@ class ObjectTooLarge(TransportError, ValueError):
         max_bytes: bytes that the caller allowed.
     """
 
+    about_sample = True
+
     def __init__(
         self, message: str, *, path: str | None = None, size: int | None = None, max_bytes: int | None = None
     ) -> None:
@@ -95,6 +107,8 @@ class RangeOutOfBounds(TransportError, ValueError):
     Attributes:
         size: bytes that the object has; None if the store did not say.
     """
+
+    about_sample = True
 
     def __init__(self, message: str, *, path: str | None = None, size: int | None = None) -> None:
         super().__init__(message, path=path)

@@ -55,6 +55,8 @@ class RangeReading:
         self._reported: list[ShardError] = []
         self._stream = open(shard, shard_range, self._reported.append)
         self._begun: asyncio.Task[list[Located]] | None = None
+        self.ahead = False
+        """What `more` raised last had happened before it was called."""
 
     def begin(self) -> None:
         """Start to read the first samples, before they are needed."""
@@ -69,6 +71,7 @@ class RangeReading:
             Exception: reading failed.
         """
         begun, self._begun = self._begun, None
+        self.ahead = begun is not None and begun.done()
         try:
             self.found.extend(await (anext(self._stream) if begun is None else begun))
         finally:  # only now: the errors of a list that was read early must not overtake its samples

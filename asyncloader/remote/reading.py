@@ -19,7 +19,7 @@ from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.prefetch import StreamBuffer
 from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.stores import Stores
-from asyncloader.transports import RangeOutOfBounds, Transport, TransportError
+from asyncloader.transports import RangeOutOfBounds, ReadFailed, Transport, TransportError
 
 __all__ = ["READ_AHEAD", "MakeReader", "read_shard_range"]
 
@@ -129,6 +129,18 @@ def _report_bad(on_bad: OnBad | None, bad: list[ShardError]) -> None:
         on_bad(bad.pop(0))
 
 
+async def _as_transport_errors(stream: AsyncGenerator[bytes, None], path: str) -> AsyncGenerator[bytes, None]:
+    """Pass chunks on; whatever the transport raises is a TransportError here, and never looks like a bad sample."""
+    async with aclosing(stream) as chunks:
+        try:
+            async for chunk in chunks:
+                yield chunk
+        except TransportError:
+            raise
+        except Exception as error:
+            raise ReadFailed(f"reading {path!r} failed: {type(error).__name__}: {error}", path=path) from error
+
+
 async def _push(
     transport: Transport,
     path: str,
@@ -160,8 +172,9 @@ async def _push(
     if reader.done:
         return
     start = reader.feed_from
+    chunks = _as_transport_errors(transport.stream(path, start=start, chunk_size=chunk_size), path)
     wanted = None if stop is None else max(stop - start, 0)
-    ahead = StreamBuffer(transport.stream(path, start=start, chunk_size=chunk_size), most=most, wanted=wanted)
+    ahead = StreamBuffer(chunks, most=most, wanted=wanted)
     try:
         while (chunk := await ahead.next()) is not None:
             yield await call(reader.feed, chunk)

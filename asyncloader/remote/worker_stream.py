@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from asyncloader.errors import StateError
+from asyncloader.errors import StateError, is_about_sample
 from asyncloader.formats import Sample
 from asyncloader.remote.assignment import ShardAssigner
 from asyncloader.remote.catalog import Shard
@@ -94,13 +94,17 @@ class WorkerStream:
         self._bad: list[CatalogRange] = []  # bad samples reported during the current batch
         self._lost: list[CatalogRange] = []  # ends of ranges that could not be read, found during the current batch
         self._saved: dict[str, Any] | None = None
+        self._unfinished = False  # the current batch failed because a shard could not be read: the next one goes on
+        self._again: CatalogRange | None = None  # the range that was opened anew, because its error was an old one
 
     # ------------------------------------------------------------------------------------------------ batches
 
     def next_batch(self) -> None:
-        """Begin the next batch."""
+        """Begin the next batch. What was taken for one whose shard could not be read is part of it."""
         self._batch += 1
-        self._given, self._bad, self._lost = [], [], []
+        if not self._unfinished:
+            self._given, self._bad, self._lost = [], [], []
+        self._unfinished = False
 
     @property
     def gave_back(self) -> bool:
@@ -132,8 +136,10 @@ class WorkerStream:
 
         Raises:
             StopAsyncIteration: there are no more samples; see `gave_back`.
-            ShardError, TransportError: a sample, or the rest of a range, cannot be read. The next call continues after
+            ShardError, ObjectNotFound: a sample, or the rest of a range, cannot be read. The next call continues after
                 it.
+            TransportError: the store cannot be read, which says nothing about the samples (`is_about_sample`). The next
+                call reads again from where reading stopped, and what was taken for this batch is the next one's.
             Exception: as `refill`, which runs first if it has not succeeded yet.
         """
         await self.refill()
@@ -156,8 +162,9 @@ class WorkerStream:
                 if not answer.last:
                     out, self._gave_back = [], True
                 break
-        except BaseException:
+        except BaseException as error:
             self._carry = out
+            self._unfinished = not is_about_sample(error)
             raise
         if not out:
             raise StopAsyncIteration
@@ -218,8 +225,15 @@ class WorkerStream:
                 return got
             if self._fault is not None:
                 fault, self._fault = self._fault, None
-                self._lost.append(self._todo[0])
-                await self._end_range()
+                if is_about_sample(fault):
+                    self._lost.append(self._todo[0])
+                    await self._end_range()
+                else:
+                    self._reading = None
+                    await reading.aclose()
+                    if reading.ahead and self._again != self._todo[0]:
+                        self._again = self._todo[0]
+                        continue  # it failed some time ago, when nothing waited for it
                 try:
                     raise fault
                 finally:
@@ -334,6 +348,7 @@ class WorkerStream:
         if self._saved is not None:
             return self._saved
         blocks = self._blocks
+        kept = self._given if self._unfinished else []
         state: dict[str, Any] = {
             "batch": self._batch,
             "taken": self._taken,
@@ -341,7 +356,7 @@ class WorkerStream:
             "dry": self._dry,
             "over": self._over,
             "todo": [list(shard_range) for shard_range in self._todo],
-            "carry": _plain(merged(entry.shard_range for entry in self._carry)),
+            "carry": _plain(merged([*kept, *(entry.shard_range for entry in self._carry)])),
             "blocks": None,
         }
         if blocks is not None:

@@ -22,6 +22,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from asyncloader.errors import is_about_sample
 from asyncloader.workers.fetch.dataset_kinds import fetches_batches
 from asyncloader.workers.fetch.error_notes import add_note, describe_batch, describe_sample, note_collation
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blocking
@@ -92,7 +93,7 @@ class MapFetcher:
             try:
                 return await self._batch(indices if isinstance(index, Iterator) else index, first)
             except Exception as error:
-                if maker.handler is None:
+                if maker.handler is None or not is_about_sample(error):
                     raise
                 if not maker.one_by_one:
                     failure = error

@@ -16,6 +16,7 @@ import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
+from asyncloader.errors import is_about_sample
 from asyncloader.workers.fetch.dataset_kinds import fetches_samples
 from asyncloader.workers.fetch.decoding import Decoder
 from asyncloader.workers.fetch.error_notes import add_note, describe_sample, note_stream_sample
@@ -146,11 +147,12 @@ class SampleMaker:
             A substitute, or `DROPPED`.
 
         Raises:
-            Exception: `error` if there is no policy, or what the user's `on_error` function raised.
+            Exception: `error` if there is no policy, or it is not the sample's (`is_about_sample`); or what the user's
+                `on_error` function raised.
         """
         index, position, _ = request
         try:
-            if self.handler is None:
+            if self.handler is None or not is_about_sample(error):
                 raise error
             self.seed(position)  # for random numbers that `on_error` draws
             return await self.handler.handle(index, position, error, records, self._substitute_maker(position))

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from asyncloader.errors import is_about_sample
 from asyncloader.workers.fetch.seeding import derive
 
 __all__ = [
@@ -144,7 +145,7 @@ class SampleErrorHandler:
         Args:
             index: as the sampler gave it.
             position: its position in the epoch's order, or its number in the stream.
-            error: what it raised.
+            error: what it raised; one that is the sample's.
             records: gets the records.
             make: makes the sample of another index at this position; awaited for an asynchronous dataset. None where
                 that is not possible.
@@ -153,7 +154,8 @@ class SampleErrorHandler:
             A substitute, or `DROPPED`.
 
         Raises:
-            Exception: what the `on_error` function raised, with `error` as its cause.
+            Exception: what the `on_error` function raised, with `error` as its cause; or a substitute's error that is
+                not the sample's (`is_about_sample`).
         """
         if self._function is not None:
             try:
@@ -171,6 +173,8 @@ class SampleErrorHandler:
                 if self._asynchronous:
                     sample = await sample
             except Exception as another:
+                if not is_about_sample(another):
+                    raise
                 failed.append(self._record(substitute, position, another, "skipped"))
                 continue
             records += [self._record(index, position, error, "refilled", substitute), *failed]

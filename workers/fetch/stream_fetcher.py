@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from contextvars import Context, copy_context
 from typing import Any, NamedTuple, Protocol
 
+from asyncloader.errors import is_about_sample
 from asyncloader.workers.fetch.decoding import Decoder
 from asyncloader.workers.fetch.error_notes import note_stream_collation, note_stream_sample
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blocking
@@ -162,7 +163,7 @@ class StreamFetcher:
                     over = True
                     break
                 except Exception as error:
-                    if maker.handler is None or self._stream_errors.failed(error, number):
+                    if maker.handler is None or not is_about_sample(error) or self._stream_errors.failed(error, number):
                         maker.note(error, SampleRequest(None, number))
                         raise
                     self.samples += 1
@@ -289,9 +290,17 @@ class WorkerStreamLike(Protocol):
 
 
 class WorkerStreamFetcher(StreamFetcher):
-    """Reads batches from a worker stream. Arguments as for `StreamFetcher`."""
+    """Reads batches from a worker stream. Arguments as for `StreamFetcher`.
+
+    A transport's error is no sample's: it is raised, whatever the error policy, takes no number and loses nothing. The
+    next call goes on where reading stopped.
+    """
 
     dataset_iter: WorkerStreamLike
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._kept: list[Any] = []
 
     async def _batch(self, size: int, records: list[SkippedSample]) -> list[Any] | None:
         before = len(records)
@@ -305,7 +314,8 @@ class WorkerStreamFetcher(StreamFetcher):
         return None
 
     async def _filled(self, size: int, records: list[SkippedSample]) -> list[Any]:
-        data: list[Any] = []
+        # Samples of a batch that could not be filled, because its shard could not be read, are the next batch's.
+        data, self._kept = self._kept, []
         before = len(records)
         while len(data) < size and not self.ended:
             wanted = size - len(data)
@@ -318,7 +328,12 @@ class WorkerStreamFetcher(StreamFetcher):
                     del records[before:]
                 break
             except Exception as error:
-                number, self.samples = self.samples, self.samples + 1
+                number = self.samples
+                if not is_about_sample(error):
+                    self._kept = data
+                    self._maker.note(error, SampleRequest(None, number))
+                    raise
+                self.samples += 1
                 sample = await self._maker.on_error(SampleRequest(None, number), error, records)
                 if sample is not DROPPED:
                     data.append(sample)
