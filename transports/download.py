@@ -6,8 +6,15 @@ Data path: http, object_store -> [download] -> http_download, object_store_downl
 position, a request slot and the retries. How a request is sent and a response understood is up to its subclasses,
 `HttpDownload` and `StoreDownload`. `NetworkTransport` is the part of a transport that all networks share.
 
-A download that breaks continues where it broke, if the store proves that the object is unchanged. Without such a proof,
-a read whose bytes were not returned yet starts again, and a stream fails. An object that did change is an error.
+*One version.* A download that breaks continues where it broke, if the store proves that the object is unchanged, by the
+answer's own validator: a server may ignore ``If-Range``. Without such a proof it begins again. A read has returned
+nothing yet, so it takes the object as it is now. A stream drops the bytes that it has returned already, and continues
+if they are the same ones, which a digest tells: then all of its bytes are of the version that is read now. Anything
+else is an error.
+
+*A slow peer.* A response that brings fewer than `min_bytes_per_s` over `SLOW_S` seconds of waiting is given up like
+one that stalls: one byte now and then would keep a read going for ever. Only waiting for the network counts, not the
+time that a consumer takes.
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from functools import cached_property, partial
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
@@ -25,21 +33,21 @@ from asyncloader.counters import count
 from asyncloader.transports.base import ObjectInfo, Transport, gather_all
 from asyncloader.transports.checks import check_chunk_size, check_path, check_size, check_start
 from asyncloader.transports.errors import RangeOutOfBounds, ReadFailed
-from asyncloader.transports.retry import Attempts, RetryCounts, RetryPolicy
+from asyncloader.transports.retry import Attempts, RequestFailed, RetryCounts, RetryPolicy
 
 if TYPE_CHECKING:
     from asyncloader.transports.client_owner import ClientOwner, Scope
-    from asyncloader.transports.retry import RequestFailed, RetryCounts
 
 _log = logging.getLogger("asyncloader")
 _SILENT_S = 5.0  # without progress, after which the log says so
 _LAST_S = 1.0  # how long an answer is waited for when the time is up
+SLOW_S = 60.0  # of waiting, over which the rate of a response is measured
 _FOLLOWS_S = 1.0  # after a failure, within which the next operation is taken to be for the same purpose
 
 __all__ = [
-    "CHANGED",
     "Download",
     "NetworkTransport",
+    "SLOW_S",
     "ObjectVersion",
     "RetryingClient",
     "check_limits",
@@ -75,10 +83,12 @@ class RetryingClient(ABC, Generic[_C]):
     Args:
         owner: has the connections.
         retry: what is retried and for how long.
+        min_bytes_per_s: the rate below which a response is given up; 0: any will do.
     """
 
-    def __init__(self, owner: ClientOwner[_C], retry: RetryPolicy) -> None:
+    def __init__(self, owner: ClientOwner[_C], retry: RetryPolicy, min_bytes_per_s: float = 0.0) -> None:
         self.owner = owner
+        self.min_bytes_per_s = min_bytes_per_s
         self.counts = RetryCounts()
         self._retry = retry
 
@@ -171,11 +181,10 @@ class RetryingClient(ABC, Generic[_C]):
 
 _R = TypeVar("_R")
 
-CHANGED = (
+_CHANGED = (
     "the object changed while it was read; the bytes of two versions are never mixed. Read it again, and write "
     "objects under new names instead of replacing them"
 )
-"""What a subclass's error says about an object whose version has changed."""
 
 # Bytes that count as progress, so that the budget of the retries starts again. See `Attempts.progressed`.
 _PROGRESS = 1 << 16
@@ -190,6 +199,14 @@ class ObjectVersion(Protocol):
 
     def differs(self, other: Self) -> bool:
         """Return whether the two are certainly not the same version."""
+        ...
+
+    def proves(self, other: Self) -> bool:
+        """Return whether the two are certainly the same version, byte for byte."""
+        ...
+
+    def resembles(self, other: Self) -> bool:
+        """Return whether the store says that the two are the same version, if only by a weak validator."""
         ...
 
 
@@ -225,6 +242,7 @@ class Download(ABC, Generic[_K, _V]):
         self._length = length
         self._max_bytes = max_bytes
         self._position = start  # of the next byte to return
+        self._returned = start  # the position behind the bytes that `part` has returned
         self._end: int | None = None if length is None else start + length  # None: not known yet
         self._mark = start  # the position when the retry budget last started
         self._done = False
@@ -233,6 +251,12 @@ class Download(ABC, Generic[_K, _V]):
         self._paused_at = 0.0
         self._queued_s = 0.0  # time spent waiting for a slot since the last failure: not part of an outage
         self._parts: list[bytes] = []
+        self._skip = 0  # bytes of this response that lie before the position
+        self._anew = False  # the next request begins at the start, because no later one proved its version
+        self._given: Any = None  # digest of the bytes returned by `part`, where no validator identifies them
+        self._compared: Any = None  # digest of the same bytes of this response, while they are skipped
+        self._waited_s = 0.0  # for the network, since the rate was looked at last
+        self._waited_bytes = 0
 
     async def rest(self) -> bytes:
         """Return all bytes."""
@@ -245,6 +269,7 @@ class Download(ABC, Generic[_K, _V]):
             # Time that the caller spent between two calls is not part of the outage.
             self._attempts.paused(asyncio.get_running_loop().time() - self._paused_at)
         data = await self._run(lambda scope: self._next(scope, most), keep=True)
+        self._remember(data)
         self._paused_at = asyncio.get_running_loop().time()
         return data
 
@@ -271,6 +296,8 @@ class Download(ABC, Generic[_K, _V]):
 
     def _restart(self) -> None:
         """Start again, with whatever version the object has now."""
+        self._anew = False
+        self._given = None
         self._position = self._mark = self._start
         self._end = None if self._length is None else self._start + self._length
         self.version = None
@@ -299,30 +326,110 @@ class Download(ABC, Generic[_K, _V]):
                     self.close()
                 if failed is None:
                     raise
-                proved = self.version is not None and self.version.validator is not None
-                if keep and self._position > self._start and not proved:
-                    note = f"{self._position - self._start:,} bytes were given already"
-                    if self.version is not None:
-                        note += f", and the {self.peer} sends no strong ETag by which to go on safely"
+                given = self._returned > self._start
+                if given and self.version is None:  # the whole does not have the digest that was declared for it
+                    note = f"{self._returned - self._start:,} bytes were given already"
                     raise self._client.failure(self._path, failed, note) from failed.cause
+                if keep:
+                    self._position = self._returned
+                proved = self.version is not None and self.version.validator is not None
+                self._anew = self._anew or not proved
                 if self._attempts is None:
                     self._attempts = self._client.attempts(began)
                 self._attempts.paused(self._queued_s)
                 self._queued_s = 0.0
-                if proved and self._position - self._mark >= _PROGRESS:
+                if (proved or given) and self._position - self._mark >= _PROGRESS:
                     self._attempts.progressed(loop.time())
                     self._mark = self._position
                 delay = self._client.judge(self._path, failed, self._attempts, loop.time())
-            if not proved:
+            if not given and (self._anew or self._position == self._start):
                 self._restart()
-            elif self._position > self._start:
+            else:
                 self._client.counts.resume()
             await self._client.owner.sleep(delay)
+
+    async def _wait(self, arriving: Awaitable[bytes], most_s: float) -> bytes:
+        """Wait for the next bytes of a response, and measure its rate. A wait counts as `most_s` seconds at most: after
+        that it would have timed out, if the loop had not been blocked.
+
+        Raises:
+            RequestFailed: the response is too slow.
+        """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        data = await arriving
+        self._waited_s += min(loop.time() - began, most_s)
+        self._waited_bytes += len(data)
+        if data and self._waited_s >= SLOW_S:
+            seconds, nbytes = self._waited_s, self._waited_bytes
+            self._waited_s, self._waited_bytes = 0.0, 0
+            if nbytes < self._client.min_bytes_per_s * seconds:
+                raise RequestFailed.slow(nbytes, seconds, self._client.min_bytes_per_s)
+        return data
+
+    def _opened(self, first: int, version: _V) -> None:
+        """Check that a response, whose bytes begin at `first`, continues the bytes that were returned so far.
+
+        Raises:
+            RequestFailed: it does not say so; the next attempt begins again.
+            ReadFailed: it is of another version, or nothing can prove that it is not.
+        """
+        self._waited_s, self._waited_bytes = 0.0, 0
+        self._skip, self._compared = self._position - first, None
+        if self.version is None:
+            self.version = version
+            return
+        if self.version.differs(version):
+            raise self._changed()
+        if self.version.proves(version):
+            return
+        if first == self._position:
+            if not self._anew:
+                self._anew = True
+                raise RequestFailed.unproved()
+            if first > self._start:
+                raise self._changed()
+            return
+        if self._given is None or first > self._start:
+            raise self._changed()
+        self._compared = sha256(usedforsecurity=False)
+
+    def _unskipped(self, data: bytes) -> bytes:
+        """Return what of the bytes that have arrived lies behind the position.
+
+        Raises:
+            ReadFailed: the bytes that were returned before are other ones now.
+        """
+        if not self._skip:
+            return data
+        skipped = data[: self._skip]
+        if self._compared is not None:
+            # Bytes before the start, of a server that ignores ranges, were never returned.
+            before = max(0, self._skip - (self._position - self._start))
+            self._compared.update(skipped[before:])
+        self._skip -= len(skipped)
+        if not self._skip and self._compared is not None and self._compared.digest() != self._given.digest():
+            raise self._changed()
+        return data[len(skipped) :]
 
     def _received(self, nbytes: int) -> None:
         """Note that the next bytes of the object are here."""
         self._position += nbytes
         count("bytes", nbytes)
+
+    def _changed(self) -> ReadFailed:
+        """Make the error for an object that is not the one whose bytes were returned."""
+        return ReadFailed(
+            f"reading {self._path!r} failed: {self._client.where(self._path)}: {_CHANGED}", path=self._path
+        )
+
+    def _remember(self, data: bytes) -> None:
+        """Note that bytes are returned by a stream. Costs a digest where no validator identifies them."""
+        self._returned = self._position
+        if self.version is not None and not self.version.validator:
+            if self._given is None:
+                self._given = sha256(usedforsecurity=False)
+            self._given.update(data)
 
     async def _read_all(self, scope: Scope) -> None:
         while not self._done and (data := await self._next(scope, 0)):
@@ -372,6 +479,12 @@ async def read_blocks(
 
     blocks = await gather_all(fetch(download) for download in downloads)
     versions = [download.version for download in downloads if download.version is not None]
+    if not all(versions[0].resembles(each) for each in versions) and not any(map(versions[0].differs, versions)):
+        raise ReadFailed(
+            f"{path!r} in {client.where(None)} has neither ETag nor Last-Modified, so that parts of it, read by several "
+            "requests, may be of several versions; read it as a whole, or have the server send one of them",
+            path=path,
+        )
     if any(versions[0].differs(each) for each in versions):
         raise ReadFailed(
             f"{path!r} in {client.where(None)} changed between the requests for its parts; read it again, and write "
@@ -450,7 +563,7 @@ class NetworkTransport(Transport, Generic[_K]):
         """Read an object in chunks as they arrive; a download that breaks is resumed. As `Transport.stream`.
 
         Raises:
-            ReadFailed: also when it breaks, and the server sends no strong ETag by which to resume.
+            ReadFailed: also when it breaks, and the object is another one when it is read again.
         """
         self._check(path)
         check_chunk_size(chunk_size)
@@ -473,12 +586,14 @@ class NetworkTransport(Transport, Generic[_K]):
         """Make a download with this transport's client; `path` has been checked. As `Download`."""
 
 
-def check_limits(requests: int, **seconds: float) -> None:
-    """Check the limits of concurrent requests and of waits.
+def check_limits(requests: int, min_bytes_per_s: float, **seconds: float) -> None:
+    """Check the limits of concurrent requests, of rates and of waits.
 
     Raises:
-        ValueError: `requests` is below 1, or one of the `seconds` is not above 0 and finite.
+        ValueError: `requests` is below 1, the rate is negative, or one of the `seconds` is not above 0 and finite.
     """
+    if not (isfinite(min_bytes_per_s) and min_bytes_per_s >= 0):
+        raise ValueError(f"min_bytes_per_s must be 0 or more bytes per second, got {min_bytes_per_s}")
     if requests < 1:
         raise ValueError(f"requests must be at least 1, got {requests}")
     for name, each in seconds.items():

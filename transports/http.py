@@ -45,6 +45,8 @@ class HttpTransport(NetworkTransport[HttpClient]):
         connect_s: seconds for an address to accept a connection. Default 10.
         first_byte_s: seconds until a request's response begins, including the connection. Default 60.
         stalled_s: seconds without new bytes after which a response counts as broken. Default 30.
+        min_bytes_per_s: a response that brings fewer over 60 seconds of waiting counts as broken, too. The time that
+            the consumer takes does not count. Default 1024, which no usable link stays below; 0: any rate will do.
         encoded: accept a body with a ``Content-Encoding`` as the object's bytes, without decoding it. Default False:
             refuse it, because sizes and ranges would refer to other bytes.
         verify: compare whole objects with the digest that the server declares (``Repr-Digest``, ``x-goog-hash``,
@@ -66,11 +68,12 @@ class HttpTransport(NetworkTransport[HttpClient]):
         connect_s: float = 10.0,
         first_byte_s: float = 60.0,
         stalled_s: float = 30.0,
+        min_bytes_per_s: float = 1024.0,
         encoded: bool = False,
         verify: bool = True,
     ) -> None:
         _check_root(root)
-        check_limits(requests, connect_s=connect_s, first_byte_s=first_byte_s, stalled_s=stalled_s)
+        check_limits(requests, min_bytes_per_s, connect_s=connect_s, first_byte_s=first_byte_s, stalled_s=stalled_s)
         if listing is not None:
             check_path(listing)
         options: dict[str, Any] = {
@@ -80,6 +83,7 @@ class HttpTransport(NetworkTransport[HttpClient]):
             "connect_s": connect_s,
             "first_byte_s": first_byte_s,
             "stalled_s": stalled_s,
+            "min_bytes_per_s": min_bytes_per_s,
             "encoded": encoded,
             "verify": verify,
         }

@@ -76,9 +76,11 @@ class Version(NamedTuple):
 
     @property
     def validator(self) -> str | None:
-        """The value for ``If-Range``; None if nothing proves that the bytes are equal."""
-        if self.etag is not None:
-            return None if self.etag.startswith(("W/", "w/")) else self.etag
+        """The value for ``If-Range``: a strong ETag, or a date of modification that is old enough to be as strong (RFC
+        9110 section 8.8.2.2), also beside a weak ETag; None if nothing proves that the bytes are equal.
+        """
+        if self.etag is not None and not self.etag.startswith(("W/", "w/")):
+            return self.etag
         return self.modified if self.settled else None
 
     def differs(self, other: Version) -> bool:
@@ -92,6 +94,11 @@ class Version(NamedTuple):
     def proves(self, other: Version) -> bool:
         """Return whether the two are certainly the same version, byte for byte."""
         return self.validator is not None and self.validator == other.validator and not self.differs(other)
+
+    def resembles(self, other: Version) -> bool:
+        """Return whether the server says that the two are the same version, if only by a weak ETag or a new date."""
+        named = (self.etag, self.modified)
+        return named != (None, None) and named == (other.etag, other.modified) and not self.differs(other)
 
 
 def content_length(headers: Headers) -> int | None:

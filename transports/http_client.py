@@ -116,13 +116,14 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
         connect_s: float,
         first_byte_s: float,
         stalled_s: float,
+        min_bytes_per_s: float,
         encoded: bool,
         verify: bool,
         range_gap: int,
     ) -> None:
         parts = urlsplit(root)
         self.root = safe_url(root)
-        super().__init__(SessionOwner(f"the http transport of {self.root}", requests, connect_s), retry)
+        super().__init__(SessionOwner(f"the http transport of {self.root}", requests, connect_s), retry, min_bytes_per_s)
         self.first_byte_s = first_byte_s
         self.stalled_s = stalled_s
         self.encoded = encoded

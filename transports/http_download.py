@@ -3,7 +3,7 @@
 Data path: http -> [http_download] -> http_client -> server.
 
 See `download` for what is common to all downloads. A broken download continues with ``Range`` and ``If-Range``, if the
-server sent a strong ETag or an old enough date of modification.
+server sent a strong ETag or an old enough date of modification, and the answer must have the same.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from asyncloader.transports.base import ObjectInfo
 from asyncloader.transports.checks import check_size, check_start
 from asyncloader.transports.client_owner import Scope
-from asyncloader.transports.download import CHANGED, Download
-from asyncloader.transports.errors import ReadFailed, SizeUnknown
+from asyncloader.transports.download import Download
+from asyncloader.transports.errors import SizeUnknown
 from asyncloader.transports.http_answers import (
     Version,
     content_length,
@@ -44,7 +44,6 @@ class HttpDownload(Download[HttpClient, Version]):
         self, client: HttpClient, path: str, start: int = 0, length: int | None = None, max_bytes: int | None = None
     ) -> None:
         super().__init__(client, path, start, length, max_bytes)
-        self._skip = 0  # bytes of this response that lie before the position
         self._response: aiohttp.ClientResponse | None = None
         self._digest: tuple[Any, bytes] | None = None
 
@@ -103,12 +102,12 @@ class HttpDownload(Download[HttpClient, Version]):
             content = self._response.content
             if not content.is_eof():  # otherwise everything has arrived, and nothing below waits
                 scope.limit(self._client.stalled_s)
-            data = await (content.read(most) if most else content.readany())
+            data = await self._wait(content.read(most) if most else content.readany(), self._client.stalled_s)
             if not data:
                 if self._end is not None and self._position < self._end:
                     raise RequestFailed.short(self._position, self._end)
                 if self._skip:
-                    self._refuse_end(self._position - self._skip, self._response)
+                    self._refuse_end(self._position - self._skip)
                 break
             if data := self._take(data):
                 return data
@@ -117,10 +116,7 @@ class HttpDownload(Download[HttpClient, Version]):
 
     def _take(self, data: bytes) -> bytes:
         """Return the wanted part of `data`, and finish if that was all."""
-        if self._skip:
-            skipped = min(self._skip, len(data))
-            self._skip -= skipped
-            data = data[skipped:]
+        data = self._unskipped(data)
         if self._end is not None and self._position + len(data) > self._end:
             data = data[: self._end - self._position]
         self._received(len(data))
@@ -150,9 +146,10 @@ class HttpDownload(Download[HttpClient, Version]):
             if measure == "GET":
                 headers["Range"] = "bytes=0-0"
             return await self._client.request(measure, self._path, headers)
-        if self._length is not None or self._position:
-            headers["Range"] = f"bytes={self._position}-{'' if self._end is None else self._end - 1}"
-            if self._position > self._start and self.version is not None and self.version.validator is not None:
+        first = self._start if self._anew else self._position
+        if self._length is not None or first:
+            headers["Range"] = f"bytes={first}-{'' if self._end is None else self._end - 1}"
+            if first > self._start and self.version is not None and self.version.validator is not None:
                 headers["If-Range"] = self.version.validator
         return await self._client.request("GET", self._path, headers)
 
@@ -164,18 +161,19 @@ class HttpDownload(Download[HttpClient, Version]):
         self._refuse_encoding(response)
         length = content_length(headers)
         answered = parse_content_range(headers.get("Content-Range"))
+        first = self._start if self._anew else self._position
         if status == 206:
-            if answered is None or answered.start != self._position or answered.end is None:
+            if answered is None or answered.start != first or answered.end is None:
                 raise self._client.refused(
-                    self._path, response, f"bytes from {self._position:,} on were asked for, and it gives "
+                    self._path, response, f"bytes from {first:,} on were asked for, and it gives "
                     f"{headers.get('Content-Range', 'no Content-Range')[:80]!r}"
                 )  # fmt: skip
-            if length is not None and length != answered.end - self._position:
+            if length is not None and length != answered.end - first:
                 raise self._client.refused(self._path, response, "its Content-Length and Content-Range disagree")
-            total, self._skip = answered.total, 0
+            total = answered.total
         else:
-            total, self._skip = length, self._position
-        self._compare(Version.of(headers, total), response)
+            total, first = length, 0
+        self._opened(first, Version.of(headers, total))
         if self._length is not None:
             assert self._end is not None
             if total is not None and self._end > total:
@@ -203,10 +201,10 @@ class HttpDownload(Download[HttpClient, Version]):
             self._digest = declared and (hashlib.new(declared[0], usedforsecurity=False), declared[1])
         return self._end is None or self._position < self._end
 
-    def _refuse_end(self, size: int, response: aiohttp.ClientResponse) -> None:
+    def _refuse_end(self, size: int) -> None:
         """Refuse an object that ends before the position."""
         check_start(self._path, size, self._start)
-        raise self._changed(response)
+        raise self._changed()
 
     def _refuse_encoding(self, response: aiohttp.ClientResponse) -> None:
         if (encoding := foreign_encoding(response.headers)) and not self._client.encoded:
@@ -233,15 +231,8 @@ class HttpDownload(Download[HttpClient, Version]):
                 )
             check_start(self._path, size, self._start)
             return False  # the stream begins where the object ends
-        if size == self._position and self._end is None:
-            return False  # it broke after the last byte
-        raise self._changed(response)
-
-    def _compare(self, version: Version, response: aiohttp.ClientResponse) -> None:
-        if self.version is None:
-            self.version = version
-        elif self.version.differs(version) or (self._skip and not self.version.proves(version)):
-            raise self._changed(response)
-
-    def _changed(self, response: aiohttp.ClientResponse) -> ReadFailed:
-        return self._client.refused(self._path, response, CHANGED)
+        if size == self._position and self._end is None and not self._anew:
+            # It may have broken after the last byte; or the object is another one, which begins with the same bytes.
+            self._anew = True
+            raise RequestFailed.unproved()
+        raise self._changed()

@@ -58,6 +58,9 @@ class ObjectStoreTransport(NetworkTransport[StoreClient]):
         connect_s: seconds for the store to accept a connection. Default 10.
         stalled_s: seconds without new bytes, of the response's head or body, after which it counts as broken. Default
             30. There is no limit for a whole download.
+        min_bytes_per_s: a response that is slower counts as broken, too: a part of up to 1 MiB, which obstore gives as
+            a whole, must come within a minute, or within the time that this rate allows, if that is more. Default
+            1024; 0: any rate will do.
 
     Raises:
         ValueError: the URL is not an object store's, an option does not apply to it, or a number is out of bounds.
@@ -80,9 +83,10 @@ class ObjectStoreTransport(NetworkTransport[StoreClient]):
         requests: int = 256,
         connect_s: float = 10.0,
         stalled_s: float = 30.0,
+        min_bytes_per_s: float = 1024.0,
     ) -> None:
         location = parse_location(root)
-        check_limits(requests, connect_s=connect_s, stalled_s=stalled_s)
+        check_limits(requests, min_bytes_per_s, connect_s=connect_s, stalled_s=stalled_s)
         if region is not None and location.kind != "s3":
             raise ValueError(f"region={region!r} does not fit {location.url}: only s3:// has regions")
         if endpoint is not None and not endpoint.lower().startswith(("http://", "https://")):
@@ -98,9 +102,10 @@ class ObjectStoreTransport(NetworkTransport[StoreClient]):
             "requests": requests,
             "connect_s": connect_s,
             "stalled_s": stalled_s,
+            "min_bytes_per_s": min_bytes_per_s,
         }
         settings = Settings(**{name: options[name] for name in Settings.__slots__})
-        super().__init__(StoreClient(location, settings, options["retry"], requests), root, options)
+        super().__init__(StoreClient(location, settings, options["retry"], requests, min_bytes_per_s), root, options)
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> Self:

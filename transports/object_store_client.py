@@ -33,7 +33,7 @@ from asyncloader.counters import count
 from asyncloader.transports.base import gather_all
 from asyncloader.transports.checks import check_path
 from asyncloader.transports.client_owner import ClientOwner, Scope
-from asyncloader.transports.download import RetryingClient
+from asyncloader.transports.download import SLOW_S, RetryingClient
 from asyncloader.transports.errors import AccessDenied, InvalidPath, ObjectNotFound, ReadFailed, TransportError
 from asyncloader.transports.object_store_config import Location, Settings, open_store
 from asyncloader.transports.retry import Attempts, RequestFailed, RetryPolicy
@@ -150,11 +150,13 @@ _PAGE = 1000  # names per page of a listing
 class StoreClient(RetryingClient[OpenStore]):
     """Requests below one root. The arguments are those of `ObjectStoreTransport`."""
 
-    def __init__(self, location: Location, settings: Settings, retry: RetryPolicy, requests: int) -> None:
+    def __init__(
+        self, location: Location, settings: Settings, retry: RetryPolicy, requests: int, min_bytes_per_s: float
+    ) -> None:
         def open_one(retries: bool) -> Store:
             return open_store(location, settings, retry if retries else None)
 
-        super().__init__(StoreOwner(f"the transport of {location.url}", requests, open_one), retry)
+        super().__init__(StoreOwner(f"the transport of {location.url}", requests, open_one), retry, min_bytes_per_s)
         self.location = location
         self._endpoint = settings.endpoint or settings.config.get("endpoint")
         # obstore enforces both limits itself. This one ends the wait in case its threads do not exist.
@@ -170,6 +172,10 @@ class StoreClient(RetryingClient[OpenStore]):
         self.answered()
         scope.limit(None)
         return result
+
+    def slow_s(self, nbytes: int) -> float | None:
+        """Return the seconds within which a part of so many bytes must come; None for ever."""
+        return max(SLOW_S, nbytes / self.min_bytes_per_s) if self.min_bytes_per_s else None
 
     async def head(self, scope: Scope, path: str) -> ObjectMeta:
         """Request an object's metadata. The caller holds a slot."""

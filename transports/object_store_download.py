@@ -3,7 +3,7 @@
 Data path: object_store -> [object_store_download] -> object_store_client -> obstore -> store.
 
 See `download` for what is common to all downloads. A broken download continues with a range and ``If-Match``, if the
-store sent a strong ETag, as S3, GCS and Azure do.
+store sent a strong ETag, as S3, GCS and Azure do; otherwise it begins again, and the bytes are compared.
 
 obstore could retry by itself, but its retries are disabled for objects: it would not count them, its time limit would
 elapse while a stream's consumer is busy, and it would report a changed object as a broken one.
@@ -12,12 +12,12 @@ elapse while a stream's consumer is busy, and it would report a changed object a
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from asyncloader.transports.checks import check_size, check_start
 from asyncloader.transports.client_owner import Scope
-from asyncloader.transports.download import CHANGED, Download
-from asyncloader.transports.errors import ReadFailed
+from asyncloader.transports.download import Download
 from asyncloader.transports.object_store_client import StoreClient, status_of
 from asyncloader.transports.retry import RequestFailed
 
@@ -49,7 +49,15 @@ class StoreVersion(NamedTuple):
 
     def differs(self, other: StoreVersion) -> bool:
         """Return whether the two are certainly not the same version."""
-        return (self.size, self.validator) != (other.size, other.validator)
+        return (self.size, self.tag) != (other.size, other.tag)
+
+    def proves(self, other: StoreVersion) -> bool:
+        """Return whether the two are certainly the same version, byte for byte."""
+        return self.validator is not None and self == other
+
+    def resembles(self, other: StoreVersion) -> bool:
+        """Return whether the store says that the two are the same version, if only by a weak ETag."""
+        return self.tag is not None and self == other
 
 
 class StoreDownload(Download[StoreClient, StoreVersion]):
@@ -66,6 +74,9 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
 
     def _classify_error(self, error: BaseException) -> RequestFailed | None:
         failed = self._client.classify_error(error, self._path)
+        if isinstance(error, TimeoutError) and self._body is not None:
+            text = f"the answer was slower than min_bytes_per_s={self._client.min_bytes_per_s:g}"
+            return RequestFailed("slow", text, cause=error)
         if failed is not None and failed.kind == "status 412":
             return RequestFailed(failed.kind, failed.text, retryable=False, cause=error, final=self._changed())
         return failed
@@ -88,7 +99,9 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
         if self._end - self._position > _SMALL:
             self._body = aiter(result.stream(_PART))
             return
+        scope.limit(self._client.slow_s(self._end - self._position))
         data = (await result.bytes_async()).to_bytes()
+        scope.limit(None)
         if self._position + len(data) != self._end:
             raise RequestFailed.short(self._position + len(data), self._end)
         self._received(len(data))
@@ -106,11 +119,15 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
             # obstore returns at least so many bytes, often more: half of `most` is seldom exceeded.
             self._body = aiter(result.stream(max(1, most // 2) if most else _PART))
         data, self._spare = self._spare, b""
+        # obstore gives bytes when it has so many of them, so that only a limit can end the wait for a slow store.
+        slow_s = self._client.slow_s(most or _PART)
         while not data:
+            scope.limit(slow_s)
             try:
-                data = await anext(self._body)
+                data = self._unskipped(await self._wait(anext(self._body), slow_s or inf))
             except StopAsyncIteration:
                 raise RequestFailed.short(self._position, self._end or 0) from None
+        scope.limit(None)
         if most and len(data) > most:
             data, self._spare = data[:most], data[most:]
         self._received(len(data))
@@ -122,11 +139,12 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
         """Take a slot and request the remaining bytes; None if nothing is left."""
         await self._take_slot()
         options: GetOptions = {}
-        if self._end is not None and (self._length is not None or self._position):
-            options["range"] = (self._position, self._end)
-        elif self._position:
-            options["range"] = {"offset": self._position}
-        if self._position > self._start and self.version is not None:
+        first = self._start if self._anew else self._position
+        if self._end is not None and (self._length is not None or first):
+            options["range"] = (first, self._end)
+        elif first:
+            options["range"] = {"offset": first}
+        if first > self._start and self.version is not None:
             options["if_match"] = self.version.validator
         try:
             result = await self._client.get(scope, self._path, options)
@@ -148,11 +166,9 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
 
     def _accept(self, meta: ObjectMeta, given: tuple[int, int]) -> bool:
         """Check the head of a response; False if nothing is left to read."""
-        version, size = StoreVersion.of(meta), meta["size"]
-        if self.version is None:
-            self.version = version
-        elif self.version != version:
-            raise self._changed()
+        size = meta["size"]
+        first = self._start if self._anew else self._position
+        self._opened(first, StoreVersion.of(meta))
         if self._length is not None:
             assert self._end is not None
             if self._end > size:
@@ -161,8 +177,8 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
             check_size(self._path, size, self._max_bytes)
             check_start(self._path, size, self._start)
             self._end = size
-        if given != (self._position, self._end):
-            raise RequestFailed("wrong range", f"bytes {self._position:,} to {self._end:,} were asked for, not {given}")
+        if given != (first, self._end):
+            raise RequestFailed("wrong range", f"bytes {first:,} to {self._end:,} were asked for, not {given}")
         return self._position < self._end
 
     async def _accept_nothing(self, scope: Scope, error: Exception) -> None:
@@ -178,8 +194,3 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
                 "status 416", f"bytes from {self._start:,} on were asked for, and it has {meta['size']:,}"
             )
         self._finish()  # the stream begins where the object ends
-
-    def _changed(self) -> ReadFailed:
-        return ReadFailed(
-            f"reading {self._path!r} failed: {self._client.where(self._path)}: {CHANGED}", path=self._path
-        )

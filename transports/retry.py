@@ -360,6 +360,17 @@ class RequestFailed(Exception):
         return cls("short body", f"the answer ended at byte {position:,} of {end:,}")
 
     @classmethod
+    def slow(cls, nbytes: int, seconds: float, least: float) -> Self:
+        """The body arrives more slowly than allowed."""
+        rate = f"{nbytes / seconds:,.1f} bytes per second over {seconds:.0f} s"
+        return cls("slow", f"the answer came at {rate}, which is below min_bytes_per_s={least:g}")
+
+    @classmethod
+    def unproved(cls) -> Self:
+        """The response continues the object, but does not say of which version it is."""
+        return cls("unproved", "the rest of the object came without the version that the beginning had")
+
+    @classmethod
     def corrupt(cls, algorithm: str) -> Self:
         """The body's digest differs from the one declared in the response's head."""
         return cls("wrong digest", f"the bytes do not have the {algorithm} digest that the server declared")
