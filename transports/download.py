@@ -24,8 +24,8 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from functools import cached_property, partial
+from hashlib import sha256
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
@@ -45,9 +45,9 @@ SLOW_S = 60.0  # of waiting, over which the rate of a response is measured
 _FOLLOWS_S = 1.0  # after a failure, within which the next operation is taken to be for the same purpose
 
 __all__ = [
+    "SLOW_S",
     "Download",
     "NetworkTransport",
-    "SLOW_S",
     "ObjectVersion",
     "RetryingClient",
     "check_limits",
@@ -182,8 +182,8 @@ class RetryingClient(ABC, Generic[_C]):
 _R = TypeVar("_R")
 
 _CHANGED = (
-    "the object changed while it was read; the bytes of two versions are never mixed. Read it again, and write "
-    "objects under new names instead of replacing them"
+    "the object changed while it was read, or nothing proves that it did not; the bytes of two versions are never "
+    "mixed. Read it again, and write objects under new names instead of replacing them"
 )
 
 # Bytes that count as progress, so that the budget of the retries starts again. See `Attempts.progressed`.
@@ -481,8 +481,8 @@ async def read_blocks(
     versions = [download.version for download in downloads if download.version is not None]
     if not all(versions[0].resembles(each) for each in versions) and not any(map(versions[0].differs, versions)):
         raise ReadFailed(
-            f"{path!r} in {client.where(None)} has neither ETag nor Last-Modified, so that parts of it, read by several "
-            "requests, may be of several versions; read it as a whole, or have the server send one of them",
+            f"{path!r} in {client.where(None)} has neither ETag nor Last-Modified, so that parts of it, read by "
+            "several requests, may be of several versions; read it as a whole, or have the server send one of them",
             path=path,
         )
     if any(versions[0].differs(each) for each in versions):

@@ -123,7 +123,9 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
     ) -> None:
         parts = urlsplit(root)
         self.root = safe_url(root)
-        super().__init__(SessionOwner(f"the http transport of {self.root}", requests, connect_s), retry, min_bytes_per_s)
+        super().__init__(
+            SessionOwner(f"the http transport of {self.root}", requests, connect_s), retry, min_bytes_per_s
+        )
         self.first_byte_s = first_byte_s
         self.stalled_s = stalled_s
         self.encoded = encoded

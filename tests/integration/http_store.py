@@ -158,11 +158,11 @@ def redirect(target: str, code: int = 302) -> Fault:
     return status(code, Location=target)
 
 
-def change(data: bytes) -> Fault:
+def change(data: bytes, *, etag: str | None = None, **headers: str) -> Fault:
     """Replace the object just before it is served."""
 
     async def fault(store: HttpStore, request: web.Request) -> None:
-        store.put(unquote(request.rel_url.raw_path[1:]), data)
+        store.put(unquote(request.rel_url.raw_path[1:]), data, etag=etag, **headers)
 
     return fault
 
