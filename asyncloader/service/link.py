@@ -143,21 +143,20 @@ class Link:
                 header, body, target = self._reading
                 number = self._pull(target[self._got :])
                 if number is None:
-                    self._wake_at(header.payload - self._got)
-                    return
+                    break
                 self._got += number
                 if self._got == header.payload:
                     self._reading = None
                     target.release()
                     yield Message(header, bytes(body))
             else:
-                number = self._fill()
-                if number is None:
-                    self._wake_at(1)
-                    return
+                if self._fill() is None:
+                    break
                 yield from self._split()
             if self.received >= until and not (self._tls and self.sock.pending()):  # type: ignore[attr-defined]
-                return
+                break
+        # On every way out: after a turn, too, fewer bytes may be missing than the socket was told to wait for.
+        self._wake_at(1 if self._reading is None else self._reading[0].payload - self._got)
 
     def _split(self) -> Iterator[Message]:
         rest = self._rest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncloader.service import link as link_module
 from asyncloader.service.frames import Header, pack_header, unpack_header
 from asyncloader.service.link import Link
 
@@ -125,3 +127,83 @@ def test_a_header_of_another_protocol() -> None:
     """Is named."""
     with pytest.raises(ValueError, match="b'HTTP'"):
         unpack_header(b"HTTP/1.1 200 OK" + bytes(32), 1, 1)
+
+
+class CountingSocket(socket.socket):
+    """Counts the calls that change its options."""
+
+    changes = 0
+
+    def setsockopt(self, *arguments: Any) -> None:
+        self.changes += 1
+        super().setsockopt(*arguments)
+
+
+@contextmanager
+def connected_by_tcp() -> Generator[tuple[socket.socket, CountingSocket]]:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as ours,
+        CountingSocket(fileno=server.accept()[0].detach()) as theirs,
+    ):
+        ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        yield ours, theirs
+
+
+TURN, WAKE = 1 << 15, 1 << 12
+
+
+@pytest.mark.parametrize("left", [1, WAKE - 1, WAKE, WAKE + 1, TURN])
+def test_a_turn_that_ends_within_a_payload(left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest wakes the reader, however little it is: the socket must not wait for more bytes than will come."""
+    monkeypatch.setattr(link_module, "_TURN", TURN)
+    monkeypatch.setattr(link_module, "_WAKE", WAKE)
+    payload = os.urandom(100 + TURN + left)
+    with connected_by_tcp() as (ours, theirs):
+        link = Link(theirs)
+        poll, got = watched(link, len(payload))
+        ours.sendall(pack_header(1, payload=len(payload)) + payload[:100])
+        read_when_ready(link, poll)
+        ours.sendall(payload[100 : 100 + TURN])
+        read_when_ready(link, poll)
+        ours.sendall(payload[100 + TURN :])
+        while len(got) < 1:
+            got += read_when_ready(link, poll)
+        assert len(got) == 1
+
+
+@given(st.lists(st.integers(0, 3 * TURN), min_size=1, max_size=4), st.data())
+def test_no_payload_stalls(sizes: list[int], data: st.DataObject) -> None:
+    """Whatever sizes payloads have and in whatever pieces they come, a reader that waits for its socket gets all of
+    them. The socket's options are changed once for a payload and once after it, at most, and once where a turn ends.
+    """
+    stream = b"".join(pack_header(1, 2, payload=size) + b"ab" + bytes(size) for size in sizes)
+    with pytest.MonkeyPatch.context() as patch, connected_by_tcp() as (ours, theirs):
+        patch.setattr(link_module, "_TURN", TURN)
+        patch.setattr(link_module, "_WAKE", WAKE)
+        link = Link(theirs)
+        poll, got = watched(link, max(sizes))
+        changes, pieces = theirs.changes, 0
+        while stream:
+            cut = data.draw(st.one_of(st.integers(1, TURN), st.integers(1, 2 * WAKE)))  # never more than is read
+            ours.sendall(stream[:cut])
+            stream, pieces = stream[cut:], pieces + 1
+            if poll.poll(0):
+                got += link.receive()
+        while len(got) < len(sizes):
+            got += read_when_ready(link, poll)
+        turns = sum(sizes) // TURN
+        assert theirs.changes - changes <= pieces + turns + 2 * len(sizes)
+
+
+def watched(link: Link, most: int) -> tuple[Any, list[Any]]:
+    target = bytearray(most)
+    link.place, link.most_payload = lambda header: memoryview(target)[: header.payload], most
+    poll = select.poll()
+    poll.register(link.fileno(), select.POLLIN)
+    return poll, []
+
+
+def read_when_ready(link: Link, poll: Any) -> list[Any]:
+    assert poll.poll(2000), "the rest of a payload stalls"
+    return list(link.receive())
