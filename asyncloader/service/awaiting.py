@@ -12,13 +12,14 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from asyncloader.service import frames
+from asyncloader.service.dead_peers import end_when_dead
 from asyncloader.service.link import Link, Message
 from asyncloader.service.sockets import check_peer
 
 __all__ = ["message_of", "secured", "send_whole", "waited"]
 
 _SIGN_OF_LIFE_S = 5.0
-_TCP = {"TCP_USER_TIMEOUT": 3000, "TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 _T = TypeVar("_T")
 
 
@@ -33,10 +34,11 @@ async def secured(sock: socket.socket, tls: ssl.SSLContext | None) -> socket.soc
         check_peer(sock)
         return sock
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a loader that lost its power says nothing
-    for name, value in _TCP.items():
+    for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     if tls is None:
+        end_when_dead(sock)
         return sock
     secured = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
     try:
@@ -45,6 +47,7 @@ async def secured(sock: socket.socket, tls: ssl.SSLContext | None) -> socket.soc
     except BaseException:
         secured.close()
         raise
+    end_when_dead(secured)
     return secured
 
 

@@ -39,7 +39,7 @@ _CONNECT_S = 3.0
 _ANSWER_S = 30.0  # a node may be making the dataset
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _SAY_AFTER_S = 3.0
-_USER_TIMEOUT_MS = 3000
+_USER_TIMEOUT_MS = 3000  # until a lane is open; see `RemoteChannel`
 
 _T = TypeVar("_T")
 

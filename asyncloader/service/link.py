@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import array
 import contextlib
+import fcntl
 import os
 import socket
 import ssl
+import sys
+import termios
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
@@ -70,6 +73,15 @@ class Link:
     def fileno(self) -> int:
         """The socket's descriptor, -1 once closed."""
         return self.sock.fileno()
+
+    @property
+    def unread(self) -> int:
+        """Bytes that have come and were not read yet. The socket may not count as readable for them.
+
+        Raises:
+            OSError: the link is closed.
+        """
+        return int.from_bytes(fcntl.ioctl(self.sock, termios.FIONREAD, bytes(4)), sys.byteorder)
 
     # -------------------------------------------------------------------------------------------- sending
 

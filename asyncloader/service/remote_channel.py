@@ -6,13 +6,17 @@ The pool sends a task with a slot of its ring; here the task goes out without it
 received straight into that slot. A batch that is larger than the slot gets a segment of its own, as a local worker
 would make one. Only this process writes to the ring, so a connection that breaks leaves no foreign writer behind.
 
-A node that is gone without a word (a cut cable) is noticed within three seconds, while there are tasks.
+A node that is gone without a word (a cut cable) is noticed within three seconds, while there are tasks. The trainer may
+block the loop for as long as it likes: bytes that came meanwhile count although nothing has read them, and however long
+the loop stood still, that is one of the three checks without a byte after which a node is given up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
 from time import perf_counter
@@ -51,13 +55,18 @@ class RemoteChannel:
         self._leaving = ""
         self._link = link
         link.place, link.most_payload = self._place, _MOST_PAYLOAD
+        if link.sock.family != socket.AF_UNIX and hasattr(socket, "TCP_USER_TIMEOUT"):
+            # From here on pings notice a silent network. The time-out would also end a connection whose window is
+            # closed, as it is while the trainer computes and reads nothing.
+            with contextlib.suppress(OSError):  # it has ended, which its reader sees
+                link.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
         self._rings: dict[int, WorkerRing] = {}
         self._tasks: dict[tuple[int, int], tuple[int, int]] = {}  # (epoch, task) -> ring, slot
         self._segments: dict[tuple[int, int], int] = {}  # of batches that are larger than their slot
         self._began: dict[tuple[int, int], float] = {}  # when the payload began to arrive
         self._fds: deque[int] = deque()
         self._timer: asyncio.TimerHandle | None = None
-        self._seen = 0  # bytes received at the last check
+        self._seen = 0  # bytes that had come at the last check
         self._pings = 0
 
     def fileno(self) -> int:
@@ -205,8 +214,11 @@ class RemoteChannel:
         self._timer = None
         if self.ended or not self._tasks or self.fileno() < 0:
             return
-        if self._seen != self.received:  # bytes, and not messages: a large batch takes its time
-            self._seen, self._pings = self.received, 0
+        # Bytes, and not messages: a large batch takes its time. Those that were not read count as well: after a block
+        # of the loop uvloop runs timers before readers, and the 256 KiB that wake the reader may take long to come.
+        came = self.received + self._link.unread
+        if self._seen != came:
+            self._seen, self._pings = came, 0
         elif self._pings >= _MOST_PINGS:
             self._end(f"the node did not answer for {_CHECK_S * (_MOST_PINGS + 1):.1f} seconds")
             return

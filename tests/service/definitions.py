@@ -325,3 +325,16 @@ class Large(Dataset[Any]):
 def large() -> Any:
     """Batches of very different sizes."""
     return Large()
+
+
+class Wide(Numbers):
+    """Samples of 16 MB, more than a connection's buffers hold."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((16 << 20,), index, dtype=torch.uint8)
+
+
+@asyncloader.definition
+def wide(n: int = 9) -> Any:
+    """Large batches."""
+    return Wide(n)

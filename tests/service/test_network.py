@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed, LoaderTimeout
 from asyncloader.service import frames
 from asyncloader.service.values import pack
 from tests.integration.comparing import assert_same
-from tests.integration.running import run_async
+from tests.integration.running import LOOPS, run_async
 from tests.service import definitions
 from tests.service.certificates import make_authority
 from tests.service.namespace import CUTS, namespace, namespaces_work
@@ -165,6 +165,28 @@ def test_a_cable_that_is_cut(which: str, expected: list[Any], tmp_path: Path) ->
             got += batches
             assert monotonic() - began < 15
             assert_same(got, expected)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("kind", "tls"), [("asyncio", True), (list(LOOPS)[-1], False)])
+def test_a_trainer_that_blocks_its_loop(kind: str, tls: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """For longer than any connection may be silent, while a batch is on its way that no buffer holds: it loses none."""
+    files = make_authority(tmp_path)
+    flags = ["--tls-cert", files["node_cert"], "--tls-key", files["node_key"]] if tls else []
+
+    async def run(service: Service) -> None:
+        async with AsyncDataLoader[Any](definitions.wide(n=5), 1, seed=1, num_workers=2, workers=service) as loader:
+            got = 0
+            async for batch in loader:
+                got += 1
+                assert batch.shape == (1, 16 << 20)
+                if got == 2:
+                    sleep(3.5)  # noqa: ASYNC251 - the step
+            assert got == 5
+
+    with serving(tmp_path, ["wide"], *flags, "--open", "wide", listen=["127.0.0.1:0"]) as node:
+        run_async(run(Service(node.tcp, tls_ca=files["ca"] if tls else None)), kind)
+    assert "goes on elsewhere" not in caplog.text
 
 
 @pytest.mark.thorough
