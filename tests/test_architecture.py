@@ -53,6 +53,7 @@ PURE = {
         "samplers.interleave",
         "samplers.permutation",
         "service.node_choice",
+        "service.progress",
         "service.scaling",
         "shared.builder",
         "shared.layout",

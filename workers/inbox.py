@@ -112,7 +112,7 @@ class Inbox:
             raise
         records = self._answered(result.epoch == epoch, result.seq, watchdog)
         answer = Answer(result, template, ring, fd, cursor, records, perf_counter())
-        self._process.answered = True
+        self._process.answers += 1
         if result.epoch == epoch and listener is not None:
             listener.on_answer(self._worker, answer)
         else:
@@ -167,7 +167,7 @@ class Inbox:
             listener.on_empty_batch(worker, seq, busy, self._kept(payload), records)
         else:
             listener.on_error(worker, seq, busy, self._dialect.load_error(payload), records)
-        self._process.answered = True
+        self._process.answers += 1
 
     def _kept(self, cursor: bytes) -> bytes:
         return self._dialect.to_pickle(cursor) if cursor else b""

@@ -64,6 +64,7 @@ class WorkerProcess:
         """The worker has reported that it runs; before that it runs no user code."""
         self.started = False
         """The user's start-up code is over."""
+        self.tasks = self.answers = 0
         self.retired: bytes | None = None
         """Set once the worker announced that it leaves because of its memory limit: its saved RNG state."""
         self.kill_reason = ""
@@ -71,7 +72,6 @@ class WorkerProcess:
         self.outside = False
         """It was killed by a SIGKILL or SIGTERM, neither from the loader nor from the out-of-memory killer."""
         self.lost = False
-        self.answered = False
         self.suspect: int | None = None
         """File with the captured standard error of a suspected task."""
         self.released = False

@@ -33,10 +33,12 @@ class WorkerHandle(Protocol):
     """It has reported that it runs; before that it runs no user code."""
     started: bool
     """The user's start-up code is over."""
-    answered: bool
-    """It has answered a task, and the answer could be read."""
     retired: bytes | None
     """Set once it announced that it leaves because of its memory limit: its saved RNG state."""
+    tasks: int
+    """How many it was sent."""
+    answers: int
+    """How many of them it has answered, with answers that could be read."""
 
     @property
     def worker_id(self) -> int:

@@ -19,10 +19,11 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
 from typing import Any
 
 from asyncloader.counters import Recorder
-from asyncloader.errors import WorkerDied
+from asyncloader.errors import ServiceUnavailable, WorkerDied
 from asyncloader.service import frames
 from asyncloader.service.address import Service
 from asyncloader.service.dialect import PLAIN
@@ -38,6 +39,7 @@ from asyncloader.service.handshake import Opened, pack_opening
 from asyncloader.service.host_process import Death
 from asyncloader.service.link import Link
 from asyncloader.service.node_choice import node_order, to_move
+from asyncloader.service.progress import Progress
 from asyncloader.service.records import read_record, shown
 from asyncloader.service.remote_channel import RemoteChannel
 from asyncloader.service.served import ServedDataset
@@ -51,18 +53,10 @@ from asyncloader.workers.stacks import Report
 __all__ = ["ServedWorker", "ServiceWorkers"]
 
 _MOST_THREADS = 16
-_MOST_BROKEN = 3
-"""Connections to a node, one after the other, that end with an answer which cannot be read, before it is left alone."""
+_STANDS_S = 4.0
+"""Seconds after which a connection that has tasks stands: its node has answered pings, or would be given up."""
 _ROUND_TRIPS_S = 2.0
 """Seconds that a node may take to answer, besides those in which its processes do."""
-
-
-class _Distrust:
-    """How often a node sent what cannot be read since it sent a batch that could be."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.why = ""
 
 
 class ServiceWorkers:
@@ -83,15 +77,16 @@ class ServiceWorkers:
         self._session = secrets.token_hex(8)
         self._closed = threading.Event()
         self._made: weakref.WeakSet[ServedWorker] = weakref.WeakSet()
-        self._distrusted: dict[str, _Distrust] = {}
         self._next = 0
+        self._progress = Progress(max(_STANDS_S, dataset.service.wait))  # before that no lane can be said to stand
+        self._answers = 0  # of workers that have ended
         self._lock = threading.Lock()
 
     def making(self, workers: Iterable[int], setup: WorkerSetup) -> Generator[WorkerHandle]:
         """Connect, for all of these workers at a time.
 
         Raises:
-            ServiceUnavailable: no node gave a lane in time.
+            ServiceUnavailable: no node gave a lane in time, or lanes end again and again before any batch.
         """
         wanted = list(workers)
         if len(wanted) == 1:
@@ -116,27 +111,60 @@ class ServiceWorkers:
 
         if isinstance(self._service, SharedService) and not self._service.stays:
             ask_facts(self._service, self._defined)  # the node was started anew: it must not end with this epoch
-        return on_any_node(self._service, self._defined, use, self._order, self._closed)
+        return on_any_node(self._service, self._defined, use, self._order, self._closed, self._refused)
 
-    def _order(self, addresses: Sequence[str]) -> Sequence[int]:
-        """Try the nodes first that would then have the fewest of this loader's workers for each of their processes."""
+    def _order(self, addresses: Sequence[str]) -> Sequence[tuple[int, float]]:
+        """Try the nodes first that deliver, and of these those that would then have the fewest of this loader's workers
+        for each of their processes.
+
+        Raises:
+            ServiceUnavailable: connections are made, and nothing comes of them, for as long as `Service.wait` says.
+        """
+        now = monotonic()
         with self._lock:
             turn = self._next
             self._next += 1
             there = Counter(worker.node for worker in self._made if not worker.released)
-        return node_order([(there[each] + 1) / self._service.workers_at(each) for each in addresses], turn)
+            stands = any(worker.works and now - worker.opened >= _STANDS_S for worker in self._made)
+            problem = self._progress.problem(self._every_answer(), stands, now)
+            failures = [self._progress.failures(each, now) for each in addresses]
+            rests = [self._progress.rest(each, now) for each in addresses]
+        if problem is not None:
+            raise ServiceUnavailable(f"{self._service.url}: {problem}")
+        loads = [(there[each] + 1) / self._service.workers_at(each) for each in addresses]
+        return [(number, rests[number]) for number in node_order(loads, turn, failures)]
+
+    def _every_answer(self) -> int:
+        return self._answers + sum(worker.answers for worker in self._made if not worker.counted)
+
+    def _refused(self, address: str, why: str) -> None:
+        with self._lock:
+            self._progress.refused(address, why)
+
+    def _ended(self, worker: ServedWorker, why: str) -> None:
+        """A worker has ended; why, if through no fault of its tasks or of ours. In the loop's thread."""
+        with self._lock:
+            every = self._every_answer()
+            if not worker.counted:
+                worker.counted = True
+                self._answers += worker.answers
+            if why:
+                figures = worker.opened, worker.tasks, worker.answers, every, monotonic()
+                self._progress.lost(worker.node, why, *figures, unreadable=worker.unreadable)
 
     def _opened(self, node: NodeConnection, worker: int, setup: WorkerSetup) -> ServedWorker:
-        link, distrust = node.link, self._distrusted.setdefault(node.address, _Distrust())
-        if distrust.count >= _MOST_BROKEN:
-            why = f"{distrust.count} times in a row it sent what cannot be read; the last time: {distrust.why}"
-            raise Unreachable(f"{node.address}: {why}", final=True)
+        link = node.link
+        with self._lock:
+            unreadable = self._progress.unreadable(node.address)
+        if unreadable is not None:
+            raise Unreachable(f"{node.address}: {unreadable}", final=True)
         catalog, share = self._dataset.catalog, self._service.share == "epoch"
         opening = pack_opening(self._session, worker, self._credits, setup, share=share, catalog=catalog)
         link.send(frames.OPENING, opening)
         pid = read_record(Opened, answer_of(link, frames.OPENED)).pid
-        made = ServedWorker(worker, pid, node.address, link, distrust)
+        made = ServedWorker(worker, pid, node.address, link, self._ended)
         with self._lock:
+            self._progress.connected(node.address)
             self._made.add(made)
         return made
 
@@ -202,18 +230,26 @@ def _forget_all() -> None:
 class ServedWorker:
     """A logical worker at a node. See `WorkerHandle`."""
 
-    def __init__(self, worker_id: int, pid: int, node: str, link: Link, distrust: _Distrust) -> None:
+    def __init__(
+        self, worker_id: int, pid: int, node: str, link: Link, on_end: Callable[[ServedWorker, str], None]
+    ) -> None:
         self.worker_id = worker_id
         self.pid = pid
         self.node = node
         self.place = f"pid {pid} at {node}"
         self.dialect: Dialect = PLAIN
         self.recorder = Recorder()
-        self.answered = self.ready = self.started = self.outside = self.lost = self.released = False
+        self.ready = self.started = self.outside = self.lost = self.released = False
         self.retired: bytes | None = None
+        self.tasks = self.answers = 0
+        self.opened = monotonic()
+        self.counted = False
+        """Its answers are among those of workers that have ended."""
+        self.unreadable = False
+        """It sent an answer that cannot be read."""
+        self._on_end = on_end
         self.kill_reason = ""
         self.suspect: int | None = None
-        self._distrust = distrust
         self._moved = ""
         self.process: Any = self
         _install_fork_hook()
@@ -225,6 +261,11 @@ class ServedWorker:
         sock = socket.socket(fileno=self._link.fds.popleft())
         sock.setblocking(False)
         return Channel(sock)
+
+    @property
+    def works(self) -> bool:
+        """Whether it stands, and has tasks."""
+        return not (self.released or self.channel.ended) and self.tasks > self.answers
 
     @property
     def _direct(self) -> bool:
@@ -256,9 +297,14 @@ class ServedWorker:
 
     def death(self) -> WorkerDied:
         """As `WorkerHandle`. What the node said; if it said nothing, the worker itself may be well."""
+        death, why = self._death()
+        moved = self._moved and not self.unreadable
+        self._on_end(self, "" if moved or not self.lost else why)
+        return death
+
+    def _death(self) -> tuple[WorkerDied, str]:
         said, why = (None, "") if self._direct else (self.channel.death, self.channel.why)
-        if not self._direct and self.channel.broken:
-            self._count_broken(why)
+        self.unreadable = self.unreadable or (not self._direct and self.channel.broken)
         if self._direct:
             with contextlib.suppress(ValueError):
                 said = next((each.body for each in self._link.receive() if each.header.kind == frames.DIED), None)
@@ -270,15 +316,16 @@ class ServedWorker:
                 self.outside = death.shared
                 why = death.reason if self.lost else self.kill_reason or death.reason
                 reason = " ".join(filter(None, (f"It was at {self.node}.", why)))
-                return WorkerDied(self.worker_id, self.pid, death.exitcode, reason, "", death.trace)
+                return WorkerDied(self.worker_id, self.pid, death.exitcode, reason, "", death.trace), why
         self.lost = not self.kill_reason
-        return WorkerDied(self.worker_id, self.pid, None, self.kill_reason or f"It was at {self.node}, and {why}.")
+        reason = self.kill_reason or f"It was at {self.node}, and {why}."
+        return WorkerDied(self.worker_id, self.pid, None, reason), why
 
     def distrust(self, error: ValueError) -> bool:
         """As `WorkerHandle`. It is made at another node, or at this one, if it is the only one: a few times."""
         why = shown(f"{error!s:.300}")
         if self._direct:
-            self._count_broken(why)
+            self.unreadable = True
             self.channel.ended = True
             self._moved = why
             with contextlib.suppress(OSError):
@@ -286,12 +333,6 @@ class ServedWorker:
         else:
             self.channel.distrust(why)
         return True
-
-    def _count_broken(self, why: str) -> None:
-        if self.answered:
-            self._distrust.count = 0
-        self._distrust.count += 1
-        self._distrust.why = why
 
     def suspected(self) -> int | None:
         """None: standard error is the node's."""
@@ -311,9 +352,8 @@ class ServedWorker:
 
     def move(self) -> None:
         """End once what it was sent is answered; a worker at this machine ends at once."""
-        why = "another node has come, which takes its part"
+        why = self._moved = "another node has come, which takes its part"
         if self._direct:
-            self._moved = why
             with contextlib.suppress(OSError):
                 self._link.sock.shutdown(socket.SHUT_RDWR)
         else:

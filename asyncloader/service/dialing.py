@@ -12,7 +12,7 @@ import select
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -175,8 +175,9 @@ def on_any_node(
     service: Service,
     defined: Defined,
     use: Callable[[NodeConnection], _T],
-    order: Callable[[Sequence[str]], Sequence[int]],
+    order: Callable[[Sequence[str]], Iterable[tuple[int, float]]],
     closed: threading.Event | None = None,
+    refused: Callable[[str, str], None] | None = None,
 ) -> _T:
     """Connect to nodes, one after the other, until one is there and `use` of it succeeds.
 
@@ -184,8 +185,10 @@ def on_any_node(
         service: where they are.
         defined: what is read.
         use: called with the connection, which it then owns; may raise ValueError, OSError or Unreachable.
-        order: says by their numbers in which order nodes at such addresses are tried.
+        order: says by their numbers in which order nodes at such addresses are tried, and for how many seconds each is
+            left alone yet; what it raises ends this.
         closed: set once nobody waits for it.
+        refused: called with the address of a node that could not be used, and why.
 
     Raises:
         ServiceUnavailable: none was there for `service.wait` seconds.
@@ -202,8 +205,12 @@ def on_any_node(
                 places += _places(address)
             except Unreachable as error:
                 answers[address], final = str(error), False
-        for number in order([address for address, _ in places]):
+        soonest = pause
+        for number, rest in order([address for address, _ in places]):
             address, place = places[number]
+            if rest > 0:
+                answers[address], final, soonest = f"{address}: it delivered nothing", False, min(soonest, rest)
+                continue
             try:
                 node = _greet(service, defined, address, place)
                 try:
@@ -215,6 +222,8 @@ def on_any_node(
                 answers[address], final = str(error), final and error.final
             except (OSError, ValueError) as error:
                 answers[address], final = f"{address}: {error}", False
+            if refused is not None:
+                refused(address, answers[address].removeprefix(f"{address}: "))
         waited = monotonic() - began
         text = "; ".join(answers.values()) or "none is ready"
         if final and answers:
@@ -224,7 +233,7 @@ def on_any_node(
         if waited >= _SAY_AFTER_S and not said:
             said = True
             _log.warning("no node of %s has been there for %.0f seconds: %s", service.url, waited, text)
-        (closed or threading.Event()).wait(min(pause, max(0.0, service.wait - waited)))
+        (closed or threading.Event()).wait(min(soonest, max(0.0, service.wait - waited)))
         pause = min(_LONGEST_PAUSE_S, 2 * pause)
 
 
@@ -284,5 +293,5 @@ def ask_facts(service: Service, defined: Defined) -> Facts:
     return on_any_node(service, defined, use, _as_given)
 
 
-def _as_given(addresses: Sequence[str]) -> range:
-    return range(len(addresses))
+def _as_given(addresses: Sequence[str]) -> list[tuple[int, float]]:
+    return [(number, 0.0) for number in range(len(addresses))]

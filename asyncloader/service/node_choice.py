@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 __all__ = ["node_order", "to_move"]
 
 
-def node_order(loads: Sequence[float], turn: int) -> list[int]:
-    """The numbers of nodes in the order in which they are asked: the least loaded one first, of equal ones another one
-    in each turn.
+def node_order(loads: Sequence[float], turn: int, failures: Sequence[int] | None = None) -> list[int]:
+    """The numbers of nodes in the order in which they are asked: those with the fewest failures first, of these the
+    least loaded one, and of equal ones another one in each turn.
     """
-    return sorted(range(len(loads)), key=lambda number: (loads[number], (number - turn) % len(loads)))
+    failed = failures or [0] * len(loads)
+    return sorted(range(len(loads)), key=lambda number: (failed[number], loads[number], (number - turn) % len(loads)))
 
 
 def to_move(nodes: Sequence[str], capacities: Mapping[str, int]) -> list[int]:

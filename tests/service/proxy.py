@@ -8,7 +8,13 @@ import struct
 import threading
 from collections.abc import Generator
 
-__all__ = ["Proxy", "proxied"]
+from asyncloader.service.frames import pack_header
+from asyncloader.workers.ipc.wire import RESULT
+
+__all__ = ["FruitlessProxy", "Proxy", "fruitless", "proxied"]
+
+TASK = b"ALS1\1\0\0\0"
+HEAD = struct.Struct("<8x4sIQQ")
 
 
 class Proxy:
@@ -98,6 +104,52 @@ class Proxy:
 def proxied(target: str) -> Generator[Proxy]:
     """A proxy for this address."""
     proxy = Proxy(target)
+    try:
+        yield proxy
+    finally:
+        proxy.close()
+
+
+class FruitlessProxy(Proxy):
+    """Lets loaders have their lanes, and ends each connection in another way once it has a task.
+
+    Args:
+        target: as of `Proxy`.
+        how: "ends": the connection ends. "announces": a batch is announced, and does not come.
+    """
+
+    def __init__(self, target: str, how: str) -> None:
+        self.lanes = 0
+        """Connections that got a task."""
+        self._how = how
+        super().__init__(target)
+
+    def _pump(self, source: socket.socket, target: socket.socket, allowed: threading.Event, counts: bool) -> None:
+        if counts:
+            super()._pump(source, target, allowed, counts)
+            return
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                at = data.find(TASK)
+                if at < 0:
+                    target.sendall(data)
+                    continue
+                self.lanes += 1
+                if self._how == "announces":
+                    _, epoch, task, _ = HEAD.unpack_from(data, at)
+                    source.sendall(pack_header(RESULT, 0, epoch, task, 1 << 20))
+                    while source.recv(1 << 16):
+                        pass
+                break
+        for sock in (source, target):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def fruitless(target: str, how: str) -> Generator[FruitlessProxy]:
+    """Such a proxy for this address."""
+    proxy = FruitlessProxy(target, how)
     try:
         yield proxy
     finally:

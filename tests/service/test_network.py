@@ -24,7 +24,7 @@ from tests.integration.running import LOOPS, run_async
 from tests.service import definitions
 from tests.service.certificates import make_authority
 from tests.service.namespace import CUTS, namespace, namespaces_work
-from tests.service.proxy import proxied
+from tests.service.proxy import fruitless, proxied
 from tests.service.serving import NodeProcess, serving
 
 OPTIONS: dict[str, Any] = {"batch_size": 2, "seed": 5, "num_workers": 2, "shuffle": True}
@@ -165,6 +165,38 @@ def test_a_cable_that_is_cut(which: str, expected: list[Any], tmp_path: Path) ->
             got += batches
             assert monotonic() - began < 15
             assert_same(got, expected)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["ends", "announces"])
+def test_nodes_that_never_deliver(how: str, node: NodeProcess) -> None:
+    """End the epoch when `wait` is over, with an error that says what each did. They are not dialled all the time."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nothing = f"tcp://127.0.0.1:{closed.getsockname()[1]}"
+    with fruitless(node.tcp, how) as proxy:
+        service = Service(f"{proxy.address},{nothing}", wait=3)
+        with (
+            DataLoader[Any](numbers(), **OPTIONS, workers=service) as loader,
+            pytest.raises(ServiceUnavailable) as caught,
+        ):
+            list(loader)
+        assert proxy.lanes < 30
+    text = str(caught.value)
+    assert f"{nothing}: not connected (Connection refused)" in text
+    assert f"{proxy.address}: connected " in text
+    assert "0 batches" in text
+    assert ("the node did not answer" if how == "announces" else "the node closed the connection") in text
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["ends", "announces"])
+def test_a_node_that_never_delivers_beside_one_that_does(how: str, node: NodeProcess, expected: list[Any]) -> None:
+    """The other one gets the work, after a try or two."""
+    with fruitless(node.tcp, how) as proxy:
+        service = Service(f"{proxy.address},{node.tcp}", wait=3)
+        with DataLoader[Any](numbers(), **OPTIONS, workers=service) as loader:
+            assert_same(list(loader), expected)
+        assert 1 <= proxy.lanes <= 4
 
 
 @pytest.mark.thorough

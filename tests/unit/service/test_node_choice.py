@@ -17,6 +17,11 @@ def test_the_least_loaded_comes_first_and_equal_ones_take_turns() -> None:
     assert node_order([], 3) == []
 
 
+def test_a_node_that_fails_comes_last() -> None:
+    """However little it has to do."""
+    assert node_order([0.5, 0.0, 0.25], 0, [0, 1, 0]) == [2, 0, 1]
+
+
 def test_a_node_that_comes_gets_its_part() -> None:
     """By its processes; the newest workers move."""
     assert to_move(["a", "a", "a", "a"], {"a": 1, "b": 1}) == [3, 2]
