@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter, process_time
 from typing import Any, NamedTuple
@@ -71,6 +72,7 @@ class Statistics:
         "skipped_samples",
         "staged",
         "startup_s",
+        "task_seconds",
         "wait_s",
         "waiting_since",
         "worker_s",
@@ -96,6 +98,7 @@ class Statistics:
         self.page_lock_s = 0.0
         self.staged = 0  # batches for a device that were copied to page-locked memory first
         self.hedged = 0  # tasks that were given to a second node
+        self.task_seconds: dict[str, deque[float]] = {}  # that the newest tasks took, by node, for `Hedging`
         self.restarts = 0  # workers that died and were replaced
         self.retirements = 0  # workers that were replaced because their memory had grown
         self.skipped_samples = 0

@@ -4,8 +4,10 @@ Data path: beside the pipeline, which uses it where a loader's workers are at se
 batch of a task. Of the two answers the first one counts.
 
 A node may be slow without being gone: a disk that fails, a neighbour that takes its CPUs. A task is late once it takes
-longer than 99 of 100 tasks of the quickest node did, from when it was assigned. The second worker is one with nothing
-to do, or, for at most one task in 20, the one with the fewest tasks: so hedging costs little where all are busy.
+longer than 99 of 100 tasks of the quickest node did, from when it was assigned. Before a node has answered that many,
+it is late once it takes three times as long as the longest of the first 16 tasks: of all nodes, or of the quickest. The
+second worker is one with nothing to do, or, for at most one task in 20, the one with the fewest tasks: so hedging costs
+little where all are busy. A loader's next epoch begins with the times of the one before.
 """
 
 from __future__ import annotations
@@ -15,19 +17,25 @@ from collections import deque
 __all__ = ["Hedging"]
 
 _KEPT = 200  # answers of each node that are remembered
-_ENOUGH = 100  # of these before there is a limit
+_ENOUGH = 100  # of these before the limit is their 99th percentile
+_FIRST = 16  # of these, or of all nodes' together, before there is a limit at all
+_MARGIN = 3.0  # by which that is above the longest of them
 _EVERY = 32  # answers between two computations of the limit
 _MOST = 20  # tasks for each one that is given to a worker with others
 
 
 class Hedging:
-    """What is known of the times that tasks take at each node. Times are seconds on any one clock."""
+    """What is known of the times that tasks take at each node. Times are seconds on any one clock.
 
-    def __init__(self) -> None:
+    Args:
+        took: the times of earlier epochs, by node, to which those of this one are added; default: none.
+    """
+
+    def __init__(self, took: dict[str, deque[float]] | None = None) -> None:
         self._sent: dict[tuple[int, int], tuple[str, float]] = {}  # by task and worker
-        self._took: dict[str, deque[float]] = {}
+        self._took = {} if took is None else took
         self._answers = self._costly = 0
-        self.limit: float | None = None
+        self.limit = self._limit()
         """Seconds after which a task is late. None: too few answers to tell."""
 
     def assigned(self, seq: int, worker: int, node: str, now: float) -> None:
@@ -42,11 +50,18 @@ class Hedging:
             took = self._took[node] = deque(maxlen=_KEPT)
         took.append(now - sent)
         self._answers += 1
-        if self._answers % _EVERY == 0:
-            self.limit = min(
-                (sorted(each)[int(0.99 * (len(each) - 1))] for each in self._took.values() if len(each) >= _ENOUGH),
-                default=None,
-            )
+        if self._answers % _EVERY == 0 or self._answers == _FIRST:
+            self.limit = self._limit()
+
+    def _limit(self) -> float | None:
+        nodes = self._took.values()
+        known = [sorted(each)[int(0.99 * (len(each) - 1))] for each in nodes if len(each) >= _ENOUGH]
+        if known:
+            return min(known)
+        longest = [max(each) for each in nodes if len(each) >= _FIRST]
+        if sum(map(len, nodes)) >= _FIRST:
+            longest.append(max(map(max, nodes)))
+        return _MARGIN * min(longest) if longest else None
 
     def died(self, worker: int) -> None:
         """The worker will not answer what it has."""

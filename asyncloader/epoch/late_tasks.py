@@ -31,7 +31,10 @@ class LateTasks:
         self._pool = pool
         self._scheduler = scheduler
         self._statistics = statistics
-        self._hedging = Hedging()
+        took = statistics.task_seconds
+        for node in took.keys() - {worker.node for worker in pool.processes}:
+            del took[node]  # a quick node that has left is no measure for the others
+        self._hedging = Hedging(took)
         self._timer: asyncio.TimerHandle | None = None
 
     def assigned(self, seq: int, worker: int) -> None:

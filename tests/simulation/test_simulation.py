@@ -38,6 +38,16 @@ def test_what_costs_time() -> None:
     assert simulate(replace(slow, in_order=False)).waited < 0.05
 
 
+def test_an_epoch_that_is_short() -> None:
+    """Has what is late made twice as well, and hardly anything where nothing is."""
+    for seed in range(5):
+        short = replace(SHORT, batches=300, slow=0.01, seed=seed)
+        outcome = simulate(short)
+        assert outcome.waited < simulate(replace(short, hedged=False)).waited
+        assert 0 < outcome.again <= 15
+        assert simulate(replace(short, slow=0.0)).again <= 1
+
+
 def test_a_scheduler_that_gives_a_batch_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Is found."""
     handle = Scheduler.handle

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from asyncloader.epoch.hedging import Hedging
 
 
@@ -26,15 +28,33 @@ def test_late_is_what_takes_longer_than_the_quickest_nodes_p99() -> None:
     assert hedging.late_at(7, 1) is None
 
 
-def test_nothing_is_late_before_there_are_answers() -> None:
-    """A hundred of one node's."""
+def test_what_is_late_before_a_node_has_answered_a_hundred() -> None:
+    """Nothing, for 16 answers of any nodes; then what takes three times as long as any of them, or as the quickest
+    node's.
+    """
     hedging = Hedging()
     hedging.assigned(900, 1, "a", 0.0)
-    answer(hedging, "a", 1.0, 95)
-    answer(hedging, "b", 1.0, 95)
+    answer(hedging, "a", 1.0, 7)
+    answer(hedging, "b", 4.0, 8)
     assert hedging.late_at(900, 1) is None
-    answer(hedging, "b", 1.0, 34)
+    answer(hedging, "b", 4.0, 1)
+    assert hedging.late_at(900, 1) == 12.0
+    answer(hedging, "a", 1.0, 16)
+    assert hedging.late_at(900, 1) == 3.0
+    answer(hedging, "b", 4.0, 100)
+    answer(hedging, "a", 1.0, 92)
     assert hedging.late_at(900, 1) == 1.0
+
+
+def test_the_next_epoch_begins_with_what_was_measured() -> None:
+    """And goes by its own times soon, if those have changed."""
+    took: dict[str, deque[float]] = {}
+    answer(Hedging(took), "a", 1.0, 100)
+    hedging = Hedging(took)
+    hedging.assigned(900, 1, "a", 0.0)
+    assert hedging.late_at(900, 1) == 1.0
+    answer(hedging, "a", 9.0, 32)
+    assert hedging.late_at(900, 1) == 9.0
 
 
 def test_what_was_long_ago_is_forgotten() -> None:
