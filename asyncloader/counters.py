@@ -45,6 +45,7 @@ KEYS: tuple[str, ...] = (
     "cache_misses",
     "cache_bytes",
     "cache_evictions",
+    "cache_damaged",
 )
 """The sums of transports, in the order of `stats()`, where they have the prefix ``store/``."""
 

@@ -76,6 +76,7 @@ FIGURES: dict[str, Figure] = {
     "store/cache_misses": Figure("total", "reads", "asked of the store although there was a cache"),
     "store/cache_bytes": Figure("total", "bytes", "given from the cache"),
     "store/cache_evictions": Figure("total", "files", "deleted from the cache for `cache_bytes`"),
+    "store/cache_damaged": Figure("total", "files", "of the cache that were damaged, and read from the store again"),
 }
 """Every key of `stats()` but those of stages and of a service's nodes, in its order."""
 

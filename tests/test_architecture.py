@@ -39,6 +39,7 @@ PURE = {
         "formats.mds",
         "formats.parquet",
         "formats.parquet_file",
+        "formats.parquet_pages",
         "formats.push_parser",
         "formats.tar",
         "formats.tfrecord",

@@ -9,8 +9,8 @@ Data path: cached -> cache_store -> [cache_layout].
         fills/U.V.CHARGE        an object that is being written; locked while its writer lives
         objects/UUU/U.V         an object: its bytes, then its footer. U and V are hashes of URL and ETag
 
-A file gets its name under ``objects`` when its last byte is written. After that only the boot id in its footer is ever
-changed. The footer is at the end of the file, so a truncated file has none.
+A file gets its name under ``objects`` when its last byte is written, and never changes after that. The
+footer is at the end of the file, so a truncated file has none.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 __all__ = [
-    "BOOT_SIZE",
     "MARKER",
     "MARKER_NAME",
     "MOST_ETAG",
     "ROOT_NAME",
-    "SYNCED",
     "TAIL_SIZE",
     "Footer",
     "Stored",
@@ -59,13 +57,9 @@ MARKER = (
 MOST_ETAG = 1024
 """Maximum bytes of an ETag in UTF-8; an object with a longer one is not cached."""
 
-BOOT_SIZE = 16
-SYNCED = b"\xff" * BOOT_SIZE
-"""Instead of a boot id: the file was flushed to disk before it got its name, so a power loss cannot have torn it."""
-
 _MAGIC = b"ALcache1"
 _BODY = struct.Struct(">8sQQIH16s")  # magic, created, size, crc of the object, length of the etag, hash of the URL
-_END = struct.Struct(f">I{BOOT_SIZE}s")  # crc of etag and body, boot
+_END = struct.Struct(">I16x")  # crc of etag and body; the rest is not used any more
 _FIXED = _BODY.size + _END.size
 _CHANGE = struct.Struct(">q")
 
@@ -133,7 +127,6 @@ class Footer(NamedTuple):
         size: bytes of the object.
         crc: CRC-32 of these bytes.
         created: when the file was written, nanoseconds since the epoch.
-        boot: the boot id of the system start that wrote, or has since verified, the bytes; or `SYNCED`.
     """
 
     url_key: str
@@ -141,13 +134,12 @@ class Footer(NamedTuple):
     size: int
     crc: int
     created: int
-    boot: bytes
 
     def pack(self) -> bytes:
-        """Return the footer as bytes; the boot id is the last `BOOT_SIZE` of them."""
+        """Return the footer as bytes."""
         etag = self.etag.encode()
         body = _BODY.pack(_MAGIC, self.created, self.size, self.crc, len(etag), bytes.fromhex(self.url_key))
-        return etag + body + _END.pack(zlib.crc32(etag + body), self.boot)
+        return etag + body + _END.pack(zlib.crc32(etag + body))
 
     @classmethod
     def parse(cls, tail: bytes, file_size: int) -> Footer | None:
@@ -157,14 +149,14 @@ class Footer(NamedTuple):
         """
         if len(tail) < _FIXED:
             return None
-        check, boot = _END.unpack_from(tail, len(tail) - _END.size)
+        (check,) = _END.unpack_from(tail, len(tail) - _END.size)
         magic, created, size, crc, length, url_key = _BODY.unpack_from(tail, len(tail) - _FIXED)
         start = len(tail) - _FIXED - length
         if magic != _MAGIC or start < 0 or file_size != size + length + _FIXED:
             return None
         if zlib.crc32(tail[start : len(tail) - _END.size]) != check:
             return None
-        return cls(url_key.hex(), tail[start : start + length].decode(errors="replace"), size, crc, created, boot)
+        return cls(url_key.hex(), tail[start : start + length].decode(errors="replace"), size, crc, created)
 
 
 class Stored(NamedTuple):

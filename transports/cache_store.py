@@ -3,20 +3,23 @@
 Data path: cached -> a thread -> [cache_store: file] -> bytes.
 
 Any number of processes use one directory without waiting for each other. A file is complete when it gets its name, and
-never changes after that; if it is deleted while it is read, the read continues. A file that does not match its footer,
-for example after a power loss, is deleted and counts as never cached. To find torn files without reading every file on
-each use, a footer names the system start (boot id) in which the bytes were written or last verified (`verify`).
+never changes after that; if it is deleted while it is read, the read continues.
+
+A file whose bytes do not match its footer, because of a failing disk or a power loss, is deleted and counts as never
+cached. The checksum is looked at when a process opens a file for the first time: not at each use, which would read each
+file twice. CRC-32 finds damage, not malice: who can write to the directory can write what is read from it.
 
 Everything here blocks and is called in threads. Errors are the operating system's; `cached` decides what they mean for
 a read.
 """
 
 # Names are strings, as the kernel takes and gives them: a Path for each read would cost more than its open.
-# ruff: noqa: PTH102, PTH103, PTH104, PTH108, PTH110, PTH112, PTH113, PTH118, PTH120, PTH208
+# ruff: noqa: PTH102, PTH103, PTH104, PTH108, PTH112, PTH113, PTH118, PTH120, PTH208
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import stat
@@ -25,14 +28,11 @@ import threading
 import time
 import zlib
 from contextlib import suppress
-from functools import cache
 
 from asyncloader.transports.cache_layout import (
-    BOOT_SIZE,
     MARKER,
     MARKER_NAME,
     ROOT_NAME,
-    SYNCED,
     TAIL_SIZE,
     Footer,
     charge,
@@ -41,20 +41,26 @@ from asyncloader.transports.cache_layout import (
     fill_name,
     storable_etag,
 )
-from asyncloader.transports.cache_usage import OPEN_FLAGS, CacheCounts, CacheUsage
-from asyncloader.transports.file_lock import same_file, try_lock
+from asyncloader.transports.cache_usage import CacheCounts, CacheUsage
+from asyncloader.transports.file_lock import open_regular, same_file, try_lock
 
 __all__ = [
     "CacheEntry",
     "CacheFill",
     "CacheStore",
     "EntryLost",
-    "boot",
-    "verify",
+    "is_whole",
 ]
+
+_log = logging.getLogger("asyncloader")
 
 # A file's time of last use is updated when it is older than this, or in the future.
 _USE_AGE_NS = 60_000_000_000
+
+# Verified files that are remembered, at some 100 bytes each.
+_MOST_VERIFIED = 1 << 18
+
+_AT_ONCE = 1 << 20  # bytes
 
 # Everything that a cache directory consists of.
 _PARTS = frozenset({MARKER_NAME, "objects", "fills", "usage", "usage.new", "lock"})
@@ -147,8 +153,6 @@ class CacheFill:
             try:
                 crc = zlib.crc32(last, self._crc)
                 self._append(last, self._footer._replace(crc=crc, created=time.time_ns()).pack())
-                if self._footer.boot == SYNCED:
-                    os.fsync(self._descriptor)
                 try:
                     os.rename(self._temporary, self._final)
                 except FileNotFoundError:
@@ -196,7 +200,7 @@ class CacheStore:
     Args:
         directory: absolute path; created if missing. Only the cache's own sub-directory in it is used.
         limit: maximum bytes of all objects of all processes; None for no limit.
-        counts: where evictions are counted.
+        counts: where evictions and damaged files are counted.
     """
 
     def __init__(self, directory: str, limit: int | None, counts: CacheCounts) -> None:
@@ -206,6 +210,9 @@ class CacheStore:
         self._trusted = False
         self._started_in = 0  # pid of the process that has called `_start`
         self._starting: dict[int, threading.Lock] = {}  # by pid: a fork must not inherit a locked one
+        self._counts = counts
+        self._verified: set[int] = set()  # files that were whole when they were opened first
+        self._verified_in = 0  # pid of the process that found this
 
     def has(self, url_key: str) -> bool:
         """Return whether any version of an object is cached."""
@@ -250,14 +257,17 @@ class CacheStore:
     def _begin(self, url_key: str, etag: str, size: int) -> CacheFill | None:
         if not storable_etag(etag):
             return None
-        footer = Footer(url_key, etag, size, 0, 0, boot())
+        footer = Footer(url_key, etag, size, 0, 0)
         charged = _charge(footer)
         if self.usage.limit is not None and charged > self.usage.limit:
             return None
         self._start()
-        final = os.path.join(self._directory_of(url_key), entry_name(url_key, etag))
+        shelf = self._directory_of(url_key)
+        if os.path.lexists(shelf) and not _is_directory(shelf):
+            return None
+        final = os.path.join(shelf, entry_name(url_key, etag))
         temporary = os.path.join(self._root, "fills", fill_name(url_key, etag, charged))
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o600)
+        descriptor = open_regular(temporary, os.O_RDWR | os.O_CREAT)
         try:
             # The lock shows that the writer lives. Its previous holder may have renamed or deleted the file.
             if not try_lock(descriptor) or not same_file(descriptor, temporary):
@@ -269,7 +279,7 @@ class CacheStore:
         fill = CacheFill(descriptor, temporary, final, footer, self.usage)
         try:
             os.ftruncate(descriptor, 0)  # remove the bytes of a dead writer
-            if self.usage.reserve(charged) and not os.path.exists(final):
+            if self.usage.reserve(charged) and not os.path.lexists(final):
                 return fill
         except BaseException:
             fill.abort()
@@ -293,7 +303,7 @@ class CacheStore:
         return os.path.join(self._root, "objects", url_key[:3])
 
     def _versions(self, url_key: str) -> list[str]:
-        if not self._check_root():
+        if not self._check_root() or not self._has_shelf(url_key):
             return []
         directory = self._directory_of(url_key)
         try:
@@ -301,6 +311,21 @@ class CacheStore:
         except FileNotFoundError:
             return []
         return [os.path.join(directory, name) for name in names if entry_url_key(name) == url_key]
+
+    def _has_shelf(self, url_key: str) -> bool:
+        """Return whether the object's directory exists. A link in its place is not followed."""
+        return _is_directory(os.path.join(self._root, "objects")) and _is_directory(self._directory_of(url_key))
+
+    def _verify(self, descriptor: int, status: os.stat_result, footer: Footer) -> bool:
+        """Return whether a file is whole, which is found out at its first use in this process."""
+        if self._verified_in != os.getpid() or len(self._verified) >= _MOST_VERIFIED:
+            self._verified, self._verified_in = set(), os.getpid()
+        name = hash((status.st_dev, status.st_ino, footer.created, footer.crc))
+        if name not in self._verified:
+            if not is_whole(descriptor, footer):
+                return False
+            self._verified.add(name)
+        return True
 
     def _check_root(self) -> bool:
         """Return whether the cache exists. OSError: the path exists, but is not a cache of this user."""
@@ -334,8 +359,11 @@ class CacheStore:
                 self._make()
                 self._check_root()
             for part in ["objects", "fills"]:
+                path = os.path.join(self._root, part)
                 with suppress(FileExistsError):
-                    os.mkdir(os.path.join(self._root, part), 0o700)
+                    os.mkdir(path, 0o700)
+                if not _is_directory(path):
+                    raise PermissionError(errno.EPERM, "not a directory of the cache", path)
             self.usage.start()
             self._started_in = os.getpid()
 
@@ -360,18 +388,23 @@ class CacheStore:
                 shutil.rmtree(made, ignore_errors=True)
 
     def _open(self, path: str, url_key: str) -> CacheEntry | None:
+        if not self._has_shelf(url_key):
+            return None
         try:
-            descriptor = os.open(path, os.O_RDONLY | OPEN_FLAGS)
+            descriptor = open_regular(path, os.O_RDONLY)
         except OSError as error:
-            if error.errno in {errno.ENOENT, errno.ELOOP}:  # missing, or a link, which the cache never creates
+            # Missing; or a link, FIFO, device or socket, which the cache never creates.
+            if error.errno in {errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.ENODEV}:
                 return None
             raise
         try:
             status = os.fstat(descriptor)
             start = max(0, status.st_size - TAIL_SIZE)
             footer = Footer.parse(os.pread(descriptor, TAIL_SIZE, start), status.st_size)
-            if footer is None or footer.url_key != url_key or not verify(descriptor, path, footer):
+            if footer is None or footer.url_key != url_key or not self._verify(descriptor, status, footer):
                 if same_file(descriptor, path):
+                    self._counts.damage()
+                    _log.warning("%s in the cache is damaged, and is read from the store again", path)
                     with suppress(OSError):  # the directory is read-only
                         # Its bytes stay in the usage file: several processes may find it, and each would subtract them.
                         os.unlink(path)
@@ -391,18 +424,8 @@ def _charge(footer: Footer) -> int:
     return charge(footer.size + len(footer.pack()))
 
 
-_AT_ONCE = 1 << 20
-
-
-def verify(descriptor: int, path: str, footer: Footer) -> bool:
-    """Return whether the bytes are those that were written.
-
-    A file that was written since the system started is trusted: it is read through the page cache. An older one is read
-    once, because some of its last blocks may not have reached the disk, and is then marked with this system start.
-    """
-    now = boot()
-    if footer.boot in {SYNCED, now}:
-        return True
+def is_whole(descriptor: int, footer: Footer) -> bool:
+    """Return whether the bytes have the checksum that was computed when they came from the store."""
     crc = position = 0
     while position < footer.size:
         data = os.pread(descriptor, min(_AT_ONCE, footer.size - position), position)
@@ -410,23 +433,12 @@ def verify(descriptor: int, path: str, footer: Footer) -> bool:
             return False
         crc = zlib.crc32(data, crc)
         position += len(data)
-    if crc != footer.crc:
-        return False
-    with suppress(OSError):  # the directory is read-only: verified on every use
-        writable = os.open(path, os.O_WRONLY | OPEN_FLAGS)
-        try:
-            if same_file(descriptor, path):
-                os.pwrite(writable, now, os.fstat(descriptor).st_size - BOOT_SIZE)
-        finally:
-            os.close(writable)
-    return True
+    return crc == footer.crc
 
 
-@cache
-def boot() -> bytes:
-    """Return the id of this system start; `SYNCED` if the system does not provide one."""
+def _is_directory(path: str) -> bool:
+    """Return whether there is a directory, and not a link to one elsewhere."""
     try:
-        with open("/proc/sys/kernel/random/boot_id", "rb") as file:  # noqa: PTH123
-            return bytes.fromhex(file.read().strip().replace(b"-", b"").decode())
-    except (OSError, ValueError):
-        return SYNCED
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return False

@@ -38,12 +38,9 @@ from asyncloader.transports.cache_layout import (
     sum_added,
     sum_changes,
 )
-from asyncloader.transports.file_lock import same_file, try_lock
+from asyncloader.transports.file_lock import open_regular, same_file, try_lock
 
-__all__ = ["OPEN_FLAGS", "CacheCounts", "CacheUsage"]
-
-OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
-"""For every open in the directory: links are never followed, so nothing outside of it is touched."""
+__all__ = ["CacheCounts", "CacheUsage"]
 
 # An eviction frees 1/10 of the limit in addition, so that the next object does not need another eviction.
 _FREED = 10
@@ -67,12 +64,14 @@ class CacheCounts:
         misses: those that went to the store although caching was on.
         bytes_saved: bytes served from the cache.
         evictions: files deleted to keep `cache_bytes`.
+        damaged: files deleted because their bytes were not those that had been written.
     """
 
     hits: int = 0
     misses: int = 0
     bytes_saved: int = 0
     evictions: int = 0
+    damaged: int = 0
 
     def hit(self) -> None:
         """Count a read served from the cache."""
@@ -94,8 +93,13 @@ class CacheCounts:
         self.evictions += 1
         count("cache_evictions")
 
+    def damage(self) -> None:
+        """Count a file with wrong bytes."""
+        self.damaged += 1
+        count("cache_damaged")
+
     def snapshot(self) -> dict[str, int]:
-        """Return a copy as plain types: ``hits``, ``misses``, ``bytes_saved``, ``evictions``."""
+        """Return a copy as plain types: ``hits``, ``misses``, ``bytes_saved``, ``evictions``, ``damaged``."""
         return asdict(self)
 
 
@@ -150,7 +154,7 @@ class CacheUsage:
         """Record a change and return the new sum; None if there is no readable usage file."""
         for _ in range(_REWRITES):
             try:
-                descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | OPEN_FLAGS)
+                descriptor = open_regular(self._path, os.O_RDWR | os.O_APPEND)
             except FileNotFoundError:
                 return None
             try:
@@ -206,10 +210,10 @@ class CacheUsage:
         new = f"{self._path}.new"
         old = None
         with suppress(FileNotFoundError):
-            old = os.open(self._path, os.O_RDONLY | OPEN_FLAGS)
+            old = open_regular(self._path, os.O_RDONLY)
         try:
             # Only the holder of the lock writes this file, so an existing one was left by a dead process.
-            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | OPEN_FLAGS, 0o600)
+            descriptor = open_regular(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             try:
                 os.write(descriptor, os.urandom(_NAME_SIZE) + pack_change(total))
                 os.rename(new, self._path)
@@ -223,7 +227,7 @@ class CacheUsage:
 
     @contextmanager
     def _lock(self) -> Generator[bool]:
-        descriptor = os.open(os.path.join(self._root, "lock"), os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o600)
+        descriptor = open_regular(os.path.join(self._root, "lock"), os.O_RDWR | os.O_CREAT)
         try:
             yield try_lock(descriptor)
         finally:
@@ -251,8 +255,8 @@ class CacheUsage:
         """Delete what dead writers left in ``fills``. Their bytes stay recorded until the next rewrite."""
         for _, path in self._fills():
             try:
-                descriptor = os.open(path, os.O_RDONLY | OPEN_FLAGS)
-            except FileNotFoundError:
+                descriptor = open_regular(path, os.O_RDONLY)
+            except OSError:  # another process was faster, or it is a link that somebody put there
                 continue
             try:
                 # While we hold the lock, no other process starts to write this file.

@@ -5,10 +5,32 @@ Data path: none; beside `cache_usage`, and the files of DataLoader2's caches.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 
-__all__ = ["same_file", "try_lock", "unlock", "wait_for_lock"]
+__all__ = ["open_regular", "same_file", "try_lock", "unlock", "wait_for_lock"]
+
+
+# Links are not followed; opening a FIFO does not wait, and a terminal does not become our controlling terminal.
+_SAFELY = sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY"))
+
+
+def open_regular(path: str, flags: int, mode: int = 0o600) -> int:
+    """Open a regular file; never a link, FIFO, device or directory that has its name, and never waiting for one.
+
+    Raises:
+        OSError: as `os.open`; EINVAL: it is no regular file.
+    """
+    descriptor = os.open(path, flags | _SAFELY, mode)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def try_lock(descriptor: int) -> bool:

@@ -14,12 +14,14 @@ import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from asyncloader.formats.base import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardError, base_name
 from asyncloader.formats.parquet_file import Fetch, RangeFile, Windows
+from asyncloader.formats.parquet_pages import PageHeaders, PageLimits
 
 __all__ = ["MAX_FOOTER_BYTES", "TAIL_BYTES", "Footer", "RowGroup", "footer_size", "parse_footer", "read_rows"]
 
@@ -38,6 +40,9 @@ BUFFER = 1 << 16
 
 LARGEST_PAGE = 64 << 20
 """A page may have that much, or `max_sample_bytes` if that is more."""
+
+MOST_VALUES = 64 << 20
+"""Values that a page of a column of lists may have; one of another column has as many as its row group has rows."""
 
 STEP_BYTES = 4 << 20
 MOST_ROWS = 1024
@@ -66,6 +71,7 @@ class RowGroup(NamedTuple):
         rows: how many.
         chunks: ``(start, length)`` in bytes of each column chunk, ascending.
         uncompressed: bytes of them when decompressed, as the file says.
+        values: that a page of each column chunk may have.
     """
 
     number: int
@@ -73,6 +79,7 @@ class RowGroup(NamedTuple):
     rows: int
     chunks: tuple[tuple[int, int], ...]
     uncompressed: int
+    values: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +117,8 @@ class Footer:
             ShardError: a range does not lie in the file.
         """
         group, schema = self.metadata.row_group(number), self.metadata.schema
-        chunks: list[tuple[int, int]] = []
+        chunks: list[tuple[int, int, int]] = []
+        first, after = self.edges[number : number + 2]
         uncompressed = 0
         for index in range(len(schema)):
             path = schema.column(index).path
@@ -126,9 +134,14 @@ class Footer:
             if start < len(MAGIC) or length < 0 or start + length > self.end:
                 raise self.error(f"{where} claims {length:,} bytes at byte {start:,}, which do not lie in the file")
             uncompressed += column.total_uncompressed_size
-            chunks.append((start, length))
-        first, after = self.edges[number : number + 2]
-        return RowGroup(number, first, after - first, tuple(sorted(chunks)), uncompressed)
+            repeats = schema.column(index).max_repetition_level > 0
+            chunks.append((start, length, MOST_VALUES if repeats else after - first))
+        chunks.sort()
+        for (start, length, _), (following, _, _) in pairwise(chunks):
+            if start + length > following:
+                raise self.error(f"column chunks of row group {number} overlap at byte {following:,}")
+        places = tuple((start, length) for start, length, _ in chunks)
+        return RowGroup(number, first, after - first, places, uncompressed, tuple(values for _, _, values in chunks))
 
     def error(self, message: str) -> ShardError:
         """Make an error about the metadata."""
@@ -293,6 +306,7 @@ class _Groups:
         self._fetch = fetch
         self._columns = None if columns is None else list(columns)
         self._window_bytes = window_bytes
+        self._largest = largest
         try:
             self._source = parquet.ParquetFile(
                 arrow.PythonFile(self.file, mode="r"),
@@ -312,7 +326,11 @@ class _Groups:
         """
         self._open(number)
         group = self._footer.group(number, self._columns)
-        windows = Windows(group.chunks, self._window_bytes, self._fetch)
+        pages = [
+            PageHeaders(length, PageLimits(self._largest, values))
+            for (_, length), values in zip(group.chunks, group.values, strict=True)
+        ]
+        windows = Windows(group.chunks, pages, self._window_bytes, self._fetch)
         windows.begin()
         return group, windows
 

@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeAlias
 
+from asyncloader.errors import LoaderError
 from asyncloader.formats.base import ShardError
+from asyncloader.formats.parquet_pages import PageHeaders
 
 __all__ = ["Fetch", "RangeFile", "Windows"]
 
@@ -28,7 +30,8 @@ class Windows:
     """The bytes of one row group: of each column chunk a window, and the next one on its way.
 
     Args:
-        chunks: ``(start, length)`` of each, ascending.
+        chunks: ``(start, length)`` of each, ascending, without overlaps.
+        pages: check the bytes of each before they are given.
         most: bytes of all windows together, about; each has at least 64 KiB, and those on their way come on top.
         fetch: has ranges read.
 
@@ -36,9 +39,12 @@ class Windows:
         whole: all of the row group fits into the windows.
     """
 
-    def __init__(self, chunks: Sequence[tuple[int, int]], most: int, fetch: Fetch) -> None:
+    def __init__(
+        self, chunks: Sequence[tuple[int, int]], pages: Sequence[PageHeaders], most: int, fetch: Fetch
+    ) -> None:
         total = sum(length for _, length in chunks)
         self._fetch = fetch
+        self._pages = pages
         self._starts = [start for start, _ in chunks]
         self._ends = [start + length for start, length in chunks]
         self._sizes = [max(LEAST_WINDOW, most * length // max(total, 1)) for _, length in chunks]
@@ -59,7 +65,11 @@ class Windows:
         return number if number >= 0 and at < self._ends[number] else None
 
     def read(self, number: int, at: int, length: int) -> bytes:
-        """Read of chunk `number`; waits for what is on its way. Shorter at the chunk's end."""
+        """Read of chunk `number`; waits for what is on its way. Shorter at the chunk's end.
+
+        Raises:
+            ValueError: a page's header is impossible.
+        """
         length = min(length, self._ends[number] - at)
         parts: list[bytes] = []
         while length > 0:
@@ -68,6 +78,12 @@ class Windows:
                 self._advance(number, at, length)
                 continue
             part = data[at - start : at - start + length]
+            pages = self._pages[number]
+            unchecked = self._starts[number] + pages.given - at  # from which byte of this part on
+            if unchecked < 0:
+                raise ValueError("pages are not read in their order")
+            if unchecked < len(part):
+                pages.feed(part[unchecked:])
             parts.append(part)
             at += len(part)
             length -= len(part)
@@ -153,7 +169,12 @@ class RangeFile(io.RawIOBase):
                     url=self._url,
                     offset=self._at,
                 )
-            data = self._take(length) if length else b""
+            try:
+                data = self._take(length) if length else b""
+            except ValueError as error:
+                if isinstance(error, LoaderError):
+                    raise
+                raise ShardError(str(error), url=self._url, offset=self._at) from None
         except BaseException as error:
             self.failure = error
             raise
@@ -165,4 +186,6 @@ class RangeFile(io.RawIOBase):
             number = windows.find(self._at)
             if number is not None:
                 return windows.read(number, self._at, length)
+        if self.windows:
+            raise ValueError("bytes are asked for that lie in no column chunk")
         return self._fetch([(self._at, length)]).result()[0]

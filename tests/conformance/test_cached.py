@@ -27,7 +27,13 @@ class CachedConformance(TransportConformance):
             self.put(transport, "b", CONTENT)
             await transport.read("a")
             await drain(transport.stream("b", chunk_size=1000))
-            assert transport.cache_counts.snapshot() == {"hits": 0, "misses": 2, "bytes_saved": 0, "evictions": 0}
+            assert transport.cache_counts.snapshot() == {
+                "hits": 0,
+                "misses": 2,
+                "bytes_saved": 0,
+                "evictions": 0,
+                "damaged": 0,
+            }
             assert await transport.read("a") == await transport.read("b") == CONTENT
             assert await transport.read_range("a", 5, 3) == CONTENT[5:8]
             assert await transport.read_ranges("a", [(5, 3), (0, 1)]) == [CONTENT[5:8], CONTENT[:1]]
@@ -35,7 +41,13 @@ class CachedConformance(TransportConformance):
             async with aclosing(transport.stream("a", chunk_size=10)) as chunks:
                 assert await anext(chunks) == CONTENT[:10]
             saved = 2 * len(CONTENT) + 3 + 4 + len(CONTENT) - 5 + 10
-            assert transport.cache_counts.snapshot() == {"hits": 6, "misses": 2, "bytes_saved": saved, "evictions": 0}
+            assert transport.cache_counts.snapshot() == {
+                "hits": 6,
+                "misses": 2,
+                "bytes_saved": saved,
+                "evictions": 0,
+                "damaged": 0,
+            }
 
 
 @pytest.mark.slow  # the same checks run over HTTP

@@ -39,5 +39,6 @@ FIGURES = frozenset(
         "store/cache_misses",
         "store/cache_bytes",
         "store/cache_evictions",
+        "store/cache_damaged",
     }
 )

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncloader.transports.cache_layout import (
-    BOOT_SIZE,
     MOST_ETAG,
     TAIL_SIZE,
     Footer,
@@ -26,6 +25,8 @@ from asyncloader.transports.cache_layout import (
     sum_changes,
 )
 
+UNUSED = 16  # bytes at the end
+
 SIZES = st.integers(0, 2**60)
 ETAGS = st.text(max_size=300).filter(storable_etag)
 FOOTERS = st.builds(
@@ -35,7 +36,6 @@ FOOTERS = st.builds(
     size=SIZES,
     crc=st.integers(0, 2**32 - 1),
     created=SIZES,
-    boot=st.binary(min_size=BOOT_SIZE, max_size=BOOT_SIZE),
 )
 
 
@@ -77,11 +77,10 @@ def test_other_names_are_ignored(name: str) -> None:
 
 @given(FOOTERS, st.binary(max_size=100))
 def test_footer_comes_back(footer: Footer, data: bytes) -> None:
-    """A footer is read from its file's end, whatever bytes come before it; the boot is the very end."""
+    """A footer is read from its file's end, whatever bytes come before it."""
     packed = footer.pack()
     tail = (data + packed)[-TAIL_SIZE:]
     assert Footer.parse(tail, footer.size + len(packed)) == footer
-    assert packed[-BOOT_SIZE:] == footer.boot
     assert len(packed) <= TAIL_SIZE
 
 
@@ -94,7 +93,7 @@ def test_damaged_footer_is_none(footer: Footer, data: st.DataObject) -> None:
     assert Footer.parse(packed, size - 1) is None
     cut = data.draw(st.integers(1, len(packed)))
     assert Footer.parse(packed[:-cut], size - cut) is None
-    place = data.draw(st.integers(0, len(packed) - BOOT_SIZE - 1))
+    place = data.draw(st.integers(0, len(packed) - UNUSED - 1))
     changed = bytearray(packed)
     changed[place] ^= data.draw(st.integers(1, 255))
     assert Footer.parse(bytes(changed), size) is None

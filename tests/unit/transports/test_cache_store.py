@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import socket
 import stat
 import threading
 from collections.abc import Callable
@@ -9,9 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from asyncloader.transports.cache_layout import BOOT_SIZE, MARKER, MARKER_NAME, ROOT_NAME, hash_key
-from asyncloader.transports.cache_store import EntryLost
+from asyncloader.transports.cache_layout import MARKER, MARKER_NAME, ROOT_NAME, Footer, charge, fill_name, hash_key
+from asyncloader.transports.cache_store import CacheStore, EntryLost
+from asyncloader.transports.cache_usage import CacheCounts
 from tests.unit.transports.cache_subject import DATA, begun, content, everything, file_of, held, opened, put
+
+
+def charge_of(size: int) -> int:
+    """The bytes that an object of this size, with the ETag "1", counts."""
+    return charge(size + len(Footer(hash_key("u"), "1", size, 0, 0).pack()))
 
 
 @pytest.fixture
@@ -144,8 +152,6 @@ def test_the_last_bytes_come_with_the_commit(folder: Path) -> None:
     fill = begun(store, "u")
     fill.write(DATA[:-50])
     assert fill.commit(DATA[-50:])
-    file = file_of(folder, "u")
-    file.write_bytes(file.read_bytes()[:-BOOT_SIZE] + bytes(BOOT_SIZE))
     assert held(store, "u") == DATA
 
 
@@ -232,24 +238,94 @@ def test_a_torn_file_is_removed(folder: Path, tear: Callable[[bytes], bytes]) ->
     assert held(store, "u") == DATA
 
 
-def test_a_file_of_an_earlier_boot_is_verified(folder: Path) -> None:
-    """After a restart of the system a file is verified once: damaged ones are deleted, the others marked."""
+@pytest.mark.parametrize("place", [0, len(DATA) // 2, len(DATA) - 1])
+def test_a_flipped_bit_is_found_at_the_first_use(folder: Path, place: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Of each process: the file is deleted, counted and logged, and can be written again. Later uses trust it."""
+    put(opened(folder), "u")
+    file = file_of(folder, "u")
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+    counts = CacheCounts()
+    store = CacheStore(str(folder), None, counts)
+    assert held(store, "u") is None
+    assert not file.exists()
+    assert counts.damaged == 1
+    assert f"{file} in the cache is damaged" in caplog.text
+    put(store, "u")
+    assert held(store, "u") == held(opened(folder), "u") == DATA
+    file.write_bytes(file.read_bytes().replace(DATA[:10], b"0123456789", 1))
+    assert held(store, "u") != DATA
+    store._verified_in += 1  # as after a fork
+    assert held(store, "u") is None
+    assert counts.damaged == 2
+
+
+def put_fifo(place: Path) -> None:
+    os.mkfifo(place)
+
+
+def put_socket(place: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        os.chdir(place.parent)
+        server.bind(place.name)
+
+
+def put_link(place: Path) -> None:
+    place.symlink_to("/dev/zero")
+
+
+HOSTILE: dict[str, Callable[[Path], None]] = {
+    "FIFO": put_fifo,
+    "socket": put_socket,
+    "link": put_link,
+    "directory": Path.mkdir,
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_what_is_no_file_is_never_opened(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of an object, of one that is being written, or of the cache's own files: nothing waits for it."""
+    monkeypatch.chdir(folder.parent.parent)
+    store = opened(folder, 1 << 20)
+    put(store, "u")
+    root = folder / ROOT_NAME
+    file_of(folder, "u").unlink()
+    HOSTILE[kind](file_of(folder, "u"))
+    assert held(store, "u") is store.open_newest(hash_key("u")) is None
+    put(store, "u")
+    assert held(store, "u") is None
+    begun(store, "v").abort()
+    HOSTILE[kind](root / "fills" / fill_name(hash_key("v"), "1", charge_of(len(DATA))))
+    with pytest.raises(OSError):
+        begun(store, "v")
+    opened(folder).usage.start()
+    for name in ["usage", "lock"]:
+        (root / name).unlink()
+        HOSTILE[kind](root / name)
+        with pytest.raises(OSError):
+            put(opened(folder, 1 << 20), "w")
+        shutil.rmtree(root / name) if kind == "directory" else (root / name).unlink()
+    put(opened(folder, 1 << 20), "w")
+    assert held(opened(folder), "w") == DATA
+
+
+@pytest.mark.parametrize("place", ["objects", "fills", "shelf"])
+def test_links_to_directories_are_not_followed(folder: Path, place: str) -> None:
+    """Nothing is read from, and nothing is written to, what lies outside."""
+    put(opened(folder), "u")
+    elsewhere = folder.parent / "elsewhere"
+    target = file_of(folder, "u").parent if place == "shelf" else folder / ROOT_NAME / place
+    target.rename(elsewhere)
+    target.symlink_to(elsewhere)
+    before = sorted(elsewhere.rglob("*"))
     store = opened(folder)
-    put(store, "whole")
-    put(store, "torn")
-    whole, torn = file_of(folder, "whole"), file_of(folder, "torn")
-    before = whole.read_bytes()
-    whole.write_bytes(before[:-BOOT_SIZE] + bytes(BOOT_SIZE))
-    # The length is right, and a block in the middle never reached the disk.
-    data = torn.read_bytes()
-    torn.write_bytes(data[:100] + bytes(50) + data[150:-BOOT_SIZE] + bytes(BOOT_SIZE))
-    assert held(store, "torn") is None
-    assert not torn.exists()
-    assert held(store, "whole") == DATA
-    assert whole.read_bytes() == before
-    # From now on it is trusted, as the page cache is.
-    whole.write_bytes(before.replace(DATA[:10], b"0123456789", 1))
-    assert held(store, "whole") != DATA
+    if place != "fills":
+        assert held(store, "u") is store.open_newest(hash_key("u")) is None
+        assert not store.has(hash_key("u"))
+    with contextlib.suppress(PermissionError):
+        put(store, "u", "2")
+    assert sorted(elsewhere.rglob("*")) == before
 
 
 def test_a_file_that_is_cut_under_a_reader(folder: Path) -> None:

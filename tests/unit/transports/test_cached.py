@@ -90,7 +90,13 @@ async def test_objects_without_a_version_are_not_cached(tmp_path: Path) -> None:
             assert await drain(transport.stream("a")) == [CONTENT]
             assert await transport.info("a") == (len(CONTENT), None)
         assert store.taken() == ["read", "stream 0", "size"] * 2
-        assert transport.cache_counts.snapshot() == {"hits": 0, "misses": 0, "bytes_saved": 0, "evictions": 0}
+        assert transport.cache_counts.snapshot() == {
+            "hits": 0,
+            "misses": 0,
+            "bytes_saved": 0,
+            "evictions": 0,
+            "damaged": 0,
+        }
     assert not (tmp_path / "cache").exists()
 
 
@@ -139,7 +145,13 @@ async def test_a_copy_shares_the_directory(tmp_path: Path) -> None:
         await transport.read("a")
         async with pickle.loads(pickle.dumps(transport)) as copy:
             assert await copy.read("a") == CONTENT
-            assert copy.cache_counts.snapshot() == {"hits": 1, "misses": 0, "bytes_saved": 16384, "evictions": 0}
+            assert copy.cache_counts.snapshot() == {
+                "hits": 1,
+                "misses": 0,
+                "bytes_saved": 16384,
+                "evictions": 0,
+                "damaged": 0,
+            }
             assert (copy.cache_bytes, copy.revalidate, copy.url) == (1 << 20, False, "memory://")
         assert (transport.cache_counts.hits, transport.cache_counts.misses) == (0, 1)
 
