@@ -70,6 +70,7 @@ PURE = {
         "workers.fetch.sample_errors",
         "workers.fetch.seeding",
         "workers.fetch.setup",
+        "workers.ipc.peer_text",
         "workers.ipc.wire",
         "workers.memory.layout",
         "workers.memory.leaves",

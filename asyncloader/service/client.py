@@ -40,13 +40,14 @@ from asyncloader.service.host_process import Death
 from asyncloader.service.link import Link
 from asyncloader.service.node_choice import node_order, to_move
 from asyncloader.service.progress import Progress
-from asyncloader.service.records import read_record, shown
+from asyncloader.service.records import read_record
 from asyncloader.service.remote_channel import RemoteChannel
 from asyncloader.service.served import ServedDataset
 from asyncloader.service.shared import SharedService
 from asyncloader.workers.dialect import Dialect
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc.channel import Channel
+from asyncloader.workers.ipc.peer_text import block_of, line_of
 from asyncloader.workers.source import WorkerHandle
 from asyncloader.workers.stacks import Report
 
@@ -55,6 +56,7 @@ __all__ = ["ServedWorker", "ServiceWorkers"]
 _MOST_THREADS = 16
 _STANDS_S = 4.0
 """Seconds after which a connection that has tasks stands: its node has answered pings, or would be given up."""
+_MOST_REASON, _MOST_TRACE = 2000, 1 << 15  # characters of what a node says of a death
 _ROUND_TRIPS_S = 2.0
 """Seconds that a node may take to answer, besides those in which its processes do."""
 
@@ -314,16 +316,19 @@ class ServedWorker:
                 death = read_record(Death, said)
                 self.lost = not (death.blamed or death.shared)
                 self.outside = death.shared
-                why = death.reason if self.lost else self.kill_reason or death.reason
+                given = line_of(death.reason, _MOST_REASON)
+                why = given if self.lost else self.kill_reason or given
                 reason = " ".join(filter(None, (f"It was at {self.node}.", why)))
-                return WorkerDied(self.worker_id, self.pid, death.exitcode, reason, "", death.trace), why
+                return WorkerDied(
+                    self.worker_id, self.pid, death.exitcode, reason, "", block_of(death.trace, _MOST_TRACE)
+                ), why
         self.lost = not self.kill_reason
-        reason = self.kill_reason or f"It was at {self.node}, and {why}."
+        reason = self.kill_reason or f"It was at {self.node}, and {line_of(why)}."
         return WorkerDied(self.worker_id, self.pid, None, reason), why
 
     def distrust(self, error: ValueError) -> bool:
         """As `WorkerHandle`. It is made at another node, or at this one, if it is the only one: a few times."""
-        why = shown(f"{error!s:.300}")
+        why = line_of(str(error))
         if self._direct:
             self.unreadable = True
             self.channel.ended = True

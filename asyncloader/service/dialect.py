@@ -30,12 +30,14 @@ from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.error_notes import take_notes
 from asyncloader.workers.fetch.sample_errors import ERROR_CHARACTERS, TRACEBACK_CHARACTERS, SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart
+from asyncloader.workers.ipc.peer_text import block_of, line_of
 from asyncloader.workers.tracebacks import hide_our_frames
 
 __all__ = ["PLAIN", "PlainDialect", "epoch_of"]
 
 _TEXT = 1 << 16
-"""Characters of a traceback that are sent, at most: its end."""
+"""Characters of a traceback that are sent, and taken, at most: its end."""
+_NOTE, _MOST_NOTES = 4000, 32
 _NAME = 300
 
 
@@ -89,6 +91,8 @@ class PlainDialect:
         ours, name, said, text, worker_id, notes = read_record(_Raised, data)
         where = f"in DataLoader worker process {worker_id}"
         kind = (_known(errors, name) or _known(transport_errors, name)) if ours else _known(builtins, name)
+        name, said, text = line_of(name), block_of(said, _TEXT), block_of(text, _TEXT)
+        notes = [line_of(note, _NOTE) for note in notes[:_MOST_NOTES]]
         if ours:
             raised = (RuntimeError if kind is None else kind)(said)
             raised.add_note(f"Raised {where}.\nOriginal {text}")
@@ -149,7 +153,16 @@ class PlainDialect:
             _check_cursor(value)
         elif type(value) is not list or not value or not all(map(_is_record, value)):
             raise ValueError("broken stream: records of samples that cannot be read")
+        else:
+            value = list(map(_readable, value))
         return pickle.dumps(value, 5)
+
+
+def _readable(record: SkippedSample) -> SkippedSample:
+    """The record with texts that may be logged."""
+    return record._replace(
+        error=line_of(record.error, ERROR_CHARACTERS), traceback=block_of(record.traceback, TRACEBACK_CHARACTERS)
+    )
 
 
 def _check_cursor(value: Any) -> None:

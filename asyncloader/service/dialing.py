@@ -29,6 +29,7 @@ from asyncloader.service.records import pack_record, read_record
 from asyncloader.service.served_shards import Plan, PlanRequest, gathered
 from asyncloader.service.shared import SharedService
 from asyncloader.service.sockets import check_peer
+from asyncloader.workers.ipc.peer_text import block_of, line_of
 from asyncloader.workers.stacks import Report
 
 __all__ = ["NodeConnection", "Unreachable", "answer_of", "ask_facts", "ask_plan", "ask_stacks", "on_any_node"]
@@ -40,6 +41,10 @@ _ANSWER_S = 30.0  # a node may be making the dataset
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _SAY_AFTER_S = 3.0
 _USER_TIMEOUT_MS = 3000  # until a lane is open; see `RemoteChannel`
+
+_MOST_TEXT = 2200
+"""Characters of a node's reason that an error has, at most."""
+_MOST_STACKS = 1 << 16
 
 _T = TypeVar("_T")
 
@@ -142,7 +147,7 @@ def _greet(service: Service, defined: Defined, address: str, place: Any) -> Node
             link.close()
         text = getattr(error, "strerror", None) or str(error) or type(error).__name__
         final = getattr(error, "final", False) or isinstance(error, ssl.SSLCertVerificationError)
-        raise Unreachable(f"{address}: {text}", final=final) from None
+        raise Unreachable(f"{address}: {line_of(str(text), _MOST_TEXT)}", final=final) from None
 
 
 def answer_of(link: Link, kind: int, seconds: float = _ANSWER_S) -> bytes:
@@ -154,7 +159,7 @@ def answer_of(link: Link, kind: int, seconds: float = _ANSWER_S) -> bytes:
         for message in link.receive():
             if message.header.kind == frames.REFUSED:
                 text, for_now = read_record(Refusal, message.body)
-                raise Unreachable(f"it refused: {text}", final=not for_now)
+                raise Unreachable(f"it refused: {line_of(text, _MOST_TEXT)}", final=not for_now)
             if message.header.kind == frames.PONG:
                 deadline = monotonic() + seconds
                 if not said:
@@ -221,7 +226,7 @@ def on_any_node(
             except Unreachable as error:
                 answers[address], final = str(error), final and error.final
             except (OSError, ValueError) as error:
-                answers[address], final = f"{address}: {error}", False
+                answers[address], final = f"{address}: {line_of(str(error), _MOST_TEXT)}", False
             if refused is not None:
                 refused(address, answers[address].removeprefix(f"{address}: "))
         waited = monotonic() - began
@@ -272,7 +277,7 @@ def ask_stacks(service: Service, defined: Defined, address: str, pids: Sequence[
     try:
         node.link.send(frames.LOOK, pack_record(Look(list(pids))))
         answer = read_record(Looked, answer_of(node.link, frames.LOOKED))
-        return {pid: Report(state, text) for pid, state, text in answer.reports}
+        return {pid: Report(line_of(state), block_of(text, _MOST_STACKS)) for pid, state, text in answer.reports}
     finally:
         node.link.close()
 

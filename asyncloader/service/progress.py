@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
+from asyncloader.workers.ipc.peer_text import line_of
+
 __all__ = ["Progress"]
 
 _FIRST_REST_S, _LONGEST_REST_S = 0.05, 3.0
@@ -105,7 +107,8 @@ class Progress:
         node = self._nodes.get(address)
         if node is None or node.unreadable < _MOST_UNREADABLE:
             return None
-        return f"{node.unreadable} times in a row its answers could not be read; the last time: {_escape(node.why)}"
+        why = line_of(node.why, _MOST_TEXT)
+        return f"{node.unreadable} times in a row its answers could not be read; the last time: {why}"
 
     def failures(self, address: str, now: float) -> int:
         """How often the node has delivered nothing since it last did."""
@@ -139,12 +142,8 @@ class Progress:
 
     @staticmethod
     def _told(node: _Node) -> str:
-        why = _escape(node.why)
+        why = line_of(node.why, _MOST_TEXT)
         if not node.connected:
             return f"not connected ({why})"
         times = "once" if node.connected == 1 else f"{node.connected} times"
         return f"connected {times}, {node.batches} batches, {node.fruitless} times nothing before the end (last: {why})"
-
-
-def _escape(why: str) -> str:
-    return "".join(each if each.isprintable() else "?" for each in why[:_MOST_TEXT])  # perhaps a node's text

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar, cast
 import msgspec
 from msgspec import Meta
 
-__all__ = ["Count", "Name", "pack_record", "read_record", "shown"]
+__all__ = ["Count", "Name", "pack_record", "read_record"]
 
 Name: TypeAlias = Annotated[str, Meta(max_length=300)]
 """A text that names something."""
@@ -56,8 +56,3 @@ def read_record(kind: type[_T], body: bytes) -> _T:
         name = kind.__name__.strip("_").upper()
         raise ValueError(f"broken stream: a {name} that cannot be read ({error!s:.200})") from None
     return record
-
-
-def shown(text: str) -> str:
-    """A text that a peer sent, for a message: in one line, without escapes."""
-    return text if text.isprintable() else ascii(text)

@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncloader.service.definition import Definition, converted
 from asyncloader.service.handshake import PROTOCOL, Hello
-from asyncloader.service.records import shown
+from asyncloader.workers.ipc.peer_text import line_of
 
 __all__ = ["Refused", "Served", "as_text", "asked"]
 
@@ -54,7 +54,7 @@ def asked(everything: Mapping[str, Served], hello: Hello) -> tuple[Served, Mappi
         raise Refused(f"the loader speaks protocol {hello.protocol}, and this node {PROTOCOL}")
     mine = Hello.versions()
     if (hello.version, hello.torch) != mine:  # random numbers may differ between two versions
-        theirs = f"asyncloader {shown(hello.version)} and torch {shown(hello.torch)}"
+        theirs = f"asyncloader {line_of(hello.version)} and torch {line_of(hello.torch)}"
         raise Refused(f"the loader has {theirs}, and this node asyncloader {mine[0]} and torch {mine[1]}")
     served = everything.get(hello.name)
     if served is None:
@@ -62,7 +62,7 @@ def asked(everything: Mapping[str, Served], hello: Hello) -> tuple[Served, Mappi
     fingerprint = served.definition.fingerprint()
     if hello.fingerprint != fingerprint:
         raise Refused(
-            f"the definition {hello.name} differs: its source has the fingerprint {shown(hello.fingerprint):.16} at "
+            f"the definition {hello.name} differs: its source has the fingerprint {line_of(hello.fingerprint):.16} at "
             f"the loader, and {fingerprint} at this node. Install the same module on both sides"
         )
     try:

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from msgspec.msgpack import Ext
 
-from asyncloader.service.records import shown
 from asyncloader.service.values import (
     ALL_DTYPES,
     ARRAY_KINDS,
@@ -40,6 +39,7 @@ from asyncloader.service.values import (
     init_fields,
     too_many_arrays,
 )
+from asyncloader.workers.ipc.peer_text import line_of
 from asyncloader.workers.memory.leaves import DTYPES, sparse_part_names
 
 __all__ = ["Leaf", "build", "check", "decode", "unpack"]
@@ -216,8 +216,8 @@ class _Builder:
             return Leaf(None)
         if kind is None:
             raise _Unregistered(
-                f"a batch contains a {shown(name)}, and only types that were registered are made from a service's "
-                f"answers: call asyncloader.register_batch_type({shown(name.rpartition('.')[2])})"
+                f"a batch contains a {line_of(name)}, and only types that were registered are made from a service's "
+                f"answers: call asyncloader.register_batch_type({line_of(name.rpartition('.')[2])})"
             )
         if hasattr(kind, "__dataclass_fields__"):
             return kind(**dict(zip(init_fields(kind), fields, strict=True)))

@@ -70,5 +70,5 @@ def test_a_node_whose_answers_cannot_be_read_is_left_alone_after_three_connectio
         progress.lost("a", "\x1b[2Jbroken", float(number), 8, answers, answers, number + 0.5, unreadable=True)
         assert progress.unreadable("a") is None
     progress.lost("a", "\x1b[2Jbroken", 5.0, 8, 0, 5, 5.5, unreadable=True)
-    assert progress.unreadable("a") == "3 times in a row its answers could not be read; the last time: ?[2Jbroken"
+    assert progress.unreadable("a") == "3 times in a row its answers could not be read; the last time: \\x1b[2Jbroken"
     assert progress.unreadable("b") is None

@@ -1,0 +1,82 @@
+"""Makes text that another program sent fit for a log or an error, and bounds how much of it is logged. Pure.
+
+Data path: connection -> [peer_text] -> log, or an error's text.
+
+A newline in such a text would forge a line of the log, an escape sequence would give orders to the terminal, and a mark
+of writing direction would show the text in another order than it has. All of these are replaced by their escapes.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["LINE", "LINES_PER_MINUTE", "LineLimit", "block_of", "line_of"]
+
+LINE: Final = 500
+"""Characters of a line, at most."""
+LINES_PER_MINUTE: Final = 60
+"""Lines that one peer has logged in a minute, at most."""
+_MINUTE_S = 60.0
+_MARK = 40  # characters, at most, of the note that stands for what was cut
+
+
+def line_of(text: object, most: int = LINE) -> str:
+    """A text as one line of at most `most` characters. The middle of a longer one is left out.
+
+    What is no text is not converted to one, because even that may fail for a value that a stranger has made.
+    """
+    if type(text) is not str:
+        return f"<{type(text).__name__}>"
+    return _cut(_escaped(_cut(text, most)), most)
+
+
+def block_of(text: object, most: int) -> str:
+    """The last lines of a text, at most `most` characters: newlines and tabs stay as they are."""
+    if type(text) is not str:
+        return line_of(text)
+    kept = text[-most:].replace("\r\n", "\n")
+    return "\n".join("\t".join(map(_escaped, line.split("\t"))) for line in kept.split("\n"))[-most:]
+
+
+def _cut(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    kept = max(0, most - _MARK)
+    end = kept // 3
+    return f"{text[: kept - end]} [{len(text) - kept:,} characters] {text[len(text) - end :]}"
+
+
+def _escaped(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+class LineLimit:
+    """Bounds the lines that a peer has logged in a minute, and counts those beyond.
+
+    Args:
+        most: lines in a minute.
+    """
+
+    def __init__(self, most: int = LINES_PER_MINUTE) -> None:
+        self.left_out = 0
+        """Lines that were not admitted since the last that was."""
+        self._most = most
+        self._began = 0.0
+        self._admitted = 0
+
+    def admits(self, now: float) -> bool:
+        """Whether a line may be logged now; if not, it is counted. `now` is any clock's time in seconds."""
+        if now - self._began >= _MINUTE_S:
+            self._began, self._admitted = now, 0
+        if self._admitted >= self._most:
+            self.left_out += 1
+            return False
+        self._admitted += 1
+        return True
+
+    def take_left_out(self) -> int:
+        """How many lines were left out that no line has reported yet; they count as reported from now on."""
+        left_out, self.left_out = self.left_out, 0
+        return left_out
