@@ -21,6 +21,7 @@ from functools import partial
 
 from asyncloader.service.agent import DRAIN, DRAINED, LOAD, LOOK, READY, SERVE, SERVING, AgentSetup
 from asyncloader.service.node import DRAIN_S, Node
+from asyncloader.service.node_log import set_up_log
 from asyncloader.service.pickled import PickledDefinition
 from asyncloader.service.scaling import Load
 from asyncloader.service.served_definitions import Served
@@ -33,7 +34,7 @@ __all__: list[str] = []
 
 
 def _main(argv: Sequence[str]) -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    set_up_log(logging.WARNING)
     channel = Channel(socket.socket(fileno=int(argv[0])))
     setup: AgentSetup | None = None
     while setup is None and not channel.ended:

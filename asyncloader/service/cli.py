@@ -28,6 +28,7 @@ from asyncloader.cpus import usable_cpus
 from asyncloader.service.definition import converted, load_definition
 from asyncloader.service.metrics_endpoint import MetricsEndpoint
 from asyncloader.service.node import DRAIN_S, Node
+from asyncloader.service.node_log import set_up_log
 from asyncloader.service.served_definitions import Served
 from asyncloader.service.sockets import read_address, server_tls
 from asyncloader.workers.worker import serve_async
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     given = vars(parser.parse_args(argv))
     given.pop("command")
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    set_up_log(logging.INFO)
     try:
         node_options = _options(given)
         serve_async(lambda: _serve(node_options))

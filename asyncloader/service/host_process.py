@@ -16,20 +16,38 @@ from typing import Any, NamedTuple, Protocol
 
 from asyncloader.counters import LANE_KEY, StageTimes, stage_times, total
 from asyncloader.service.handshake import Opening
-from asyncloader.service.lane_host import FACTS, OPEN, PLAN, PLANNED, Facts, HostSetup, LaneOpening
+from asyncloader.service.lane_host import (
+    FACTS,
+    MOST_PROBLEM,
+    NOT_MADE,
+    OPEN,
+    PLAN,
+    PLANNED,
+    Facts,
+    HostSetup,
+    LaneOpening,
+)
 from asyncloader.service.served_shards import PlanRequest
 from asyncloader.workers import shutdown
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import channel_pair
 from asyncloader.workers.ipc.lifeline import Lifeline
+from asyncloader.workers.ipc.peer_text import LineLimit, line_of
 from asyncloader.workers.process import WorkerProcess, look
 from asyncloader.workers.setup_payload import preload_in_fork_server
 
-__all__ = ["Death", "HostProcesses", "LaneEnd"]
+__all__ = ["Death", "HostProcesses", "LaneEnd", "NotMade"]
 
 _log = logging.getLogger("asyncloader")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0
 _ABANDONED_S = 10.0
+_ALL_BEGUN_S = 60.0
+"""Seconds that the first loaders wait for all processes to have their dataset, while one has."""
+_NONE_READY_S = 20.0
+"""Seconds that a lane waits for a process: less than a loader waits for an answer."""
+_UNWANTED_S = 60.0
+"""Seconds without a loader after which a dataset of the loaders' choice that cannot be made is given up."""
+_FAILURES_PER_MINUTE = 6
 _STACKS_S = 1.0
 _KILLED = "Its loader had it killed: it was at one task for too long."
 _BUSY = "Its process was at another loader's task."
@@ -55,6 +73,10 @@ class Death(NamedTuple):
     shared: bool
 
 
+class NotMade(Exception):
+    """No process has the dataset; the text says why, on one line. Later one may."""
+
+
 class LaneEnd(Protocol):
     """What holds the node's end of a lane."""
 
@@ -69,8 +91,15 @@ class _Process:
         self.lanes: dict[int, LaneEnd] = {}
         self.plans: dict[int, asyncio.Future[Any]] = {}
         self.ready = False
+        self.problem = ""
+        """Why it could not make its dataset."""
         self.killed_for = 0
         """The lane whose loader had it killed; 0: none."""
+
+
+def _end_left_over(process: WorkerProcess) -> None:
+    if not process.released:
+        process.kill()
 
 
 def _times(made: _Process) -> StageTimes:
@@ -83,12 +112,16 @@ class HostProcesses:
     Args:
         setup: what they are started with.
         number: how many there are.
+        lasting: whether the dataset is to be made however often that fails, even if nobody wants it.
     """
 
-    def __init__(self, setup: HostSetup, number: int) -> None:
+    def __init__(self, setup: HostSetup, number: int, *, lasting: bool = True) -> None:
+        self.lasting = lasting
         self.setup = setup
         self.number = number
         self.deaths = 0
+        self._by = {"peer": f"processes of {setup.target}"}  # whose lines of the log these are
+        self._logged = LineLimit(_FAILURES_PER_MINUTE)
         self._looking = asyncio.Lock()  # a pipe has one reader
         self._requests = 0  # lanes and plans that were asked for
         self._users = 0
@@ -98,23 +131,83 @@ class HostProcesses:
         self._processes: dict[int, _Process] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._facts: asyncio.Future[Facts] | None = None
-        self._ready = asyncio.Event()
+        self._facts: Facts | None = None  # that were reported first, since no process had the dataset
+        self._news = asyncio.Event()  # replaced by another whenever something below, or a process, has changed
         self._begun: set[int] = set()
-        self._all_begun = asyncio.Event()
-        self._closed = False
+        self._waited_for_all = False
+        self._asked = 0.0  # when somebody wanted the dataset
+        self._closing = asyncio.Event()
+        self.problem = ""
+        """Why no process has the dataset: the newest failure, as one line; empty while one has, or may yet."""
+        self.given_up = False
+        """No process is there, and none is started any more: for a long time nobody wanted it."""
 
     def start(self) -> None:
         """Start the processes, without waiting for them. In the node's loop."""
         self._loop = asyncio.get_running_loop()
-        self._facts = self._loop.create_future()
+        self._asked = self._loop.time()
         for number in range(self.number):
             self._keep(number)
 
-    async def facts(self) -> Facts:
-        """What the dataset is, as soon as one process has made it."""
+    async def first_facts(self) -> Facts:
+        """What the dataset is, as soon as one process has made it.
+
+        Raises:
+            NotMade: each process has failed.
+        """
+        while not self.running and not (self._facts is not None and self._facts.problem):
+            if self.problem and len(self._begun) == self.number:
+                raise NotMade(self.problem)
+            await self._news.wait()
         assert self._facts is not None
-        return await asyncio.shield(self._facts)
+        return self._facts
+
+    async def facts(self) -> Facts:
+        """What the dataset is, as soon as one process has made it, for a loader that wants it.
+
+        Raises:
+            NotMade: at the moment it cannot be made.
+        """
+        assert self._loop is not None
+        self._asked = self._loop.time()
+        while not self.running and not (self._facts is not None and self._facts.problem):
+            if self.problem:
+                raise NotMade(self.problem)
+            await self._news.wait()
+        assert self._facts is not None
+        return self._facts
+
+    async def begun(self) -> None:
+        """Wait until each process has its dataset, or has failed, but only once and not for ever: the loaders that come
+        first would all share the first process.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ALL_BEGUN_S):
+                while len(self._begun) < self.number and not self._waited_for_all:
+                    await self._news.wait()
+        if not self._waited_for_all:
+            self._waited_for_all = True
+            self._tell()
+
+    def _tell(self) -> None:
+        """Wake up whoever waits for a change."""
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    async def _some(self) -> list[_Process]:
+        """The processes that have the dataset; there is at least one. Nothing is awaited since this was found.
+
+        Raises:
+            NotMade: there was none for too long.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_NONE_READY_S):
+                while not self.running and not self.problem:
+                    await self._news.wait()
+        if not self.running:
+            late = f"no process of {self.setup.target} had made the dataset after {_NONE_READY_S:.0f} seconds"
+            raise NotMade(self.problem or late)
+        return [each for each in self._processes.values() if each.ready]
 
     @property
     def running(self) -> int:
@@ -152,15 +245,17 @@ class HostProcesses:
         task.add_done_callback(self._tasks.discard)
 
     async def _start(self, number: int, pause: float) -> None:
-        await asyncio.sleep(pause)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause):
+                await self._closing.wait()
+        if self._closing.is_set() or self.given_up:
+            return
         try:
             process = await asyncio.to_thread(self._make, number)
         except OSError as error:
-            _log.warning("process %d of %s cannot be started: %s", number, self.setup.target, error)
-            self._begins(number)
-            self._keep(number, min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * pause)))
+            self._fails(number, f"{self.setup.target}: its process cannot be started: {error}", pause)
             return
-        if self._closed:
+        if self._closing.is_set() or self.given_up:
             await asyncio.to_thread(shutdown.run, [process])
             return
         made = self._processes[number] = _Process(process)
@@ -181,13 +276,17 @@ class HostProcesses:
         for kind, body in made.process.channel.receive():
             if kind == FACTS:
                 facts: Facts = pickle.loads(body)
+                if self._facts is None or not self.running:
+                    self._facts = facts
                 made.ready = not facts.problem
-                if made.ready:
-                    self._ready.set()
+                if self.problem and made.ready:
+                    self.problem = ""
+                    _log.warning("%s is made now", self.setup.target, extra=self._by)
                 self._begins(number)
-                assert self._facts is not None
-                if not self._facts.done():
-                    self._facts.set_result(facts)
+            elif kind == NOT_MADE:
+                made.problem = pickle.loads(body)
+                # It ends by itself, unless a thread that the dataset has left behind keeps it.
+                asyncio.get_running_loop().call_later(_ABANDONED_S, _end_left_over, made.process)
             elif kind == PLANNED:
                 asked, answer = pickle.loads(body)
                 future = made.plans.pop(asked, None)
@@ -195,21 +294,38 @@ class HostProcesses:
                     future.set_result(answer)
             elif kind == wire.LOG:
                 level, text, _, _ = pickle.loads(body)
-                _log.log(level, "%s", text)
+                _log.log(level, "%s", text, extra=self._by)
         if made.process.channel.ended:
             asyncio.get_running_loop().remove_reader(made.process.channel.fileno())
 
     def _begins(self, number: int) -> None:
         """This process is there, or cannot be."""
         self._begun.add(number)
-        if len(self._begun) == self.number:
-            self._all_begun.set()
+        self._tell()
+
+    def _fails(self, number: int, problem: str, pause: float) -> None:
+        """This process could not make the dataset, for this reason, and after such a pause: try again later."""
+        assert self._loop is not None
+        pause = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * pause))
+        if not self.running:
+            self.problem = line_of(problem, MOST_PROBLEM)
+        self._begins(number)
+        now = self._loop.time()
+        if not self.lasting and self.idle and not self._processes and now - self._asked > _UNWANTED_S:
+            self.given_up = True
+        if self.given_up or self._closing.is_set():
+            return
+        if self._logged.admits(now):
+            text = (
+                "process %d has no dataset, and tries again in %.1f s (%d more failures since the last such line): %s"
+            )
+            _log.warning(text, number, pause, self._logged.take_left_out(), problem)
+        self._keep(number, pause)
 
     def _died(self, number: int, made: _Process, pause: float) -> None:
         process = made.process
         with contextlib.suppress(ValueError):
             self._read(number, made)
-        self._begins(number)
         loop = asyncio.get_running_loop()
         loop.remove_reader(process.death_fd)
         if process.channel.fileno() >= 0:
@@ -217,7 +333,7 @@ class HostProcesses:
             loop.remove_writer(process.channel.fileno())
         error = process.death()
         at = made.killed_for or self._at(made)
-        self.deaths += 1
+        self.deaths += not made.problem
         for lane, end in list(made.lanes.items()):
             blamed = lane == at or (not at and len(made.lanes) == 1)
             shared = not at and len(made.lanes) > 1 and self._asynchronous
@@ -229,19 +345,19 @@ class HostProcesses:
         self._tasks_of_dead += times.number
         self._busy_of_dead += times.total
         del self._processes[number]
-        if not any(each.ready for each in self._processes.values()):
-            self._ready.clear()
         process.release()
-        if self._closed or (self._facts is not None and self._facts.done() and self._facts.result().problem):
+        if self._closing.is_set() or (self._facts is not None and self._facts.problem):
             return
-        _log.warning("process %d of %s died and is replaced: %s", number, self.setup.target, error)
-        # One that dies at its start, again and again, is not worth a processor.
-        self._keep(number, 0.0 if made.ready else min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * pause)))
+        if made.ready:
+            _log.warning("process %d of %s died and is replaced: %s", number, self.setup.target, error, extra=self._by)
+            self._keep(number)
+        else:
+            died = f"{self.setup.target}: its process died before it had the dataset: {error}"
+            self._fails(number, made.problem or died, pause)
 
     @property
     def _asynchronous(self) -> bool:
-        told = self._facts is not None and self._facts.done() and self._facts.result().asynchronous
-        return told or self.setup.threads
+        return self.setup.threads or (self._facts is not None and self._facts.asynchronous)
 
     # ---------------------------------------------------------------------------------------------- lanes
 
@@ -251,10 +367,12 @@ class HostProcesses:
         Args:
             opening: the loader's request.
             end: makes the node's end, of the socket and the lane's number.
+
+        Raises:
+            NotMade: no process has the dataset.
+            ConnectionError: the process died.
         """
-        await self._all_begun.wait()  # or those that come first would all share the first process
-        await self._ready.wait()
-        made = min((each for each in self._processes.values() if each.ready), key=lambda each: len(each.lanes))
+        made = min(await self._some(), key=lambda each: len(each.lanes))
         self._requests += 1
         number = self._requests
         ours, theirs = channel_pair()
@@ -273,10 +391,10 @@ class HostProcesses:
         """Have a plan made. Returns it, or the error that was raised, in the service's dialect.
 
         Raises:
+            NotMade: no process has the dataset.
             ConnectionError: the process died.
         """
-        await self._ready.wait()
-        made = next(each for each in self._processes.values() if each.ready)
+        made = (await self._some())[0]
         self._requests += 1
         number = self._requests
         future = made.plans[number] = asyncio.get_running_loop().create_future()
@@ -337,9 +455,7 @@ class HostProcesses:
 
     async def close(self) -> None:
         """End all processes, and wait for that."""
-        self._closed = True
-        for task in self._tasks:
-            task.cancel()
+        self._closing.set()  # and no task is cancelled: the process that one is about to have would be lost
         await asyncio.gather(*self._tasks, return_exceptions=True)
         loop = asyncio.get_running_loop()
         processes = [each.process for each in self._processes.values()]

@@ -39,15 +39,18 @@ from asyncloader.workers.fetch.seeding import GlobalDrawCheck
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
+from asyncloader.workers.ipc.peer_text import line_of
 from asyncloader.workers.task_runner import TaskRunner
 from asyncloader.workers.worker import run_task_loop, serve_async, tune
 
-__all__ = ["FACTS", "OPEN", "PLAN", "PLANNED", "Facts", "HostSetup", "LaneOpening"]
+__all__ = ["FACTS", "MOST_PROBLEM", "NOT_MADE", "OPEN", "PLAN", "PLANNED", "Facts", "HostSetup", "LaneOpening"]
 
-FACTS, OPEN, PLAN, PLANNED = 40, 41, 42, 43
+FACTS, OPEN, PLAN, PLANNED, NOT_MADE = 40, 41, 42, 43, 44
 """Frames between the node and its process, all pickled, as both are the node's own: what the dataset is; a new lane,
-whose socket comes with the frame; a number and a `PlanRequest`; this number with the `Plan`, or an error as bytes."""
-
+whose socket comes with the frame; a number and a `PlanRequest`; this number with the `Plan`, or an error as bytes; why
+there is no dataset, as text."""
+MOST_PROBLEM = 1500
+"""Characters of that text, at most."""
 
 _COUNTS_S = 0.25
 
@@ -61,7 +64,7 @@ class Facts(NamedTuple):
         asynchronous: whether it is read on an event loop.
         stateful: whether it has a state of its own.
         shuffle: if the loader assigns its shards: samples that each worker shuffles together; else None.
-        problem: why it cannot be served, or could not be made; empty if all is well.
+        problem: why it cannot be served; empty if all is well.
     """
 
     iterable: bool = False
@@ -113,18 +116,19 @@ class HostSetup(NamedTuple):
         began = perf_counter()
         torch.multiprocessing._set_thread_name("asyncloader_lane")
         torch.set_num_threads(1)
-        host, facts = None, Facts()
         try:
             definition = load_definition(self.target) if self.data is None else PickledDefinition(self.data)
             defined = Defined(definition, self.arguments)
             made = defined.make()
             facts = facts_of(made.dataset)
             host = _Host(channel, recorder, defined, made, facts)
-        except Exception as error:
-            facts = Facts(problem=f"{self.target} raised {type(error).__name__}: {error}")
+        except (Exception, SystemExit) as error:
+            text = line_of(f"{self.target} raised {type(error).__name__}: {error}", MOST_PROBLEM)
+            channel.send_all(wire.pack(NOT_MADE, pickle.dumps(text)))
+            return  # the node starts another process in a while
         recorder.time("start_dataset", perf_counter() - began)
         channel.send_all(wire.pack(FACTS, pickle.dumps(facts)))
-        if facts.problem or host is None:
+        if facts.problem:
             channel.receive(wait=True)  # until the node ends this process
             return
         concurrent = facts.asynchronous or self.threads

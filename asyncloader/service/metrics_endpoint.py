@@ -6,7 +6,6 @@ It answers GET with one of three short texts and closes the connection, which ta
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -16,6 +15,9 @@ if TYPE_CHECKING:
 __all__ = ["MetricsEndpoint"]
 
 _REQUEST_S = 5.0
+_MOST_CONNECTIONS = 64
+_MOST_HEADERS = 100
+_MOST_LINE = 1 << 13
 _HELP = {
     "sessions": "Loaders that read here.",
     "lanes": "Logical workers of all loaders.",
@@ -38,6 +40,7 @@ class MetricsEndpoint:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._server: asyncio.Server | None = None
+        self._writers: dict[asyncio.StreamWriter, None] = {}  # the oldest first
         self.ready = False
         """Whether loaders may come."""
         self.address = ""
@@ -48,24 +51,42 @@ class MetricsEndpoint:
         parts = urlsplit(f"//{address}")
         if parts.port is None:
             raise ValueError(f"--metrics {address}: give host:port")
-        self._server = await asyncio.start_server(self._answer, parts.hostname, parts.port, limit=1 << 13)
+        self._server = await asyncio.start_server(self._answer, parts.hostname, parts.port, limit=_MOST_LINE)
         host, port = self._server.sockets[0].getsockname()[:2]
         self.address = f"http://{host}:{port}"
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, ValueError, TimeoutError, asyncio.IncompleteReadError):
+        self._writers[writer] = None
+        if len(self._writers) > _MOST_CONNECTIONS:  # a probe is answered at once: the oldest has nothing to say
+            self._abort(next(iter(self._writers)))
+        try:
             async with asyncio.timeout(_REQUEST_S):
                 request = (await reader.readuntil(b"\r\n")).split()
-                while await reader.readuntil(b"\r\n") != b"\r\n":
-                    pass
+                for _ in range(_MOST_HEADERS):
+                    if await reader.readuntil(b"\r\n") == b"\r\n":
+                        break
+                else:
+                    return
                 status, text = self._page(request)
                 data = text.encode()
                 head = (
                     f"HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4\r\nContent-Length: {len(data)}\r\n"
                 )
+                if writer.is_closing():
+                    return
                 writer.write(f"{head}Connection: close\r\n\r\n".encode() + data)
-                await writer.drain()
-        writer.close()
+                writer.write_eof()
+                while await reader.read(_MOST_LINE):  # or what is left unread would make the kernel drop the answer
+                    pass
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass  # it was reset, slow, too short, or a line of it too long
+        finally:
+            self._abort(writer)
+
+    def _abort(self, writer: asyncio.StreamWriter) -> None:
+        """Close it without waiting for its peer. Idempotent."""
+        self._writers.pop(writer, None)
+        writer.transport.abort()
 
     def _page(self, request: list[bytes]) -> tuple[str, str]:
         if len(request) != 3 or request[0] != b"GET":
@@ -73,7 +94,8 @@ class MetricsEndpoint:
         if request[1] == b"/healthz":
             return "200 OK", "ok\n"
         if request[1] == b"/readyz":
-            return ("200 OK", "ready\n") if self.ready else ("503 Service Unavailable", "not ready\n")
+            problem = self._node.problem() or ("" if self.ready else "not ready")
+            return ("503 Service Unavailable", f"{problem}\n") if problem else ("200 OK", "ready\n")
         if request[1] != b"/metrics":
             return "404 Not Found", "there are /metrics, /healthz and /readyz\n"
         lines = []
@@ -88,6 +110,8 @@ class MetricsEndpoint:
 
     async def close(self) -> None:
         """Stop listening."""
+        for writer in list(self._writers):
+            self._abort(writer)
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()

@@ -37,7 +37,7 @@ from asyncloader.service.handshake import (
     proves,
     read_opening,
 )
-from asyncloader.service.host_process import HostProcesses, LaneEnd
+from asyncloader.service.host_process import HostProcesses, LaneEnd, NotMade
 from asyncloader.service.lane_host import Facts, HostSetup
 from asyncloader.service.link import Link
 from asyncloader.service.node_lanes import ForwardedLane, PassedLane
@@ -47,7 +47,8 @@ from asyncloader.service.served_definitions import Refused, Served, as_text, ask
 from asyncloader.service.served_shards import PlanRequest, messages, read_request
 from asyncloader.service.session import Session
 from asyncloader.service.sharing_lane import SharingLane
-from asyncloader.service.sockets import bound
+from asyncloader.service.sockets import bound, check_peer
+from asyncloader.workers.ipc.peer_text import line_of
 from asyncloader.workers.memory.segment import memory_limit
 
 __all__ = ["DRAIN_S", "Node"]
@@ -69,6 +70,8 @@ _MOST_MEMORY = 0.5  # of what is there, for one session's batches in work
 _MOST_CACHED = 0.25  # of it, for batches that several loaders share
 _CACHED_BYTES = 1 << 30  # if the system does not say what is there
 _MOST_DATASETS = 8
+_LOCAL = "this machine"
+_REFUSAL = 2000  # characters of the reason that a loader is given, at most
 
 
 class Node:
@@ -120,11 +123,20 @@ class Node:
         Raises:
             ValueError: a dataset cannot be made, or not be served.
         """
-        for served in self._served.values():
-            if not served.open:
-                facts = await self._host(served, served.arguments).facts()
-                if facts.problem:
-                    raise ValueError(facts.problem)
+        for host in [self._host(served, served.arguments) for served in self._served.values() if not served.open]:
+            try:
+                facts = await host.first_facts()
+            except NotMade as error:
+                raise ValueError(str(error)) from None
+            if facts.problem:
+                raise ValueError(facts.problem)
+
+    def problem(self) -> str:
+        """Why a definition with fixed arguments cannot be served now, as one line; empty if all can."""
+        for (target, _, threads), host in self._hosts.items():
+            if host.lasting and not host.running and (host.problem or not threads):
+                return host.problem or f"no process of {target} has its dataset yet"
+        return ""
 
     def serve(self, served: Served) -> None:
         """Serve this from now on, too."""
@@ -133,12 +145,15 @@ class Node:
     def _host(self, served: Served, arguments: Mapping[str, Any], *, threads: bool = False) -> HostProcesses:
         key = served.target, json.dumps(arguments, sort_keys=True, default=str), threads
         host = self._hosts.get(key)
+        if host is not None and host.given_up:
+            self._drop(key)
+            host = None
         if host is None:
             if served.open and len(self._hosts) >= self._most_hosts:
                 self._make_room()
             data = served.definition.data if isinstance(served.definition, PickledDefinition) else None
             setup = HostSetup(served.target, dict(arguments), threads, data)
-            host = self._hosts[key] = HostProcesses(setup, self._workers)
+            host = self._hosts[key] = HostProcesses(setup, self._workers, lasting=not served.open)
             host.start()
         return host
 
@@ -146,9 +161,12 @@ class Node:
         """End the processes of a dataset that nobody reads now."""
         opened = {served.target for served in self._served.values() if served.open}
         idle = next((key for key, host in self._hosts.items() if key[0] in opened and host.idle), None)
-        if idle is None:
+        if idle is None or len(self._closing) >= _MOST_DATASETS:
             raise Refused(f"{len(self._hosts)} datasets are read here, and it makes no more now", for_now=True)
-        host = self._hosts.pop(idle)
+        self._drop(idle)
+
+    def _drop(self, key: tuple[str, str, bool]) -> None:
+        host = self._hosts.pop(key)
         self._past = {name: past + _totals(host)[name] for name, past in self._past.items()}
         task = asyncio.get_running_loop().create_task(host.close())
         self._closing.add(task)
@@ -198,7 +216,7 @@ class Node:
         # Not `loop.sock_accept`: cancelled at the wrong moment, it loses the connection that it has accepted.
         loop = asyncio.get_running_loop()
         try:
-            sock, _ = listener.accept()
+            sock, where = listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionError):  # it is gone already
             return
         except OSError as error:  # no descriptors are left: those that are connected go on
@@ -206,10 +224,18 @@ class Node:
             loop.remove_reader(listener.fileno())
             loop.call_later(_PAUSE_S, self._accept_again, listener)
             return
+        if sock.family == socket.AF_UNIX:
+            try:  # at once, and before it is counted: another user's must not keep this user's out, or end the node
+                check_peer(sock)
+            except OSError as error:
+                _log.warning("a connection is closed: %s", error, extra={"peer": _LOCAL})
+                sock.close()
+                return
         if len(self._connections) + len(self._lanes) >= _MOST_CONNECTIONS:
             sock.close()
             return
-        task = loop.create_task(self._greet(sock))
+        peer = where[0] if isinstance(where, tuple) else _LOCAL
+        task = loop.create_task(self._greet(sock, str(peer)))
         self._connections.add(task)
         self._strangers[task] = None
         if len(self._strangers) > _MOST_STRANGERS:  # who has not done it by now may never; the others must get in
@@ -266,30 +292,33 @@ class Node:
 
     # ---------------------------------------------------------------------------------------------- a connection
 
-    async def _greet(self, sock: socket.socket) -> None:
+    async def _greet(self, sock: socket.socket, peer: str) -> None:
+        by = {"peer": peer}  # whose line of the log it is
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 sock = await secured(sock, self._tls)
                 link = Link(sock, frames.MOST_GREETING)
         except (OSError, TimeoutError) as error:
-            _log.debug("a connection ended in its handshake: %r", error)
+            _log.debug("a connection ended in its handshake: %r", error, extra=by)
             sock.close()
             return
         opened = False
         try:
             opened = await self._handshake(link)
-        except (Refused, ValueError) as error:
+        except (Refused, NotMade, ValueError) as error:
             self.refusals += 1
-            _log.info("a loader was refused: %s", error)
+            text, for_now = (
+                line_of(str(error), _REFUSAL),
+                isinstance(error, NotMade) or getattr(error, "for_now", False),
+            )
+            _log.info("a loader at %s was refused: %s", peer, text, extra=by)
             with contextlib.suppress(OSError):
-                link.send(
-                    frames.REFUSED, pack_record(Refusal(str(error)[:_MOST_REFUSAL], getattr(error, "for_now", False)))
-                )
+                link.send(frames.REFUSED, pack_record(Refusal(text, for_now)))
                 sock.shutdown(socket.SHUT_WR)
         except (OSError, TimeoutError) as error:
-            _log.debug("a connection ended in its handshake: %r", error)
+            _log.debug("a connection ended in its handshake: %r", error, extra=by)
         except Exception:  # a fault of ours must not take the node with it
-            _log.exception("a loader's handshake failed")
+            _log.exception("the handshake of a loader at %s failed", peer, extra=by)
         finally:
             if not opened:
                 link.close()
@@ -339,7 +368,9 @@ class Node:
             if opening.setup.fetch_threads and not facts.asynchronous:
                 host = self._host(served, host.setup.arguments, threads=True)
                 with host.in_use():
-                    await waited(host.facts(), link)
+                    facts = await waited(host.facts(), link)
+                    if facts.problem:
+                        raise Refused(facts.problem)
                     await self._open(link, host, served, opening)
             else:
                 await self._open(link, host, served, opening)
@@ -395,9 +426,11 @@ class Node:
 
         session = self._sessions.setdefault(opening.session, Session(opening.session, self._most_memory))
         if not session.lanes:
-            _log.info("session %s reads %s with %s", session.name, served.target, as_text(host.setup.arguments))
+            told = session.name, served.target, as_text(host.setup.arguments)
+            _log.info("session %s reads %s with %s", *told, extra={"peer": "sessions"})
         session.lanes += 1
         try:
+            await waited(host.begun(), link)
             _, number, pid = await host.open(opening, end)
         except BaseException:
             self._forget(session)
@@ -417,7 +450,7 @@ class Node:
         session.lanes -= 1
         if not session.lanes:
             del self._sessions[session.name]
-            _log.info("session %s has ended", session.name)
+            _log.info("session %s has ended", session.name, extra={"peer": "sessions"})
         if not self._sessions:
             self._cache.clear()
 

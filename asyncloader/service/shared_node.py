@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from asyncloader.cpus import usable_cpus
 from asyncloader.service.definition import load_definition
 from asyncloader.service.node import Node
+from asyncloader.service.node_log import set_up_log
 from asyncloader.service.served_definitions import Served
 from asyncloader.workers.worker import serve_async
 
@@ -23,7 +24,7 @@ _FIRST_S = 60.0
 
 def _main(argv: Sequence[str]) -> None:
     target, descriptor = argv
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    set_up_log(logging.WARNING)
     served, problem = [], ""
     try:
         served = [Served(target, load_definition(target), open=True)]

@@ -8,10 +8,21 @@ import os
 import socket
 import ssl
 import struct
+import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-__all__ = ["bound", "check_peer", "read_address", "server_tls"]
+__all__ = ["OtherUser", "bound", "check_peer", "read_address", "server_tls"]
+
+_UCRED = struct.Struct("@iII")  # process, user, group
+_SOL_LOCAL, _LOCAL_PEERCRED = 0, 1  # of macOS, which Python does not name
+_XUCRED = struct.Struct("@IIh16I")  # version, user, number of groups, groups
+
+
+class OtherUser(PermissionError):
+    """The other end of a Unix socket is another user's. To connect again is of no use: `final`."""
+
+    final = True
 
 
 def server_tls(cert: str, key: str | None, ca: str | None) -> ssl.SSLContext:
@@ -26,11 +37,35 @@ def server_tls(cert: str, key: str | None, ca: str | None) -> ssl.SSLContext:
 
 
 def check_peer(sock: socket.socket) -> None:
-    """Raise PermissionError if the other end of a Unix socket is another user's. Whoever is root may talk to all."""
+    """Check that the other end of a Unix socket is a process of this process's user, whoever that is, root included.
+
+    Of a listener, the user is the one that it had when it began to listen.
+
+    Raises:
+        OtherUser: it is another user's, or the system does not say whose.
+    """
+    theirs, ours = _user_of_peer(sock), os.geteuid()
+    if theirs is None:
+        raise OtherUser(
+            f"{sys.platform} does not say whose process is at the other end of a Unix socket: use tcp:// with a token"
+        )
+    if theirs != ours:
+        raise OtherUser(
+            f"the other end of the Unix socket is a process of user {theirs}, and this is one of user {ours}: each "
+            "user needs a node of its own (asyncloader serve --listen unix:/path, in a folder where nobody else "
+            "writes); one node for several users listens at tcp:// and has a token"
+        )
+
+
+def _user_of_peer(sock: socket.socket) -> int | None:
+    """The user at the other end, as the kernel noted it; None if this system does not say."""
     if hasattr(socket, "SO_PEERCRED"):
-        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-        if uid not in (os.getuid(), 0) and os.getuid() != 0:
-            raise PermissionError(f"the other end is a process of user {uid}, and this one is user {os.getuid()}'s")
+        _, user, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        return int(user)
+    if sys.platform == "darwin":  # pragma: no cover - macOS
+        version, user, *_ = _XUCRED.unpack(sock.getsockopt(_SOL_LOCAL, _LOCAL_PEERCRED, _XUCRED.size))
+        return int(user) if version == 0 else None
+    return None
 
 
 def read_address(address: str) -> str | tuple[str, int]:

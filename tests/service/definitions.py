@@ -269,6 +269,33 @@ def impossible() -> Any:
     raise OSError("no disk")
 
 
+class OnDisk(Numbers):
+    """Says which process it is in."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, os.getpid()
+
+
+@asyncloader.definition
+def on_disk(root: str = "", n: int = 40) -> Any:
+    """A dataset that can be made while there is such a folder."""
+    if not Path(root).is_dir():
+        raise OSError(f"no disk\n\x1b[2J{root}")
+    return OnDisk(n)
+
+
+@asyncloader.definition
+def fatal() -> Any:
+    """A definition that kills its process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@asyncloader.definition
+def leaving() -> Any:
+    """A definition that ends its program."""
+    raise SystemExit("wrong flags")
+
+
 class Endless(Dataset[Any]):
     """A map dataset without a length."""
 

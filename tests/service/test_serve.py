@@ -46,6 +46,9 @@ MISTAKES = {
     "a key without a certificate": ([NUMBERS, "--tls-key", "key"], "--tls-key and --tls-ca need --tls-cert"),
     "no such file": ([NUMBERS, "--token-file", "/nowhere"], "No such file or directory: '/nowhere'"),
     "a dataset that cannot be made": ([f"{MODULE}:impossible"], "impossible raised OSError: no disk"),
+    "one of two that cannot be made": ([NUMBERS, f"{MODULE}:impossible"], "impossible raised OSError: no disk"),
+    "a definition that kills its process": ([f"{MODULE}:fatal"], "fatal: its process died before it had the dataset"),
+    "a definition that exits": ([f"{MODULE}:leaving"], "leaving raised SystemExit: wrong flags"),
     "a dataset without a length": ([f"{MODULE}:endless"], "Endless has no length"),
 }
 

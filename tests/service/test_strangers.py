@@ -1,0 +1,224 @@
+"""What those do who have proved nothing: other users, senders of long lines, and those who write to the log."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import struct
+import threading
+import urllib.request
+import uuid
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import asyncloader
+from asyncloader import DataLoader, Service, ServiceUnavailable
+from asyncloader.service import frames
+from asyncloader.service.dialect import PLAIN
+from asyncloader.service.node import Node
+from asyncloader.service.shared import shared_service
+from asyncloader.service.sockets import OtherUser, check_peer
+from asyncloader.service.values import pack
+from tests.integration.running import PATIENCE_S
+from tests.service import definitions
+from tests.service.serving import serving
+
+OPTIONS: dict[str, Any] = {"batch_size": 2, "seed": 1, "num_workers": 1}
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="plays another user, which takes root")
+
+# ------------------------------------------------------------------------------------------------ other users
+
+
+@contextmanager
+def another_user(play: Callable[[], bool]) -> Generator[int]:
+    """While a process of another user does this; it must have come out true at the end."""
+    pid = os.fork()
+    if not pid:
+        code = 2
+        try:
+            os.setuid(NOBODY)
+            code = 0 if play() else 1
+        finally:
+            os._exit(code)
+    try:
+        yield pid
+    finally:
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@as_root
+async def test_another_user_at_root_s_node() -> None:
+    """Is turned away at once, and is no reason for a node to end that waits for its first loader."""
+    name = f"\0asyncloader-{uuid.uuid4().hex}"
+    node = Node([], 1)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(name)
+    listener.listen()
+    node.listen_at(listener)
+
+    def intrude() -> bool:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(PATIENCE_S)
+            sock.connect(name)
+            return sock.recv(1) == b""
+
+    left = asyncio.create_task(node.left(PATIENCE_S))
+    try:
+        with another_user(intrude) as pid:
+            await asyncio.to_thread(os.waitid, os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert not left.done()
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(sock, name)
+        await asyncio.wait_for(left, PATIENCE_S)
+    finally:
+        left.cancel()
+        await node.close()
+
+
+@as_root
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_name_that_another_user_has_taken(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error at once, which says whose it is and what to do; that user would not serve us either."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", uuid.uuid4().hex)
+    defined = definitions.numbers()
+    url = shared_service(defined).url if shared else f"unix:@asyncloader-{uuid.uuid4().hex}"
+    listener = socket.socket(socket.AF_UNIX)
+    begun, begins = os.pipe()
+
+    def squat() -> bool:
+        listener.bind(url.removeprefix("unix:").replace("@", "\0", 1))
+        listener.listen()
+        os.write(begins, b"1")
+        sock, _ = listener.accept()
+        with pytest.raises(OtherUser, match="is a process of user 0, and this is one of user 65534"):
+            check_peer(sock)
+        return True
+
+    workers: Any = "shared" if shared else Service(url, wait=PATIENCE_S)
+    with listener, another_user(squat):
+        os.read(begun, 1)
+        with pytest.raises(ServiceUnavailable) as caught:
+            DataLoader[Any](defined, **OPTIONS, workers=workers)
+    os.close(begun)
+    os.close(begins)
+    text = str(caught.value)
+    assert text.startswith(f"no node of {url} serves this loader: ")  # and not: was there for 60 seconds
+    assert "is a process of user 65534, and this is one of user 0: each user needs a node of its own" in text
+
+
+# ------------------------------------------------------------------------------------------------ the log
+
+FORGED = "x\n2026-01-01 00:00:00,000 ERROR forged\x1b]0;title\x07\u202e\x9b31m\r"
+
+
+def test_writers_to_the_log(tmp_path: Path) -> None:
+    """Cannot forge a line, and not fill a disk: 300 refusals of 100 kB each make some short lines."""
+    hello = (1, "numbers", "{}", "", FORGED * 2000, asyncloader.__version__, bytes(32))
+    with serving(tmp_path, ["numbers"], listen=["127.0.0.1:0"], workers=1) as node:
+        host, _, port = node.tcp.removeprefix("tcp://").rpartition(":")
+        for _ in range(300):
+            with socket.create_connection((host, int(port)), PATIENCE_S) as sock:
+                for kind, values in ((frames.HELLO, hello), (frames.PROOF, (b"",))):
+                    body = pack(values)
+                    sock.sendall(frames.pack_header(kind, len(body)) + body)
+                answer = b""
+                while piece := sock.recv(1 << 16):
+                    answer += piece
+                assert len(answer) < 4096
+                assert b"the loader has asyncloader" in answer
+    (path,) = tmp_path.glob("*.log")
+    with path.open(newline="") as file:
+        log = file.read()
+    assert not set(log) & set("\x1b\x07\u202e\x9b\r")
+    lines = log.splitlines()
+    assert len(lines) < 70
+    assert all(re.match(r"20\d\d-\d\d-\d\d \S+ (INFO|WARNING) [a-z]", line) for line in lines)
+    assert max(map(len, lines)) < 600
+    assert "a loader at 127.0.0.1 was refused: the loader has asyncloader x\\n2026" in log
+
+
+def test_what_a_node_says_reaches_the_terminal_escaped() -> None:
+    """Why it refuses a loader."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def refuse() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                body = pack((FORGED * 1000, False))
+                sock.sendall(frames.pack_header(frames.REFUSED, len(body)) + body)
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(1 << 16):
+                    pass
+
+        thread = threading.Thread(target=refuse)
+        thread.start()
+        port = listener.getsockname()[1]
+        with pytest.raises(ServiceUnavailable) as caught:
+            DataLoader[Any](definitions.numbers(), **OPTIONS, workers=Service(f"tcp://127.0.0.1:{port}", wait=1))
+        thread.join()
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 3000
+    assert r"it refused: x\n2026-01-01" in str(caught.value)
+
+
+def test_errors_of_a_node_s_workers() -> None:
+    """Keep their lines, and nothing that a terminal obeys."""
+    wrapper = PLAIN.load_error(pack([False, FORGED, "", f"Traceback:\n\t{FORGED}\n", 0, [FORGED]]))
+    assert wrapper.exc_msg.startswith("Traceback:\n\tx\n2026")
+    ours = PLAIN.load_error(pack([True, "LoaderError", FORGED, FORGED, 0, []]))
+    for text in (wrapper.exc_msg, *wrapper.notes, str(ours), *ours.__notes__):
+        assert text.replace("\n", "").replace("\t", "").isprintable()
+
+
+# ------------------------------------------------------------------------------------------------ the metrics
+
+REQUESTS = {
+    "a long request line": (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n", b""),
+    "a long header": (b"GET /healthz HTTP/1.1\r\nX: " + b"a" * 100_000 + b"\r\n\r\n", b""),
+    "a line without an end": (b"a" * 100_000, b""),
+    "many headers": (b"GET /healthz HTTP/1.1\r\n" + b"X: 1\r\n" * 10_000 + b"\r\n", b""),
+    "no end": (b"GET /healthz HTTP/1.1\r\n", b""),
+    "binary": (bytes(range(256)) * 10 + b"\r\n\r\n", b"HTTP/1.1 405"),
+    "nothing": (b"", b""),
+    "line feeds": (b"GET /healthz HTTP/1.1\n\n", b""),
+    "several": (b"GET /healthz HTTP/1.1\r\n\r\n" * 50, b"HTTP/1.1 200"),
+    "a body": (b"POST /healthz HTTP/1.1\r\nContent-Length: 9\r\n\r\n" + b"b" * 5000, b"HTTP/1.1 405"),
+}
+
+
+def test_raw_requests_for_metrics(tmp_path: Path) -> None:
+    """End with an answer or without; nothing of it is logged, and a probe is answered meanwhile."""
+    with serving(tmp_path, ["numbers"], "--metrics", "127.0.0.1:0", listen=["127.0.0.1:0"], workers=1) as node:
+        address = node.said["metrics"]
+        host, _, port = address.removeprefix("http://").rpartition(":")
+        for data, begins in REQUESTS.values():
+            with socket.create_connection((host, int(port)), PATIENCE_S) as sock:
+                answer = b""
+                try:
+                    sock.sendall(data)
+                    sock.shutdown(socket.SHUT_WR)
+                    while piece := sock.recv(1 << 16):
+                        answer += piece
+                except OSError:  # it was reset in the middle of a request that is too long
+                    assert not begins
+                assert answer.startswith(begins)
+            with socket.create_connection((host, int(port)), PATIENCE_S) as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                sock.send(data[: len(data) // 2])  # and then a reset
+        with ExitStack() as stack:
+            slow = [stack.enter_context(socket.create_connection((host, int(port)), PATIENCE_S)) for _ in range(500)]
+            for sock in slow[-64:]:
+                sock.sendall(b"GET /healthz HTTP/1.1\r\nX: ")
+            with urllib.request.urlopen(f"{address}/healthz", timeout=PATIENCE_S) as page:
+                assert page.read() == b"ok\n"
+            assert slow[-1].recv(1) == b""  # by the time-out, in a few seconds
+    (path,) = tmp_path.glob("*.log")
+    assert not re.search("ERROR|xception|retrieved", path.read_text())
