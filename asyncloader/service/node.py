@@ -64,7 +64,6 @@ _PLAN_S = 60.0
 _PAUSE_S = 0.1
 """Seconds without new connections after one could not be accepted."""
 _MOST_CONNECTIONS = 4096
-_MOST_REFUSAL = 10_000  # characters
 _MOST_STRANGERS = 128
 _MOST_MEMORY = 0.5  # of what is there, for one session's batches in work
 _MOST_CACHED = 0.25  # of it, for batches that several loaders share
