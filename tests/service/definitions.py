@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -282,6 +283,15 @@ def on_disk(root: str = "", n: int = 40) -> Any:
     if not Path(root).is_dir():
         raise OSError(f"no disk\n\x1b[2J{root}")
     return OnDisk(n)
+
+
+@asyncloader.definition
+def slow_for_one(mark: str) -> Any:
+    """A dataset that the first process never gets."""
+    with suppress(FileExistsError):
+        Path(mark).touch(exist_ok=False)
+        threading.Event().wait()
+    return OnDisk(40)
 
 
 @asyncloader.definition

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader, Service, ServiceUnavailable
+from asyncloader.service import host_process
+from asyncloader.service.host_process import HostProcesses, NotMade
+from asyncloader.service.lane_host import HostSetup
 from tests.integration.running import PATIENCE_S
 from tests.service import definitions
 from tests.service.serving import serving
@@ -87,3 +90,43 @@ def test_arguments_of_a_loader_s(tmp_path: Path) -> None:
         (tmp_path / "late").mkdir()
         with DataLoader[Any](defined, **OPTIONS, concurrency=2, workers=patient) as loader:
             assert len(list(loader)) == 20
+
+
+async def test_what_nobody_wants_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments of a loader's that cannot be made cost no process once nobody asks for them."""
+    monkeypatch.setattr(host_process, "_UNWANTED_S", 0.0)
+    setup = HostSetup("tests.service.definitions:on_disk", {"root": str(tmp_path / "disk")})
+    host = HostProcesses(setup, 2, lasting=False)
+    host.start()
+    try:
+        with host.in_use(), pytest.raises(NotMade, match="no disk"):
+            await host.facts()
+        while not host.given_up:
+            await host._news.wait()
+        with pytest.raises(NotMade, match="no disk"):
+            await host.open("", 0, None, None, lambda *_: pytest.fail("a lane in no process"))
+        assert host.idle
+    finally:
+        await host.close()
+
+
+async def test_a_process_that_never_has_its_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps no loader from those that have it, but for the first, and for that one not for ever."""
+    monkeypatch.setattr(host_process, "_ALL_BEGUN_S", 0.1)
+    monkeypatch.setattr(host_process, "_NONE_READY_S", 0.1)
+    setup = HostSetup("tests.service.definitions:slow_for_one", {"mark": str(tmp_path / "mark")})
+    for number in (2, 1):
+        host = HostProcesses(setup, number)
+        host.start()
+        try:
+            if number == 2:
+                assert (await host.facts()).length == 40
+                await host.begun()
+                monkeypatch.setattr(host_process, "_ALL_BEGUN_S", PATIENCE_S)
+                await host.begun()
+                (tmp_path / "mark").unlink()
+            else:
+                with pytest.raises(NotMade, match="had made the dataset after 0 seconds"):
+                    await host.plan(None)  # type: ignore[arg-type]
+        finally:
+            await host.close()
