@@ -96,6 +96,7 @@ async def test_what_nobody_wants_is_given_up(tmp_path: Path, monkeypatch: pytest
     """Arguments of a loader's that cannot be made cost no process once nobody asks for them."""
     monkeypatch.setattr(host_process, "_UNWANTED_S", 0.0)
     setup = HostSetup("tests.service.definitions:on_disk", {"root": str(tmp_path / "disk")})
+    unused: Any = None
     host = HostProcesses(setup, 2, lasting=False)
     host.start()
     try:
@@ -104,7 +105,7 @@ async def test_what_nobody_wants_is_given_up(tmp_path: Path, monkeypatch: pytest
         while not host.given_up:
             await host._news.wait()
         with pytest.raises(NotMade, match="no disk"):
-            await host.open("", 0, None, None, lambda *_: pytest.fail("a lane in no process"))
+            await host.open(unused, lambda *_: pytest.fail("a lane in no process"))
         assert host.idle
     finally:
         await host.close()

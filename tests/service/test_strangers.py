@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-import asyncloader
 from asyncloader import DataLoader, Service, ServiceUnavailable
 from asyncloader.service import frames
 from asyncloader.service.dialect import PLAIN
+from asyncloader.service.handshake import PROTOCOL, Hello, Proof, Refusal
 from asyncloader.service.node import Node
+from asyncloader.service.records import pack_record
 from asyncloader.service.shared import shared_service
 from asyncloader.service.sockets import OtherUser, check_peer
-from asyncloader.service.values import pack
 from tests.integration.running import PATIENCE_S
 from tests.service import definitions
 from tests.service.serving import serving
@@ -120,14 +120,14 @@ FORGED = "x\n2026-01-01 00:00:00,000 ERROR forged\x1b]0;title\x07\u202e\x9b31m\r
 
 
 def test_writers_to_the_log(tmp_path: Path) -> None:
-    """Cannot forge a line, and not fill a disk: 300 refusals of 100 kB each make some short lines."""
-    hello = (1, "numbers", "{}", "", FORGED * 2000, asyncloader.__version__, bytes(32))
+    """Cannot forge a line, and not fill a disk: 300 refusals make some short lines."""
+    hello = Hello(PROTOCOL, "numbers", "{}", "", FORGED[:64], FORGED[:64], bytes(32))
     with serving(tmp_path, ["numbers"], listen=["127.0.0.1:0"], workers=1) as node:
         host, _, port = node.tcp.removeprefix("tcp://").rpartition(":")
         for _ in range(300):
             with socket.create_connection((host, int(port)), PATIENCE_S) as sock:
-                for kind, values in ((frames.HELLO, hello), (frames.PROOF, (b"",))):
-                    body = pack(values)
+                for kind, record in ((frames.HELLO, hello), (frames.PROOF, Proof(b""))):
+                    body = pack_record(record)
                     sock.sendall(frames.pack_header(kind, len(body)) + body)
                 answer = b""
                 while piece := sock.recv(1 << 16):
@@ -152,7 +152,7 @@ def test_what_a_node_says_reaches_the_terminal_escaped() -> None:
         def refuse() -> None:
             sock, _ = listener.accept()
             with sock:
-                body = pack((FORGED * 1000, False))
+                body = pack_record(Refusal(FORGED * 1000, False))
                 sock.sendall(frames.pack_header(frames.REFUSED, len(body)) + body)
                 sock.shutdown(socket.SHUT_WR)
                 while sock.recv(1 << 16):
@@ -171,9 +171,9 @@ def test_what_a_node_says_reaches_the_terminal_escaped() -> None:
 
 def test_errors_of_a_node_s_workers() -> None:
     """Keep their lines, and nothing that a terminal obeys."""
-    wrapper = PLAIN.load_error(pack([False, FORGED, "", f"Traceback:\n\t{FORGED}\n", 0, [FORGED]]))
+    wrapper = PLAIN.load_error(pack_record((False, FORGED, "", f"Traceback:\n\t{FORGED}\n", 0, [FORGED])))
     assert wrapper.exc_msg.startswith("Traceback:\n\tx\n2026")
-    ours = PLAIN.load_error(pack([True, "LoaderError", FORGED, FORGED, 0, []]))
+    ours = PLAIN.load_error(pack_record((True, "LoaderError", FORGED, FORGED, 0, [])))
     for text in (wrapper.exc_msg, *wrapper.notes, str(ours), *ours.__notes__):
         assert text.replace("\n", "").replace("\t", "").isprintable()
 
