@@ -312,8 +312,12 @@ class ServedWorker:
                 said = next((each.body for each in self._link.receive() if each.header.kind == frames.DIED), None)
             why = self._moved or "the node closed the connection"
         if said is not None:
-            with contextlib.suppress(ValueError):
+            try:
                 death = read_record(Death, said)
+            except ValueError as error:
+                why = str(error)
+                self._count_broken(why)
+            else:
                 self.lost = not (death.blamed or death.shared)
                 self.outside = death.shared
                 given = line_of(death.reason, _MOST_REASON)

@@ -26,11 +26,17 @@ _T = TypeVar("_T")
 
 
 def pack_record(record: Any) -> bytes:
-    """Pack a named tuple of plain values. What is no valid Unicode in a text is replaced."""
+    """Pack a named tuple of plain values. What is no valid Unicode in a text is replaced.
+
+    Raises:
+        ValueError: it has an integer of more than 64 bits.
+    """
     try:
         return msgspec.msgpack.encode(record)
     except UnicodeEncodeError:
         return msgspec.msgpack.encode(_valid(record))
+    except OverflowError:
+        raise ValueError("an integer of more than 64 bits cannot be sent to a service") from None
 
 
 def _valid(value: Any) -> Any:

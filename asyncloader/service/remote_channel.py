@@ -147,8 +147,10 @@ class RemoteChannel:
                 elif header.kind == frames.DIED:
                     self.death = body
                     self._end("its process died")
+                    return
                 elif header.kind == frames.DRAINING:
                     self._end("the node is about to end")
+                    return
                 elif header.kind != frames.PONG:
                     self._answered(header.kind, body)
                     yield header.kind, body

@@ -196,8 +196,6 @@ def _flat(value: Any, special: Callable[[Any], Any] | None) -> Any:
         return value
     if kind is int:
         return value if -(1 << 63) <= value < 1 << 64 else [Kind.BIG, hex(value)]
-    if kind is bytes:
-        return Ext(BYTES, value)
     if kind is list or kind is tuple:
         return [Kind.LIST if kind is list else Kind.TUPLE, *_items(value, special)]
     if kind is dict or kind is OrderedDict:
@@ -303,7 +301,8 @@ def _sparse_parts(tensor: torch.Tensor, special: Callable[[Any], Any] | None) ->
     return [Kind.SPARSE, str(tensor.layout), [Kind.TUPLE, *tensor.shape], coalesced, *parts]
 
 
-_FLAT: dict[type, Callable[[Any], list[Any]]] = {
+_FLAT: dict[type, Callable[[Any], Any]] = {
+    bytes: lambda value: Ext(BYTES, value),
     complex: lambda value: [Kind.COMPLEX, value.real, value.imag],
     bytearray: lambda value: [Kind.BYTEARRAY, Ext(BYTES, bytes(value))],
     torch.Size: lambda value: [Kind.SIZE, *value],

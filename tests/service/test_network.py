@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-import asyncloader
 from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed, LoaderTimeout, Recovery, Service, ServiceUnavailable
 from asyncloader.service import frames
 from asyncloader.service.handshake import PROTOCOL, Hello, Proof
@@ -379,9 +378,12 @@ def refused_of(defined: Any, node: NodeProcess) -> str:
 
 
 def _hello(arguments: str) -> bytes:
-    hello = Hello(PROTOCOL, "numbers", arguments, "", asyncloader.__version__, "", bytes(32))
-    bodies = {frames.HELLO: pack_record(hello), frames.PROOF: pack_record(Proof(b""))}
-    return b"".join(frames.pack_header(kind, len(body)) + body for kind, body in bodies.items())
+    fingerprint = definitions.numbers.fingerprint()
+    hello = pack_record(Hello(PROTOCOL, "numbers", arguments, fingerprint, *Hello.versions(), bytes(32)))
+    proof = pack_record(Proof(b""))
+    return b"".join(
+        frames.pack_header(kind, len(body)) + body for kind, body in ((frames.HELLO, hello), (frames.PROOF, proof))
+    )
 
 
 GARBAGE = {

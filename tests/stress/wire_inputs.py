@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import torch
+from msgspec.msgpack import Ext
 
 from asyncloader.events import PositionedIndex
 from asyncloader.service import frames
@@ -44,6 +45,9 @@ _NUMBERS = (
 _VALUES: tuple[Any, ...] = (
     *(None, True, False, -1, 1e308, float("nan"), float("inf"), b"", b"\x00" * 9, [], [0], [1], {}, [15, 0]),
     *("", "x", "float32", "int64", "<i8", "<f4", "0x" + "f" * 40, "é\u0000", "M8[ns]", "|O", [9, "Cursor"]),
+    *("qint8", "quint4x2", "bits8", "uint8", Ext(0, b"1234"), Ext(0, b""), Ext(1, b"x"), {1: 2}),
+    *([12, "qint8", [1, 4], Ext(0, b"1234")], [7, [12, "uint8", [1, 1], Ext(0, b"1")], 0.0]),
+    *([3, *[[6, hex(7 + k * ((1 << 61) - 1))] for k in range(64)]], [2, [1, 1], 2], [[]] * 200),
     *_NUMBERS,
 )
 
@@ -193,7 +197,8 @@ def split_template(template: bytes) -> Original:
     return Original((template[4 : 4 + size], template[4 + size :]), joined)
 
 
-def _setup() -> WorkerSetup:
+def worker_setup() -> WorkerSetup:
+    """A loader's options."""
     return WorkerSetup(
         dataset=None,
         iterable=False,
@@ -220,9 +225,9 @@ def hello(name: str, arguments: str = "{}") -> bytes:
 def openings() -> list[bytes]:
     catalog = Catalog(2, 1, "0" * 16)
     return [
-        pack_opening("loader", 1, 8, _setup(), share=False),
-        pack_opening("loader", 0, 8, _setup(), share=True),
-        pack_opening("loader", 0, 8, _setup()._replace(policy=None), share=False, catalog=catalog),
+        pack_opening("loader", 1, 8, worker_setup(), share=False),
+        pack_opening("loader", 0, 8, worker_setup(), share=True),
+        pack_opening("loader", 0, 8, worker_setup()._replace(policy=None), share=False, catalog=catalog),
     ]
 
 

@@ -19,6 +19,7 @@ from asyncloader.service.served_shards import (
     read_request,
 )
 
+INTEGERS = st.integers(-(1 << 63), (1 << 64) - 1)
 REQUEST = PlanRequest(3, 1, 2, 1 << 63, True, "known")
 
 
@@ -37,11 +38,7 @@ def test_a_plan_comes_in_pieces(shards: int) -> None:
 
 
 @example(b"\xa1\xff")  # a text that is none
-@given(
-    st.one_of(
-        st.binary(), st.builds(pack_record, st.one_of(st.integers(), st.tuples(st.integers(-1, 5), st.integers())))
-    )
-)
+@given(st.one_of(st.binary(), st.builds(pack_record, st.one_of(INTEGERS, st.tuples(st.integers(-1, 5), INTEGERS)))))
 def test_what_is_no_plan(body: bytes) -> None:
     """Is an error."""
     with pytest.raises(ValueError, match=r"broken|cannot"):

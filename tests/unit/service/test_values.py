@@ -16,13 +16,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as stn
+from msgspec.msgpack import Ext
 
 from asyncloader import register_batch_type
 from asyncloader.events import PositionedIndex
 from asyncloader.service.unpacking import unpack
-from asyncloader.service.values import Unsendable, pack
+from asyncloader.service.values import MOST_ARRAYS, Unsendable, pack
 from asyncloader.workers.fetch.dataset_state import Cursor
-from asyncloader.workers.memory.leaves import SPARSE_LAYOUTS
+from asyncloader.workers.memory.leaves import DTYPES, SPARSE_LAYOUTS
 from tests.integration.comparing import assert_same
 
 
@@ -195,10 +196,25 @@ BROKEN = {
     "a leaf": msgspec.msgpack.encode([15, 0]),
     "too deep": msgspec.msgpack.encode(nested(100)),
     "a size of bytes": msgspec.msgpack.encode([8, 1 << 40]),
-    "an array of objects": msgspec.msgpack.encode([11, "O", [1, 1], b"12345678"]),
-    "an array that is too long": msgspec.msgpack.encode([11, "<i4", [1, 1 << 40], b"1234"]),
-    "an array of negative length": msgspec.msgpack.encode([11, "<i4", [1, -1, -1], b"1234"]),
-    "a tensor of no dtype": msgspec.msgpack.encode([12, "nn", [1, 1], b"1234"]),
+    "an array of objects": msgspec.msgpack.encode([11, "O", [1, 1], Ext(0, b"12345678")]),
+    "an array that is too long": msgspec.msgpack.encode([11, "<i4", [1, 1 << 40], Ext(0, b"1234")]),
+    "an array of negative length": msgspec.msgpack.encode([11, "<i4", [1, -1, -1], Ext(0, b"1234")]),
+    "a tensor of no dtype": msgspec.msgpack.encode([12, "nn", [1, 1], Ext(0, b"1234")]),
+    "bytes as MessagePack has them": msgspec.msgpack.encode([0, b"1234"]),
+    "an extension": msgspec.msgpack.encode([0, Ext(1, b"1234")]),
+    "a moment": b"\xd6\xff\x00\x00\x00\x00",
+    "a quantized tensor": msgspec.msgpack.encode([12, "qint8", [1, 4], Ext(0, b"1234")]),
+    "a tensor of pieces of bytes": msgspec.msgpack.encode([12, "bits8", [1, 4], Ext(0, b"1234")]),
+    "a complex number of a tensor": msgspec.msgpack.encode([7, [12, "uint8", [1, 1], Ext(0, b"1")], 0.0]),
+    "a tensor as key": msgspec.msgpack.encode([2, [12, "uint8", [1, 1], Ext(0, b"1")], 0]),
+    "an integer with underscores": msgspec.msgpack.encode([6, "0x1_0"]),
+    "an integer of a text": msgspec.msgpack.encode([6, "10"]),
+    "a size that is too large": msgspec.msgpack.encode([13, (1 << 63)]),
+    "an array of texts without bytes": msgspec.msgpack.encode([11, "<U0", [1, 1 << 40], Ext(0, b"")]),
+    "an array of many dtypes": msgspec.msgpack.encode([11, "i4,i4", [1, 1], Ext(0, b"12345678")]),
+    "a sparse tensor of numbers": msgspec.msgpack.encode([16, "torch.sparse_coo", [1, 4], True, 1, 2]),
+    "integers of one hash": pack({7 + k * ((1 << 61) - 1) for k in range(40)}),
+    "tuples of one hash": pack({(7 + k * ((1 << 61) - 1),) for k in range(40)}),
     "a sparse tensor with indices outside": pack(torch.ones(4).to_sparse()).replace(b"\x04\xc3", b"\x02\xc3"),
     "a sparse tensor of no layout": pack(torch.ones(4).to_sparse()).replace(b"sparse_coo", b"sparse_foo"),
     "a pickle": pickle.dumps(print),
@@ -212,6 +228,44 @@ def test_broken_values(data: bytes) -> None:
         unpack(data)
 
 
+def test_how_many_containers() -> None:
+    """What is sent in few bytes takes little memory; texts and numbers may be as many as there are bytes."""
+    many = MOST_ARRAYS + 50_000
+    texts: list[Any] = [[f"x{number}", number] for number in range(many)]
+    assert unpack(pack(texts)) == texts
+    with pytest.raises(Unsendable, match="containers in"):
+        pack([()] * many)
+    bomb = msgspec.msgpack.encode([0, *([[0]] * many)])
+    for data in (bomb, msgspec.msgpack.encode([0, *([[]] * many)])):
+        with pytest.raises(ValueError, match=r"more than 1\d\d,\d\d\d containers"):
+            unpack(data)
+    alike = [b"\x90" * many, "é" * many, [0x9090] * 10, {"a" * 40: [b"\x91" * 40] * 4}]  # bytes as of containers
+    assert unpack(pack(alike)) == alike
+
+
+def test_how_many_keys() -> None:
+    """Texts are hashed with a secret; the keys that are not are bounded, on both sides."""
+    texts = {f"key {number}": number for number in range(50_000)}
+    assert unpack(pack(texts)) == texts
+    numbers = set(range(46_000))
+    assert unpack(pack(numbers)) == numbers
+    with pytest.raises(Unsendable, match="50,000 keys that are not texts"):
+        pack(dict.fromkeys(range(50_000)))
+    twice = msgspec.msgpack.encode([0, [3, *range(40_000)], [3, *range(40_000)]])
+    with pytest.raises(ValueError, match="too many keys"):
+        unpack(twice)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_made_can_be_used(dtype: torch.dtype) -> None:
+    """Whatever bytes a tensor is made of, to print it or to compare it ends no process."""
+    name = str(dtype).removeprefix("torch.")
+    tensor = unpack(msgspec.msgpack.encode([12, name, [1, 1], Ext(0, b"\xff" * dtype.itemsize)]))
+    for use in (repr, bool, hash, complex, lambda value: value == value):
+        with suppress(RuntimeError, NotImplementedError, TypeError, ValueError):
+            use(tensor)
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes(data: bytes) -> None:
     """Give a value or a ValueError."""
@@ -220,7 +274,12 @@ def test_any_bytes(data: bytes) -> None:
 
 
 TREES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 63) - 1) | st.floats() | st.text() | st.binary(),
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 63) - 1)
+    | st.floats()
+    | st.text()
+    | st.builds(Ext, st.integers(-1, 1), st.binary()),
     lambda inner: st.lists(inner, max_size=4) | st.tuples(st.integers(-1, 18), inner, inner).map(list),
     max_leaves=10,
 )

@@ -1,0 +1,236 @@
+"""Values that crash, freeze or fill a process that trusts them: to a node, and from one to a loader."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncloader import DataLoader, Service, ServiceUnavailable
+from asyncloader.service import frames
+from asyncloader.service.definition import Defined
+from asyncloader.service.dialect import PLAIN
+from asyncloader.service.handshake import Challenge, Hello, Proof, pack_opening, proof
+from asyncloader.service.records import pack_record, read_record
+from asyncloader.service.values import pack
+from asyncloader.workers.fetch.setup import EpochStart
+from asyncloader.workers.ipc import wire
+from tests.integration.comparing import assert_same
+from tests.integration.running import PATIENCE_S
+from tests.service import definitions
+from tests.service.certificates import make_authority
+from tests.service.hostile_values import VALUES, spoiled
+from tests.service.serving import NodeProcess, serving
+from tests.stress.wire_inputs import worker_setup
+
+OPTIONS: dict[str, Any] = {"batch_size": 2, "seed": 5, "num_workers": 2, "shuffle": True}
+LENGTH = 40
+TOKEN = "correct horse"
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    with serving(tmp_path_factory.mktemp("node"), ["numbers"], "--open", "numbers") as made:
+        yield made
+
+
+def numbers() -> Defined:
+    made: Defined = definitions.numbers(n=LENGTH)
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Any]:
+    with DataLoader[Any](numbers(), **OPTIONS) as loader:
+        return list(loader)
+
+
+# --------------------------------------------------------------------------------------------------- to a node
+
+
+class Stranger:
+    """Says what it likes to a node. `token`: with which it gets past the proof; None: without."""
+
+    def __init__(self, connect: Callable[[], socket.socket], token: str | None) -> None:
+        self._sock = connect()
+        self._sock.settimeout(PATIENCE_S)
+        self._token = token
+        self._hello = Hello.of(numbers())
+
+    def send(self, kind: int, body: bytes, epoch: int = 0, task: int = 0) -> None:
+        """Send a message; the node may have closed the connection."""
+        with suppress(OSError):
+            self._sock.sendall(frames.pack_header(kind, len(body), epoch, task) + body)
+
+    def receive(self) -> bytes:
+        """The body of the next message."""
+        header = frames.unpack_header(self._exactly(frames.HEADER_BYTES), 1 << 20, 1 << 20)
+        body = self._exactly(header.body)
+        self._exactly(header.payload)
+        return body
+
+    def _exactly(self, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            piece = self._sock.recv(nbytes - len(data))
+            assert piece, "the node has closed the connection"
+            data += piece
+        return data
+
+    def greet(self) -> None:
+        """Up to WELCOME."""
+        self.send(frames.HELLO, pack_record(self._hello))
+        challenge = read_record(Challenge, self.receive())
+        shown = proof(self._token, "loader", self._hello.nonce, challenge.nonce)
+        self.send(frames.PROOF, pack_record(Proof(shown)))
+        self.receive()
+
+    def open(self, share: bool = False, start: bytes = b"") -> None:
+        """Up to OPENED."""
+        self.greet()
+        opening = pack_opening("stranger", 0, 4, worker_setup(), share=share)
+        if start:
+            known = pack(tuple(worker_setup().starts[0]))
+            assert opening.count(known) == 1
+            head = bytes([0xC4, len(known)])
+            opening = opening.replace(head + known, b"\xc6" + len(start).to_bytes(4, "big") + start)
+        self.send(frames.OPENING, opening)
+        self.receive()
+
+    def end(self) -> None:
+        """Wait until the node has answered all, and hang up."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+            while self._sock.recv(1 << 16):
+                pass
+        self._sock.close()
+
+
+def attack(connect: Callable[[], socket.socket], token: str | None, value: bytes) -> None:
+    """Send this value as each message that a node reads."""
+    for kind in (frames.HELLO, wire.TASK):
+        stranger = Stranger(connect, token)
+        stranger.send(kind, value)
+        stranger.end()
+    stranger = Stranger(connect, token)
+    stranger.send(frames.HELLO, pack_record(Hello.of(numbers())))
+    stranger.receive()
+    stranger.send(frames.PROOF, value)
+    stranger.end()
+    for kind in (frames.OPENING, frames.PLAN, frames.LOOK):
+        stranger = Stranger(connect, token)
+        stranger.greet()
+        stranger.send(kind, value)
+        stranger.end()
+    if value:
+        stranger = Stranger(connect, token)
+        stranger.open(start=value)
+        stranger.send(wire.TASK, pack([0, 1]))
+        stranger.end()
+    for share in (False, True):
+        stranger = Stranger(connect, token)
+        stranger.open(share)
+        stranger.send(wire.TASK, value)
+        stranger.send(wire.RESET, wire.pack_reset(wire.RESET, 1, value)[wire.PREFIX_BYTES :])
+        stranger.send(wire.ASSIGNMENT, wire.pack_assignment(1, 0, value)[wire.PREFIX_BYTES :])
+        stranger.end()
+
+
+def plainly(node: NodeProcess) -> socket.socket:
+    host, _, port = node.tcp.removeprefix("tcp://").rpartition(":")
+    return socket.create_connection((host, int(port)), PATIENCE_S)
+
+
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
+def test_to_a_node(node: NodeProcess, expected: list[Any], value: bytes) -> None:
+    """Each of its messages: it lives, and so do its processes, and serves another loader as before."""
+    with DataLoader[Any](numbers(), **OPTIONS, max_worker_restarts=0, workers=node.tcp) as loader:
+        batches = iter(loader)
+        head = [next(batches)]
+        attack(lambda: plainly(node), None, value)
+        assert_same([*head, *batches], expected)
+    assert node.process.poll() is None
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("tls", [False, True])
+def test_to_a_node_with_a_token(tmp_path: Path, expected: list[Any], tls: bool) -> None:
+    """With TLS and without."""
+    files, (secret) = make_authority(tmp_path), tmp_path / "token"
+    secret.write_text(TOKEN)
+    flags = ["--open", "numbers", "--token-file", str(secret)]
+    flags += ["--tls-cert", files["node_cert"], "--tls-key", files["node_key"]] if tls else []
+    with serving(tmp_path, ["numbers"], *flags, listen=["127.0.0.1:0"]) as made:
+
+        def connect() -> socket.socket:
+            if not tls:
+                return plainly(made)
+            return ssl.create_default_context(cafile=files["ca"]).wrap_socket(
+                plainly(made), server_hostname="127.0.0.1"
+            )
+
+        service = Service(made.tcp, token=TOKEN, **({"tls_ca": files["ca"]} if tls else {}))
+        with DataLoader[Any](numbers(), **OPTIONS, max_worker_restarts=0, workers=service) as loader:
+            for value in VALUES.values():
+                attack(connect, TOKEN, value)
+                if value:  # without the token, too
+                    stranger = Stranger(connect, None)
+                    stranger.send(frames.HELLO, value)
+                    stranger.end()
+            assert_same(list(loader), expected)
+        assert made.process.poll() is None
+
+
+# --------------------------------------------------------------------------------------------------- from a node
+
+KINDS = {
+    "CHALLENGE": frames.CHALLENGE,
+    "WELCOME": frames.WELCOME,
+    "OPENED": frames.OPENED,
+    "REFUSED": frames.REFUSED,
+    "RESULT": wire.RESULT,
+    "ERROR": wire.ERROR,
+    "STARTED": wire.STARTED,
+    "ALL_DROPPED": wire.ALL_DROPPED,
+    "BAD_SAMPLES": wire.BAD_SAMPLES,
+    "ASK": wire.ASK,
+    "COUNTS": wire.COUNTS,
+    "LOG": wire.LOG,
+    "RETIRING": wire.RETIRING,
+    "DIED": frames.DIED,
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("value", ["a quantized tensor", "integers of one hash", "small arrays"])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_from_a_node(node: NodeProcess, expected: list[Any], kind: int, value: str) -> None:
+    """In each of its messages: the loader has all batches from another node, and no restart is charged."""
+    with spoiled(node.tcp, kind, VALUES[value]) as proxy:
+        both = Service(f"{proxy.address},{node.tcp}")
+        with DataLoader[Any](numbers(), **OPTIONS, max_worker_restarts=0, workers=both) as loader:
+            assert_same(list(loader), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_from_every_node(node: NodeProcess, kind: int) -> None:
+    """The loader ends with an error that names the node, and does not try for ever."""
+    with (
+        spoiled(node.tcp, kind, VALUES["a quantized tensor"]) as proxy,
+        pytest.raises(ServiceUnavailable, match=proxy.address),
+    ):
+        for _ in DataLoader[Any](numbers(), **OPTIONS, workers=Service(proxy.address, wait=1)):
+            pass
+
+
+def test_an_epochs_message_does_not_come_over_a_network() -> None:
+    """It would be unpickled where it arrives."""
+    start = EpochStart(None, 3, True, None, 0, None, 7)
+    assert PLAIN.load_start(pack(tuple(start))) == start
+    with pytest.raises(ValueError, match="start of an epoch"):
+        PLAIN.load_start(pack(tuple(start._replace(message=b"cos\nsystem\n"))))
