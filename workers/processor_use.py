@@ -25,7 +25,7 @@ class ProcessorUse:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._begun = process_time()
-        self._fd = -1  # left open for the process's life
+        self._fd = -1
         with contextlib.suppress(OSError):
             self._fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         self._delayed = self._read_delay()
@@ -34,6 +34,12 @@ class ProcessorUse:
         """Write the current figures."""
         self._recorder.put("cpu_s", process_time() - self._begun)
         self._recorder.put("delayed_s", self._read_delay() - self._delayed)
+
+    def close(self) -> None:
+        """Record nothing any more. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def _read_delay(self) -> float:
         if self._fd < 0:

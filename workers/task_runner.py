@@ -81,7 +81,8 @@ class TaskRunner:
         recorder: gets what the worker counts and times.
         entered: when the process began.
         dialect: how values come and go.
-        draw_check: of this process, where several workers share it.
+        draw_check: of this process, where several workers share it. What the process uses of the CPUs is then not
+            measured: it is no worker's own.
 
     An error at start-up (a dataset that does not unpickle, `worker_init_fn`, `__aenter__`, `__iter__`) is kept and
     answers every task of the epoch; torch answers the first one so. With persistent workers the next epoch tries
@@ -102,7 +103,7 @@ class TaskRunner:
         self._draw_check = draw_check
         self._dialect = dialect
         self._time = recorder.time
-        self._processor_use = ProcessorUse(recorder)
+        self._processor_use = ProcessorUse(recorder) if draw_check is None else None
         self._look_at = 0.0  # when to record it again
         self._starting = self._fresh = True  # no epoch has begun, no batch was made
         self._ready = perf_counter()
@@ -136,7 +137,11 @@ class TaskRunner:
         except Exception as error:
             self._start_error = self._dialect.dump_error(error, self.worker_id)
         if not self.opens:
-            self._send_started()
+            try:
+                self._send_started()
+            except BaseException:
+                self.release()
+                raise
 
     @property
     def opens(self) -> bool:
@@ -167,6 +172,20 @@ class TaskRunner:
                 f"the dataset's __aexit__ raised {type(error).__name__}: {error}", RuntimeWarning, stacklevel=1
             )
 
+    def release(self) -> None:
+        """Let go of the dataset, its threads, the ring and all descriptors. Nothing may be carried out afterwards.
+
+        For a process that goes on without this worker. The collector would come late, or never: this object, the reader
+        and what assigns shards refer to one another.
+        """
+        if self._reader is not None:
+            self._reader.close()
+        if self._processor_use is not None:
+            self._processor_use.close()
+        if self._suspect is not None:
+            os.close(self._suspect)
+        self.__dict__.clear()
+
     def _send_started(self) -> None:
         """Report that start-up is over: with its error, or with the dataset's cursor."""
         if self._starting:
@@ -174,8 +193,11 @@ class TaskRunner:
             self._time("start_dataset", perf_counter() - self._ready)
         cursor = b""
         if self._start_error is None and self._reader is not None and not self.asynchronous:
-            cursor = self._reader.first_cursor()
-        self.channel_send(wire.pack_started(self._epoch, self._start_error or b"", self._sent_cursor(cursor)))
+            try:
+                cursor = self._sent_cursor(self._reader.first_cursor())
+            except Exception as error:  # the user's `state_dict`
+                self._start_error = self._dialect.dump_error(error, self.worker_id)
+        self.channel_send(wire.pack_started(self._epoch, self._start_error or b"", cursor))
 
     def _sent_cursor(self, cursor: bytes) -> bytes:
         return self._dialect.from_pickle(cursor) if cursor else b""
@@ -412,7 +434,7 @@ class TaskRunner:
             self._time("queue", begin - sent)
         now = perf_counter()
         self._time("write", now - fetched)
-        if now >= self._look_at:
+        if self._processor_use is not None and now >= self._look_at:
             self._look_at = now + _LOOK_S
             self._processor_use.record()
 

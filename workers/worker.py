@@ -43,8 +43,8 @@ from asyncloader.workers.setup_payload import InheritedFd, Payload
 from asyncloader.workers.task_runner import TaskRunner
 
 __all__ = [
+    "AsyncTaskLoop",
     "Program",
-    "run_task_loop",
     "serve_async",
     "tune",
     "worker_main",
@@ -89,7 +89,7 @@ def worker_main(
         runner = TaskRunner(worker_id, channel, setup, recorder, entered)
         tune(concurrent=runner.asynchronous)
         if runner.asynchronous:
-            serve_async(lambda: run_task_loop(runner))
+            serve_async(lambda: AsyncTaskLoop(runner).run())
         else:
             _serve_blocking(runner)
     except ConnectionError:
@@ -173,17 +173,18 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-class _AsyncTaskLoop:
-    """The main loop of an asynchronous worker: one asyncio task per task in progress."""
+class AsyncTaskLoop:
+    """The main loop of an asynchronous worker: one asyncio task per task in progress. In the loop's thread."""
 
     def __init__(self, runner: TaskRunner) -> None:
         self._runner = runner
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], int] = {}  # with the bytes of its frame
         self._loop = asyncio.get_running_loop()
         self._done: asyncio.Future[None] = self._loop.create_future()
         self._retiring = False
 
     async def run(self) -> None:
+        """Carry out the worker's tasks until it is stopped, or its channel ends."""
         fd = self._runner.channel.fileno()
         self._loop.add_reader(fd, self._readable)
         opening = self._loop.create_task(self._runner.open()) if self._runner.opens else None
@@ -192,7 +193,7 @@ class _AsyncTaskLoop:
         finally:
             self._loop.remove_reader(fd)
             if opening is not None:
-                self._tasks.add(opening)
+                self._tasks[opening] = 0
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -205,6 +206,7 @@ class _AsyncTaskLoop:
                 self._take(kind, body)
         except Exception as error:
             self._end(error)
+            return
         if self._runner.stopped or channel.ended:
             self._end(None)
 
@@ -216,7 +218,7 @@ class _AsyncTaskLoop:
             self._retire()
         elif kind == wire.TASK:
             task = self._loop.create_task(self._runner.task_async(body))
-            self._tasks.add(task)
+            self._tasks[task] = len(body)
             task.add_done_callback(self._finished)
         elif kind == wire.RESET:
             for task in self._tasks:
@@ -227,9 +229,10 @@ class _AsyncTaskLoop:
             self._runner.control(kind, body)
 
     def _finished(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._end(task.exception())
+        self._tasks.pop(task, None)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._end(error, at_task=True)
         elif self._retiring:
             self._retire()
 
@@ -239,18 +242,15 @@ class _AsyncTaskLoop:
             self._runner.retire()
             self._end(None)
 
-    def _end(self, error: BaseException | None) -> None:
+    def _end(self, error: BaseException | None, *, at_task: bool = False) -> None:
+        """Have `run` end, or raise this error; `at_task`: a task raised it. Idempotent."""
+        del at_task
         if self._done.done():
             return
         if error is None:
             self._done.set_result(None)
         else:
             self._done.set_exception(error)
-
-
-async def run_task_loop(runner: TaskRunner) -> None:
-    """Carry out an asynchronous worker's tasks until it is stopped, or its channel ends."""
-    await _AsyncTaskLoop(runner).run()
 
 
 _DEFAULT_THRESHOLDS = (700, 2000)

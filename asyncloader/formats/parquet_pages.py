@@ -6,8 +6,8 @@ Data path: ranges -> windows -> [parquet_pages] -> pyarrow.
 
 pyarrow believes a header: it allocates what a page claims to have when decompressed, up to 2 GiB, and makes as many
 levels as it claims values. So the headers are parsed here, too, as their bytes pass by, and impossible ones are
-refused. A header is complete here before pyarrow has its last byte. Source: apache/parquet-format, `parquet.thrift`; the Thrift
-specification of the compact protocol.
+refused. A header is complete here before pyarrow has its last byte. Source: apache/parquet-format, `parquet.thrift`;
+the Thrift specification of the compact protocol.
 """
 
 from __future__ import annotations

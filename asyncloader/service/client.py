@@ -17,7 +17,7 @@ import socket
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import Any
@@ -57,6 +57,7 @@ _MOST_THREADS = 16
 _STANDS_S = 4.0
 """Seconds after which a connection that has tasks stands: its node has answered pings, or would be given up."""
 _MOST_REASON, _MOST_TRACE = 2000, 1 << 15  # characters of what a node says of a death
+_SILENT_S = 3.0  # longer than the node waits for a process that may be dying
 _ROUND_TRIPS_S = 2.0
 """Seconds that a node may take to answer, besides those in which its processes do."""
 
@@ -229,6 +230,37 @@ def _forget_all() -> None:
         worker.release()
 
 
+class _PassedChannel(Channel):
+    """The loader's end of a lane in a process of this machine.
+
+    Its end is that of the worker, and how that ended is said by the node. If the node says nothing for `_SILENT_S`, the
+    process lives on without the lane, and would be waited for: then this hangs up.
+    """
+
+    def __init__(self, sock: socket.socket, link: Link) -> None:
+        super().__init__(sock)
+        self._link = link
+        self._silent: asyncio.TimerHandle | None = None
+
+    def receive(self, *, wait: bool = False) -> Iterator[tuple[int, bytes]]:
+        """As `Channel.receive`, in a loop."""
+        received = super().receive(wait=wait)
+        if self.ended and self._silent is None and self.fileno() >= 0:
+            self._silent = asyncio.get_running_loop().call_later(_SILENT_S, _hang_up, self._link)
+        return received
+
+    def close(self) -> None:
+        """As `Channel.close`."""
+        if self._silent is not None:
+            self._silent.cancel()
+        super().close()
+
+
+def _hang_up(link: Link) -> None:
+    with contextlib.suppress(OSError):
+        link.sock.shutdown(socket.SHUT_RDWR)
+
+
 class ServedWorker:
     """A logical worker at a node. See `WorkerHandle`."""
 
@@ -262,7 +294,7 @@ class ServedWorker:
     def _passed(self) -> Channel:
         sock = socket.socket(fileno=self._link.fds.popleft())
         sock.setblocking(False)
-        return Channel(sock)
+        return _PassedChannel(sock, self._link)
 
     @property
     def works(self) -> bool:
@@ -315,17 +347,15 @@ class ServedWorker:
             try:
                 death = read_record(Death, said)
             except ValueError as error:
-                why = str(error)
-                self._count_broken(why)
+                why, self.unreadable = str(error), True
             else:
                 self.lost = not (death.blamed or death.shared)
                 self.outside = death.shared
                 given = line_of(death.reason, _MOST_REASON)
                 why = given if self.lost else self.kill_reason or given
                 reason = " ".join(filter(None, (f"It was at {self.node}.", why)))
-                return WorkerDied(
-                    self.worker_id, self.pid, death.exitcode, reason, "", block_of(death.trace, _MOST_TRACE)
-                ), why
+                trace = block_of(death.trace, _MOST_TRACE)
+                return WorkerDied(self.worker_id, self.pid, death.exitcode, reason, "", trace), why
         self.lost = not self.kill_reason
         reason = self.kill_reason or f"It was at {self.node}, and {line_of(why)}."
         return WorkerDied(self.worker_id, self.pid, None, reason), why
@@ -369,8 +399,8 @@ class ServedWorker:
             self.channel.leave(why)
 
     def kill(self) -> None:
-        """Hang up."""
-        self.release()
+        """Hang up, which is then noticed as an end of the node's doing; `release` follows."""
+        _hang_up(self._link)
 
     def request_stop(self) -> None:
         """Hang up; the node ends what is in work."""

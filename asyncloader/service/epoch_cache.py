@@ -4,12 +4,13 @@ Data path: lane_host -> [epoch_cache] -> lanes of the loaders that share.
 
 A loader whose task nobody has is told to make the batch; others that want it meanwhile wait for it. If it is not made
 (an error, a death, a loader that leaves), the next one in the line makes it. The oldest batches go when there are too
-many bytes: a loader that is slower than the rest by more than that makes its own.
+many bytes: a loader that is slower than the rest by more than that makes its own. Should more wait than fit into the
+line, a batch may be made twice.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -34,61 +35,115 @@ class MadeBatch(NamedTuple):
     bad: bytes
 
 
-Waiter: TypeAlias = Callable[[MadeBatch | None], None]
-"""Called with the batch, or with None: who waits makes it now, or says that it failed."""
+Waiter: TypeAlias = Callable[[MadeBatch | None], bool]
+"""Called with the batch, or with None: whether its loader makes it now. May ask, leave and fail; may raise nothing."""
+
+_ENTRY_BYTES = 1500  # that a batch takes besides its own: its key, and Python's objects
+_MOST_WAITING = 1 << 17
 
 
 class EpochCache:
     """The batches of one node.
 
     Args:
-        most_bytes: of payloads that are kept, at most.
+        most_bytes: that are kept, at most.
+        most_waiting: batches that are being made, and loaders' tasks that wait for them, at most.
     """
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, most_waiting: int = _MOST_WAITING) -> None:
         self._most = most_bytes
+        self._most_waiting = most_waiting
         self._bytes = 0
+        self._users = 0
         self._made: dict[Hashable, MadeBatch] = {}  # the oldest first
-        self._waiting: dict[Hashable, deque[Waiter]] = {}  # of batches that are being made
+        self._waiting: dict[Hashable, OrderedDict[Waiter, None]] = {}  # of batches that are being made
+        self._entries = 0  # of the above, with their keys
+        self._failures: deque[Hashable] = deque()
+        self._failing = False
+
+    def join(self) -> None:
+        """One more lane uses it."""
+        self._users += 1
+
+    def part(self) -> None:
+        """One lane less does. Without any, nothing is kept."""
+        self._users -= 1
+        if not self._users:
+            self.clear()
 
     def ask(self, key: Hashable, waiter: Waiter) -> MadeBatch | Literal["make", "wait"]:
         """Ask for a batch.
 
         Args:
-            key: what makes it what it is.
+            key: what makes it what it is. Its size should not depend on the loader.
             waiter: called later, if the answer is "wait".
         """
         made = self._made.get(key)
         if made is not None:
             return made
+        if self._entries >= self._most_waiting:
+            return "make"
+        self._entries += 1
         waiting = self._waiting.get(key)
         if waiting is None:
-            self._waiting[key] = deque()
+            self._waiting[key] = OrderedDict()
             return "make"
-        waiting.append(waiter)
+        waiting[waiter] = None
         return "wait"
+
+    def leave(self, key: Hashable, waiter: Waiter) -> None:
+        """Who waits for the batch does so no more."""
+        waiting = self._waiting.get(key)
+        if waiting is not None and waiter in waiting:
+            del waiting[waiter]
+            self._entries -= 1
 
     def made(self, key: Hashable, batch: MadeBatch) -> None:
         """Who was told to make the batch has it."""
-        waiting = self._waiting.pop(key, deque())
-        size = len(batch.payload)
-        if size <= self._most:
+        waiting = self._taken(key)
+        size = _size(batch)
+        if size <= self._most and key not in self._made:
             self._made[key] = batch
             self._bytes += size
         while self._bytes > self._most:
-            self._bytes -= len(self._made.pop(next(iter(self._made))).payload)
+            self._bytes -= _size(self._made.pop(next(iter(self._made))))
         for waiter in waiting:
             waiter(batch)
 
     def failed(self, key: Hashable) -> None:
         """Who was told to make the batch does not: the next one does."""
-        waiting = self._waiting[key]
-        if waiting:
-            waiting.popleft()(None)
-        else:
-            del self._waiting[key]
+        self._failures.append(key)
+        if self._failing:
+            return  # a waiter's doing: the call that is in progress goes on with it, however many there are
+        self._failing = True
+        try:
+            while self._failures:
+                self._pass_on(self._failures.popleft())
+        finally:
+            self._failing = False
+
+    def _pass_on(self, key: Hashable) -> None:
+        waiting = self._waiting.get(key)
+        while waiting:
+            waiter, _ = waiting.popitem(last=False)
+            self._entries -= 1
+            if waiter(None):
+                return
+        self._taken(key)
+
+    def _taken(self, key: Hashable) -> OrderedDict[Waiter, None]:
+        """Remove the line of those that wait for this batch."""
+        waiting = self._waiting.pop(key, None)
+        if waiting is None:
+            return OrderedDict()
+        self._entries -= 1 + len(waiting)
+        return waiting
 
     def clear(self) -> None:
         """Forget the batches that are made."""
         self._made.clear()
         self._bytes = 0
+
+
+def _size(batch: MadeBatch) -> int:
+    return len(batch.payload) + len(batch.template) + len(batch.bad) + _ENTRY_BYTES

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from asyncloader.counters import LANE_KEY, StageTimes, stage_times, total
 from asyncloader.service.handshake import Opening
 from asyncloader.service.lane_host import (
+    ENDED,
     FACTS,
     MOST_PROBLEM,
     NOT_MADE,
@@ -25,6 +26,7 @@ from asyncloader.service.lane_host import (
     PLANNED,
     Facts,
     HostSetup,
+    LaneEnding,
     LaneOpening,
 )
 from asyncloader.service.served_shards import PlanRequest
@@ -93,6 +95,8 @@ class _Process:
         self.ready = False
         self.problem = ""
         """Why it could not make its dataset."""
+        self.failed_lanes = 0
+        """Lanes that ended in it at no task: it may be out of descriptors, so others get the next ones."""
         self.killed_for = 0
         """The lane whose loader had it killed; 0: none."""
 
@@ -292,6 +296,12 @@ class HostProcesses:
                 future = made.plans.pop(asked, None)
                 if future is not None and not future.done():
                     future.set_result(answer)
+            elif kind == ENDED:
+                ending: LaneEnding = pickle.loads(body)
+                end = made.lanes.pop(ending.number, None)
+                made.failed_lanes += not ending.at_task
+                if end is not None:
+                    end.died(Death(made.process.pid, None, ending.reason, "", blamed=ending.at_task, shared=False))
             elif kind == wire.LOG:
                 level, text, _, _ = pickle.loads(body)
                 _log.log(level, "%s", text, extra=self._by)
@@ -372,7 +382,7 @@ class HostProcesses:
             NotMade: no process has the dataset.
             ConnectionError: the process died.
         """
-        made = min(await self._some(), key=lambda each: len(each.lanes))
+        made = min(await self._some(), key=lambda each: len(each.lanes) + each.failed_lanes)
         self._requests += 1
         number = self._requests
         ours, theirs = channel_pair()

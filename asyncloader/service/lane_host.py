@@ -9,17 +9,26 @@ Those of an asynchronous dataset, or of one that is read in threads, run on one 
 A blocking map dataset, whose samples depend on nothing but their index, is made once and shared by all lanes. Any
 other is made for each lane, because it may keep a position, or open connections.
 
-The node opens lanes, over the process's own channel. A lane ends with its socket, or on STOP.
+The node opens lanes, over the process's own channel. A lane ends with its socket, or on STOP. One that ends for any
+other reason, of the dataset's or of this process's, is reported to the node, so that its loader goes on elsewhere.
+
+*What a lane holds is bounded.* A loader that sends more than its process carries out, or does not read what was made,
+holds up itself: nothing is read from its lane, or none of its tasks is carried out, until its queues are shorter. That
+cannot last for ever: frames are taken from the one queue by carrying them out, from the other by the loader that reads;
+neither waits for a frame that was not read, except for the assignments of shards, whose lanes run on the event loop and
+are read as long as the loader reads. A loader within its credits is never held up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 import select
 import socket
 from collections import deque
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextvars import ContextVar, copy_context
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -41,18 +50,37 @@ from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
 from asyncloader.workers.ipc.peer_text import line_of
 from asyncloader.workers.task_runner import TaskRunner
-from asyncloader.workers.worker import run_task_loop, serve_async, tune
+from asyncloader.workers.worker import AsyncTaskLoop, serve_async, tune
 
-__all__ = ["FACTS", "MOST_PROBLEM", "NOT_MADE", "OPEN", "PLAN", "PLANNED", "Facts", "HostSetup", "LaneOpening"]
+__all__ = [
+    "ENDED",
+    "FACTS",
+    "MOST_PROBLEM",
+    "NOT_MADE",
+    "OPEN",
+    "PLAN",
+    "PLANNED",
+    "Facts",
+    "HostSetup",
+    "LaneEnding",
+    "LaneOpening",
+]
 
-FACTS, OPEN, PLAN, PLANNED, NOT_MADE = 40, 41, 42, 43, 44
+FACTS, OPEN, PLAN, PLANNED, NOT_MADE, ENDED = 40, 41, 42, 43, 44, 45
 """Frames between the node and its process, all pickled, as both are the node's own: what the dataset is; a new lane,
 whose socket comes with the frame; a number and a `PlanRequest`; this number with the `Plan`, or an error as bytes; why
-there is no dataset, as text."""
+there is no dataset, as text; a `LaneEnding`."""
 MOST_PROBLEM = 1500
-"""Characters of that text, at most."""
+"""Characters of the text that says why there is no dataset, at most."""
+
 
 _COUNTS_S = 0.25
+_MOST_FRAME = (64 << 20) + 256  # a message's largest body, and the head of a frame
+_MOST_QUEUED = 16 << 20  # bytes of a lane's frames, in either direction; one frame more, if it is that large
+_FRAME_BYTES = 200  # that a frame takes in a queue besides its own
+_MOST_TASKS = 1 << 13  # of a lane on the event loop: twice the credits that a loader may have
+_MOST_REASON = 2000  # characters
+_MOST_TASK_BYTES = 256 << 20  # of their frames
 
 
 class Facts(NamedTuple):
@@ -93,6 +121,20 @@ class LaneOpening(NamedTuple):
     setup: WorkerSetup
     catalog: Catalog | None
     start: bytes
+
+
+class LaneEnding(NamedTuple):
+    """The end of a lane whose loader did not ask for it. The process lives on.
+
+    Attributes:
+        number: as in `LaneOpening`.
+        reason: why.
+        at_task: whether it ended at one of its tasks.
+    """
+
+    number: int
+    reason: str
+    at_task: bool
 
 
 class HostSetup(NamedTuple):
@@ -155,14 +197,14 @@ def facts_of(dataset: Any) -> Facts:
 
 
 class _LaneChannel(Channel):
-    """A channel whose `send_all` does not wait: one lane's reader must not hold up the others. How much is unsent is
-    bounded by the tasks that the loader has outstanding.
-    """
+    """A channel whose `send_all` does not wait: one lane's reader must not hold up the others."""
 
     def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop | None) -> None:
-        super().__init__(sock)
+        super().__init__(sock, _MOST_FRAME)
         self.recorder = Recorder()
         """What this lane's worker counts. The loader gets it now and then, before an answer."""
+        self.sent: Callable[[], None] | None = None
+        """Called when all is sent that had to wait, or the loader is gone; only with an event loop."""
         self._loop = loop  # sends the rest; None: the host does
         self._counts_due = 0.0
 
@@ -178,15 +220,24 @@ class _LaneChannel(Channel):
     def _writable(self) -> None:
         try:
             done = self.flush()
-        except ConnectionError:  # the loader is gone, which the reader notices
-            done = True
+        except ConnectionError:  # the loader is gone
+            self.ended = done = True
         if done and self._loop is not None:
             self._loop.remove_writer(self.fileno())
+            if self.sent is not None:
+                self.sent()
 
     @property
-    def unsent(self) -> bool:
-        """Whether something waits to be sent."""
-        return bool(self._unsent)
+    def full(self) -> bool:
+        """Whether so much waits to be sent that nothing may be added. A segment counts as much, whatever its size."""
+        return self.unsent_fds > 0 or self.unsent_bytes > _MOST_QUEUED
+
+    def close(self) -> None:
+        """As `Channel.close`."""
+        if self._loop is not None and self.fileno() >= 0:
+            self._loop.remove_writer(self.fileno())  # or the loop would keep it for another socket of that number
+        self.sent = None
+        super().close()
 
 
 class _Lane:
@@ -196,7 +247,57 @@ class _Lane:
         self.channel = channel
         self.runner = runner
         self.frames: deque[tuple[int, bytes]] = deque()
+        self.queued = 0  # bytes of them
         self.info = torch_worker._worker_info
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has something to do, and its loader reads what it is sent."""
+        return bool(self.frames) and not self.channel.full
+
+    @property
+    def events(self) -> int:
+        """What the host waits for. That the loader hangs up is reported in any case."""
+        reading = select.POLLIN if self.queued <= _MOST_QUEUED else 0
+        return reading | (select.POLLOUT if self.channel.unsent_bytes else 0)
+
+
+class _LaneLoop(AsyncTaskLoop):
+    """Carries out the tasks of one lane among several on an event loop.
+
+    Args:
+        lane: the lane.
+        failed: called with the error that ends it, before its tasks have ended: one may ignore its cancellation.
+    """
+
+    def __init__(self, lane: _Lane, failed: Callable[[BaseException, bool], None]) -> None:
+        super().__init__(lane.runner)
+        self._channel = lane.channel
+        self._channel.sent = self._sent
+        self._failed = failed
+
+    def _readable(self) -> None:
+        super()._readable()
+        if self._channel.full:
+            self._loop.remove_reader(self._channel.fileno())
+
+    def _sent(self) -> None:
+        if self._channel.ended:
+            self._end(None)
+        elif not self._done.done():
+            self._loop.add_reader(self._channel.fileno(), self._readable)
+
+    def _take(self, kind: int, body: bytes) -> None:
+        if kind == wire.TASK and (
+            len(self._tasks) >= _MOST_TASKS or (len(body) > 1 << 15 and sum(self._tasks.values()) > _MOST_TASK_BYTES)
+        ):
+            raise ValueError(f"broken stream: a loader has {len(self._tasks)} tasks or their bytes at one worker")
+        super()._take(kind, body)
+
+    def _end(self, error: BaseException | None, *, at_task: bool = False) -> None:
+        if error is not None and not self._done.done():
+            self._failed(error, at_task)
+        super()._end(error)
 
 
 class _LaneSetup(NamedTuple):
@@ -249,7 +350,7 @@ class _Host:
             if kind == wire.STOP:
                 self._ended = True
             elif kind == OPEN:
-                lane = self._open(pickle.loads(body), self._channel.take_fd())
+                lane = self._open(pickle.loads(body))
                 if lane is not None:
                     opened.append(lane)
             elif kind == PLAN:
@@ -257,23 +358,39 @@ class _Host:
         self._ended = self._ended or self._channel.ended
         return opened
 
-    def _open(self, opening: LaneOpening, fd: int) -> _Lane | None:
-        sock = socket.socket(fileno=fd)
-        sock.setblocking(False)
-        channel = _LaneChannel(sock, self._loop)
-        made = self._made if self._shared or self._fresh else None
-        self._fresh = False
-        setup = _LaneSetup(opening.setup, self._defined, made, opening.catalog, opening.worker, opening.start)
+    def _open(self, opening: LaneOpening) -> _Lane | None:
+        channel: _LaneChannel | None = None
         try:
+            sock = socket.socket(fileno=self._channel.take_fd())
+            sock.setblocking(False)
+            channel = _LaneChannel(sock, self._loop)
+            made = self._made if self._shared or self._fresh else None
+            self._fresh = False
+            setup = _LaneSetup(opening.setup, self._defined, made, opening.catalog, opening.worker, opening.start)
             runner = TaskRunner(
                 opening.worker, channel, setup, channel.recorder, perf_counter(), PLAIN, self._draw_check
             )
-        except ConnectionError:  # the loader is gone
-            channel.close()
+        except Exception as error:  # the other lanes go on
+            self._report(opening.number, error, at_task=False)
+            if channel is not None:
+                channel.close()
             return None
         lane = _Lane(opening, channel, runner)
         self._add(lane)
         return lane
+
+    def _report(self, number: int, error: BaseException, *, at_task: bool) -> None:
+        """Tell the node what ended a lane, unless its loader did: the process lives, so nothing else would."""
+        if isinstance(error, ConnectionError):
+            return
+        kind = type(error).__name__
+        try:
+            reason = f"{kind}: {error}"
+        except Exception:
+            reason = kind
+        ending = LaneEnding(number, f"Its worker failed, and its process lives on. {reason[:_MOST_REASON]}", at_task)
+        with contextlib.suppress(ConnectionError):  # the node is gone, which ends this process
+            self._channel.send_all(wire.pack(ENDED, pickle.dumps(ending)))
 
     def _add(self, lane: _Lane) -> None:
         # A session that comes late does not get the time that it was not there for.
@@ -283,6 +400,9 @@ class _Host:
     def _close(self, lane: _Lane) -> None:
         self._lanes.pop(lane.channel.fileno(), None)
         lane.channel.close()
+        lane.runner.release()
+        if torch_worker._worker_info is lane.info:
+            torch_worker._worker_info = None  # it has the lane's dataset
         if all(other.session != lane.session for other in self._lanes.values()):
             self._used.pop(lane.session, None)
 
@@ -293,13 +413,13 @@ class _Host:
         poll = select.poll()
         poll.register(self._channel.fileno(), select.POLLIN)
         while not self._ended:
-            busy = any(lane.frames for lane in self._lanes.values())
-            for fd, _ in poll.poll(0 if busy else None):
+            busy = any(lane.ready for lane in self._lanes.values())
+            for fd, events in poll.poll(0 if busy else None):
                 if fd == self._channel.fileno():
                     for lane in self._control():
-                        poll.register(lane.channel.fileno(), select.POLLIN)
+                        poll.register(lane.channel.fileno(), lane.events)
                     continue
-                self._exchange(self._lanes[fd])
+                self._exchange(self._lanes[fd], events)
             following = self._next()
             if following is not None:
                 self._carry_out(following)
@@ -307,23 +427,38 @@ class _Host:
                 poll.unregister(lane.channel.fileno())
                 self._close(lane)
             for lane in self._lanes.values():
-                poll.modify(lane.channel.fileno(), select.POLLIN | (select.POLLOUT if lane.channel.unsent else 0))
+                poll.modify(lane.channel.fileno(), lane.events)
 
     def _next(self) -> _Lane | None:
         """The lane whose turn it is: of those with something to do, one of the session that has had the least time."""
-        ready = [lane for lane in self._lanes.values() if lane.frames]
+        ready = [lane for lane in self._lanes.values() if lane.ready]
         return min(ready, key=lambda lane: self._used[lane.session], default=None)
 
-    def _exchange(self, lane: _Lane) -> None:
+    def _exchange(self, lane: _Lane, events: int) -> None:
         """Send and receive what the lane's socket takes and has."""
         try:
             lane.channel.flush()
-            lane.frames += lane.channel.receive()
-        except (ConnectionError, ValueError):
+            if not events & select.POLLIN:
+                # Perhaps the loader has hung up while nothing was read: nobody wants the answers to what is queued.
+                lane.channel.ended = lane.channel.ended or bool(events & ~select.POLLOUT)
+                return
+            for frame in lane.channel.receive():
+                lane.frames.append(frame)
+                lane.queued += len(frame[1]) + _FRAME_BYTES
+        except ConnectionError:
             lane.channel.ended = True
+        except Exception as error:
+            self._fail(lane, error, at_task=False)
+
+    def _fail(self, lane: _Lane, error: BaseException, *, at_task: bool) -> None:
+        """This lane cannot go on: the others do."""
+        if not lane.channel.ended:
+            self._report(lane.number, error, at_task=at_task)
+        lane.channel.ended = True
 
     def _carry_out(self, lane: _Lane) -> None:
         kind, body = lane.frames.popleft()
+        lane.queued -= len(body) + _FRAME_BYTES
         torch_worker._worker_info = lane.info
         began = perf_counter()
         self._recorder.put(LANE_KEY, lane.number)
@@ -332,8 +467,8 @@ class _Host:
                 lane.runner.task(body)
             else:
                 lane.runner.control(kind, body)
-        except Exception:  # the loader is gone, or sent what is no frame of ours: the other lanes go on
-            lane.channel.ended = True
+        except Exception as error:  # the loader is gone, or sent what is no frame of ours, or the dataset is at fault
+            self._fail(lane, error, at_task=kind == wire.TASK)
         self._recorder.put(LANE_KEY, 0)
         seconds = perf_counter() - began
         self._used[lane.session] += seconds
@@ -352,8 +487,9 @@ class _Host:
             opened = self._control()
             torch_worker._worker_info = current  # each new lane has put its own there
             for lane in opened:
-                _info.set(lane.info)
-                group.create_task(self._run_lane(lane))
+                context = copy_context()
+                context.run(_info.set, lane.info)
+                group.create_task(self._run_lane(lane), context=context)
             while self._plans:
                 group.create_task(self._plan(*self._plans.pop()))
             if self._ended and not done.done():
@@ -381,7 +517,7 @@ class _Host:
 
     async def _run_lane(self, lane: _Lane) -> None:
         try:
-            await run_task_loop(lane.runner)
+            await _LaneLoop(lane, lambda error, at_task: self._fail(lane, error, at_task=at_task)).run()
         except Exception:  # as in `_carry_out`
             lane.channel.ended = True
         finally:

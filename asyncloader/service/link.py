@@ -26,6 +26,7 @@ __all__ = ["Link", "Message"]
 
 _READ = 1 << 12  # small, because what it reads of a payload is copied once more
 _TURN = 4 << 20  # bytes after which others have a turn
+_MESSAGE_BYTES = 400  # that an unsent message takes besides its own
 _WAKE = 1 << 18  # bytes of a payload that are worth a wake-up
 _MOST_FDS = 4
 _FD_BYTES = socket.CMSG_SPACE(_MOST_FDS * 4)
@@ -61,10 +62,12 @@ class Link:
         self.ended = False
         self.received = 0
         """Bytes, so far."""
+        self.queued = 0
+        """Bytes of unsent messages, without their payloads."""
         self.fds: deque[int] = deque()
         """Descriptors that came with messages, on a Unix socket."""
         self._tls = isinstance(sock, ssl.SSLSocket)
-        self._unsent: deque[tuple[memoryview, Callable[[], None] | None, int]] = deque()
+        self._unsent: deque[tuple[memoryview, Callable[[], None] | None, int, int]] = deque()
         self._rest = bytearray()
         self._reading: tuple[Header, bytearray, memoryview] | None = None  # a message whose payload is not complete
         self._got = 0
@@ -112,15 +115,17 @@ class Link:
         """
         nbytes = 0 if payload is None else payload.nbytes
         head = pack_header(kind, len(body), epoch, task, nbytes) + body
-        self._unsent.append((memoryview(head), None if nbytes else sent, -1 if fd < 0 else os.dup(fd)))
+        cost = len(head) + _MESSAGE_BYTES
+        self._unsent.append((memoryview(head), None if nbytes else sent, -1 if fd < 0 else os.dup(fd), cost))
+        self.queued += cost
         if payload is not None and nbytes:
-            self._unsent.append((payload.cast("B"), sent, -1))
+            self._unsent.append((payload.cast("B"), sent, -1, 0))
         return self.flush()
 
     def flush(self) -> bool:
         """Send what is unsent; returns whether nothing is left. Errors as `send`."""
         while self._unsent:
-            data, sent, fd = self._unsent[0]
+            data, sent, fd, cost = self._unsent[0]
             try:
                 number = self._push(data, fd)
             except (BlockingIOError, InterruptedError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
@@ -130,9 +135,10 @@ class Link:
             if fd >= 0:
                 os.close(fd)
             if number < data.nbytes:
-                self._unsent[0] = data[number:], sent, -1
+                self._unsent[0] = data[number:], sent, -1, cost
                 continue
             self._unsent.popleft()
+            self.queued -= cost
             if sent is not None:
                 sent()
         return True
@@ -243,7 +249,7 @@ class Link:
             self.sock.close()
         self._reading = None
         while self._unsent:
-            _, sent, fd = self._unsent.popleft()
+            _, sent, fd, _ = self._unsent.popleft()
             if fd >= 0:
                 os.close(fd)
             if sent is not None:

@@ -5,14 +5,14 @@ Data path: lane_host -> [sharing_lane] -> epoch_cache -> [sharing_lane] -> conne
 
 from __future__ import annotations
 
+import hashlib
 import socket
 from collections.abc import Callable, Hashable
 from functools import partial
 from time import perf_counter
 
-from asyncloader.errors import RingMemoryError
 from asyncloader.service.dialect import epoch_of
-from asyncloader.service.epoch_cache import EpochCache, MadeBatch
+from asyncloader.service.epoch_cache import EpochCache, MadeBatch, Waiter
 from asyncloader.service.handshake import Opening
 from asyncloader.service.link import Link
 from asyncloader.service.node_lanes import ForwardedLane
@@ -50,8 +50,10 @@ class SharingLane(ForwardedLane):
         setup = opening.setup
         self._epochs = {setup.attachment: opening.epoch}  # by the loader's counter
         self._making: dict[tuple[int, int], Hashable] = {}  # tasks that this lane's process carries out
+        self._awaited: dict[tuple[int, int], tuple[Hashable, Waiter]] = {}  # tasks that another's does
         self._template = b""  # of the process's last batch
         self._bad = b""  # of the task that it answers next
+        self._cache.join()
 
     # ------------------------------------------------------------------------------------------ from the loader
 
@@ -64,29 +66,33 @@ class SharingLane(ForwardedLane):
     def _give(self, epoch: int, task: int, index: bytes) -> None:
         if epoch not in self._epochs:
             raise ValueError(f"broken stream: a task of epoch {epoch}, which was not begun")
-        key = self._recipe, self._epochs[epoch], index
-        found = self._cache.ask(key, partial(self._made_elsewhere, epoch, task, index, key))
+        key = self._recipe, self._epochs[epoch], hashlib.blake2b(index, digest_size=32).digest()
+        waiter = partial(self._made_elsewhere, epoch, task, index, key)
+        found = self._cache.ask(key, waiter)
         if isinstance(found, MadeBatch):
             self._deliver(epoch, task, found)
         elif found == "make":
             self._make(epoch, task, index, key)
+        else:
+            self._awaited[epoch, task] = key, waiter
 
     def _make(self, epoch: int, task: int, index: bytes, key: Hashable) -> None:
         self._making[epoch, task] = key
         super()._give(epoch, task, index)
 
-    def _made_elsewhere(self, epoch: int, task: int, index: bytes, key: Hashable, made: MadeBatch | None) -> None:
+    def _made_elsewhere(self, epoch: int, task: int, index: bytes, key: Hashable, made: MadeBatch | None) -> bool:
         """A batch that was waited for is there, or is ours to make. Called from another lane: raises nothing."""
-        gone = (epoch, task) not in self._unanswered or self._channel.fileno() < 0
-        if made is None and gone:
-            self._cache.failed(key)
-        elif made is None:
-            try:
+        self._awaited.pop((epoch, task), None)
+        if (epoch, task) not in self._unanswered or self._channel.fileno() < 0:
+            return False
+        try:
+            if made is None:
                 self._make(epoch, task, index, key)
-            except (ValueError, OSError, RingMemoryError) as error:
-                self._fails(error)
-        elif not gone:
-            self._deliver(epoch, task, made)
+            else:
+                self._deliver(epoch, task, made)
+        except Exception as error:
+            self._fails(error)  # which lets go of what this lane makes, too
+        return True
 
     # ------------------------------------------------------------------------------------------ to the loader
 
@@ -101,12 +107,13 @@ class SharingLane(ForwardedLane):
         self._send_bad(result.epoch, result.seq, made.bad)
         body = wire.pack_result(result, made.template)[wire.PREFIX_BYTES :]
         payload = memoryview(made.payload) if made.payload else None
-        self._send(partial(self._link.send, wire.RESULT, body, epoch=result.epoch, task=result.seq, payload=payload))
+        sent = None if payload is None else self._own(payload)  # the cache may have dropped it before it is sent
+        self._send(wire.RESULT, body, result.epoch, result.seq, payload, sent)
 
     def _send_bad(self, epoch: int, task: int, bad: bytes) -> None:
         if bad:
             body = wire.pack_answer(wire.BAD_SAMPLES, epoch, task, 0.0, bad)[wire.PREFIX_BYTES :]
-            self._send(partial(self._link.send, wire.BAD_SAMPLES, body))
+            self._send(wire.BAD_SAMPLES, body)
 
     def _pass_on(self, kind: int, body: bytes) -> None:
         if kind == wire.BAD_SAMPLES:  # kept for the answer: a batch of another lane must not come between them
@@ -122,6 +129,11 @@ class SharingLane(ForwardedLane):
             self._epochs = {counter: number for counter, number in self._epochs.items() if counter >= epoch}
             for key in [key for key in self._making if key[0] < epoch]:
                 self._cache.failed(self._making.pop(key))
+
+    def _void(self, epoch: int) -> None:
+        super()._void(epoch)
+        for key in [key for key in self._awaited if key[0] < epoch]:
+            self._cache.leave(*self._awaited.pop(key))
 
     def _batch(
         self,
@@ -151,8 +163,17 @@ class SharingLane(ForwardedLane):
 
     def _leave_lane(self) -> None:
         super()._leave_lane()
+        while self._awaited:
+            self._cache.leave(*self._awaited.popitem()[1])
         while self._making:
             self._cache.failed(self._making.popitem()[1])
+
+    def close(self) -> None:
+        """As `ForwardedLane.close`."""
+        open_until_now = self._link.fileno() >= 0
+        super().close()
+        if open_until_now:
+            self._cache.part()
 
 
 def _recipe(opening: Opening) -> bytes:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -375,3 +377,38 @@ class Wide(Numbers):
 def wide(n: int = 9) -> Any:
     """Large batches."""
     return Wide(n)
+
+
+def hog(marks: str, worker: int) -> None:
+    """Leave no descriptors to this process, once: not even its ring arrives."""
+    del worker
+    mark = Path(marks) / "hogged"
+    if not mark.exists():
+        mark.touch()
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))
+
+
+@asyncloader.definition
+def hogging(marks: str = "") -> Any:
+    """A blocking dataset with such a worker_init_fn."""
+    return Numbers(20), {"worker_init_fn": partial(hog, marks)}
+
+
+@asyncloader.definition
+def awaited_hogging(marks: str = "") -> Any:
+    """An asynchronous one."""
+    return Awaited(20), {"worker_init_fn": partial(hog, marks)}
+
+
+class Unsaved(Stream):
+    """Its state cannot be taken."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise OddError("no state")
+
+
+@asyncloader.definition
+def unsaved() -> Any:
+    """A stream of which every lane fails at its start."""
+    return Unsaved(8)

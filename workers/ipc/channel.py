@@ -17,13 +17,14 @@ import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from asyncloader.workers.ipc.wire import FrameSplitter
+from asyncloader.workers.ipc.wire import MOST_FRAME, FrameSplitter
 
 __all__ = ["Channel", "channel_pair"]
 
 _READ_BYTES = 1 << 16
 _MAX_FDS = 8
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
+_LOST = -1
 _CLOEXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # a program started by the user must not inherit our segments
 
 
@@ -31,15 +32,23 @@ class Channel:
     """One end of the socket. On a non-blocking socket `send` never blocks: unsent bytes are kept for `flush`.
 
     Not thread-safe: one thread may send and one may receive.
+
+    Args:
+        sock: the socket.
+        most_frame: bytes of a received frame, at most.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, most_frame: int = MOST_FRAME) -> None:
         self.sock = sock
         self.ended = False
         self.received = 0
-        self._splitter = FrameSplitter()
+        self.unsent_bytes = 0
+        """Bytes of frames that wait to be sent."""
+        self.unsent_fds = 0
+        """Descriptors that wait with them."""
+        self._splitter = FrameSplitter(most_frame)
         self._fds: deque[int] = deque()
-        self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        self._unsent: deque[tuple[memoryview, tuple[int, ...]]] = deque()
 
     def fileno(self) -> int:
         """The socket's descriptor, -1 once closed."""
@@ -54,16 +63,20 @@ class Channel:
         """
         try:
             flags = _CLOEXEC if wait else _CLOEXEC | socket.MSG_DONTWAIT
-            data, ancillary, _, _ = self.sock.recvmsg(_READ_BYTES, _ANCILLARY_BYTES, flags)
+            data, ancillary, state, _ = self.sock.recvmsg(_READ_BYTES, _ANCILLARY_BYTES, flags)
         except (BlockingIOError, InterruptedError):
             return iter(())
         except ConnectionError:
-            data, ancillary = b"", []
+            data, ancillary, state = b"", [], 0
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds = array.array("i")
                 fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
                 self._fds.extend(fds)
+        if state & socket.MSG_CTRUNC:
+            # This process has too many open files, so the descriptor is lost. A frame carries one at most, and keeps
+            # its place in the line: or each later frame would get the descriptor of the one after it.
+            self._fds.append(_LOST)
         if not data:
             self.ended = True
             return iter(())
@@ -76,12 +89,13 @@ class Channel:
         Raises:
             OSError: it did not arrive, because this process has too many open files.
         """
-        if not self._fds:
+        fd = self._fds.popleft() if self._fds else _LOST
+        if fd == _LOST:
             raise OSError(
                 "a shared-memory descriptor did not arrive: this process has too many open files. "
                 "Please increase the limit using `ulimit -n` in the shell"
             )
-        return self._fds.popleft()
+        return fd
 
     # -------------------------------------------------------------------------------------------- sending
 
@@ -94,13 +108,18 @@ class Channel:
             ConnectionError: the other end is closed.
         """
         if self._unsent:
-            self._unsent.append((frame, tuple(os.dup(fd) for fd in fds)))
+            self._keep(memoryview(frame), fds)
             return self.flush()
         sent = self._push(frame, fds)
         if sent == len(frame):
             return True
-        self._unsent.append((frame[sent:], tuple(os.dup(fd) for fd in fds) if sent == 0 else ()))
+        self._keep(memoryview(frame)[sent:], fds if sent == 0 else ())
         return False
+
+    def _keep(self, rest: memoryview, fds: Sequence[int]) -> None:
+        self._unsent.append((rest, tuple(os.dup(fd) for fd in fds)))
+        self.unsent_bytes += len(rest)
+        self.unsent_fds += len(fds)
 
     def send_all(self, frame: bytes, fds: Sequence[int] = ()) -> None:
         """Send a frame; waits while the socket is full. Errors as `send`."""
@@ -116,13 +135,15 @@ class Channel:
             if sent == 0:
                 return False
             self._unsent.popleft()
+            self.unsent_bytes -= sent
+            self.unsent_fds -= len(fds)
             for fd in fds:
                 os.close(fd)
             if sent < len(frame):
                 self._unsent.appendleft((frame[sent:], ()))
         return True
 
-    def _push(self, frame: bytes, fds: Sequence[int]) -> int:
+    def _push(self, frame: bytes | memoryview, fds: Sequence[int]) -> int:
         try:
             if fds:
                 return socket.send_fds(self.sock, [frame], list(fds))

@@ -23,6 +23,7 @@ __all__ = [
     "ERROR",
     "EXHAUSTED",
     "LOG",
+    "MOST_FRAME",
     "NO_SLOT",
     "ONEOFF",
     "PREFIX_BYTES",
@@ -101,7 +102,8 @@ _ASSIGNMENT_HEAD = struct.Struct("=IQ")  # epoch, number
 _RESULT = struct.Struct("=IBIQiQQIdBId")
 _RESULT_HEAD = struct.Struct("=IQiQQIdBId")
 
-_MAX_FRAME = 1 << 31
+MOST_FRAME = 1 << 31
+"""Bytes of a frame, at most, unless a splitter says otherwise."""
 _LONGEST_S = 1e12
 
 
@@ -243,13 +245,17 @@ class FrameSplitter:
 
     A frame that takes many reads (a worker's cursor may be large) is joined once.
 
+    Args:
+        most: bytes of a frame, at most.
+
     Raises (from `feed`):
         ValueError: an impossible length. The stream is broken, and stays so.
     """
 
-    __slots__ = ("_rest", "_wanted")
+    __slots__ = ("_most", "_rest", "_wanted")
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MOST_FRAME) -> None:
+        self._most = most
         self._rest = bytearray()
         self._wanted = 5  # bytes needed for the next step
 
@@ -269,7 +275,7 @@ class FrameSplitter:
         start, size, self._wanted = 0, len(data), 5
         while size - start >= 5:
             length, kind = _PREFIX.unpack_from(data, start)
-            if not 1 <= length <= _MAX_FRAME:
+            if not 1 <= length <= self._most:
                 self._rest, self._wanted = bytearray(data[start : start + 5]), 5
                 raise ValueError(f"broken stream: a frame of {length} bytes")
             end = start + 4 + length

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from asyncloader import RemoteIterableDataset
-from asyncloader.service.lane_host import Facts, _Host, facts_of
+from asyncloader.service.lane_host import Facts, _Host, _Lane, facts_of
 from tests.service import definitions
 
 
 def lane(number: int, session: str) -> Any:
-    frames = deque([(1, b"")] * 100)
-    return SimpleNamespace(
-        number=number, session=session, frames=frames, channel=SimpleNamespace(fileno=lambda: number)
-    )
+    made = object.__new__(_Lane)
+    made.session, made.frames = session, deque([(1, b"")] * 100)
+    made.channel = SimpleNamespace(fileno=lambda: number, full=False)  # type: ignore[assignment]
+    return made
 
 
 def test_sessions_have_equal_time() -> None:

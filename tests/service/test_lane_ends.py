@@ -1,0 +1,82 @@
+"""What lanes leave in a node and its processes, and what a loader is told of one that ends while its process lives."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from asyncloader import DataLoader
+from tests.integration.comparing import assert_same
+from tests.integration.running import PATIENCE_S
+from tests.processes import children_of
+from tests.service import definitions
+from tests.service.serving import NodeProcess, serving
+
+OPTIONS: dict[str, Any] = {"batch_size": 4, "seed": 5, "num_workers": 8}
+FEW_FILES = ["bash", "-c", 'ulimit -n 256; exec "$@"', "bash"]
+
+
+def left(pid: int) -> tuple[int, int]:
+    """Descriptors and threads of a process and those that it has started."""
+    proc = Path(f"/proc/{pid}")
+    counts = [(len(os.listdir(proc / "fd")), len(os.listdir(proc / "task")))]  # noqa: PTH208
+    counts += [left(child) for child in children_of(pid)]
+    return sum(fds for fds, _ in counts), sum(threads for _, threads in counts)
+
+
+def at_rest(node: NodeProcess, wanted: tuple[int, int] | None = None) -> tuple[int, int]:
+    """What is left once lanes that were hung up are closed: as much as is wanted, or what does not change any more."""
+    deadline, counts, same = monotonic() + PATIENCE_S, (0, 0), 0
+    while monotonic() < deadline and same < 50 and (wanted is None or counts > wanted):
+        before, counts = counts, left(node.process.pid)
+        same = same + 1 if counts == before else 0
+    return counts
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("place", "kind"), [("tcp", "numbers"), ("unix", "stream"), ("tcp", "drawn"), ("unix", "awaited")]
+)
+def test_a_hundred_lanes(place: str, kind: str, tmp_path: Path) -> None:
+    """One loader after the other: descriptors and threads are those of the first ones."""
+    options: dict[str, Any] = {**OPTIONS, "concurrency": 4} if kind == "drawn" else OPTIONS
+    with serving(tmp_path, [kind], within=FEW_FILES) as node:
+        first = (0, 0)
+        for epoch in range(12):
+            with DataLoader[Any](getattr(definitions, kind)(), **options, workers=getattr(node, place)) as loader:
+                assert sum(1 for _ in loader)
+            if epoch == 2:
+                first = at_rest(node)
+        assert max(each - was for each, was in zip(at_rest(node, first), first, strict=True)) <= 4
+
+
+@pytest.mark.parametrize("kind", ["hogging", "awaited_hogging"])
+@pytest.mark.parametrize("place", ["tcp", "unix"])
+def test_a_process_that_can_open_no_more_files(place: str, kind: str, tmp_path: Path) -> None:
+    """Its lanes end, and their loaders go on in others; none of them waits."""
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    options: dict[str, Any] = {"batch_size": 2, "seed": 5, "num_workers": 2, "max_worker_restarts": 0}
+    served = getattr(definitions, kind)(str(marks))
+    with serving(tmp_path, [kind], "--open", kind) as node:
+        with DataLoader[Any](served, **options, workers=getattr(node, place)) as loader:
+            got = list(loader)
+        assert (marks / "hogged").exists()
+        with DataLoader[Any](served, **options) as local:
+            assert_same(got, list(local))
+
+
+def test_a_lane_that_fails_at_its_start(tmp_path: Path) -> None:
+    """Its loader gets the dataset's error, and its process serves on."""
+    with serving(tmp_path, ["unsaved", "numbers"], workers=1) as node:
+        for place in (node.tcp, node.unix):
+            with (
+                DataLoader[Any](definitions.unsaved(), 2, seed=1, num_workers=1, workers=place) as loader,
+                pytest.raises(RuntimeError, match="no state"),
+            ):
+                list(loader)
+        assert "process" not in [*tmp_path.glob("*.log")][0].read_text()  # noqa: RUF015
