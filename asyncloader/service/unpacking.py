@@ -170,14 +170,14 @@ class _Builder:
         number = tree[1] if len(tree) > 1 else None
         if type(number) is not int or not 0 <= number < len(self._leaves):
             raise _Broken(f"a leaf that is none of {len(self._leaves)}")
-        leaf = self._leaves[number]
+        leaf: Any = self._leaves[number]
         if len(tree) == 2:
             return leaf
         _, _, what, name, shape, order = tree
         if what != "array" or type(shape) is not list or order not in ("C", "F"):
             raise _Broken("a leaf of no known kind")
         dtype = _array_dtype(name)
-        nbytes = leaf.nbytes if type(leaf) is Leaf else memoryview(leaf).nbytes
+        nbytes = leaf.nbytes if self._dry else memoryview(leaf).nbytes
         if nbytes is None:
             raise _Broken("a tensor in an array's place")
         checked = _shape(shape, dtype.itemsize, nbytes)

@@ -13,7 +13,6 @@ import pytest
 
 from asyncloader import DataLoader, Service, ServiceUnavailable
 from asyncloader.service import frames
-from asyncloader.service.definition import Defined
 from asyncloader.service.dialect import PLAIN
 from asyncloader.service.handshake import Challenge, Hello, Proof, pack_opening, proof
 from asyncloader.service.records import pack_record, read_record
@@ -39,9 +38,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
         yield made
 
 
-def numbers() -> Defined:
-    made: Defined = definitions.numbers(n=LENGTH)
-    return made
+def numbers() -> Any:
+    return definitions.numbers(n=LENGTH)
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +159,7 @@ def test_to_a_node(node: NodeProcess, expected: list[Any], value: bytes) -> None
 @pytest.mark.parametrize("tls", [False, True])
 def test_to_a_node_with_a_token(tmp_path: Path, expected: list[Any], tls: bool) -> None:
     """With TLS and without."""
-    files, (secret) = make_authority(tmp_path), tmp_path / "token"
+    files, secret = make_authority(tmp_path), tmp_path / "token"
     secret.write_text(TOKEN)
     flags = ["--open", "numbers", "--token-file", str(secret)]
     flags += ["--tls-cert", files["node_cert"], "--tls-key", files["node_key"]] if tls else []
@@ -174,7 +172,7 @@ def test_to_a_node_with_a_token(tmp_path: Path, expected: list[Any], tls: bool) 
                 plainly(made), server_hostname="127.0.0.1"
             )
 
-        service = Service(made.tcp, token=TOKEN, **({"tls_ca": files["ca"]} if tls else {}))
+        service = Service(made.tcp, token=TOKEN, tls_ca=files["ca"] if tls else None)
         with DataLoader[Any](numbers(), **OPTIONS, max_worker_restarts=0, workers=service) as loader:
             for value in VALUES.values():
                 attack(connect, TOKEN, value)
